@@ -1,0 +1,82 @@
+"""The error tree. Every failure the package foresees is an `EmaCkptError` with a stable `code`.
+
+    EmaCkptError
+    ├── UsageError        the call asks for something that is not there or not allowed
+    ├── SourceError       the checkpoint read is missing, damaged or unsupported
+    │   └── UnsafeError   reading it would run code or leave its directory
+    ├── TargetError       the place to write to is taken, busy or too small
+    ├── CollectiveError   another rank failed, or did not join a collective call
+    └── StateError        a training-side call came at the wrong moment or with the wrong model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CollectiveError",
+    "EmaCkptError",
+    "SourceError",
+    "StateError",
+    "TargetError",
+    "UnsafeError",
+    "UsageError",
+    "shown",
+]
+
+_SHOWN_NAMES = 10
+
+
+class EmaCkptError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        code: a stable word such as `missing-file`, the same in `--json` output.
+        tensor: the full stored name of the tensor concerned, if it is about one.
+        file: the file concerned, relative to the checkpoint, if it is about one.
+    """
+
+    def __init__(self, code: str, message: str, *, tensor: str | None = None, file: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.tensor = tensor
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between ranks; the default would call __init__ with the message alone.
+        return (_rebuild, (type(self), self.code, str(self), self.tensor, self.file))
+
+
+class UsageError(EmaCkptError):
+    """The call asks for something that is not there or not allowed."""
+
+
+class SourceError(EmaCkptError):
+    """The checkpoint that is read is missing, damaged or of an unsupported kind."""
+
+
+class UnsafeError(SourceError):
+    """Reading on would run code from the checkpoint or leave its directory."""
+
+
+class TargetError(EmaCkptError):
+    """The place to write to is taken, busy, unwritable or too small."""
+
+
+class CollectiveError(EmaCkptError):
+    """Another rank failed, or did not join a collective call in time."""
+
+
+class StateError(EmaCkptError):
+    """A training-side call came at the wrong moment, or its model is not the one it was made for."""
+
+
+def _rebuild(kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None) -> EmaCkptError:
+    return kind(code, message, tensor=tensor, file=file)
+
+
+def shown(names: Sequence[str]) -> str:
+    """At most ten names and, if there are more, how many: the form in which messages list tensors."""
+    head = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
+    rest = len(names) - _SHOWN_NAMES
+    return f"{head} and {rest} more" if rest > 0 else head
