@@ -29,7 +29,7 @@ class Box:
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the box lies inside a tensor of `shape`."""
         return len(self.sizes) == len(self.offsets) == len(shape) and all(
-            0 <= o and 0 <= s and o + s <= d for o, s, d in zip(self.offsets, self.sizes, shape, strict=True)
+            o >= 0 and s >= 0 and o + s <= d for o, s, d in zip(self.offsets, self.sizes, shape, strict=True)
         )
 
     def within(self, outer: Box) -> Box:
@@ -46,7 +46,8 @@ def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes of one rank, or None if no element is in both."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     sizes = tuple(
-        min(p + s, q + t) - o for p, s, q, t, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
+        min(p + s, q + t) - o
+        for p, s, q, t, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
     )
     return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 

@@ -1,12 +1,12 @@
 """The error tree. Every failure the package foresees is an `EmaCkptError` with a stable `code`.
 
-    EmaCkptError
-    ├── UsageError        the call asks for something that is not there or not allowed
-    ├── SourceError       the checkpoint read is missing, damaged or unsupported
-    │   └── UnsafeError   reading it would run code or leave its directory
-    ├── TargetError       the place to write to is taken, busy or too small
-    ├── CollectiveError   another rank failed, or did not join a collective call
-    └── StateError        a training-side call came at the wrong moment or with the wrong model
+EmaCkptError
+├── UsageError        the call asks for something that is not there or not allowed
+├── SourceError       the checkpoint read is missing, damaged or unsupported
+│   └── UnsafeError   reading it would run code or leave its directory
+├── TargetError       the place to write to is taken, busy or too small
+├── CollectiveError   another rank failed, or did not join a collective call
+└── StateError        a training-side call came at the wrong moment or with the wrong model
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class EmaCkptError(Exception):
         file: the file concerned, relative to the checkpoint, if it is about one.
     """
 
-    def __init__(self, code: str, message: str, *, tensor: str | None = None, file: str | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, *, tensor: str | None = None, file: str | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.tensor = tensor
@@ -71,7 +73,9 @@ class StateError(EmaCkptError):
     """A training-side call came at the wrong moment, or its model is not the one it was made for."""
 
 
-def _rebuild(kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None) -> EmaCkptError:
+def _rebuild(
+    kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None
+) -> EmaCkptError:
     return kind(code, message, tensor=tensor, file=file)
 
 

@@ -1,0 +1,207 @@
+"""Positioned reads of a checkpoint's files, on a local disk or behind an fsspec URL."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ema_ckpt.errors import SourceError, UnsafeError
+
+if TYPE_CHECKING:
+    from fsspec.spec import AbstractFileSystem
+
+__all__ = ["Files", "LocalFiles", "RemoteFiles", "is_url", "open_files", "safe_name"]
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` names a place behind fsspec (`s3://…`, `memory://…`) rather than on this machine."""
+    scheme, found, _ = path.partition("://")
+    return bool(found) and scheme.replace("+", "").isalnum() and len(scheme) > 1
+
+
+def safe_name(name: str) -> str:
+    """Return `name` if it is a plain relative file name; names come from metadata that nobody vouches for.
+
+    Raises:
+        UnsafeError: `unsafe-path` for absolute names, `..`, empty parts and NUL bytes.
+    """
+    if not name or "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise UnsafeError(
+            "unsafe-path",
+            f"the checkpoint names the file {name!r}, which is not a plain relative name",
+            file=name,
+        )
+    return name
+
+
+class Files(Protocol):
+    """A directory (or one file's directory) that can be read at positions. Names are relative, with `/`."""
+
+    root: str
+
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises SourceError `missing-file` if there is none."""
+        ...
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes at `offset`. Raises SourceError `truncated-file` if there are fewer."""
+        ...
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`. Raises SourceError `truncated-file` if there are fewer bytes."""
+        ...
+
+    def listing(self) -> list[str]:
+        """Names directly inside the directory, sorted."""
+        ...
+
+    def close(self) -> None:
+        """Release what was opened."""
+        ...
+
+
+def _truncated(name: str, offset: int, expected: int, found: int) -> SourceError:
+    message = f"{name}: expected {expected} bytes at {offset}, found {found}: the file is truncated"
+    return SourceError("truncated-file", message, file=name)
+
+
+class LocalFiles:
+    """Files below a local directory, through `pread` on descriptors opened once."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = str(root)
+        self._open: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def _descriptor(self, name: str) -> tuple[int, int]:
+        found = self._open.get(name)
+        if found is None:
+            with self._lock:
+                found = self._open.get(name) or self._open_regular(name)
+                self._open[name] = found
+        return found
+
+    def _open_regular(self, name: str) -> tuple[int, int]:
+        path = os.path.join(self.root, safe_name(name))
+        try:
+            # O_NONBLOCK: opening a FIFO must not wait for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise SourceError("missing-file", f"{name}: no such file in {self.root}", file=name) from None
+        except OSError as error:
+            raise SourceError("unreadable", f"{name}: {error.strerror} (in {self.root})", file=name) from None
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise UnsafeError("unsafe-path", f"{name}: not a regular file (in {self.root})", file=name)
+        return fd, status.st_size
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        return self._descriptor(name)[1]
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes at `offset`."""
+        fd, size = self._descriptor(name)
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise _truncated(name, offset, nbytes, max(size - offset, 0))
+        data = os.pread(fd, nbytes, offset)
+        if len(data) == nbytes:
+            return data
+        buffer = bytearray(nbytes)
+        self.read_into(name, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        fd, _ = self._descriptor(name)
+        done, nbytes = 0, len(buffer)
+        while done < nbytes:
+            try:
+                count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+            except OSError as error:
+                raise SourceError(
+                    "unreadable", f"{name}: {error.strerror} (in {self.root})", file=name
+                ) from None
+            if not count:
+                raise _truncated(name, offset, nbytes, done)
+            done += count
+
+    def listing(self) -> list[str]:
+        """Names directly inside the directory, sorted."""
+        return sorted(os.listdir(self.root))
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        with self._lock:
+            for fd, _ in self._open.values():
+                os.close(fd)
+            self._open.clear()
+
+
+class RemoteFiles:
+    """Files below an fsspec URL, through ranged reads."""
+
+    def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
+        self.root = url
+        self._fs = filesystem
+        self._base = root.rstrip("/")
+        self._sizes: dict[str, int] = {}
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{safe_name(name)}"
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        if name not in self._sizes:
+            try:
+                self._sizes[name] = int(self._fs.info(self._path(name))["size"])
+            except FileNotFoundError:
+                raise SourceError("missing-file", f"{name}: no such file in {self.root}", file=name) from None
+        return self._sizes[name]
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes at `offset`."""
+        size = self.size(name)
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise _truncated(name, offset, nbytes, max(size - offset, 0))
+        data = (
+            bytes(self._fs.cat_file(self._path(name), start=offset, end=offset + nbytes)) if nbytes else b""
+        )
+        if len(data) != nbytes:
+            raise _truncated(name, offset, nbytes, len(data))
+        return data
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        buffer[:] = self.read(name, offset, len(buffer))
+
+    def listing(self) -> list[str]:
+        """Names directly inside the directory, sorted."""
+        names = self._fs.ls(self._base, detail=False)
+        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in names)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def open_files(root: str) -> Files:
+    """Files of a local directory or of an fsspec URL.
+
+    Raises:
+        SourceError: `missing-extra` if fsspec or the URL's own package is not installed.
+    """
+    if not is_url(root):
+        return LocalFiles(root)
+    try:
+        import fsspec
+
+        filesystem, base = fsspec.core.url_to_fs(root)
+    except (ImportError, ValueError) as error:
+        raise SourceError(
+            "missing-extra", f"{root}: {error}; install the fsspec package for this URL"
+        ) from None
+    return RemoteFiles(filesystem, str(base), root)
