@@ -46,8 +46,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes of one rank, or None if no element is in both."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     sizes = tuple(
-        min(p + s, q + t) - o
-        for p, s, q, t, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
+        min(p + s, q + t) - o for p, s, q, t, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
     )
     return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 

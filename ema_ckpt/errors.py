@@ -36,9 +36,7 @@ class EmaCkptError(Exception):
         file: the file concerned, relative to the checkpoint, if it is about one.
     """
 
-    def __init__(
-        self, code: str, message: str, *, tensor: str | None = None, file: str | None = None
-    ) -> None:
+    def __init__(self, code: str, message: str, *, tensor: str | None = None, file: str | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.tensor = tensor
@@ -73,9 +71,7 @@ class StateError(EmaCkptError):
     """A training-side call came at the wrong moment, or its model is not the one it was made for."""
 
 
-def _rebuild(
-    kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None
-) -> EmaCkptError:
+def _rebuild(kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None) -> EmaCkptError:
     return kind(code, message, tensor=tensor, file=file)
 
 

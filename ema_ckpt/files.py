@@ -123,9 +123,7 @@ class LocalFiles:
             try:
                 count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
             except OSError as error:
-                raise SourceError(
-                    "unreadable", f"{name}: {error.strerror} (in {self.root})", file=name
-                ) from None
+                raise SourceError("unreadable", f"{name}: {error.strerror} (in {self.root})", file=name) from None
             if not count:
                 raise _truncated(name, offset, nbytes, done)
             done += count
@@ -168,9 +166,7 @@ class RemoteFiles:
         size = self.size(name)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise _truncated(name, offset, nbytes, max(size - offset, 0))
-        data = (
-            bytes(self._fs.cat_file(self._path(name), start=offset, end=offset + nbytes)) if nbytes else b""
-        )
+        data = bytes(self._fs.cat_file(self._path(name), start=offset, end=offset + nbytes)) if nbytes else b""
         if len(data) != nbytes:
             raise _truncated(name, offset, nbytes, len(data))
         return data
@@ -201,7 +197,5 @@ def open_files(root: str) -> Files:
 
         filesystem, base = fsspec.core.url_to_fs(root)
     except (ImportError, ValueError) as error:
-        raise SourceError(
-            "missing-extra", f"{root}: {error}; install the fsspec package for this URL"
-        ) from None
+        raise SourceError("missing-extra", f"{root}: {error}; install the fsspec package for this URL") from None
     return RemoteFiles(filesystem, str(base), root)

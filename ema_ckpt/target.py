@@ -1,0 +1,79 @@
+"""What a writer is asked for: which piece of which tensor goes to which place of which file.
+
+A format module lays tensors out (`safetensors.lay_out(...)` and so on) and returns a `Target`: all file
+sizes and payload places are known before a byte is written; only checksums are not. The engine copies the
+pieces, then asks for the frames (headers, directories, indices), which carry the checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ema_ckpt.box import Box
+from ema_ckpt.catalog import Tensor
+from ema_ckpt.dtypes import DType
+
+__all__ = ["Entry", "Frame", "Piece", "Target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor to be written: the name and path it gets, where it comes from, the dtype it is cast to."""
+
+    name: str
+    path: tuple[str | int, ...]
+    source: Tensor
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor in the dtype that is written."""
+        return self.source.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one tensor, written row-major and little-endian at `offset` (bytes) of the target file `file`."""
+
+    entry: Entry
+    box: Box
+    file: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece in the dtype that is written."""
+        return self.box.numel * self.entry.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Bytes that belong around payloads: a header, a directory, an index, a small item."""
+
+    file: str
+    offset: int
+    data: bytes
+
+
+class Target(Protocol):
+    """A laid-out output. Pieces are in the order in which they lie in the files."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Every file to be written, relative to the target (`""` when the target is one file), and its bytes."""
+        ...
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Every payload to be written."""
+        ...
+
+    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[Frame]:
+        """All remaining bytes, once payloads are there.
+
+        `crcs[i]` is the CRC-32 of the bytes of `pieces[i]` as written; `digests[name]` that of the logical
+        row-major bytes of the whole entry `name`.
+        """
+        ...
