@@ -71,7 +71,9 @@ def _work(
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
         # Plain pickle: multiprocessing's own would pass tensors through files that die with this process.
         message = pickle.dumps((True, function(*args)))
     except BaseException:

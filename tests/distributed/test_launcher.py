@@ -30,7 +30,7 @@ def test_results_come_back_in_rank_order() -> None:
 
 
 def test_the_failing_ranks_traceback_is_shown() -> None:
-    with pytest.raises(WorkersFailed, match="rank 1:[\\s\\S]*rank one says no"):
+    with pytest.raises(WorkersFailed, match=r"rank 1:[\s\S]*rank one says no"):
         run(2, _one_raises_others_wait, timeout=20)
 
 
