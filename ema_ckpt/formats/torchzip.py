@@ -123,7 +123,7 @@ def _directory_span(window: _Window) -> tuple[int, int, int]:
     if end[0] != b"PK\5\6" or end[7] != 0:
         raise window.bad("its end record is missing: not a zip, or truncated")
     count, size, start = end[4], end[5], end[6]
-    if count == _U16 or size == _U32 or start == _U32:
+    if count == _U16 or _U32 in (size, start):
         locator = _LOCATOR64.unpack(window.read(at - _LOCATOR64.size, _LOCATOR64.size))
         if locator[0] != b"PK\6\7":
             raise window.bad("its zip64 locator is missing")
