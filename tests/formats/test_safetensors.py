@@ -1,0 +1,478 @@
+"""safetensors files and Hugging Face directories, against the `safetensors` and `transformers` packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ema_ckpt.catalog import Object
+from ema_ckpt.errors import EmaCkptError, SourceError, TargetError, UnsafeError
+from ema_ckpt.files import LocalFiles
+from ema_ckpt.formats import record
+from ema_ckpt.formats import safetensors as format_module
+from ema_ckpt.formats.safetensors import open_safetensors
+from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file, refusal
+from tests.formats.writing import entries, entry, raw_bytes, read, write
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16,
+    torch.uint32, torch.uint64, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+def of_dtype(dtype: torch.dtype, numel: int = 6) -> torch.Tensor:
+    """Arbitrary bits, one for the types whose bits are not all allowed."""
+    if dtype is torch.bool:
+        return torch.arange(numel) % 2 == 0
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randint(0, 256, (numel * itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def state() -> dict[str, torch.Tensor]:
+    tensors = {f"layer.{str(dtype)[6:]}": of_dtype(dtype).reshape(2, 3) for dtype in DTYPES}
+    odd = {
+        "zero": torch.empty(0, 5),
+        "none": torch.tensor([]),
+        "none.too": torch.tensor([]),
+        "scalar": torch.tensor(2.5),
+        'naïve/päth\n"quoted"\\ 模型 😀': torch.arange(3),
+        "": torch.arange(4, dtype=torch.int16),
+    }
+    return tensors | odd
+
+
+def open_one(path: Path, **options):
+    return open_safetensors(LocalFiles(path.parent), (path.name,), str(path), str(path), **options)
+
+
+def open_index(directory: Path, **options):
+    (index,) = directory.glob("*.index.json")
+    return open_safetensors(LocalFiles(directory), (index.name,), str(directory), str(directory), **options)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and raw_bytes(a) == raw_bytes(b)
+
+
+def raw_file(header: object, data: bytes = b"", *, nbytes: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if nbytes is None else nbytes).to_bytes(8, "little") + text + data
+
+
+# --- writing, with safetensors as the oracle ------------------------------------------------------------
+
+
+def test_what_is_written_loads_bit_for_bit(tmp_path):
+    tensors = state()
+    target = lay_out_file(entries(tensors), {"note": "käse"})
+    write(target, tmp_path / "m.safetensors", tensors)
+    loaded = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(same(loaded[name], tensors[name]) for name in tensors)
+    with safetensors.safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+        assert file.metadata()["note"] == "käse"
+
+
+def test_header_is_padded_and_every_tensor_is_aligned(tmp_path):
+    target = lay_out_file(entries(state()))
+    assert target.pieces[0].offset % 8 == 0
+    assert all(piece.offset % piece.entry.dtype.itemsize == 0 for piece in target.pieces)
+    order = [(-piece.entry.dtype.itemsize, piece.entry.name) for piece in target.pieces]
+    assert order == sorted(order)
+
+
+def test_digests_are_recorded_in_the_form_that_is_documented(tmp_path):
+    tensors = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.empty(0)}
+    write(lay_out_file(entries(tensors)), tmp_path / "m.safetensors", tensors)
+    with safetensors.safe_open(tmp_path / "m.safetensors", "pt") as file:
+        document = json.loads(file.metadata()["ema_ckpt"])
+    assert document["version"] == 1
+    crc = zlib.crc32(tensors["w"].numpy().tobytes())
+    assert document["digests"]["w"] == {"crc32": f"crc32:{crc:08x}", "dtype": "float32", "shape": [2, 3]}
+    assert document["digests"]["n"]["crc32"] == "crc32:00000000"
+    catalog = open_one(tmp_path / "m.safetensors")
+    assert catalog.digests == {"w": crc, "n": 0}
+
+
+@pytest.mark.parametrize("tensors", [{}, {"e": torch.empty(0)}], ids=["no tensors", "no bytes"])
+def test_empty_checkpoints_round_trip(tmp_path, tensors):
+    write(lay_out_file(entries(tensors), {"only": "metadata"}), tmp_path / "m.safetensors", tensors)
+    assert safetensors.torch.load_file(tmp_path / "m.safetensors").keys() == tensors.keys()
+    catalog = open_one(tmp_path / "m.safetensors")
+    assert [t.name for t in catalog.tensors] == list(tensors)
+    assert catalog.extra["metadata"] == {"format": "pt", "only": "metadata"}
+    write(lay_out_directory(entries(tensors), 100), tmp_path / "hf", tensors)
+    assert safetensors.torch.load_file(tmp_path / "hf/model.safetensors").keys() == tensors.keys()
+
+
+def test_directory_is_split_by_size_in_the_given_order(tmp_path):
+    tensors = {"a": torch.arange(4.0), "b": torch.arange(30.0), "c": torch.arange(3.0), "d": torch.arange(4.0)}
+    target = lay_out_directory(entries(tensors), max_shard_nbytes=32)
+    write(target, tmp_path, tensors)
+    shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert sorted(os.listdir(tmp_path)) == ["ema_ckpt.json", *shards, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 41 * 4
+    assert index["weight_map"] == {"a": shards[0], "b": shards[1], "c": shards[2], "d": shards[2]}
+    for name, shard in index["weight_map"].items():
+        assert same(safetensors.torch.load_file(tmp_path / shard)[name], tensors[name])
+    catalog = open_index(tmp_path)
+    assert catalog.digests == {name: zlib.crc32(raw_bytes(tensor)) for name, tensor in tensors.items()}
+    assert all(same(read(catalog, name), tensors[name]) for name in tensors)
+    assert catalog.files == {shard: (tmp_path / shard).stat().st_size for shard in shards}
+    assert not catalog.warnings
+
+
+def test_shards_agree_with_hugging_face_hub():
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    tensors = {f"t{i}": torch.empty(size) for i, size in enumerate([7, 1, 9, 30, 2, 2, 2, 12, 4, 4, 1])}
+    ours = lay_out_directory(entries(tensors), max_shard_nbytes=48)
+    theirs = split_torch_state_dict_into_shards(tensors, max_shard_size=48)
+    assert {n: len(names) for n, names in theirs.filename_to_tensors.items()}.keys() == set(ours.files) - {
+        "ema_ckpt.json", "model.safetensors.index.json"
+    }  # fmt: skip
+
+
+def test_transformers_loads_a_directory_of_shards(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=50, n_positions=16))
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    write(lay_out_directory(entries(tensors), 3000), tmp_path, tensors)
+    model.config.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    loaded, info = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert all(same(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_a_header_above_the_limit_is_refused_or_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(format_module, "MAX_HEADER_NBYTES", 1000)
+    tensors = {f"name-{i:03}": torch.tensor(i) for i in range(40)}
+    with pytest.raises(TargetError, match="above the limit of 1000") as caught:
+        lay_out_file(entries(tensors))
+    assert caught.value.code == "unsupported"
+    target = lay_out_directory(entries(tensors), max_shard_nbytes=10**9)
+    assert len(target.parts) > 1
+    assert all(start - 8 <= 1000 for start in target.starts)
+    write(target, tmp_path, tensors)
+    assert all(same(read(open_index(tmp_path), name), tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_the_format_lacks_is_refused_by_name(dtype):
+    tensors = {"fine": torch.zeros(1), "bad.one": torch.zeros(16, dtype=torch.uint8).view(dtype)}
+    with pytest.raises(TargetError, match=f"{str(dtype)[6:]}, which 'bad.one'") as caught:
+        lay_out_file(entries(tensors))
+    assert (caught.value.code, caught.value.tensor) == ("unsupported", "bad.one")
+    assert refusal(entries(tensors)[1].dtype)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
+def test_a_name_that_the_format_cannot_hold_is_refused(name):
+    with pytest.raises(TargetError) as caught:
+        lay_out_directory(entries({name: torch.zeros(1)}), 100)
+    assert caught.value.code == "unsupported"
+
+
+# --- nesting, objects and ties ---------------------------------------------------------------------------
+
+
+def test_nesting_objects_and_ties_come_back(tmp_path):
+    tensors = {"model.a.b": torch.arange(3.0), "optim.state.0": torch.arange(2)}
+    nested = [
+        entry("model.a.b", tensors["model.a.b"], ("model", "a.b")),
+        entry("optim.state.0", tensors["optim.state.0"], ("optim", "state", 0)),
+    ]
+    value = {"betas": (0.9, 0.999), "lr": float("inf"), 3: [None, True, 2**70, b"\0x", {1, 2}, 1 - 2j], "$x": "y"}
+    objects = [Object("optim.groups", ("optim", "groups"), "", inline=value, is_inline=True)]
+    ties = {"head.weight": "model.a.b"}
+    for target, out in [
+        (lay_out_file(nested, nested=True, objects=objects, ties=ties), tmp_path / "m.safetensors"),
+        (lay_out_directory(nested, 10**9, nested=True, objects=objects, ties=ties), tmp_path / "hf"),
+    ]:
+        write(target, out, tensors)
+        catalog = open_one(out if out.suffix else out / "model.safetensors")
+        assert catalog.nested
+        assert [tensor.path for tensor in catalog.tensors] == [("optim", "state", 0), ("model", "a.b")]
+        (item,) = catalog.objects
+        assert (item.name, item.path) == ("optim.groups", ("optim", "groups"))
+        assert repr(catalog.reader.load(item)) == repr(value)
+        assert catalog.extra["ties"] == ties
+
+
+def test_ties_that_save_model_recorded_are_known(tmp_path):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    safetensors.torch.save_model(model, str(tmp_path / "m.safetensors"))
+    assert open_one(tmp_path / "m.safetensors").extra["ties"] == {"b.weight": "a.weight"}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "b.weight"}
+    write(lay_out_file(entries(tensors), ties={"b.weight": "a.weight"}), tmp_path / "w.safetensors", tensors)
+    fresh = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    fresh["b"].weight = fresh["a"].weight
+    assert safetensors.torch.load_model(fresh, str(tmp_path / "w.safetensors")) == (set(), [])
+    assert same(fresh["b"].weight, model["a"].weight)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+        lambda inner: (
+            st.lists(inner)
+            | st.lists(inner).map(tuple)
+            | st.dictionaries(st.text() | st.integers() | st.tuples(st.text()), inner)
+        ),
+        max_leaves=12,
+    )
+)
+def test_plain_values_are_restored_exactly(value):
+    try:
+        text = json.dumps(record.encode(value), allow_nan=False)
+    except TypeError as error:
+        assert "Unicode" in str(error)
+        return
+    back = record.decode(record.load_json(text, "f"))
+    assert repr(back) == repr(value)
+
+
+def test_what_is_not_plain_is_refused_by_type():
+    with pytest.raises(TypeError, match="type Tensor"):
+        record.encode({"a": [torch.zeros(1)]})
+    endless: list = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match="contains itself"):
+        record.encode(endless)
+
+
+# --- reading, with safetensors as the oracle --------------------------------------------------------------
+
+
+def test_what_safetensors_writes_is_read_bit_for_bit(tmp_path):
+    tensors = state()
+    safetensors.torch.save_file(tensors, tmp_path / "m.safetensors", {"format": "pt", "a": "b"})
+    catalog = open_one(tmp_path / "m.safetensors")
+    assert {t.name: (t.path, t.shape, t.dtype.name) for t in catalog.tensors} == {
+        name: ((name,), tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in tensors.items()
+    }
+    assert all(same(read(catalog, name), tensor) for name, tensor in tensors.items())
+    assert not catalog.nested
+    assert not catalog.digests
+    assert catalog.extra["metadata"] == {"format": "pt", "a": "b"}
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BAD_HEADERS = {
+    "not json": (raw_file(b"{nonsense}"), "bad-header"),
+    "not an object": (raw_file(b"[]"), "bad-header"),
+    "leading space": (raw_file(b" {}"), "bad-header"),
+    "NaN": (raw_file(b'{"a": NaN}'), "bad-header"),
+    "deep": (raw_file(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "bad-header"),
+    "huge number": (raw_file(b'{"a":' + b"9" * 5000 + b"}"), "bad-header"),
+    "not utf-8": (raw_file(b'{"\xff":{}}'), "bad-header"),
+    "surrogate": (raw_file(b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'), "bad-header"),
+    "same key twice": (
+        raw_file(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+                 b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"), "bad-header"),
+    "same field twice": (
+        raw_file(b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"x"), "bad-header"),
+    "unknown dtype": (raw_file({"a": F32 | {"dtype": "F33"}}, b"12345678"), "bad-header"),
+    "dtype no text": (raw_file({"a": F32 | {"dtype": []}}, b"12345678"), "bad-header"),
+    "sub-byte dtype": (raw_file({"a": F32 | {"dtype": "F4"}}, b"12345678"), "unsupported"),
+    "negative dim": (raw_file({"a": F32 | {"shape": [-2]}}, b"12345678"), "bad-header"),
+    "fractional dim": (raw_file({"a": F32 | {"shape": [2.0]}}, b"12345678"), "bad-header"),
+    "bool dim": (raw_file({"a": F32 | {"shape": [2, True]}}, b"12345678"), "bad-header"),
+    "huge shape": (raw_file({"a": F32 | {"shape": [2**40, 2**40]}}, b"12345678"), "out-of-bounds"),
+    "shape against bytes": (raw_file({"a": F32 | {"shape": [3]}}, b"12345678"), "bad-header"),
+    "three offsets": (raw_file({"a": F32 | {"data_offsets": [0, 4, 8]}}, b"12345678"), "bad-header"),
+    "backward offsets": (raw_file({"a": F32 | {"data_offsets": [8, 0]}}, b"12345678"), "bad-header"),
+    "field missing": (raw_file({"a": {"dtype": "F32", "shape": [2]}}, b"12345678"), "bad-header"),
+    "hole": (raw_file({"a": F32 | {"data_offsets": [4, 12]}}, b"123456789012"), "bad-header"),
+    "overlap": (raw_file({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, b"123456789012"), "bad-header"),
+    "same bytes twice": (raw_file({"a": F32, "b": F32}, b"12345678"), "bad-header"),
+    "trailing bytes": (raw_file({"a": F32}, b"123456789"), "bad-header"),
+    "metadata no text": (raw_file({"__metadata__": {"a": 1}}), "bad-header"),
+    "metadata no map": (raw_file({"__metadata__": []}), "bad-header"),
+    "own record damaged": (raw_file({"__metadata__": {"ema_ckpt": "{}"}}), "bad-header"),
+    "own record no json": (raw_file({"__metadata__": {"ema_ckpt": "}"}}), "bad-header"),
+    "length above limit": (raw_file(b"{}", nbytes=100_000_001), "bad-header"),
+    "pickle": (b"PK\x03\x04\0\0\x08\x08" + b"\0" * 100, "bad-header"),
+    "git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "bad-header"),
+    "empty file": (b"", "truncated-file"),
+    "seven bytes": (b"1234567", "truncated-file"),
+    "header cut": (raw_file(b'{"a":', nbytes=500), "truncated-file"),
+    "one byte short": (raw_file({"a": F32}, b"1234567"), "truncated-file"),
+    "one rank's rows": (raw_file({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}), "unsupported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_damaged_files_are_refused_by_name(tmp_path, case):
+    data, code = BAD_HEADERS[case]
+    (tmp_path / "bad.safetensors").write_bytes(data)
+    with pytest.raises(SourceError, match=r"bad\.safetensors") as caught:
+        open_one(tmp_path / "bad.safetensors")
+    assert (caught.value.code, caught.value.file) == (code, "bad.safetensors")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_mutated_header_gives_the_truth_or_an_error(tmp_path, data):
+    """Never stricter than needed to be safe, never laxer than safetensors itself, and no other exception."""
+    tensors = {"a": torch.arange(4.0), "b.c": torch.arange(3), "z": torch.empty(0)}
+    image = bytearray(safetensors.torch.save(tensors, {"k": "v"}))
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, len(image) - 1))
+        if data.draw(st.booleans()):
+            image[position] = data.draw(st.integers(0, 255))
+        else:
+            del image[position : position + data.draw(st.integers(1, 4))]
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(image)
+    try:
+        catalog = open_one(path)
+    except EmaCkptError:
+        return
+    theirs = safetensors.torch.load_file(path)
+    assert {t.name for t in catalog.tensors} == theirs.keys()
+    assert all(same(read(catalog, name), tensor) for name, tensor in theirs.items())
+
+
+# --- digests, indices, directories -----------------------------------------------------------------------
+
+
+def rewrite_header(path: Path, change) -> None:
+    image = path.read_bytes()
+    nbytes = int.from_bytes(image[:8], "little")
+    header = json.loads(image[8 : 8 + nbytes])
+    change(header)
+    path.write_bytes(raw_file(header, image[8 + nbytes :]))
+
+
+def test_a_digest_of_another_dtype_is_damage(tmp_path):
+    tensors = {"w": torch.arange(6, dtype=torch.float16)}
+    path = tmp_path / "m.safetensors"
+    write(lay_out_file(entries(tensors)), path, tensors)
+    rewrite_header(path, lambda header: header["w"].update(dtype="BF16"))
+    with pytest.raises(SourceError, match=r"'w' is bfloat16 \[6\], but its digest was taken of float16") as caught:
+        open_one(path)
+    assert caught.value.code == "checksum"
+
+
+def test_a_lost_tensor_is_noticed_by_its_digest(tmp_path):
+    tensors = {"w": torch.arange(2.0), "lost": torch.empty(0)}
+    path = tmp_path / "m.safetensors"
+    write(lay_out_file(entries(tensors)), path, tensors)
+    rewrite_header(path, lambda header: header.pop("lost"))
+    with pytest.raises(SourceError, match="'lost'") as caught:
+        open_one(path)
+    assert caught.value.code == "index-mismatch"
+
+
+def test_a_record_of_a_later_version_is_left_alone_with_a_warning(tmp_path):
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(1)}, path, {"ema_ckpt": '{"version": 2}'})
+    catalog = open_one(path)
+    assert not catalog.digests
+    assert [warning.code for warning in catalog.warnings] == ["unchecked"]
+
+
+def sharded(tmp_path: Path) -> dict[str, torch.Tensor]:
+    tensors = {f"t{i}": torch.full((4,), float(i)) for i in range(3)}
+    write(lay_out_directory(entries(tensors), 16), tmp_path, tensors)
+    return tensors
+
+
+def test_one_shard_opens_alone_with_its_digest(tmp_path):
+    tensors = sharded(tmp_path)
+    catalog = open_one(tmp_path / "model-00002-of-00003.safetensors")
+    assert catalog.digests == {"t1": zlib.crc32(raw_bytes(tensors["t1"]))}
+
+
+def test_a_sidecar_of_other_files_is_not_believed(tmp_path):
+    sharded(tmp_path)
+    safetensors.torch.save_file({"t1": torch.zeros(9)}, tmp_path / "other.safetensors")
+    assert not open_one(tmp_path / "other.safetensors").digests
+
+
+def change_index(tmp_path: Path, change) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    change(document)
+    index.write_text(json.dumps(document))
+
+
+INDEX_FAULTS = {
+    "name in no shard": (lambda d: d["weight_map"].update(extra="model-00001-of-00003.safetensors"), "index-mismatch"),
+    "name not in index": (lambda d: d["weight_map"].pop("t1") and None, "index-mismatch"),
+    "name in another shard": (
+        lambda d: d["weight_map"].update(t0="model-00002-of-00003.safetensors"), "index-mismatch"),
+    "no such shard": (lambda d: d["weight_map"].update(t0="model-00009-of-00003.safetensors"), "missing-file"),
+    "leaves the directory": (lambda d: d["weight_map"].update(t0="../m.safetensors"), "unsafe-path"),
+    "absolute": (lambda d: d["weight_map"].update(t0="/etc/passwd"), "unsafe-path"),
+    "no weight map": (lambda d: d.pop("weight_map"), "bad-header"),
+    "weight map no text": (lambda d: d["weight_map"].update(t0=3), "bad-header"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INDEX_FAULTS)
+def test_an_index_against_its_shards(tmp_path, case):
+    change, code = INDEX_FAULTS[case]
+    sharded(tmp_path)
+    change_index(tmp_path, change)
+    with pytest.raises(SourceError) as caught:
+        open_index(tmp_path)
+    assert caught.value.code == code
+    assert isinstance(caught.value, UnsafeError) == (code == "unsafe-path")
+
+
+def test_the_same_key_twice_in_an_index_is_refused(tmp_path):
+    sharded(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"t1":', '"t0":'))
+    with pytest.raises(SourceError, match="'t0' is given twice") as caught:
+        open_index(tmp_path)
+    assert caught.value.code == "bad-header"
+
+
+def test_a_wrong_total_size_is_only_a_warning(tmp_path):
+    sharded(tmp_path)
+    change_index(tmp_path, lambda d: d["metadata"].update(total_size=1))
+    assert [warning.code for warning in open_index(tmp_path).warnings] == ["index-mismatch"]
+
+
+def test_missing_and_short_shards_stop_all_but_a_lenient_reader(tmp_path):
+    sharded(tmp_path)
+    first, second = tmp_path / "model-00001-of-00003.safetensors", tmp_path / "model-00002-of-00003.safetensors"
+    first.unlink()
+    os.truncate(second, second.stat().st_size - 1)
+    with pytest.raises(SourceError) as caught:
+        open_index(tmp_path)
+    assert (caught.value.code, caught.value.file) == ("missing-file", first.name)
+    catalog = open_index(tmp_path, lenient=True)
+    assert [warning.code for warning in catalog.warnings] == ["missing-file", "truncated-file"]
+    assert "'t0'" in catalog.warnings[0].message
+    assert [tensor.name for tensor in catalog.tensors] == ["t1", "t2"]
+
+
+def test_a_fifo_in_the_place_of_a_shard_is_refused_and_does_not_hang(tmp_path):
+    sharded(tmp_path)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    os.mkfifo(tmp_path / "model-00002-of-00003.safetensors")
+    with pytest.raises(UnsafeError):
+        open_index(tmp_path)
