@@ -96,7 +96,7 @@ class Published(torch.Tensor):
         self.views = tuple(view.detach() for view in views)
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         del tensor_contents
         held = ", ".join(f"{list(box.offsets)}+{list(box.sizes)}" for box in self.boxes)
         return f"Published(shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, holds=[{held}])"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -96,9 +97,14 @@ def test_pieces_of_all_ranks_make_one_checkpoint(shape: tuple[int, ...], tmp_pat
     n = prod(shape)
     cuts = sorted({0, n // 3, n // 2, n})
     local = torch.arange(n, dtype=torch.float32)
-    parts = {f"w{i}": publish(flat_boxes(shape, a, b - a), shape, local[a:b]) for i, (a, b) in enumerate(zip(cuts, cuts[1:]))}
+    parts = {
+        f"w{i}": publish(flat_boxes(shape, a, b - a), shape, local[a:b]) for i, (a, b) in enumerate(pairwise(cuts))
+    }
     dcp.save({"ema": parts}, checkpoint_id=tmp_path / "c", no_dist=True)
-    targets = {f"w{i}": publish(flat_boxes(shape, a, b - a), shape, torch.zeros(b - a)) for i, (a, b) in enumerate(zip(cuts, cuts[1:]))}
+    targets = {
+        f"w{i}": publish(flat_boxes(shape, a, b - a), shape, torch.zeros(b - a))
+        for i, (a, b) in enumerate(pairwise(cuts))
+    }
     dcp.load({"ema": targets}, checkpoint_id=tmp_path / "c", no_dist=True)
     for name, tensor in targets.items():
         assert [v.tolist() for _, v in pieces_of(tensor)] == [v.tolist() for _, v in pieces_of(parts[name])]
