@@ -1,0 +1,153 @@
+"""The journal of a stage: which ranges of the output are written, so that `--resume` need not write them again.
+
+One JSON document a line. The first names what is being written (source identity and plan hash), each other
+one is `[file, offset, nbytes, "crc32 in hex"]`. No line is believed on resume before its range has been read
+back: data that a power cut kept from the disk simply fails its CRC and is written once more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ema_ckpt.errors import EmaCkptError, TargetError
+from ema_ckpt.files import safe_name
+from ema_ckpt.stagedir import JOURNAL
+
+__all__ = ["Journal", "Range", "check_identity", "recorded_identity"]
+
+# File relative to the target ("" when the target is one file), offset and length in bytes.
+Range = tuple[str, int, int]
+
+_VERSION = 1
+_READ_NBYTES = 1 << 20
+
+
+class Journal:
+    """Append-only record of finished ranges. `done` may be called from several threads."""
+
+    def __init__(self, stage: Path, payload: Path, identity: Mapping[str, str]) -> None:
+        """Start a journal in `stage`, or take up the one there; `payload` is what is being written."""
+        self._payload = payload
+        self._path = stage / JOURNAL
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        _drop_torn_line(self._path)
+        self._found = dict(_ranges(self._path))
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        if not os.fstat(self._fd).st_size:
+            self._append({"journal": _VERSION, "identity": dict(identity)})
+
+    def done(self, file: str, offset: int, nbytes: int, crc: int) -> None:
+        """Record that `nbytes` bytes at `offset` of `file` are written and have the CRC-32 `crc`."""
+        self._append([file, offset, nbytes, f"{crc:08x}"])
+
+    def completed(self) -> dict[Range, int]:
+        """Ranges of an earlier run that are there and intact, with their CRC-32. Reads each of them back."""
+        sound: dict[Range, int] = {}
+        for file in sorted({key[0] for key in self._found}):
+            keys = sorted(key for key in self._found if key[0] == file)
+            sound.update(self._intact(file, keys))
+        return sound
+
+    def close(self) -> None:
+        """Close the file; nothing can be recorded after."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+    def discard(self) -> None:
+        """Close and delete: the output is complete, and what is to be deleted next must never be resumed."""
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+    def _append(self, entry: object) -> None:
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            if self._fd is None:
+                raise ValueError("the journal is closed")
+            os.write(self._fd, line)
+
+    def _intact(self, file: str, keys: list[Range]) -> Iterator[tuple[Range, int]]:
+        try:
+            fd = os.open(self._payload / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            for key in keys:
+                if _crc(fd, key[1], key[2]) == self._found[key]:
+                    yield key, self._found[key]
+        finally:
+            os.close(fd)
+
+
+def recorded_identity(stage: Path) -> dict[str, str] | None:
+    """What the writer that left `stage` behind was writing, or None if its journal does not tell."""
+    try:
+        with open(stage / JOURNAL, "rb") as file:
+            head = json.loads(file.readline())
+        if head["journal"] != _VERSION:
+            return None
+        return {str(key): str(value) for key, value in head["identity"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def check_identity(stage: Path, target: Path, identity: Mapping[str, str]) -> bool:
+    """Whether `stage` can be continued: False if it holds nothing to go on from.
+
+    Raises:
+        TargetError: `resume-mismatch` if it was begun from another source or with other options.
+    """
+    found = recorded_identity(stage)
+    if found is None:
+        return False
+    differing = sorted(key for key in {*found, *identity} if found.get(key) != identity.get(key))
+    if differing:
+        raise TargetError(
+            "resume-mismatch",
+            f"{target}: the interrupted run differs in its {' and '.join(differing)}; "
+            "repeat the original command, or leave out --resume to start anew",
+            file=str(target),
+        )
+    return True
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a kill left of the last line, so that the next one does not grow onto it."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    if not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _ranges(path: Path) -> Iterator[tuple[Range, int]]:
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines()[1:]:
+        try:
+            file, offset, nbytes, crc = json.loads(line)
+            if file:
+                safe_name(file)
+            yield (file, int(offset), int(nbytes)), int(crc, 16)
+        except (ValueError, TypeError, EmaCkptError):
+            continue  # unread lines only cost a rewrite of their range
+
+
+def _crc(fd: int, offset: int, nbytes: int) -> int | None:
+    """CRC-32 of a range of an open file, or None if the file ends before it does."""
+    crc, end = 0, offset + nbytes
+    while offset < end:
+        data = os.pread(fd, min(_READ_NBYTES, end - offset), offset)
+        if not data:
+            return None
+        crc = zlib.crc32(data, crc)
+        offset += len(data)
+    return crc
