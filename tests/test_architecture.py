@@ -1,0 +1,242 @@
+"""The architecture, as tables that the code is held to: layers, places for dangerous calls, sizes, start-up."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+PACKAGE = REPO / "ema_ckpt"
+
+# (family, layer, modules). A module imports its own family and families of lower layers, nothing else.
+# A package stands for all in it. Families of one layer do not know each other.
+FAMILIES = (
+    ("base", 0, ("errors", "dtypes", "naming", "sizes")),
+    ("catalog", 1, ("box", "catalog", "files", "stagedir", "target")),
+    ("formats", 2, ("formats",)),
+    ("plan", 2, ("layout", "plan", "selection", "trees", "grouping", "ema_forms")),
+    ("ema", 2, ("ema",)),
+    ("engine", 3, ("cast", "destination", "publish", "journal", "staging", "execute")),
+    ("ops", 4, ("ops",)),
+    ("resume", 4, ("resume",)),
+    ("cli", 5, ("cli", "__main__")),
+    ("facade", 6, ("__init__",)),
+)
+
+# The training side may import torch at the top of a module; the checkpoint side, whose start-up is measured, may not.
+TORCH_AT_TOP = ("ema", "resume")
+
+# Where a call that is forbidden elsewhere belongs.
+ALLOWED = {
+    "print": ("cli",),
+    "exit": ("cli", "__main__"),
+    "pickle": ("formats.unpickle",),
+}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """`formats.dcp` for ema_ckpt/formats/dcp.py; a package's own file bears the package's name."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def belongs(module: str, place: str) -> bool:
+    return module == place or module.startswith(place + ".")
+
+
+def family_of(module: str) -> tuple[str, int]:
+    for family, layer, members in FAMILIES:
+        if any(belongs(module, member) for member in members):
+            return family, layer
+    pytest.fail(f"ema_ckpt.{module} has no place in the table of layers: add it to FAMILIES")
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a module imports, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, "." * node.level + (node.module or "")
+
+
+def at_top(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Imports that run when the module is imported: those outside functions and TYPE_CHECKING."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported(node)
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(REPO)) for path in paths])
+
+
+@each(MODULES)
+def test_imports_point_downwards(path: Path) -> None:
+    module = name_of(path)
+    family, layer = family_of(module)
+    wrong = []
+    for line, target in imported(tree_of(path)):
+        if target.startswith("."):
+            wrong.append(f"line {line}: relative import")
+        elif target == "ema_ckpt" and module not in ("__init__", "__main__"):
+            wrong.append(f"line {line}: imports from the package instead of the defining module")
+        elif target.startswith("ema_ckpt."):
+            other, other_layer = family_of(target.removeprefix("ema_ckpt."))
+            if other != family and other_layer >= layer:
+                wrong.append(f"line {line}: {family} (layer {layer}) imports {target} ({other}, layer {other_layer})")
+    assert not wrong
+
+
+@each(MODULES)
+def test_torch_is_imported_late(path: Path) -> None:
+    module = name_of(path)
+    if not any(belongs(module, place) for place in TORCH_AT_TOP):
+        heavy = [(line, name) for line, name in at_top(tree_of(path)) if name.split(".")[0] in ("torch", "triton")]
+        assert not heavy
+
+
+def forbidden(module: str, node: ast.AST) -> str | None:
+    """What is wrong with a node, if it is a call or statement that belongs elsewhere."""
+    if isinstance(node, ast.Assert):
+        return "assert"
+    if not isinstance(node, ast.Call):
+        return None
+    call = ast.unparse(node.func)
+    if call in ("eval", "exec", "compile", "__import__", "os.system", "input"):
+        return call
+    if call == "torch.load":
+        flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        return None if flags.get("weights_only") == "True" else "torch.load without weights_only=True"
+    kinds = {
+        "print": call == "print" or call.startswith(("sys.stdout.", "sys.stderr.")),
+        "exit": call in ("exit", "quit", "sys.exit", "os._exit", "os.abort"),
+        "pickle": call.startswith(("pickle.load", "pickle.Unpickler", "_pickle.", "marshal.load", "shelve.")),
+    }
+    for kind, found in kinds.items():
+        if found and not any(belongs(module, place) for place in ALLOWED[kind]):
+            return call
+    return None
+
+
+@each(MODULES)
+def test_dangerous_calls_stay_in_their_place(path: Path) -> None:
+    module = name_of(path)
+    found = [(node.lineno, what) for node in ast.walk(tree_of(path)) if (what := forbidden(module, node))]
+    assert not found
+
+
+def test_the_table_of_dangerous_calls_bites() -> None:
+    code = (
+        "assert x\nprint(1)\nsys.exit()\nexit()\npickle.load(f)\npickle.loads(b)\npickle.Unpickler(f)\n"
+        "eval(s)\nexec(s)\ntorch.load(f)\ntorch.load(f, weights_only=False)"
+    )
+    tree = ast.parse(code)
+    assert len({node.lineno for node in ast.walk(tree) if forbidden("ops.verify", node)}) == len(code.splitlines())
+    assert not any(forbidden("cli.entry", node) for node in ast.walk(ast.parse("print(1)\nsys.exit(1)")))
+    assert not any(forbidden("x", node) for node in ast.walk(ast.parse("torch.load(f, weights_only=True)")))
+
+
+def test_a_safetensors_header_is_taken_apart_once() -> None:
+    places = []
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("unpack", "unpack_from"):
+                first = node.args[0] if node.args else None
+                if isinstance(first, ast.Constant) and first.value == "<Q":
+                    places.append(f"{name_of(path)}:{node.lineno}")
+    assert len(places) <= 1, places
+
+
+@each(MODULES)
+def test_modules_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function from its `def` to its end, without the docstring."""
+    total = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        total -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return total
+
+
+def test_functions_are_short() -> None:
+    lengths = {}
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths[f"{name_of(path)}.{node.name}"] = code_lines(node)
+    ordered = sorted(lengths.values())
+    assert ordered[len(ordered) // 2] <= 15
+    long = {name: lines for name, lines in lengths.items() if lines > 40}
+    assert len(long) <= 0.03 * len(lengths), long
+    assert max(ordered) <= 70, long
+
+
+def test_no_module_is_a_drawer() -> None:
+    drawers = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
+    places = [path for top in ("ema_ckpt", "tests", "fixtures", "docs") for path in (REPO / top).rglob("*.py")]
+    assert not [path for path in places if path.stem.strip("_") in drawers or path.parent.name in drawers]
+
+
+def undocumented(tree: ast.Module) -> Iterator[str]:
+    if ast.get_docstring(tree) is None:
+        yield "the module"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if ast.get_docstring(node) is None:
+                yield node.name
+            members = node.body if isinstance(node, ast.ClassDef) else []
+            for member in members:
+                if isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
+                    overload = any("overload" in ast.unparse(mark) for mark in member.decorator_list)
+                    if ast.get_docstring(member) is None and not overload:
+                        yield f"{node.name}.{member.name}"
+
+
+@each([path for path in MODULES if path.stat().st_size])
+def test_public_names_have_docstrings(path: Path) -> None:
+    assert not list(undocumented(tree_of(path)))
+
+
+@pytest.mark.parametrize("module", ["ema_ckpt", "ema_ckpt.cli"])
+def test_start_up_is_light(module: str) -> None:
+    code = (
+        f"import sys, {module}; print([name for name in ('torch', 'numpy', 'rich', 'fsspec') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_checkpoint_side_needs_no_torch() -> None:
+    """Every module below the verbs, and the verbs, import on a machine where torch and numpy cannot be had."""
+    names = [name_of(path) for path in MODULES if not belongs(name_of(path), "ema")]
+    sides = [name for name in names if name not in ("__init__", "__main__", "resume")]
+    code = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        f"for name in {sides!r}: importlib.import_module('ema_ckpt.' + name)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
