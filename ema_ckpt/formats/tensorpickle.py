@@ -74,9 +74,7 @@ def _view(
         raise _bad("an untyped storage is used without a dtype")
     if flags:
         names = ", ".join(sorted(map(str, flags))) if isinstance(flags, Mapping) else repr(flags)
-        raise SourceError(
-            "unsupported", f"a tensor is stored with the lazy bits {names}; save it after .resolve_conj()"
-        )
+        raise SourceError("unsupported", f"a tensor is stored with the lazy bits {names}; resolve them before saving")
     ref = TensorRef(storage, kind, start, _ints(shape), _ints(strides))
     if len(ref.shape) != len(ref.strides) or min((*ref.shape, *ref.strides), default=0) < 0:
         raise _bad("a tensor has impossible strides")
@@ -127,15 +125,13 @@ def _rebuild_from_type(function: object, _kind: object, args: object, _state: ob
 
 def _unsupported(name: str) -> Maker:
     def refuse(*_args: object) -> object:
-        raise SourceError(
-            "unsupported", f"a tensor is stored in a form that ema_ckpt does not read (torch._utils.{name})"
-        )
+        raise SourceError("unsupported", f"a tensor is stored by torch._utils.{name}, which ema_ckpt does not read")
 
     return refuse
 
 
 def _as_dict(*args: object) -> dict[object, object]:
-    return dict(args[0]) if args else {}  # type: ignore[call-overload, no-any-return]
+    return dict(args[0]) if args else {}  # type: ignore[call-overload]
 
 
 def _default_dict(_factory: object = None, *args: object) -> dict[object, object]:

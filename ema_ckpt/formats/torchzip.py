@@ -40,14 +40,6 @@ class Record:
     crc: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """An archive opened: records by name, without the leading folder that torch puts before all of them."""
-
-    file: str
-    records: Mapping[str, Record]
-
-
 @dataclass(slots=True)
 class _Window:
     """A span of a file, read in as few calls as its shape allows: most archives need two."""
@@ -83,6 +75,31 @@ class _Window:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An archive opened: records by name, without the leading folder that torch puts before all of them."""
+
+    file: str
+    records: Mapping[str, Record]
+    window: _Window
+
+    def record(self, name: str) -> Record:
+        """A record by name. Raises SourceError `bad-header` if there is none."""
+        found = self.records.get(name)
+        if found is None:
+            raise self.window.bad(f"it has no record {name!r}: not written by torch.save")
+        return found
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a small record, checked. Raises SourceError `checksum` if they do not match."""
+        found = self.record(name)
+        data = self.window.read(found.offset - self.window.offset, found.nbytes)
+        if found.crc is not None and zlib.crc32(data) != found.crc:
+            message = f"{self.file}: the record {name!r} at byte {found.offset} does not match its CRC-32"
+            raise SourceError("checksum", message, file=self.file)
+        return data
+
+
 def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
     """Read the directory of the archive that fills `nbytes` bytes of `file` from `offset`.
 
@@ -103,7 +120,7 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
         records[name] = Record(
             name, offset + _data_start(window, entry), entry.nbytes, None if unchecked else entry.crc
         )
-    return Archive(file, records)
+    return Archive(file, records, window)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class Machine:
         if index == len(self.memo):
             self.memo.append(top)
         elif index < len(self.memo):
+            if self.prepare is not None:  # shortcuts remember what entries meant
+                raise _ShortcutMissedError
             self.memo[index] = top
         else:
             self.sparse[index] = top
@@ -250,9 +252,13 @@ def _build(machine: Machine) -> None:
 
 def _key(key: object) -> object:
     # A tuple of tuples can be small here and take forever to hash: each level may repeat the one below.
-    if isinstance(key, tuple) and any(isinstance(part, tuple) for part in key):
-        raise SourceError("unsupported", "a pickled dict or set has a nested tuple as its key")
+    if isinstance(key, tuple) and not all(_is_flat(part) for part in key):
+        raise SourceError("unsupported", "a pickled dict or set has a deeply nested tuple as its key")
     return key
+
+
+def _is_flat(part: object) -> bool:
+    return not isinstance(part, tuple) or (len(part) <= 64 and not any(isinstance(inner, tuple) for inner in part))
 
 
 def _set_pairs(machine: Machine, items: list[object]) -> None:
