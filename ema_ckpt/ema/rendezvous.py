@@ -1,7 +1,7 @@
 """Meeting of ranks before a collective call, and exchange of small values between them.
 
 Ranks meet in the store of the process group, not in a collective: a barrier that times out leaves its group
-unusable, a store does not mind. What they exchange then travels over a gloo group of our own, so that it neither
+unusable, a store does not mind. What they exchange then travels over channels of our own, so that it neither
 needs NCCL nor gets in the way of the training's collectives.
 """
 
@@ -10,22 +10,24 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from ema_ckpt.errors import CollectiveError
 
-__all__ = ["control_group", "exchange", "exchange_bytes", "meet", "named_ranks"]
+__all__ = ["Channel", "channel", "meet", "named_ranks"]
 
 # A rank that dies is noticed at once by its closed connection; this bounds only one that hangs while writing.
 _GROUP_TIMEOUT = timedelta(hours=2)
 
 _attempts: dict[tuple[int, ...], int] = {}
 _attempts_of: object = None  # the default group that `_attempts` counts for
-_control: tuple[object, dist.ProcessGroup] | None = None
+_channels: dict[str, tuple[object, Channel]] = {}
 
 
 def meet(call: str, timeout: float, group: dist.ProcessGroup | None = None) -> None:
@@ -126,57 +128,113 @@ def _next_attempt(ranks: tuple[int, ...]) -> int:
     return _attempts[ranks]
 
 
-def control_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks that only this package uses; None without a process group.
+@dataclass(frozen=True, slots=True, eq=False)
+class Channel:
+    """Connections between all ranks that only this package uses, apart from every group the training has.
+
+    It is a gloo group made by hand: it works beside NCCL-only groups and outlives `destroy_process_group`, which an
+    asynchronous save may still need when a script ends. Calls are collective and in one order on all ranks.
+    Every method raises CollectiveError `rank-failed` if another rank died.
+    """
+
+    gloo: Any  # a ProcessGroupGloo, whose methods torch leaves out of its stubs; None: we are alone
+    rank: int = 0
+    size: int = 1
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every rank passed, in rank order; values must survive JSON."""
+        return [json.loads(data) for data in self._all_gathered(json.dumps(value).encode())]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """On rank 0 the bytes of every rank, in rank order; elsewhere an empty list."""
+        if self.gloo is None:
+            return [data]
+        sizes = self._sizes(len(data))
+        parts = [[torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]] if self.rank == 0 else []
+        self._wait(self.gloo.gather(parts, [_padded(data, max(sizes))]))
+        return [_bytes_of(part, size) for part, size in zip(parts[0], sizes, strict=True)] if parts else []
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """On each rank its part of what rank 0 passed; other ranks pass nothing."""
+        if self.gloo is None:
+            return parts[0]
+        sizes = self.broadcast_json([len(part) for part in parts])
+        mine = torch.empty(max(sizes), dtype=torch.uint8)
+        padded = [[_padded(part, max(sizes)) for part in parts]] if self.rank == 0 else []
+        self._wait(self.gloo.scatter([mine], padded))
+        return _bytes_of(mine, sizes[self.rank])
+
+    def broadcast_json(self, value: Any) -> Any:
+        """What rank 0 passed."""
+        if self.gloo is None:
+            return value
+        data = json.dumps(value).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(data)])
+        self._wait(self.gloo.broadcast([size]))
+        content = _padded(data, int(size))
+        self._wait(self.gloo.broadcast([content]))
+        return json.loads(_bytes_of(content, int(size)))
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Pass a contiguous host tensor to the rank that calls `receive`."""
+        if self.gloo is not None:
+            self._wait(self.gloo.send([tensor.view(-1).view(torch.uint8)], rank, 0))
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill a contiguous host tensor with what `rank` sends."""
+        if self.gloo is not None:
+            self._wait(self.gloo.recv([tensor.view(-1).view(torch.uint8)], rank, 0))
+
+    def _all_gathered(self, data: bytes) -> list[bytes]:
+        if self.gloo is None:
+            return [data]
+        sizes = self._sizes(len(data))
+        parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        self._wait(self.gloo.allgather([parts], [_padded(data, max(sizes))]))
+        return [_bytes_of(part, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _sizes(self, nbytes: int) -> list[int]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        if self.gloo is not None:
+            self._wait(self.gloo.allgather([sizes], [torch.tensor([nbytes])]))
+        return [int(size) for size in sizes]
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            raise CollectiveError("rank-failed", f"another rank ended or hung in a collective call: {cause}") from error
+
+
+def channel(purpose: str) -> Channel:
+    """The channel of all ranks for `purpose`; calls on different channels may run side by side in threads.
 
     Made at the first call, which is collective: `meet` first.
     """
-    global _control
     if not dist.is_initialized():
-        return None
-    if _control is None or _control[0] is not dist.group.WORLD:
-        _control = (dist.group.WORLD, dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT))
-    return _control[1]
+        return Channel(None)
+    world = dist.group.WORLD
+    made = _channels.get(purpose)
+    if made is None or made[0] is not world:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if size == 1:
+            return Channel(None)
+        store = PrefixStore(f"ema_ckpt/{purpose}", dist.distributed_c10d._get_default_store())
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_GROUP_TIMEOUT)
+        made = _channels[purpose] = (world, Channel(gloo, rank, size))
+    return made[1]
 
 
-def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank of `group` passed, in rank order; values must survive JSON.
-
-    Raises:
-        CollectiveError: `rank-failed`: another rank died.
-    """
-    return [json.loads(data) for data in exchange_bytes(json.dumps(value).encode(), group)]
-
-
-def exchange_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """The bytes every rank of `group` passed, in rank order; only our own without a group.
-
-    Raises:
-        CollectiveError: `rank-failed`: another rank died.
-    """
-    if group is None:
-        return [data]
-    try:
-        return _gathered(data, group)
-    except RuntimeError as error:
-        raise CollectiveError(
-            "rank-failed", f"another rank died or hung during a collective call: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _gathered(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    count = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    longest = max(int(size) for size in sizes)
-    if not longest:
-        return [b""] * count
-    mine = torch.zeros(longest, dtype=torch.uint8)
+def _padded(data: bytes, nbytes: int) -> torch.Tensor:
+    padded = torch.zeros(nbytes, dtype=torch.uint8)
     if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
-    dist.all_gather(parts, mine, group=group)
-    return [part.numpy().tobytes()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return padded
+
+
+def _bytes_of(tensor: torch.Tensor, nbytes: int) -> bytes:
+    return tensor[:nbytes].numpy().tobytes()
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ema_ckpt.ema.rendezvous import control_group, exchange, exchange_bytes, meet, named_ranks
+from ema_ckpt.ema.rendezvous import channel, meet, named_ranks
 from ema_ckpt.errors import CollectiveError
-from tests.distributed.launcher import run
+from tests.distributed.launcher import WorkersFailed, run
 
 
 def _refused(call: str, timeout: float) -> str:
@@ -46,32 +47,69 @@ def test_ranks_meet_again_after_meetings_that_failed() -> None:
     zero, one, two = run(3, _meetings)
     assert zero[0] == "save is collective: ranks 1–2 did not call it within 1 s"
     assert zero[1] == one[0] == "restore is collective: rank 2 did not call it within 1 s"
-    assert zero[-1] == "restore is collective: the ranks met in different calls: ranks 0, 2 called restore; rank 1 called save"
+    assert (
+        zero[-1]
+        == "restore is collective: the ranks met in different calls: ranks 0, 2 called restore; rank 1 called save"
+    )
     assert two[-1] == zero[-1]
     assert one[-1].startswith("save is collective: the ranks met in different calls")
 
 
-def _exchanges() -> tuple[list[object], list[bytes], list[bytes]]:
+def _exchanges() -> tuple[object, ...]:
     meet("exchange", 20)
-    group = control_group()
-    assert group is control_group()
+    ours = channel("test")
+    assert ours is channel("test")
     rank = dist.get_rank()
-    values = exchange({"rank": rank, "names": ["ä"] * rank}, group)
+    values = ours.exchange({"rank": rank, "names": ["ä"] * rank})
     dist.all_reduce(torch.ones(1))
-    return values, exchange_bytes(b"x" * rank * 1000, group), exchange_bytes(b"", group)
+    gathered = ours.gather(b"x" * rank * 1000)
+    scattered = ours.scatter([bytes([r]) * r for r in range(3)] if rank == 0 else [])
+    told = ours.broadcast_json({"from": rank})
+    tensor = torch.full((5,), float(rank))
+    if rank == 1:
+        ours.send(tensor, 2)
+    if rank == 2:
+        ours.receive(tensor, 1)
+    dist.destroy_process_group()
+    return values, gathered, scattered, told, tensor.tolist(), ours.exchange(rank), ours.gather(b"")
 
 
-def test_values_of_any_length_are_exchanged() -> None:
-    for values, data, nothing in run(3, _exchanges):
+def test_values_of_any_length_travel_also_after_the_default_group() -> None:
+    for rank, (values, gathered, scattered, told, tensor, again, nothing) in enumerate(run(3, _exchanges)):
         assert values == [{"rank": 0, "names": []}, {"rank": 1, "names": ["ä"]}, {"rank": 2, "names": ["ä", "ä"]}]
-        assert data == [b"", b"x" * 1000, b"x" * 2000]
-        assert nothing == [b""] * 3
+        assert gathered == ([b"", b"x" * 1000, b"x" * 2000] if rank == 0 else [])
+        assert scattered == bytes([rank]) * rank
+        assert told == {"from": 0}
+        assert tensor == [1.0 if rank == 2 else float(rank)] * 5
+        assert again == [0, 1, 2]
+        assert nothing == ([b""] * 3 if rank == 0 else [])
+
+
+def _one_dies() -> str:
+    meet("exchange", 20)
+    ours = channel("test")
+    ours.exchange(0)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    with pytest.raises(CollectiveError, match="another rank ended"):
+        ours.exchange(1)
+    return "survived"
+
+
+def test_a_rank_that_dies_is_noticed_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkersFailed, match="rank 1: died without a word"):
+        run(2, _one_dies)
+    assert time.monotonic() - started < 20
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
     meet("save", 0.001)
-    assert control_group() is None
-    assert exchange({"a": 1}, None) == [{"a": 1}]
+    alone = channel("test")
+    assert alone.exchange({"a": 1}) == [{"a": 1}]
+    assert alone.gather(b"a") == [b"a"]
+    assert alone.scatter([b"a"]) == b"a"
+    assert alone.broadcast_json([1]) == [1]
 
 
 def test_ranks_by_name() -> None:
