@@ -151,10 +151,15 @@ def rename_path(path: Path, old: str, new: str) -> Path:
     while covered < len(path) and (reached < len(old) or (reached == len(old) and new and not new.endswith("."))):
         reached += len(str(path[covered])) + 1
         covered += 1
-    changed = (new + ".".join(map(str, path))[len(old) : max(reached - 1, len(old))]).removesuffix(".")
-    whole = reached == len(old)
-    inner = changed.split(".", -1 if whole else covered - 1) if changed or not path[covered:] else []
-    return (*inner, *path[covered:])
+    kept = path[covered:]
+    dotted = ".".join(map(str, path))
+    changed = (new + dotted[len(old) : max(reached - 1, len(old))]).removesuffix("." if kept else "")
+    whole = reached == len(old) and bool(kept)
+    inner = changed.split(".", -1 if whole else max(covered - 1, 0)) if changed else ()
+    # A rename that leaves an empty component (`.weight`) has no nesting to keep.
+    name = new + dotted[len(old) :]
+    moved = (*inner, *kept)
+    return moved if moved and ".".join(map(str, moved)) == name else (name,)
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
