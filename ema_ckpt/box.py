@@ -9,7 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Box", "first_overlap", "intersect", "row_major_strides", "split_rows", "whole"]
+__all__ = [
+    "Box",
+    "first_overlap",
+    "intersect",
+    "is_contiguous_in",
+    "linear",
+    "row_major_strides",
+    "split_rows",
+    "whole",
+]
 
 Ints = tuple[int, ...]
 
@@ -92,3 +101,19 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
                 return (other, index)
         active.append(index)
     return None
+
+
+def linear(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+    """Row-major index of the element at `offsets` in an array of `sizes`."""
+    index = 0
+    for offset, size in zip(offsets, sizes, strict=True):
+        index = index * size + offset
+    return index
+
+
+def is_contiguous_in(inner: Box, outer: Box) -> bool:
+    """Whether the elements of `inner`, a box inside `outer`, follow one another in `outer`'s row-major order."""
+    axis, ndim = 0, len(inner.sizes)
+    while axis < ndim and inner.sizes[axis] == 1:
+        axis += 1
+    return inner.sizes[axis + 1 :] == outer.sizes[axis + 1 :]
