@@ -16,12 +16,12 @@ PACKAGE = REPO / "ema_ckpt"
 # (family, layer, modules). A module imports its own family and families of lower layers, nothing else.
 # A package stands for all in it. Families of one layer do not know each other.
 FAMILIES = (
-    ("base", 0, ("errors", "dtypes", "naming", "sizes")),
-    ("catalog", 1, ("box", "catalog", "files", "stagedir", "target")),
+    ("base", 0, ("errors", "dtypes", "naming", "sizes", "crc")),
+    ("catalog", 1, ("box", "catalog", "files", "coverage", "stagedir", "target")),
     ("formats", 2, ("formats",)),
     ("plan", 2, ("layout", "plan", "selection", "trees", "grouping", "ema_forms")),
     ("ema", 2, ("ema",)),
-    ("engine", 3, ("cast", "destination", "publish", "journal", "staging", "execute")),
+    ("engine", 3, ("cast", "checks", "regions", "execute", "destination", "publish", "journal", "staging")),
     ("ops", 4, ("ops",)),
     ("resume", 4, ("resume",)),
     ("cli", 5, ("cli", "__main__")),

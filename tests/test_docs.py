@@ -1,0 +1,115 @@
+"""The documentation: links resolve, the command reference is current, examples marked `run` run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *(REPO / "fixtures").glob("*.md")])
+IDS = [str(page.relative_to(REPO)) for page in PAGES]
+
+FENCE = re.compile(r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    """A page without code, in which brackets mean nothing."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text_of(page)))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def examples_of(page: Path) -> Iterator[tuple[str, str]]:
+    """(language, code) of each fenced block marked `run`."""
+    for found in FENCE.finditer(text_of(page)):
+        language, *marks = found["info"].split()[:2] or [""]
+        if marks == ["run"]:
+            yield language, found["body"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_resolve(page: Path) -> None:
+    broken = []
+    for found in LINK.finditer(prose_of(page)):
+        path, _, anchor = found["target"].partition("#")
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors_of(target)):
+            broken.append(found["target"])
+    assert not broken
+
+
+def test_every_page_is_reachable() -> None:
+    """From README or index, by following links."""
+    pending, seen = [REPO / "README.md", REPO / "docs" / "index.md"], set()
+    while pending:
+        page = pending.pop()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        pending += [(page.parent / m["target"].partition("#")[0]).resolve() for m in LINK.finditer(prose_of(page))]
+    assert not set(PAGES) - seen
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_fences_are_closed_and_named(page: Path) -> None:
+    fences = re.findall(r"^```.*$", text_of(page), re.MULTILINE)
+    assert len(fences) % 2 == 0
+    for found in FENCE.finditer(text_of(page)):
+        words = found["info"].split()
+        assert not words[1:] or words[1:] == ["run"], f"unknown mark in ```{found['info']}"
+        assert words[1:] != ["run"] or words[0] in ("bash", "python"), f"cannot run ```{found['info']}"
+
+
+RUNNABLE = [page for page in PAGES if any(examples_of(page))]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=[str(page.relative_to(REPO)) for page in RUNNABLE])
+def test_examples_run(page: Path, fixtures: Path, tmp_path: Path) -> None:
+    """All of a page in one directory, in order; python blocks share one namespace, as a reader would type them."""
+    for step in ("step_500", "step_1000"):
+        shutil.copytree(fixtures / "dcp" / "fsdp2-w4", tmp_path / "runs" / step)
+    environment = command_on_path(tmp_path)
+    typed = ""
+    for language, code in examples_of(page):
+        if language == "python":
+            typed += code
+            command = [sys.executable, "-W", "error", "-c", typed]
+        else:
+            command = ["bash", "-euo", "pipefail", "-c", code]
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert ended.returncode == 0, f"{code}\n{ended.stdout}{ended.stderr}"
+
+
+def command_on_path(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `ema-ckpt` is this checkout's."""
+    binaries = tmp_path / ".bin"
+    binaries.mkdir()
+    (binaries / "ema-ckpt").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ema_ckpt "$@"\n')
+    (binaries / "ema-ckpt").chmod(0o755)
+    (binaries / "python").symlink_to(sys.executable)
+    return {
+        **os.environ,
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(REPO),
+        "NO_COLOR": "1",
+    }
