@@ -1,21 +1,32 @@
-"""Which elements of a model this rank holds: its parameters and buffers as local shards under canonical names."""
+"""Which elements of a model this rank holds: its parameters and buffers as local shards under canonical names.
+
+The only module that touches private names of torch; `tests/ema/test_private_names.py` asserts that they exist.
+What is found is always what the optimizer steps, whether or not a wrapper shows something else at the moment:
+FSDP2's `FSDPParam.sharded_param`, FSDP1's `_local_shard` (before the first forward `flat_param.data`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import is_
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from ema_ckpt.box import Box
+from ema_ckpt.box import Box, whole
+from ema_ckpt.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ReplicaGroup", "Shard", "Slot"]
+__all__ = ["Census", "Held", "ReplicaGroup", "Shard", "Slot", "Watch", "census", "is_state_init", "reshard"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,10 +79,10 @@ class Slot:
     @property
     def boxes(self) -> tuple[Box, ...]:
         """What the shadow covers, in elements of the global tensor; concatenated row-major it is the shadow."""
-        return self.shard.boxes if not self.is_split else _part(self.shard.boxes, self.start, self.numel)
+        return self.shard.boxes if not self.is_split else part_boxes(self.shard.boxes, self.start, self.numel)
 
 
-def _part(boxes: tuple[Box, ...], start: int, numel: int) -> tuple[Box, ...]:
+def part_boxes(boxes: tuple[Box, ...], start: int, numel: int) -> tuple[Box, ...]:
     """The boxes of elements [start, start + numel) of `boxes` read one after the other in row-major order."""
     from ema_ckpt.ema.placement import flat_boxes
 
@@ -82,5 +93,340 @@ def _part(boxes: tuple[Box, ...], start: int, numel: int) -> tuple[Box, ...]:
         if first < last:
             inner = flat_boxes(box.sizes, first - position, last - first)
             pieces += [Box(tuple(map(sum, zip(box.offsets, b.offsets, strict=True))), b.sizes) for b in inner]
-        position += prod(box.sizes)
+        position += box.numel
     return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A shard with what is needed to follow it.
+
+    `owner` is the tensor that an optimizer steps (FSDP1 without original parameters: the flat one). `place[key]` is
+    `seen` for as long as `shard.local` is still the live memory; `pointed`, if any, must also keep its address.
+    """
+
+    shard: Shard
+    owner: torch.Tensor
+    requires_grad: bool
+    persistent: bool
+    place: dict[str, Any]
+    key: str
+    seen: object
+    pointed: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Census:
+    """All parameters and buffers of a model on this rank, tied ones once, in the order of `named_parameters()`."""
+
+    parameters: tuple[Held, ...]
+    buffers: tuple[Held, ...]
+
+
+class Watch:
+    """Notices that the memory behind shards was exchanged: `.to()`, `load_state_dict(assign=True)`, a late wrapper.
+
+    Costs about 0.1 µs a tensor, so that it can be asked before each update.
+    """
+
+    __slots__ = ("_addresses", "_dtensors", "_keys", "_places", "_pointed", "_seen")
+
+    def __init__(self, held: Iterable[Held]) -> None:
+        held = list(held)
+        self._places = [h.place for h in held]
+        self._keys = [h.key for h in held]
+        self._seen = [h.seen for h in held]
+        self._pointed = [h.pointed for h in held if h.pointed is not None]
+        self._addresses = [tensor.data_ptr() for tensor in self._pointed]
+        self._dtensors = [(h.seen, h.shard.local) for h in held if hasattr(h.seen, "_local_tensor")]
+
+    def unchanged(self) -> bool:
+        """Whether every shard's `local` is still the live memory."""
+        return (
+            all(map(is_, map(dict.get, self._places, self._keys), self._seen))
+            and list(map(torch.Tensor.data_ptr, self._pointed)) == self._addresses
+            # Conversions swap the insides of a DTensor and keep the object.
+            and all(dtensor._local_tensor is local for dtensor, local in self._dtensors)
+        )
+
+
+def census(model: nn.Module) -> Census:
+    """Find every parameter and buffer of `model` as this rank holds it. Runs no collective.
+
+    Raises:
+        StateError: a parameter is on `meta`, emptied by another framework, not initialised, or laid out in a way
+            that cannot be described by boxes.
+    """
+    managed = _managed(model)
+    parameters: dict[Hashable, Held] = {}
+    buffers: dict[Hashable, Held] = {}
+    names: dict[Hashable, list[str]] = {}
+    for prefix, module, ddp in _walk(model, "", None):
+        for token, held in chain(_parameters(module, prefix, ddp, managed), _buffers(module, prefix)):
+            names.setdefault(token, []).append(held.shard.fqn)
+            (parameters if held.shard.is_parameter else buffers).setdefault(token, held)
+    return Census(_with_aliases(parameters, names), _with_aliases(buffers, names))
+
+
+def reshard(model: nn.Module) -> None:
+    """Make every FSDP module forget its gathered parameters, so that the next forward gathers the shards anew.
+
+    Without it a swap right after a forward is lost: roots, and all modules with `reshard_after_forward=False` or
+    `SHARD_GRAD_OP`, stay unsharded after a forward without backward. Runs no collective.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        elif isinstance(module, FullyShardedDataParallel):
+            _reshard_flat(module._handle)
+    torch.clear_autocast_cache()
+
+
+def is_state_init() -> bool:
+    """Whether the caller runs inside the dummy step by which torch creates the state of a fresh optimizer.
+
+    `get_optimizer_state_dict` and `set_optimizer_state_dict` make it, with zero gradients and learning rate 0.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if module is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not module._init_optim_state.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ddp:
+    """The DDP wrapper around a module: who holds copies, and of which canonical names it does not see to that."""
+
+    replica: ReplicaGroup | None
+    ignored: frozenset[str]
+
+
+def _walk(module: nn.Module, prefix: str, ddp: _Ddp | None) -> Iterator[tuple[str, nn.Module, _Ddp | None]]:
+    """(canonical prefix, module, the DDP around it) for each module, as often as it is registered."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    yield prefix, module, ddp
+    inner = _wrapped_child(module)
+    if isinstance(module, DistributedDataParallel):
+        ignored = frozenset(prefix + _clean(name) for name in module.parameters_to_ignore)
+        ddp = _Ddp(_replica(module.process_group), ignored)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, prefix if name == inner else f"{prefix}{name}.", ddp)
+
+
+def _wrapped_child(module: nn.Module) -> str | None:
+    """The child's name that is no part of a canonical name, if `module` is a wrapper."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    if isinstance(module, FullyShardedDataParallel):
+        return "_fsdp_wrapped_module"
+    if isinstance(module, ActivationWrapper):
+        return "_checkpoint_wrapped_module"
+    # Importing the compiler costs seconds, and nothing is compiled as long as nobody has.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Managed:
+    """Who manages the parameters that a wrapper has replaced, by id of the module and name there.
+
+    A manager is an `FSDPParam`, or an FSDP1 module with an index into its flat parameter.
+    """
+
+    by_module: dict[int, dict[str, Any]]
+    flats: frozenset[int]  # ids of the flat parameters
+
+
+def _managed(model: nn.Module) -> _Managed:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    found: dict[int, dict[str, Any]] = {}
+    flats: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for fsdp_param in _fsdp2_params(module):
+                info = fsdp_param._module_info
+                found.setdefault(id(info.module), {})[info.param_name] = fsdp_param
+                for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    found.setdefault(id(shared), {})[name] = fsdp_param
+        elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            flats.add(id(module._handle.flat_param))
+            _add_flat(found, module)
+    return _Managed(found, frozenset(flats))
+
+
+def _fsdp2_params(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    # Older releases have one group per module, not a list of them.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [fsdp_param for group in groups if group is not None for fsdp_param in group.fsdp_params]
+
+
+def _add_flat(found: dict[int, dict[str, Any]], fsdp: Any) -> None:
+    flat = fsdp._handle.flat_param
+    for index, info in enumerate(flat._param_infos):
+        found.setdefault(id(info.module), {})[info.param_name] = (fsdp, index)
+    for info in flat._shared_param_infos:
+        found.setdefault(id(info.module), {})[info.param_name] = found[id(info.prim_module)][info.prim_param_name]
+
+
+def _parameters(module: nn.Module, prefix: str, ddp: _Ddp | None, managed: _Managed) -> Iterator[tuple[Hashable, Held]]:
+    """(identity, parameter) for each parameter registered in `module` itself."""
+    managers = managed.by_module.get(id(module), {})
+    for name in dict.fromkeys(chain(module._parameters, managers)):
+        fqn, manager, live = prefix + name, managers.get(name), module._parameters.get(name)
+        if isinstance(manager, tuple):
+            yield (id(manager[0]), manager[1]), _flat_held(fqn, *manager)
+        elif manager is not None:
+            yield id(manager), _fsdp2_held(fqn, manager)
+        elif live is not None and id(live) not in managed.flats:
+            yield id(live), _plain_held(fqn, module, name, live, ddp)
+
+
+def _buffers(module: nn.Module, prefix: str) -> Iterator[tuple[Hashable, Held]]:
+    for name, live in module._buffers.items():
+        if live is not None:
+            shard = _whole_shard(prefix + name, live, is_parameter=False)
+            persistent = name not in module._non_persistent_buffers_set
+            yield id(live), Held(shard, live, False, persistent, module._buffers, name, live, _pointer(live))
+
+
+def _plain_held(fqn: str, module: nn.Module, name: str, live: nn.Parameter, ddp: _Ddp | None) -> Held:
+    _refuse_placeholder(fqn, live)
+    replica = None if ddp is None or fqn in ddp.ignored else ddp.replica
+    if hasattr(live, "_st_info"):  # DDP over a slice of a mesh shows DTensors as local tensors between forwards
+        shard = _dtensor_shard(fqn, live._st_info, live.detach(), replica, True)
+    else:
+        shard = _whole_shard(fqn, live, is_parameter=True, replica=replica)
+    return Held(shard, live, live.requires_grad, True, module._parameters, name, live, _pointer(live))
+
+
+def _whole_shard(fqn: str, live: torch.Tensor, *, is_parameter: bool, replica: ReplicaGroup | None = None) -> Shard:
+    """The shard of a tensor that no data-parallel wrapper has cut: a plain one, or a DTensor of tensor parallelism."""
+    if hasattr(live, "_local_tensor"):
+        return _dtensor_shard(fqn, getattr(live, "_spec"), live._local_tensor, replica, is_parameter)  # noqa: B009
+    shape = tuple(live.shape)
+    boxes = (whole(shape),) if live.numel() else ()
+    return Shard(fqn, (), shape, live.dtype, live.detach(), boxes, is_parameter, replica)
+
+
+def _fsdp2_held(fqn: str, fsdp_param: Any) -> Held:
+    sharded = fsdp_param.sharded_param
+    info = fsdp_param.mesh_info
+    replica = None
+    if getattr(info, "replicate_mesh_size", 1) > 1:
+        replica = ReplicaGroup(info.replicate_process_group, info.replicate_mesh_rank, info.replicate_mesh_size)
+    shard = _dtensor_shard(fqn, sharded._spec, sharded._local_tensor, replica, True)
+    storage = fsdp_param._sharded_param_data  # exchanged together with what `sharded_param` holds
+    return Held(shard, sharded, sharded.requires_grad, True, vars(fsdp_param), "_sharded_param_data", storage, None)
+
+
+def _dtensor_shard(fqn: str, spec: Any, local: torch.Tensor, replica: ReplicaGroup | None, is_parameter: bool) -> Shard:
+    from ema_ckpt.ema.placement import dtensor_boxes
+
+    _refuse_placeholder(fqn, local)
+    mesh, shape, placements = spec.mesh, tuple(spec.shape), tuple(spec.placements)
+    coordinate = mesh.get_coordinate()
+    boxes = () if coordinate is None else dtensor_boxes(shape, tuple(mesh.shape), coordinate, placements)
+    if sum(box.numel for box in boxes) != local.numel():
+        raise StateError(
+            "usage",
+            f"{fqn!r}: this rank holds {local.numel()} elements of shape {shape}, but {placements} on a mesh of"
+            f" {tuple(mesh.shape)} give it {sum(box.numel for box in boxes)}; make DTensors with shape= and stride=",
+        )
+    return Shard(fqn, (), shape, local.dtype, local, boxes, is_parameter, replica, mesh, placements)
+
+
+def _flat_held(fqn: str, fsdp: Any, index: int) -> Held:
+    from ema_ckpt.ema.placement import flat_boxes
+
+    handle = fsdp._handle
+    flat, info, shape = handle.flat_param, handle.flat_param._shard_param_infos[index], handle.flat_param._shapes[index]
+    if not flat._contiguities[index] or flat._param_extensions[index] is not None:
+        raise StateError("usage", f"{fqn!r}: FSDP1 lays this tensor out in its own order; use fully_shard for it")
+    shards = getattr(flat, "_local_shard", None)
+    memory = flat.data if shards is None else shards
+    start, offset, numel = (info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard)
+    local = memory[offset : offset + numel] if info.in_shard else memory[:0]
+    _refuse_placeholder(fqn, local)
+    boxes = flat_boxes(tuple(shape), start, numel) if info.in_shard else ()
+    shard = Shard(fqn, (), tuple(shape), local.dtype, local, boxes, True, _flat_replica(fsdp))
+    owner = flat if flat._params is None else flat._params[index]
+    pointed = flat if shards is None else None
+    return Held(shard, owner, owner.requires_grad, True, vars(flat), "_local_shard", shards, pointed)
+
+
+def _flat_replica(fsdp: Any) -> ReplicaGroup | None:
+    """The declared replicas of an FSDP1 module: all ranks under NO_SHARD, the outer group of a hybrid strategy."""
+    if not fsdp._handle.uses_sharded_strategy:
+        return _replica(fsdp.process_group)
+    inter_node = getattr(fsdp, "_inter_node_pg", None)
+    return None if inter_node is None else _replica(inter_node)
+
+
+def _reshard_flat(handle: Any) -> None:
+    if handle is None or not hasattr(handle.flat_param, "_local_shard"):
+        return  # before the first forward there is nothing but the shard
+    handle.reshard(free_unsharded_flat_param=handle.uses_sharded_strategy)
+    handle.post_reshard()
+    handle._prefetched = False
+    for name in ("_full_param_padded", "_full_prec_full_param_padded"):
+        # reshard() frees only the precision of the present training mode.
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, name):
+            getattr(handle.flat_param, name).untyped_storage().resize_(0)
+
+
+def _replica(group: ProcessGroup) -> ReplicaGroup | None:
+    return ReplicaGroup(group, group.rank(), group.size()) if group.size() > 1 else None
+
+
+def _pointer(live: torch.Tensor) -> torch.Tensor | None:
+    return None if hasattr(live, "_local_tensor") or live.is_meta else live
+
+
+def _refuse_placeholder(fqn: str, live: torch.Tensor) -> None:
+    if nn.parameter.is_lazy(live):
+        raise StateError("usage", f"{fqn!r} is not initialised yet: run one forward before making the manager")
+    if live.is_meta:
+        raise StateError("usage", f"{fqn!r} is on the meta device: materialise first, then make the manager")
+    if hasattr(live, "_fsdp_flattened"):
+        raise StateError(
+            "usage",
+            f"{fqn!r} is a piece of a flat parameter whose FSDP wrapper is not part of this model: give the wrapped"
+            " model to the manager, with ema.rebind(wrapped) if it exists already",
+        )
+    if hasattr(live, "ds_id") or hasattr(live, "ds_shape"):
+        raise StateError(
+            "usage",
+            f"{fqn!r} is an empty placeholder of ZeRO stage 3: there is no shard to average here; use fully_shard,"
+            " or stage 1 or 2",
+        )
+
+
+def _clean(name: str) -> str:
+    for prefix in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        name = name.replace(prefix, "")
+    return name
+
+
+def _with_aliases(found: dict[Hashable, Held], names: dict[Hashable, list[str]]) -> tuple[Held, ...]:
+    held = []
+    for token, first in found.items():
+        aliases = tuple(name for name in dict.fromkeys(names[token]) if name != first.shard.fqn)
+        held.append(replace(first, shard=replace(first.shard, aliases=aliases)) if aliases else first)
+    fqns = [h.shard.fqn for h in held]
+    if len(set(fqns)) < len(fqns):
+        twice = next(fqn for fqn in fqns if fqns.count(fqn) > 1)
+        raise UsageError("name-collision", f"two tensors of the model have the canonical name {twice!r}")
+    return tuple(held)

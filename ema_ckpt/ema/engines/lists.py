@@ -1,0 +1,38 @@
+"""What an engine works on: parallel lists of local tensors, and how it is to treat them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Lists", "Step"]
+
+# Moves all averages of a list by one weight, 1 - β; made once, called every update.
+Step = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lists:
+    """Averages and what they follow: same device, one shadow dtype, one parameter dtype; shapes equal pairwise.
+
+    `events`, a 0-dim int64 tensor on that device, counts updates in which an element was kept because its new
+    value was not finite; None takes such values as they come. `residuals` are bfloat16, one per shadow.
+    """
+
+    shadows: Sequence[torch.Tensor]
+    params: Sequence[torch.Tensor]
+    residuals: Sequence[torch.Tensor] | None = None
+    events: torch.Tensor | None = field(default=None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the update is a bare lerp in the shadow's own dtype."""
+        return self.residuals is None and self.events is None and self.wide is self.shadows[0].dtype
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of the arithmetic: the shadow's, but at least float32."""
+        dtype = self.shadows[0].dtype
+        return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
