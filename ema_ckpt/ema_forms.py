@@ -194,5 +194,5 @@ def _unpaired(tree: str, found: Averages, live: Mapping[str, Tensor], reason: st
     return SourceError(
         "unsupported",
         f"tree {tree!r}: its {len(found.tensors)} averaged tensors cannot be paired with the {len(live)} tensors of "
-        f"the live tree ({reason}); convert the checkpoint as it stands, or name the tensors with --rename there",
+        f"the live tree ({reason}); `convert` takes the checkpoint as it stands",
     )

@@ -73,7 +73,7 @@ def catalog_of(tree: dict, *, nested: bool = True, data: dict[str, bytes] | None
         if isinstance(leaf, T):
             dtype = by_name(leaf.dtype)
             tensor = Tensor(name, place, leaf.shape, dtype, (), (leaf.storage,) if leaf.storage else None)
-            chunk = Chunk((0,) * len(leaf.shape), leaf.shape, name, 0, tensor.nbytes)
+            chunk = Chunk((0,) * len(leaf.shape), leaf.shape, leaf.storage or name, 0, tensor.nbytes)
             tensors.append(Tensor(name, place, leaf.shape, dtype, (chunk,), tensor.storage))
         else:
             objects.append(Object(name, place, "objects", inline=leaf, is_inline=True))

@@ -57,7 +57,10 @@ def test_stripping_is_idempotent_and_keeps_all_other_components(name: str) -> No
     [
         ("ema", "ema unet_ema ema_0.999 shadow shadow_params state_dict_ema model_ema generator_ema net_ema"),
         ("live", "model generator net state_dict module app.model current_model_state online_model"),
-        ("optimizer", "optimizer optimizers optim opt optimizer_state optimizer_states optimizer_state_dict d_optimizer"),
+        (
+            "optimizer",
+            "optimizer optimizers optim opt optimizer_state optimizer_states optimizer_state_dict d_optimizer",
+        ),
         ("other", "lr_scheduler lr_schedulers scheduler train_state trainer_state dataloader rng rng_state extra"),
         ("other", "extra_state args hyper_parameters callbacks loops scaler grad_scaler"),
     ],
@@ -210,7 +213,9 @@ def test_sizes(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-5", "0", "0.1", "1..5MB", "5.", "5XB", "1e9", "0x10", "٣", "inf", "1,5MB", -1])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-5", "0", "0.1", "1..5MB", "5.", "5XB", "1e9", "0x10", "٣", "inf", "1,5MB", -1]
+)
 def test_what_is_no_size_is_refused(text: str | int) -> None:
     with pytest.raises(UsageError, match="is not a size") as caught:
         parse_size(text)
@@ -218,4 +223,10 @@ def test_what_is_no_size_is_refused(text: str | int) -> None:
 
 
 def test_sizes_for_people() -> None:
-    assert [format_size(n) for n in (0, 999, 1000, 999_600, 3_960_000_000)] == ["0 B", "999 B", "1 kB", "1 MB", "3.96 GB"]
+    assert [format_size(n) for n in (0, 999, 1000, 999_600, 3_960_000_000)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1 MB",
+        "3.96 GB",
+    ]
