@@ -148,6 +148,9 @@ def write_error(path: Path, error: OSError) -> TargetError:
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         return TargetError("no-space", f"{path}: {reason} while writing; free some space and run it again")
+    if error.errno == errno.EXDEV:
+        # overlayfs cannot rename a directory of a lower layer (an image's, say), with any flags.
+        reason = "the file system cannot move the directory that is there; delete it, or name another path"
     code = "usage" if error.errno in _REFUSED else "not-found" if error.errno == errno.ENOENT else "unreadable"
     return TargetError(code, f"{path}: cannot be written: {reason}")
 

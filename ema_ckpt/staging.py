@@ -10,6 +10,7 @@ over from a crash: it is deleted, or continued under `resume`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -33,6 +34,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 _SWITCH_ATTEMPTS = 8
+_CLOSE_ATTEMPTS = 8
 
 
 @dataclass(slots=True)
@@ -200,7 +202,8 @@ def preallocate(fd: int, nbytes: int) -> None:
 class _Claim:
     """The right to write one target: its stage, the locks on it, and what becomes of it in the end.
 
-    It exists before its stage does, so that an exception at any moment finds somebody to clean up.
+    It exists before its stage does, so that an exception at any moment finds somebody to clean up. An exception
+    that a signal handler raises between two bytecodes can skip the end of any `with`; for that one there is `atexit`.
     """
 
     def __init__(self, target: Path, resume: bool) -> None:
@@ -211,6 +214,8 @@ class _Claim:
         self._resumed = False
         self._locks: list[int] = []
         self._staged: Staged | None = None
+        self._owner = os.getpid()
+        atexit.register(self.close)
 
     def take(self, identity: Mapping[str, str]) -> None:
         """Deal with stages of the target that are there: end their switch, continue one, delete the rest."""
@@ -245,16 +250,32 @@ class _Claim:
         return self._staged
 
     def close(self) -> None:
-        """Delete the stage, and with it the old target, unless it is left for `--resume`; then unlock it."""
-        try:
+        """Delete the stage, and with it the old target, unless it is left for `--resume`; then unlock it.
+
+        A signal that comes meanwhile waits until that is done.
+        """
+        interruption: BaseException | None = None
+        for _ in range(_CLOSE_ATTEMPTS):
+            try:
+                self._close()
+                break
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    raise
+                interruption = error
+        if interruption is not None:
+            raise interruption
+
+    def _close(self) -> None:
+        if self._owner == os.getpid():  # a forked child has no say
             if self._staged is not None:
                 self._staged.journal.close()
             if self._root is not None:
                 self._clear(self._root)
-        finally:
-            for fd in self._locks:
-                os.close(fd)
-            self._locks = []
+                self._root = None
+        while self._locks:
+            os.close(self._locks.pop())
+        atexit.unregister(self.close)
 
     def _clear(self, root: Path) -> None:
         finish(root, self.target)
