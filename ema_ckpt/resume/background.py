@@ -1,0 +1,59 @@
+"""One save in the background at a time, and nobody leaves before it is done."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+__all__ = ["run_in_background", "settle"]
+
+_executor: ThreadPoolExecutor | None = None
+_pending: _Saving | None = None
+
+
+class _Saving(Future[Path]):
+    """A future that knows whether anybody has looked at how it ended."""
+
+    looked_at = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The published directory, or the error that prevented it, once it is there."""
+        self.looked_at = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that prevented the save, or None, once it has ended."""
+        self.looked_at = True
+        return super().exception(timeout)
+
+
+def run_in_background(work: Callable[[], Path]) -> Future[Path]:
+    """Start `work` in a thread; the interpreter joins it before it exits."""
+    global _executor, _pending
+    if _executor is None:
+        _executor = ThreadPoolExecutor(1, thread_name_prefix="ema_ckpt-save")
+    saving = _pending = _Saving()
+    saving.set_running_or_notify_cancel()
+    _executor.submit(_run, work, saving)
+    return saving
+
+
+def settle() -> None:
+    """Wait for the save in the background, if there is one; warn if it failed and nobody has asked."""
+    global _pending
+    saving, _pending = _pending, None
+    if saving is None:
+        return
+    asked = saving.looked_at
+    error = saving.exception()
+    if error is not None and not asked:
+        warnings.warn(f"the asynchronous save before this call failed: {error}", stacklevel=3)
+
+
+def _run(work: Callable[[], Path], saving: _Saving) -> None:
+    try:
+        saving.set_result(work())
+    except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result
+        saving.set_exception(error)

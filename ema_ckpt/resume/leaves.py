@@ -1,0 +1,104 @@
+"""A training state as a list of leaves: tensors in pieces, and pickled objects, each under its path.
+
+Nesting is flattened as `torch.distributed.checkpoint` does it (`_traverse.py`, since torch 2.4), so that what is
+written can be read with plain `dcp.load` and has the tree structure in its metadata.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ema_ckpt.box import Box, whole
+from ema_ckpt.ema.published import Published, pieces_of
+from ema_ckpt.errors import UsageError
+
+__all__ = ["Leaf", "Path", "Pieces", "flatten", "pieces"]
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """What this rank holds of one tensor: boxes in elements of the global shape, with the local elements of each."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: tuple[tuple[Box, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """One entry of a flattened state: its dotted name, its path, and a tensor or a pickled object."""
+
+    name: str
+    path: Path
+    value: Pieces | bytes
+
+
+def flatten(state: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of a nested state in order; objects are pickled now, tensors keep sharing their memory.
+
+    Raises:
+        UsageError: `name-collision` if two paths join to one dotted name.
+    """
+    leaves: dict[str, Leaf] = {}
+    for path, value in _walk((), state):
+        name = ".".join(map(str, path))
+        if name in leaves:
+            raise UsageError("name-collision", f"two entries of the state are called {name!r}; rename one of them")
+        leaves[name] = Leaf(name, path, pieces(value) if isinstance(value, torch.Tensor) else _pickled(name, value))
+    return list(leaves.values())
+
+
+def pieces(tensor: torch.Tensor) -> Pieces:
+    """What this rank holds of a tensor of a state: published, distributed, sharded or whole."""
+    held = _sharded(tensor) if hasattr(tensor, "local_shards") else pieces_of(tensor)
+    if not tensor.numel() and not held:
+        # Kept on every rank, so that its shape survives whichever rank writes it.
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+        held = ((whole(tensor.shape), empty),)
+    return Pieces(tuple(tensor.shape), tensor.dtype, tuple((box, view.detach()) for box, view in held))
+
+
+def _sharded(tensor: Any) -> tuple[tuple[Box, torch.Tensor], ...]:
+    """Pieces of a `ShardedTensor`, which FSDP1 puts into its sharded state dicts."""
+    return tuple(
+        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
+        for shard in tensor.local_shards()
+        if shard.tensor.numel()
+    )
+
+
+def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _walk((*path, str(key)), inner)
+    elif isinstance(value, list) and not _is_terminal(value):
+        for index, inner in enumerate(value):
+            yield from _walk((*path, index), inner)
+    else:
+        yield path, value
+
+
+def _is_terminal(value: Any) -> bool:
+    """Whether a list holds neither tensors nor dicts, at any depth of lists."""
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list):
+        return not isinstance(value, torch.Tensor | DTensor | Published)
+    return all(_is_terminal(item) for item in value)
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:
+        raise UsageError("usage", f"{name!r} of type {type(value).__name__} cannot be pickled: {error}") from error
+    return stream.getvalue()

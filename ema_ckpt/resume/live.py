@@ -1,0 +1,69 @@
+"""The live weights of a model as a tree that is saved from and restored into without a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ema_ckpt.ema.published import publish
+from ema_ckpt.ema.shards import Held, Shard, _walk, census
+
+__all__ = ["buffer_names", "live_tree", "published", "set_extra_state"]
+
+_EXTRA = "_extra_state"
+
+
+def live_tree(model: nn.Module) -> dict[str, Any]:
+    """Parameters, persistent buffers and extra state by canonical name, in the order of `model.state_dict()`.
+
+    Tensors have their global shape and share the live memory; a tied one appears under each of its names.
+    """
+    found = census(model)
+    entries: dict[str, tuple[int, Any]] = {}  # kind, value
+    for kind, group in enumerate((found.parameters, found.buffers)):
+        for held in group:
+            if held.persistent:
+                tensor = published(held.shard)
+                entries.update(dict.fromkeys((held.shard.fqn, *held.shard.aliases), (kind, tensor)))
+    entries.update({name: (2, module.get_extra_state()) for name, module in _with_extra_state(model)})
+    places: dict[str, int] = {}
+    for place, (prefix, _, _) in enumerate(_walk(model, "", None)):
+        places.setdefault(prefix, place)
+    order = sorted(entries, key=lambda name: (places.get(_prefix(name), len(places)), entries[name][0]))
+    return {name: entries[name][1] for name in order}
+
+
+def published(shard: Shard) -> torch.Tensor:
+    """A live shard as a tensor of global shape."""
+    layout = None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
+    return publish(shard.boxes, shard.shape, shard.local, layout)
+
+
+def buffer_names(model: nn.Module) -> frozenset[str]:
+    """Names of the persistent buffers: each rank has its own, and they may differ."""
+    return frozenset(name for held in _buffers(model) for name in (held.shard.fqn, *held.shard.aliases))
+
+
+def set_extra_state(model: nn.Module, values: dict[str, Any]) -> None:
+    """Hand restored extra state to the modules it belongs to."""
+    for name, module in _with_extra_state(model):
+        if name in values:
+            module.set_extra_state(values[name])
+
+
+def _buffers(model: nn.Module) -> list[Held]:
+    return [held for held in census(model).buffers if held.persistent]
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module, _ in _walk(model, "", None):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield prefix + _EXTRA, module
+
+
+def _prefix(name: str) -> str:
+    head, dot, _ = name.rpartition(".")
+    return head + dot

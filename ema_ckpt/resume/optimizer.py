@@ -1,0 +1,158 @@
+"""The state of optimizers as a tree in torch's nested form, saved from and restored into without a collective.
+
+The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`:
+`{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, …], option: value}]}`. State that has a parameter's
+shape is sharded as the parameter is. Nothing here steps an optimizer: torch's own functions run a dummy step with
+learning rate 0 to make the state of a fresh one, and that step fires hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ema_ckpt.ema.published import publish
+from ema_ckpt.ema.shards import Held, Shard, census
+from ema_ckpt.errors import UsageError
+
+__all__ = ["Optimizers", "fill", "listed", "make_state", "optimizer_tree"]
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stepped:
+    """A tensor that an optimizer steps, and the parameters in it: several in a flat parameter of FSDP1."""
+
+    optimizer: Optimizer
+    tensor: torch.Tensor
+    parts: tuple[Held, ...]
+
+
+def listed(optimizers: Optimizers) -> list[Optimizer]:
+    """The optimizers as a list."""
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """State and options of `optimizers` under the model's canonical names; tensors share the optimizers' memory.
+
+    Raises:
+        UsageError: an optimizer steps a tensor that is no parameter of `model`.
+    """
+    known = _by_owner(model)
+    state: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in listed(optimizers):
+        for group in optimizer.param_groups:
+            stepped = [_Stepped(optimizer, tensor, _parts(known, tensor)) for tensor in group["params"]]
+            fqns = [held.shard.fqn for one in stepped for held in one.parts]
+            groups.append({name: value for name, value in group.items() if name != "params"} | {"params": fqns})
+            for one in stepped:
+                state.update(_state_of(one))
+    return {"state": state, "param_groups": groups}
+
+
+def make_state(model: nn.Module, optimizers: Optimizers, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give every parameter the state entries it lacks and `wanted` has, so that `optimizer_tree` shows them all.
+
+    Args:
+        wanted: per fqn and state name, a (shape, dtype) in which to allocate, or any other value to set as it is.
+    """
+    known = _by_owner(model)
+    for optimizer in listed(optimizers):
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                one = _Stepped(optimizer, tensor, _parts(known, tensor))
+                _make(one, wanted)
+
+
+def fill(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
+    """Set the options of all parameter groups, in order; tensors are filled in place."""
+    live = [group for optimizer in listed(optimizers) for group in optimizer.param_groups]
+    for group, saved in zip(live, groups, strict=True):
+        for name, value in saved.items():
+            if name == "params":
+                continue
+            if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+
+
+def _by_owner(model: nn.Module) -> dict[int, tuple[Held, ...]]:
+    owners: dict[int, list[Held]] = {}
+    for held in census(model).parameters:
+        owners.setdefault(id(held.owner), []).append(held)
+    return {owner: tuple(parts) for owner, parts in owners.items()}
+
+
+def _parts(known: Mapping[int, tuple[Held, ...]], tensor: torch.Tensor) -> tuple[Held, ...]:
+    parts = known.get(id(tensor))
+    if parts is None:
+        raise UsageError(
+            "usage",
+            f"the optimizer steps a tensor of shape {list(tensor.shape)} that is no parameter of the model; make the "
+            "optimizer after the last wrapper (fully_shard, FSDP, .to())",
+        )
+    return parts
+
+
+def _state_of(one: _Stepped) -> Iterator[tuple[str, dict[str, Any]]]:
+    values = one.optimizer.state.get(one.tensor, {})
+    if not values:
+        return
+    for held in one.parts:
+        yield held.shard.fqn, {name: _part_of(value, one, held.shard) for name, value in values.items()}
+
+
+def _part_of(value: Any, one: _Stepped, shard: Shard) -> Any:
+    """One state entry as it concerns one parameter: sharded like it if it has its shape, else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = value.to_local().detach() if isinstance(value, DTensor) else value.detach()
+    if isinstance(one.tensor, FlatParameter) and local.dim() == 1:
+        local = _slice(local, one, shard)
+    elif local.shape != shard.local.shape:
+        return value
+    layout = None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
+    return publish(shard.boxes, shard.shape, local, layout)
+
+
+def _slice(local: torch.Tensor, one: _Stepped, shard: Shard) -> torch.Tensor:
+    """The elements of a flat parameter's state that belong to one of its parameters."""
+    if not shard.local.numel():
+        return local[:0]
+    first = min(held.shard.local.storage_offset() for held in one.parts if held.shard.local.numel())
+    start = shard.local.storage_offset() - first
+    return local[start : start + shard.local.numel()]
+
+
+def _make(one: _Stepped, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+    state = one.optimizer.state[one.tensor]
+    for held in one.parts:
+        for name, value in wanted.get(held.shard.fqn, {}).items():
+            if name in state:
+                continue
+            if not isinstance(value, tuple):
+                state[name] = value
+            elif value[0] == held.shard.shape != ():
+                state[name] = torch.zeros_like(one.tensor, dtype=value[1], requires_grad=False)
+            else:
+                state[name] = torch.zeros(value[0], dtype=value[1], device=_device_of(one, name))
+    if not state:
+        del one.optimizer.state[one.tensor]
+
+
+def _device_of(one: _Stepped, name: str) -> torch.device:
+    """Where an optimizer keeps what has no parameter's shape: step counts on the host, unless told otherwise."""
+    group = next(g for g in one.optimizer.param_groups if any(tensor is one.tensor for tensor in g["params"]))
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    return one.tensor.device if on_device or name != "step" else torch.device("cpu")

@@ -1,0 +1,191 @@
+"""`save`: model, averages, optimizer and extra state of all ranks into one checkpoint directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import nn
+
+from ema_ckpt.destination import resolve_target
+from ema_ckpt.ema.rendezvous import Channel, channel, meet
+from ema_ckpt.errors import UsageError, shown
+from ema_ckpt.resume.agreement import agreed
+from ema_ckpt.resume.background import run_in_background, settle
+from ema_ckpt.resume.leaves import Leaf, Pieces, flatten
+from ema_ckpt.resume.live import buffer_names, live_tree
+from ema_ckpt.resume.optimizer import Optimizers, optimizer_tree
+from ema_ckpt.resume.planning import Plan, plan
+from ema_ckpt.resume.transaction import write
+
+if TYPE_CHECKING:
+    from ema_ckpt.ema.manager import ShardedEMA
+
+__all__ = ["save"]
+
+_CALL = "save"
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    ema: ShardedEMA | Mapping[str, ShardedEMA] | None = None,
+    optimizer: Optimizers | None = None,
+    extra: Mapping[str, Any] | None = None,
+    async_save: Literal[False] = False,
+    overwrite: bool = False,
+    check_replicas: bool = False,
+    timeout: float = 300,
+) -> Path: ...
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    ema: ShardedEMA | Mapping[str, ShardedEMA] | None = None,
+    optimizer: Optimizers | None = None,
+    extra: Mapping[str, Any] | None = None,
+    async_save: Literal[True],
+    overwrite: bool = False,
+    check_replicas: bool = False,
+    timeout: float = 300,
+) -> Future[Path]: ...
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    ema: ShardedEMA | Mapping[str, ShardedEMA] | None = None,
+    optimizer: Optimizers | None = None,
+    extra: Mapping[str, Any] | None = None,
+    async_save: bool = False,
+    overwrite: bool = False,
+    check_replicas: bool = False,
+    timeout: float = 300,
+) -> Path | Future[Path]:
+    """Write a checkpoint directory that is complete or not there; collective.
+
+    It holds the trees `model`, `ema`, `optimizer` (in torch's nested form) and `extra`, as far as they are given, and
+    plain `torch.distributed.checkpoint.load` reads it. What several ranks hold is written once; of buffers, in which
+    ranks may differ, the lowest rank's.
+
+    Args:
+        path: the directory to make; its parent is made if it is missing.
+        ema: one manager, or several by name, which become `ema.<name>`.
+        optimizer: one or several.
+        extra: anything picklable by name; of objects with `state_dict()` that is taken.
+        async_save: return once every byte to be written is staged on the host, with a future of the path. A second
+            save waits for the first, and so does the end of the process.
+        overwrite: replace a checkpoint at `path`; the old one stays until the new one is complete.
+        check_replicas: compare what is held by several ranks, and warn by name of what differs.
+        timeout: seconds to wait for the other ranks to call `save` too.
+
+    Returns:
+        The published directory.
+
+    Raises:
+        CollectiveError: `rank-failed`: a rank did not come, died, or could not write; no checkpoint is published.
+        TargetError: `target-exists` and others of the target.
+        StateError: inside `swap()`; or the ranks' pieces of some tensor do not make it whole.
+    """
+    meet(_CALL, timeout)
+    settle()
+    ours = channel("save")
+    target = _agreed_target(path, ours)
+    leaves = agreed(ours, _CALL, lambda: flatten(_state(model, ema, optimizer, extra)))
+    loose = _buffer_leaves(model, ema)
+    _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in loose], ours)
+    planned = plan(leaves, loose, ours, _CALL)
+    if not async_save:
+        return write(target, planned, ours, _CALL, overwrite=overwrite)
+    planned = agreed(ours, _CALL, lambda: _on_host(planned))
+    return run_in_background(lambda: write(target, planned, ours, _CALL, overwrite=overwrite))
+
+
+def _agreed_target(path: str | os.PathLike[str], ours: Channel) -> Path:
+    """The place to write to, the same on all ranks; rank 0 makes its parent."""
+    target = agreed(ours, _CALL, lambda: resolve_target(path))
+    asked = sorted(set(ours.exchange(str(target))))
+    if len(asked) > 1:
+        raise UsageError("usage", f"save: the ranks name different targets: {shown(asked)}")
+    agreed(ours, _CALL, lambda: None if ours.rank else target.parent.mkdir(parents=True, exist_ok=True))
+    return target
+
+
+def _state(
+    model: nn.Module,
+    ema: ShardedEMA | Mapping[str, ShardedEMA] | None,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": live_tree(model)}
+    if isinstance(ema, Mapping):
+        state["ema"] = {name: manager.state_dict() for name, manager in ema.items()}
+    elif ema is not None:
+        state["ema"] = ema.state_dict()
+    if optimizer is not None:
+        state["optimizer"] = optimizer_tree(model, optimizer)
+    if extra is not None:
+        state["extra"] = {
+            name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()
+        }
+    return state
+
+
+def _buffer_leaves(model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] | None) -> frozenset[str]:
+    """Full names of buffers wherever they are saved."""
+    trees = ["model"]
+    if isinstance(ema, Mapping):
+        trees += [f"ema.{name}.weights" for name in ema]
+    elif ema is not None:
+        trees.append("ema.weights")
+    return frozenset(f"{tree}.{name}" for tree in trees for name in buffer_names(model))
+
+
+def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
+    """Compare, by CRC-32, pieces that several ranks hold; rank 0 warns of tensors in which they differ."""
+    if ours.size == 1:
+        return
+    mine = [
+        [leaf.name, [[box.offsets, _crc(view)] for box, view in leaf.value.held]]
+        for leaf in leaves
+        if isinstance(leaf.value, Pieces)
+    ]
+    found: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for data in ours.gather(json.dumps(mine).encode()):
+        for name, held in json.loads(data):
+            for offsets, crc in held:
+                found.setdefault((name, tuple(offsets)), set()).add(crc)
+    differing = sorted({name for (name, _), crcs in found.items() if len(crcs) > 1})
+    if differing:
+        warnings.warn(
+            f"replicas-differ: ranks hold different values of {shown(differing)}; the lowest rank's are saved",
+            stacklevel=3,
+        )
+
+
+def _crc(view: torch.Tensor) -> int:
+    data: Any = view.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
+
+
+def _on_host(planned: Plan) -> Plan:
+    """The plan with a copy of every tensor, so that training may go on."""
+    items = tuple(
+        item if isinstance(item.data, bytes) else replace(item, data=item.data.detach().to("cpu", copy=True))
+        for item in planned.items
+    )
+    return replace(planned, items=items)
