@@ -6,7 +6,8 @@ record of that name in a torch file:
     {"version": 1,
      "digests": {name: {"crc32": "crc32:8hex", "dtype": "float32", "shape": [2, 3]}},
      "files": [name, ...]          the files of a directory that the digests speak of
-     "nested": true, "paths": {name: [part, ...]}   where a path is not simply (name,)
+     "paths": {name: [part, ...]}  of a nested checkpoint, where a path is not simply (name,)
+     "keys": [[path, key], ...], "tuples": [path, ...]   what paths leave open
      "objects": [{"name", "path", "value"}],  "ties": {dropped name: kept name}}
 
 A digest is the CRC-32 of the tensor's logical row-major little-endian bytes. It has a fixed width, so that
@@ -23,7 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ema_ckpt.catalog import Object, Tensor
+from ema_ckpt.dtypes import DTYPES, by_name
 from ema_ckpt.errors import SourceError
+from ema_ckpt.formats.globals import Global
+from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.target import Entry
 
 __all__ = [
@@ -44,6 +48,7 @@ __all__ = [
 KEY = "ema_ckpt"
 SIDECAR = "ema_ckpt.json"
 VERSION = 1
+_DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
 
 Path = tuple[str | int, ...]
 
@@ -64,8 +69,8 @@ class Record:
     version: int = 0
     digests: Mapping[str, Digest] = field(default_factory=dict)
     files: tuple[str, ...] = ()
-    nested: bool = False
     paths: Mapping[str, Path] = field(default_factory=dict)
+    nesting: Nesting | None = None
     objects: tuple[Object, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
 
@@ -101,7 +106,7 @@ def dump(
     digests: Mapping[str, int],
     *,
     files: Sequence[str] = (),
-    nested: bool = False,
+    nesting: Nesting | None = None,
     objects: Iterable[Object] = (),
     ties: Mapping[str, str] | None = None,
 ) -> str:
@@ -110,9 +115,10 @@ def dump(
     document: dict[str, object] = {"version": VERSION, "digests": {e.name: _digest(e, digests) for e in entries}}
     if files:
         document["files"] = list(files)
-    if nested:
-        document["nested"] = True
+    if nesting is not None:
         document["paths"] = {e.name: list(e.path) for e in entries if e.path != (e.name,)}
+        document["keys"] = [[list(path), encode(key)] for path, key in nesting.keys.items()]
+        document["tuples"] = [list(path) for path in nesting.tuples]
     written = [{"name": o.name, "path": list(o.path), "value": encode(o.inline)} for o in objects]
     if written:
         document["objects"] = written
@@ -157,11 +163,16 @@ def _record(document: Any, file: str) -> Record:
         version=VERSION,
         digests=digests,
         files=tuple(_text(name) for name in document.get("files", ())),
-        nested=document.get("nested", False) is True,
         paths={name: _path(parts, limit) for name, parts in document.get("paths", {}).items()},
+        nesting=_nesting(document, limit) if "paths" in document else None,
         objects=objects,
         ties={name: _text(kept) for name, kept in document.get("ties", {}).items()},
     )
+
+
+def _nesting(document: Any, limit: int) -> Nesting:
+    keys = {_path(path, limit): _hashable(decode(key)) for path, key in document.get("keys", [])}
+    return Nesting(keys, frozenset(_path(path, limit) if path else () for path in document.get("tuples", [])))
 
 
 def _parse_digest(value: Any) -> Digest:
@@ -215,8 +226,8 @@ def digests_of(record: Record, tensors: Iterable[Tensor], file: str) -> dict[str
 def encode(value: object) -> object:
     """A plain value as JSON from which `decode` restores it exactly, types included.
 
-    What JSON lacks becomes an object with one key that begins with `$`: tuples, sets, bytes, complex and
-    non-finite numbers, dicts with keys that are not text.
+    What JSON lacks becomes an object with one key that begins with `$`: tuples, sets, bytes, dtypes, complex
+    and non-finite numbers, dicts with keys that are not text.
 
     Raises:
         TypeError: naming the type that is not plain.
@@ -251,6 +262,8 @@ def _encode(value: object) -> object:
         return {"$complex": [_encode(pair.real), _encode(pair.imag)]}
     if isinstance(value, dict):
         return _encode_dict(value)
+    if isinstance(value, Global) and value.module == "torch" and value.name in _DTYPE_NAMES:
+        return {"$dtype": value.name}
     raise TypeError(f"a value of type {kind.__name__} is not plain")
 
 
@@ -300,6 +313,8 @@ def _decode_tagged(tag: str, content: Any) -> object:
     if tag in ("$bytes", "$bytearray"):
         data = base64.b64decode(content, validate=True)
         return data if tag == "$bytes" else bytearray(data)
+    if tag == "$dtype":
+        return Global("torch", by_name(content).name, None)
     kinds: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
     if tag not in kinds:
         raise ValueError(f"{tag!r} is not a kind of plain value")

@@ -18,6 +18,7 @@ from ema_ckpt.dtypes import DType, by_safetensors
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.files import Files, safe_name
 from ema_ckpt.formats import record
+from ema_ckpt.formats.nesting import Nesting
 
 __all__ = ["LENGTH_NBYTES", "MAX_HEADER_NBYTES", "METADATA", "SafetensorsReader", "open_safetensors"]
 
@@ -40,14 +41,17 @@ class _Shard:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsReader:
-    """Payloads lie bare at the chunk's span; digests are CRCs of just these bytes."""
+    """Payloads lie bare at the chunk's span; digests are CRCs of just these bytes.
 
-    digests: Mapping[str, int]
+    `crcs` goes by chunk and not by name, as tensors may get other names where several files make one checkpoint.
+    """
+
+    crcs: Mapping[Chunk, int]
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
         """The one payload of a tensor."""
         chunk = tensor.chunks[0]
-        return (Payload(chunk.file, chunk.offset, chunk.nbytes, crc=self.digests.get(tensor.name)),)
+        return (Payload(chunk.file, chunk.offset, chunk.nbytes, crc=self.crcs.get(chunk)),)
 
     def load(self, item: Object) -> object:
         """A plain object out of the record that this package left in the file."""
@@ -86,15 +90,19 @@ def open_safetensors(
         path=path,
         resolved=resolved,
         format="safetensors",
-        tensors=tuple(_placed(tensor, found.paths) for tensor in tensors) if found.nested else tensors,
+        tensors=tuple(_placed(tensor, found.paths) for tensor in tensors) if found.nesting is not None else tensors,
         objects=found.objects,
         source=source,
-        reader=SafetensorsReader(digests),
-        nested=found.nested,
+        reader=SafetensorsReader({t.chunks[0]: digests[t.name] for t in tensors if t.name in digests}),
+        nested=found.nesting is not None,
         files=files,
         digests=digests,
         warnings=tuple(warnings),
-        extra={"metadata": metadata, "ties": dict(found.ties) or _saved_ties(metadata, tensors)},
+        extra={
+            "metadata": metadata,
+            "ties": dict(found.ties) or _saved_ties(metadata, tensors),
+            "nesting": found.nesting or Nesting(),
+        },
     )
 
 

@@ -17,6 +17,7 @@ from ema_ckpt.catalog import Object
 from ema_ckpt.dtypes import DType
 from ema_ckpt.errors import TargetError, shown
 from ema_ckpt.formats import record, safetensors
+from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.formats.safetensors import LENGTH_NBYTES, METADATA
 from ema_ckpt.target import Entry, Frame, Piece
 
@@ -58,7 +59,7 @@ class SafetensorsTarget:
     parts: tuple[_Part, ...]
     index: str | None
     sidecar: bool
-    nested: bool
+    nesting: Nesting | None
     objects: tuple[Object, ...]
     ties: Mapping[str, str]
 
@@ -100,7 +101,7 @@ class SafetensorsTarget:
         return part.header(own)
 
     def _record(self, entries: Iterable[Entry], digests: Mapping[str, int], files: Sequence[str]) -> str:
-        return record.dump(entries, digests, files=files, nested=self.nested, objects=self.objects, ties=self.ties)
+        return record.dump(entries, digests, files=files, nesting=self.nesting, objects=self.objects, ties=self.ties)
 
     def _beside(self, digests: Mapping[str, int]) -> Iterator[Frame]:
         if not self.sidecar:
@@ -127,7 +128,7 @@ def lay_out_file(
     entries: Sequence[Entry],
     metadata: Mapping[str, str] | None = None,
     *,
-    nested: bool = False,
+    nesting: Nesting | None = None,
     objects: Sequence[Object] = (),
     ties: Mapping[str, str] | None = None,
 ) -> SafetensorsTarget:
@@ -135,7 +136,7 @@ def lay_out_file(
 
     Args:
         metadata: text that is carried along in `__metadata__`.
-        nested: record each entry's path, from which nesting is restored.
+        nesting: None for a flat file; else each entry's path is recorded with it, to restore the nesting from.
         objects: inline plain objects to record.
         ties: dropped name → kept name, recorded as `safetensors.torch.save_model` does.
 
@@ -145,7 +146,7 @@ def lay_out_file(
     ties = dict(ties or {})
     _refuse_unfit(entries)
     part = _part("", entries, metadata, ties)
-    target = SafetensorsTarget((part,), None, False, nested, tuple(objects), ties)
+    target = SafetensorsTarget((part,), None, False, nesting, tuple(objects), ties)
     header_nbytes = target.starts[0] - LENGTH_NBYTES
     if header_nbytes > safetensors.MAX_HEADER_NBYTES:
         message = (
@@ -162,7 +163,7 @@ def lay_out_directory(
     basename: str = "model",
     metadata: Mapping[str, str] | None = None,
     *,
-    nested: bool = False,
+    nesting: Nesting | None = None,
     objects: Sequence[Object] = (),
     ties: Mapping[str, str] | None = None,
 ) -> SafetensorsTarget:
@@ -180,7 +181,7 @@ def lay_out_directory(
         names = [f"{basename}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
         index = f"{basename}.safetensors.index.json"
     parts = tuple(_part(name, group, metadata, ties) for name, group in zip(names, groups, strict=True))
-    return SafetensorsTarget(parts, index, True, nested, tuple(objects), ties)
+    return SafetensorsTarget(parts, index, True, nesting, tuple(objects), ties)
 
 
 def _part(file: str, entries: Iterable[Entry], metadata: Mapping[str, str] | None, ties: Mapping[str, str]) -> _Part:

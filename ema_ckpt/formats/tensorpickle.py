@@ -6,7 +6,7 @@ The constructors are those of `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ema_ckpt.dtypes import DType, by_name, by_storage_class
@@ -205,10 +205,14 @@ def load_tensor(data: bytes, where: str) -> TensorRef:
     raise SourceError("unsupported", f"{where}: expected a tensor, found {what}", file=where)
 
 
-def load_value(data: bytes, where: str, *, strict: bool = False) -> object:
+def load_value(
+    data: bytes, where: str, *, strict: bool = False, prepare: Callable[[Global], None] | None = None
+) -> object:
     """Any `data.pkl`: plain values and containers, `TensorRef` for tensors, `Opaque` for unknown classes.
+
+    `prepare` is shown each global when it is first named, and may put another stand-in for it.
 
     Raises:
         UnsafeError: `unsafe-pickle` for known executors, and with `strict` for any unlisted call.
     """
-    return loads(data, TENSOR_GLOBALS, where=where, persistent=_storage, strict=strict)
+    return loads(data, TENSOR_GLOBALS, where=where, persistent=_storage, strict=strict, prepare=prepare)

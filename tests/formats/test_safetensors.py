@@ -19,6 +19,7 @@ from ema_ckpt.errors import EmaCkptError, SourceError, TargetError, UnsafeError
 from ema_ckpt.files import LocalFiles
 from ema_ckpt.formats import record
 from ema_ckpt.formats import safetensors as format_module
+from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.formats.safetensors import open_safetensors
 from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file, refusal
 from tests.formats.writing import entries, entry, raw_bytes, read, write
@@ -202,9 +203,10 @@ def test_nesting_objects_and_ties_come_back(tmp_path):
     value = {"betas": (0.9, 0.999), "lr": float("inf"), 3: [None, True, 2**70, b"\0x", {1, 2}, 1 - 2j], "$x": "y"}
     objects = [Object("optim.groups", ("optim", "groups"), "", inline=value, is_inline=True)]
     ties = {"head.weight": "model.a.b"}
+    nesting = Nesting({("optim", "state", "3"): 3, ("a", "(1, 2)"): (1, 2)}, frozenset({(), ("optim", "t")}))
     for target, out in [
-        (lay_out_file(nested, nested=True, objects=objects, ties=ties), tmp_path / "m.safetensors"),
-        (lay_out_directory(nested, 10**9, nested=True, objects=objects, ties=ties), tmp_path / "hf"),
+        (lay_out_file(nested, nesting=nesting, objects=objects, ties=ties), tmp_path / "m.safetensors"),
+        (lay_out_directory(nested, 10**9, nesting=nesting, objects=objects, ties=ties), tmp_path / "hf"),
     ]:
         write(target, out, tensors)
         catalog = open_one(out if out.suffix else out / "model.safetensors")
@@ -214,6 +216,7 @@ def test_nesting_objects_and_ties_come_back(tmp_path):
         assert (item.name, item.path) == ("optim.groups", ("optim", "groups"))
         assert repr(catalog.reader.load(item)) == repr(value)
         assert catalog.extra["ties"] == ties
+        assert catalog.extra["nesting"] == nesting
 
 
 def test_ties_that_save_model_recorded_are_known(tmp_path):
