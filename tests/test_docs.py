@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
@@ -10,9 +11,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
+import ema_ckpt
+from ema_ckpt.cli.commands import cli
+from ema_ckpt.cli.reference import reference
+
 REPO = Path(__file__).parents[1]
+VERBS = ("inspect", "consolidate", "reshard", "convert", "diff", "verify", "synthesize")
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *(REPO / "fixtures").glob("*.md")])
 IDS = [str(page.relative_to(REPO)) for page in PAGES]
 
@@ -76,6 +83,26 @@ def test_fences_are_closed_and_named(page: Path) -> None:
         words = found["info"].split()
         assert not words[1:] or words[1:] == ["run"], f"unknown mark in ```{found['info']}"
         assert words[1:] != ["run"] or words[0] in ("bash", "python"), f"cannot run ```{found['info']}"
+
+
+def test_command_reference_is_current() -> None:
+    assert text_of(REPO / "docs" / "cli.md") == reference(), "python -m ema_ckpt.cli.reference > docs/cli.md"
+
+
+def test_command_line_and_library_have_the_same_options() -> None:
+    """Each verb is a command and a function, and what one can be told the other can."""
+    only_commands = {"as_json", "quiet", "debug", "help", "depth", "shards", "top", "exit_code"}
+    only_functions = {"progress"}
+    assert set(cli.commands) == {name for name in ema_ckpt.__all__ if name in VERBS}
+    for name, command in cli.commands.items():
+        options = {parameter.name for parameter in command.params} - only_commands
+        assert options == set(inspect.signature(getattr(ema_ckpt, name)).parameters) - only_functions, name
+
+
+def test_everything_has_help() -> None:
+    for name, command in cli.commands.items():
+        assert command.help, name
+        assert not [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
 
 
 RUNNABLE = [page for page in PAGES if any(examples_of(page))]
