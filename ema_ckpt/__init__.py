@@ -1,3 +1,66 @@
-"""Sharded EMA for large-scale training, and a toolkit for the checkpoints it leaves."""
+"""Sharded EMA for large-scale training, and a toolkit for the checkpoints it leaves.
+
+Names are loaded when they are first used: importing the package loads neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ema_ckpt.errors import (
+        CollectiveError,
+        EmaCkptError,
+        SourceError,
+        StateError,
+        TargetError,
+        UnsafeError,
+        UsageError,
+    )
+    from ema_ckpt.ops.consolidate import consolidate
+    from ema_ckpt.ops.inspect import inspect
+
+_MODULES = {
+    "ema_ckpt.errors": (
+        "CollectiveError",
+        "EmaCkptError",
+        "SourceError",
+        "StateError",
+        "TargetError",
+        "UnsafeError",
+        "UsageError",
+    ),
+    "ema_ckpt.ops.consolidate": ("consolidate",),
+    "ema_ckpt.ops.inspect": ("inspect",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "CollectiveError",
+    "EmaCkptError",
+    "SourceError",
+    "StateError",
+    "TargetError",
+    "UnsafeError",
+    "UsageError",
+    "__version__",
+    "consolidate",
+    "inspect",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ema_ckpt' has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -30,7 +30,7 @@ def joined(intervals: Iterable[Interval], nbytes: int) -> int | None:
     for start, length, part in sorted(set(intervals)):
         if start != at:
             return None
-        crc, at = combine(crc, part, length), at + length
+        crc, at = combine(crc, part, length) if at else part, at + length
     return crc if at == nbytes else None
 
 

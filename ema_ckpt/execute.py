@@ -7,26 +7,25 @@ are cast or shards interleave, two more. No torch, and numpy only for bands and 
 
 from __future__ import annotations
 
-import os
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ema_ckpt.box import Box, is_contiguous_in, linear, whole
-from ema_ckpt.catalog import Catalog, Payload, Tensor
+from ema_ckpt.box import is_contiguous_in, linear, whole
+from ema_ckpt.catalog import Catalog, Payload
 from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.coverage import prove
 from ema_ckpt.errors import SourceError
+from ema_ckpt.hands import Hands, Work
 from ema_ckpt.journal import Journal
-from ema_ckpt.regions import BandCutter, BandReader, Run, Share, find_runs, find_shares, row_runs
-from ema_ckpt.staging import preallocate
+from ema_ckpt.outputs import Outputs
+from ema_ckpt.regions import BandCutter, Share, find_runs, find_shares, row_runs
 from ema_ckpt.target import Piece, Target
 
 if TYPE_CHECKING:
-    from ema_ckpt.cast import Caster
+    pass
 
 __all__ = ["MIN_BUDGET_NBYTES", "Outcome", "Settings", "run"]
 
@@ -62,63 +61,6 @@ class Outcome:
     overflow: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Work:
-    """One piece being written, perhaps by several workers."""
-
-    index: int
-    piece: Piece
-    runs: list[Run] | None
-    shares: Sequence[Share]
-    pending: int = 1
-    intervals: list[Interval] = field(default_factory=list)
-    source_intervals: list[Interval] = field(default_factory=list)
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.piece.entry.source
-
-    @property
-    def casts(self) -> bool:
-        return self.piece.entry.dtype != self.tensor.dtype
-
-
-class _Outputs:
-    """The files being written, open and at their final size."""
-
-    def __init__(self, root: Path, files: Mapping[str, int]) -> None:
-        self._fds: dict[str, int] = {}
-        try:
-            for name, nbytes in files.items():
-                path = root / name if name else root
-                path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                self._fds[name] = fd
-                preallocate(fd, nbytes)
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data` at `offset`."""
-        fd, view = self._fds[file], memoryview(data)
-        while view:
-            done = os.pwrite(fd, view, offset)
-            view, offset = view[done:], offset + done
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Read back what an earlier run wrote."""
-        done = 0
-        while done < len(buffer):
-            done += os.preadv(self._fds[file], [buffer[done:]], offset + done) or len(buffer)
-
-    def close(self) -> None:
-        """Close every file."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-
-
 def run(catalog: Catalog, target: Target, root: Path, settings: Settings, journal: Journal | None = None) -> Outcome:
     """Write a target below `root` (or to the file `root` itself) and return its checksums.
 
@@ -131,7 +73,7 @@ def run(catalog: Catalog, target: Target, root: Path, settings: Settings, journa
         SourceError: `checksum truncated-file missing-file unsupported …`, naming file and tensor.
         OSError: from writing; the staging turns it into a `TargetError`.
     """
-    outputs = _Outputs(root, target.files)
+    outputs = Outputs(root, target.files)
     try:
         engine = _Engine(catalog, target, outputs, settings, journal)
         outcome = engine.run()
@@ -146,7 +88,7 @@ class _Engine:
     """One run: hands out jobs, collects checksums, stops at the first error."""
 
     def __init__(
-        self, catalog: Catalog, target: Target, outputs: _Outputs, settings: Settings, journal: Journal | None
+        self, catalog: Catalog, target: Target, outputs: Outputs, settings: Settings, journal: Journal | None
     ) -> None:
         self.catalog = catalog
         self.pieces = target.pieces
@@ -157,6 +99,8 @@ class _Engine:
         self.block_nbytes = settings.block_nbytes(remote="://" in catalog.source.root)
         self.checks = Checks(catalog.source, settings.verify)
         self.outcome = Outcome([0] * len(target.pieces))
+        self.overflow = self.outcome.overflow
+        self.journals = journal is not None
         self.lock = threading.Lock()
         self._parts: dict[str, list[Interval]] = {}
         self._jobs = self._cut()
@@ -186,7 +130,7 @@ class _Engine:
     def _serve(self) -> None:
         """Work until there is nothing left, or somebody failed."""
         try:
-            hands = _Hands(self)
+            hands = Hands(self)
             while self._error is None:
                 with self._jobs_lock:
                     job = next(self._jobs, None)
@@ -197,7 +141,7 @@ class _Engine:
             if self._error is None:
                 self._error = error
 
-    def _cut(self) -> Iterator[Callable[[_Hands], None]]:
+    def _cut(self) -> Iterator[Callable[[Hands], None]]:
         batch: list[int] = []
         for index, piece in enumerate(self.pieces):
             widest = max(piece.entry.dtype.itemsize, piece.entry.source.dtype.itemsize)
@@ -217,10 +161,10 @@ class _Engine:
         room = piece.offset + piece.nbytes - first.offset <= self.block_nbytes
         return piece.file == first.file and near and room and len(batch) < _MAX_BATCH
 
-    def _batch_job(self, batch: Sequence[int]) -> Callable[[_Hands], None]:
+    def _batch_job(self, batch: Sequence[int]) -> Callable[[Hands], None]:
         return lambda hands: hands.batch(batch)
 
-    def _segments(self, work: _Work) -> Iterator[Callable[[_Hands], None]]:
+    def _segments(self, work: Work) -> Iterator[Callable[[Hands], None]]:
         if work.runs is not None:
             nbytes = work.piece.nbytes
             cuts = [(at, min(at + _SEGMENT_NBYTES, nbytes)) for at in range(0, nbytes, _SEGMENT_NBYTES)]
@@ -235,7 +179,7 @@ class _Engine:
             stop = min(first + step, cutter.count)
             yield lambda hands, first=first, stop=stop: hands.bands(work, cutter, first, stop)  # type: ignore[misc]
 
-    def prepare(self, index: int) -> _Work:
+    def prepare(self, index: int) -> Work:
         """Find out where a piece's bytes are. Reads headers only."""
         piece = self.pieces[index]
         tensor = piece.entry.source
@@ -249,9 +193,9 @@ class _Engine:
         if runs is None or piece.entry.dtype != tensor.dtype:
             shares = find_shares(tensor, payloads, picked, piece.box)
             runs = find_runs(shares, piece.box, tensor.dtype.itemsize) if piece.entry.dtype == tensor.dtype else None
-        return _Work(index, piece, runs, shares)
+        return Work(index, piece, runs, shares)
 
-    def complete(self, work: _Work, intervals: Sequence[Interval], source_intervals: Sequence[Interval] = ()) -> None:
+    def complete(self, work: Work, intervals: Sequence[Interval], source_intervals: Sequence[Interval] = ()) -> None:
         """Take the checksums of a part of a piece; with the last part, those of the whole piece."""
         with self.lock:
             work.intervals += intervals
@@ -270,7 +214,7 @@ class _Engine:
             with self.lock:
                 self._parts.setdefault(piece.entry.name, []).append((start, piece.nbytes, crc))
 
-    def _compare_digest(self, work: _Work) -> None:
+    def _compare_digest(self, work: Work) -> None:
         """Compare the digest that the source records of a whole tensor, where its bytes went by in order."""
         expected = self.catalog.digests.get(work.tensor.name)
         if expected is None or not self.settings.verify or work.piece.box.sizes != work.tensor.shape:
@@ -297,132 +241,3 @@ class _Engine:
             self.journal.done(file, offset, nbytes, crc)
         if self.settings.progress is not None:
             self.settings.progress(nbytes)
-
-
-class _Hands:
-    """One worker's buffers, and the three ways to do a job with them."""
-
-    def __init__(self, engine: _Engine) -> None:
-        self._engine = engine
-        self._source = engine.catalog.source
-        self._block = memoryview(bytearray(engine.block_nbytes))
-        self._reader = BandReader(self._source, engine.checks, engine.block_nbytes)
-        self._assembled: memoryview | None = None
-        self._casters: dict[tuple[str, str], Caster] = {}
-
-    def move(self, work: _Work, start: int, stop: int) -> None:
-        """Copy the bytes [start, stop) of a piece that consists of runs."""
-        engine, piece = self._engine, work.piece
-        known = engine.finished.get((piece.file, piece.offset + start, stop - start))
-        if known is not None:
-            engine.complete(work, [(start, stop - start, known)])
-            return
-        intervals: list[Interval] = []
-        for run in work.runs or ():
-            first, last = max(run.dest, start), min(run.dest + run.nbytes, stop)
-            if first < last:
-                intervals.append((first, last - first, self._move_run(work, run, first, last)))
-        shifted = [(at - start, nbytes, crc) for at, nbytes, crc in intervals]
-        engine.wrote(piece.file, piece.offset + start, stop - start, joined(shifted, stop - start) or 0)
-        engine.complete(work, intervals)
-
-    def _move_run(self, work: _Work, run: Run, first: int, last: int) -> int:
-        source, outputs, block = self._source, self._engine.outputs, self._block
-        piece, payload, crc = work.piece, run.payload, 0
-        from_start = run.start + first - run.dest
-        shift = payload.offset + from_start - first
-        for at in range(first, last, len(block)):
-            view = block[: last - at]
-            source.read_into(payload.file, shift + at, view)
-            crc = zlib.crc32(view, crc)
-            outputs.write(piece.file, piece.offset + at, view)
-        self._engine.checks.read(work.tensor.name, payload, from_start, last - first, crc)
-        return crc
-
-    def bands(self, work: _Work, cutter: BandCutter, first: int, stop: int) -> None:
-        """Assemble the bands [first, stop) of a piece, cast them if asked, and write each."""
-        intervals: list[Interval] = []
-        sources: list[Interval] = []
-        piece, itemsize = work.piece, work.piece.entry.dtype.itemsize
-        for index in range(first, stop):
-            band = cutter.band(index)
-            at = linear(band.within(piece.box).offsets, piece.box.sizes)
-            data, crc, source_crc = self._assemble(work, band)
-            self._engine.outputs.write(piece.file, piece.offset + at * itemsize, data)
-            intervals.append((at * itemsize, len(data), crc))
-            sources.append((at * work.tensor.dtype.itemsize, band.numel * work.tensor.dtype.itemsize, source_crc))
-        start = intervals[0][0]
-        nbytes = sum(interval[1] for interval in intervals)
-        shifted = [(at - start, length, crc) for at, length, crc in intervals]
-        self._engine.wrote(piece.file, piece.offset + start, nbytes, joined(shifted, nbytes) or 0)
-        self._engine.complete(work, intervals, sources)
-
-    def _assemble(self, work: _Work, band: Box) -> tuple[memoryview, int, int]:
-        """The bytes of a band in the dtype to be written, their CRC-32, and that of the bytes before the cast."""
-        tensor, view = work.tensor, self._block[: band.numel * work.tensor.dtype.itemsize]
-        crc = self._reader.read(tensor, work.shares, band, view)
-        if not work.casts:
-            crc = zlib.crc32(view) if crc is None else crc
-            return view, crc, crc
-        source_crc = 0
-        if tensor.name in self._engine.catalog.digests:
-            source_crc = zlib.crc32(view) if crc is None else crc
-        caster = self._caster(work)
-        before = caster.overflow
-        data = caster.cast(view)
-        if caster.overflow != before:
-            with self._engine.lock:
-                counts, name = self._engine.outcome.overflow, work.piece.entry.name
-                counts[name] = counts.get(name, 0) + caster.overflow - before
-        return data, zlib.crc32(data), source_crc
-
-    def _caster(self, work: _Work) -> Caster:
-        source, target = work.tensor.dtype, work.piece.entry.dtype
-        key = (source.name, target.name)
-        if key not in self._casters:
-            from ema_ckpt.cast import Caster
-
-            self._casters[key] = Caster(source, target)
-        return self._casters[key]
-
-    def batch(self, indices: Sequence[int]) -> None:
-        """Put small neighbouring pieces together and write them at once."""
-        engine = self._engine
-        works = [engine.prepare(index) for index in indices]
-        base = works[0].piece.offset
-        nbytes = works[-1].piece.offset + works[-1].piece.nbytes - base
-        view = self._batch_buffer()[:nbytes]
-        file = works[0].piece.file
-        if (file, base, nbytes) in engine.finished:
-            engine.outputs.read_into(file, base, view)
-            parts = [view[w.piece.offset - base :][: w.piece.nbytes] for w in works]
-            results = [(zlib.crc32(part), 0) for part in parts]
-        else:
-            results = [self._fill(work, view[work.piece.offset - base :][: work.piece.nbytes]) for work in works]
-            engine.outputs.write(file, base, view)
-            engine.wrote(file, base, nbytes, zlib.crc32(view) if engine.journal else 0)
-        for work, (crc, source_crc) in zip(works, results, strict=True):
-            source_nbytes = work.piece.box.numel * work.tensor.dtype.itemsize
-            engine.complete(work, [(0, work.piece.nbytes, crc)], [(0, source_nbytes, source_crc)])
-
-    def _batch_buffer(self) -> memoryview:
-        if self._assembled is None:
-            self._assembled = memoryview(bytearray(self._engine.block_nbytes))
-        return self._assembled
-
-    def _fill(self, work: _Work, view: memoryview) -> tuple[int, int]:
-        """Fill `view` with a whole small piece; CRC-32 of it, and of its bytes before a cast."""
-        if not view:
-            return 0, 0
-        if work.runs is None:
-            data, crc, source_crc = self._assemble(work, work.piece.box)
-            view[:] = data
-            return crc, source_crc
-        crc = 0
-        for run in work.runs:
-            part = view[run.dest : run.dest + run.nbytes]
-            self._source.read_into(run.payload.file, run.payload.offset + run.start, part)
-            crc = zlib.crc32(part)
-            self._engine.checks.read(work.tensor.name, run.payload, run.start, run.nbytes, crc)
-        crc = crc if len(work.runs) == 1 else zlib.crc32(view)
-        return crc, crc

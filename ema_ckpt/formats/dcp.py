@@ -17,7 +17,7 @@ from ema_ckpt.files import Files, safe_name
 from ema_ckpt.formats import record
 from ema_ckpt.formats.dcp_metadata import ItemPlace, Metadata, TensorEntry, parse
 from ema_ckpt.formats.tensorpickle import TensorRef, load_tensor, load_value
-from ema_ckpt.formats.torchzip import Archive, read_archive
+from ema_ckpt.formats.torchzip import Archive, Mould, mould_of, read_archive
 
 __all__ = ["METADATA_NAME", "is_rank_metadata", "open_dcp", "required_files"]
 
@@ -25,6 +25,7 @@ METADATA_NAME = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _MAX_METADATA_NBYTES = 1 << 32
+_ONE_READ_NBYTES = 16 << 10
 _EMPTY_PLACE = ItemPlace("", 0, 0)
 
 
@@ -162,6 +163,7 @@ class _Reader:
         self._source = source
         self._transformed = transformed
         self._pickles: dict[bytes, TensorRef] = {}
+        self._moulds: dict[tuple[int, str, tuple[int, ...]], tuple[Mould, Payload]] = {}
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
         """The payload of each chunk, from its archive's directory and `data.pkl`."""
@@ -170,6 +172,29 @@ class _Reader:
     def _payload(self, tensor: Tensor, chunk: Chunk) -> Payload:
         if 0 in chunk.sizes:
             return Payload(chunk.file, chunk.offset, 0)
+        return self._cast(tensor, chunk) or self._located(tensor, chunk)
+
+    def _cast(self, tensor: Tensor, chunk: Chunk) -> Payload | None:
+        """The payload, if the item equals the mould of one of the same shape, its data aside."""
+        known = self._moulds.get((chunk.nbytes, tensor.dtype.name, chunk.sizes))
+        if known is None or (chunk.file, chunk.offset) in self._transformed:
+            return None
+        mould, model = known
+        read, file, start = self._source.read, chunk.file, chunk.offset
+        if start + chunk.nbytes > self._source.size(file):
+            return None
+        if chunk.nbytes <= _ONE_READ_NBYTES:
+            item = read(file, start, chunk.nbytes)
+            head, directory = item[: len(mould.head)], item[mould.directory_at :]
+        else:
+            head = read(file, start, len(mould.head))
+            directory = read(file, start + mould.directory_at, chunk.nbytes - mould.directory_at)
+        crc = mould.crc(directory) if head == mould.head else None
+        if crc is None:
+            return None
+        return Payload(file, start + len(mould.head), model.nbytes, model.strides, model.start, crc)
+
+    def _located(self, tensor: Tensor, chunk: Chunk) -> Payload:
         try:
             archive = self._archive(chunk.file, chunk.offset, chunk.nbytes)
             ref = self._ref(archive)
@@ -189,7 +214,11 @@ class _Reader:
             message = f"{chunk.file}: its storage has {stored.nbytes} bytes, expected {ref.storage.nbytes}"
             raise _about(SourceError("bad-header", message), tensor.name, chunk.file)
         strides = None if ref.strides == row_major_strides(ref.shape) else _meaningful(ref)
-        return Payload(chunk.file, stored.offset, stored.nbytes, strides, ref.start, stored.crc)
+        payload = Payload(chunk.file, stored.offset, stored.nbytes, strides, ref.start, stored.crc)
+        mould = mould_of(archive, stored.name)
+        if mould is not None:
+            self._moulds[chunk.nbytes, tensor.dtype.name, chunk.sizes] = (mould, payload)
+        return payload
 
     def load(self, item: Object) -> object:
         """An object item, unpickled safely."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import Files
 
-__all__ = ["ALIGNMENT", "Archive", "Member", "Record", "ZipLayout", "read_archive"]
+__all__ = ["ALIGNMENT", "Archive", "Member", "Mould", "Record", "ZipLayout", "mould_of", "read_archive"]
 
 ALIGNMENT = 64
 _LOCAL = struct.Struct("<4sHHHHHLLLHH")
@@ -201,6 +201,50 @@ def _data_start(window: _Window, entry: _Central) -> int:
     if local[0] != b"PK\3\4" or start + entry.nbytes > window.nbytes:
         raise window.bad(f"the record {entry.name!r} has no local header, or lies outside the archive")
     return start
+
+
+@dataclass(frozen=True, slots=True)
+class Mould:
+    """The bytes around one record that all archives of the same content but that record's share.
+
+    Items of equally shaped tensors differ in payload, serialization id and checksums alone. An archive that
+    equals the mould everywhere else needs no second parsing.
+    """
+
+    record: Record
+    head: bytes
+    directory_at: int
+    cuts: tuple[tuple[int, int, bytes], ...]
+    crc_at: int
+
+    def crc(self, directory: bytes) -> int | None:
+        """CRC-32 of the record in another archive's directory, or None if it differs elsewhere too."""
+        for start, stop, expected in self.cuts:
+            if directory[start:stop] != expected:
+                return None
+        crc = int.from_bytes(directory[self.crc_at : self.crc_at + 4], "little")
+        return crc or None  # a real zero is rare: let the full reading tell it from "switched off"
+
+
+def mould_of(archive: Archive, name: str) -> Mould | None:
+    """The mould of `archive` for the record `name`; None where checksums are switched off."""
+    record, window = archive.record(name), archive.window
+    if record.crc is None:
+        return None
+    start, _, count = _directory_span(window)
+    directory = window.read(start, window.nbytes - start)
+    free, crc_at, at = [], 0, 0
+    for _ in range(count):
+        fields = _CENTRAL.unpack_from(directory, at)
+        body = at + _CENTRAL.size
+        found = directory[body : body + fields[10]].decode("utf-8", "replace").partition("/")[2]
+        if found in (name, ".data/serialization_id"):
+            free.append(at + 16)
+            crc_at = at + 16 if found == name else crc_at
+        at = body + fields[10] + fields[11] + fields[12]
+    starts, stops = [0, *(f + 4 for f in free)], [*free, len(directory)]
+    cuts = tuple((a, b, directory[a:b]) for a, b in zip(starts, stops, strict=True))
+    return Mould(record, window.read(0, record.offset - window.offset), start, cuts, crc_at)
 
 
 @dataclass(frozen=True, slots=True)

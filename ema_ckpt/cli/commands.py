@@ -1,0 +1,102 @@
+"""The commands: parse, call the verb, render, exit code. Nothing is decided here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from ema_ckpt import __version__
+from ema_ckpt.cli.arguments import spread
+from ema_ckpt.cli.options import general, writer
+from ema_ckpt.errors import UsageError
+
+__all__ = ["cli", "run"]
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class _Command(click.Command):
+    """A command whose list options take several values."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        positionals = sum(isinstance(p, click.Argument) for p in self.params)
+        valued = [
+            name
+            for p in self.params
+            if isinstance(p, click.Option) and not p.is_flag and p.name != "fill"
+            for name in p.opts
+        ]
+        return super().parse_args(ctx, spread(args, positionals, valued))
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(__version__, prog_name="ema-ckpt")
+def cli() -> None:
+    """Inspect, consolidate and convert sharded checkpoints by moving byte ranges. Executes nothing in them."""
+
+
+@cli.command("inspect", cls=_Command)
+@click.argument("path")
+@click.option("--tree", metavar="T", help="Only this tree, or what is below this dotted path.")
+@click.option("--match", multiple=True, metavar="GLOB", help="Only names that fit. Repeatable.")
+@click.option("--depth", type=int, metavar="N", help="Levels of the module tree that are shown.")
+@click.option("--shards", is_flag=True, help="Show which file holds which rows.")
+@general
+def inspect_command(
+    path: str, tree: str | None, match: tuple[str, ...], depth: int | None, shards: bool, **general: Any
+) -> None:
+    """Show what is in a checkpoint: trees, tensors, shards, EMA settings. Reads metadata only."""
+    from ema_ckpt.cli import output
+    from ema_ckpt.ops.inspect import inspect
+
+    output.inspected(inspect(path, tree, match), output.Style(**_style(general)), depth, shards)
+
+
+@cli.command("consolidate", cls=_Command)
+@click.argument("path")
+@click.argument("out")
+@click.option("--tree", metavar="T", help="The tree to take. Default: the only EMA, or the only live tree.")
+@click.option("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes of one file of a directory.")
+@click.option("--basename", default="model", metavar="NAME", help="How the files of a directory begin.")
+@click.option(
+    "--fill", is_flag=False, flag_value="", default=None, metavar="[TREE]", help="Take weights the EMA lacks."
+)
+@writer
+@general
+def consolidate_command(path: str, out: str, fill: str | None, **given: Any) -> None:
+    """Write one tree whole: OUT.safetensors, a torch file (OUT.pt), or else a Hugging Face directory."""
+    from ema_ckpt.cli import output
+    from ema_ckpt.ops.consolidate import consolidate
+
+    style = output.Style(**_style(given))
+    with output.progress(style) as advance:
+        written = consolidate(path, out, fill=fill is not None and (fill or True), progress=advance, **given)
+    output.written(written, style)
+
+
+def _style(given: dict[str, Any]) -> dict[str, bool]:
+    """Take the general options out of `given`."""
+    given.pop("debug")
+    return {"json": given.pop("as_json"), "quiet": given.pop("quiet")}
+
+
+def run(argv: list[str]) -> int:
+    """Run a command line.
+
+    Raises:
+        UsageError: `usage` for what click refuses.
+    """
+    try:
+        result = cli.main(argv, prog_name="ema-ckpt", standalone_mode=False)
+    except click.exceptions.Abort:
+        raise KeyboardInterrupt from None
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return 2
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"; try `{context.command_path} --help`" if context is not None else ""
+        raise UsageError("usage", f"{error.format_message()}{hint}") from None
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,88 @@
+"""The process around a command: signals, exit codes, one line for an error."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+__all__ = ["main"]
+
+EXIT_TROUBLE = 2
+EXIT_INTERNAL = 70
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+EXIT_TERMINATED = 143
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM arrived: unwinds the stack, so that stages are removed."""
+
+
+def _terminate(_signum: int, _frame: object) -> NoReturn:
+    raise _TerminatedError
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line and exit with its code."""
+    # A checkpoint's catalog is hundreds of thousands of small objects that live to the end of the process:
+    # tracing them again and again would take half of the time.
+    gc.disable()
+    signal.signal(signal.SIGTERM, _terminate)
+    code = _run(list(sys.argv[1:] if argv is None else argv))
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_BROKEN_PIPE
+    sys.exit(code)
+
+
+def _run(argv: list[str]) -> int:
+    try:
+        from ema_ckpt.cli.commands import run
+
+        return run(argv)
+    except KeyboardInterrupt:
+        return _report(argv, "interrupted", "interrupted", EXIT_INTERRUPTED)
+    except _TerminatedError:
+        return _report(argv, "terminated", "terminated", EXIT_TERMINATED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001 - whatever it is, a user gets one line
+        return _failed(argv, error)
+
+
+def _failed(argv: list[str], error: Exception) -> int:
+    from ema_ckpt.errors import EmaCkptError
+
+    if "--debug" in argv:
+        import traceback
+
+        traceback.print_exc()
+    if isinstance(error, EmaCkptError):
+        internal = error.code == "internal"
+        return _report(argv, error.code, str(error), EXIT_INTERNAL if internal else EXIT_TROUBLE)
+    message = f"{type(error).__name__}: {error} (a bug of ema-ckpt; --debug shows where)"
+    return _report(argv, "internal", message, EXIT_INTERNAL)
+
+
+def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:
+    """One line on stderr; with `--json` also the document that says the same."""
+    line = " ".join(message.splitlines())
+    print(f"Error: {_printable(line)}", file=sys.stderr)
+    if "--json" in argv:
+        import json
+
+        print(json.dumps({"error": {"code": code, "message": _printable(line)}}))
+    return exit_code
+
+
+def _printable(text: str) -> str:
+    """Names from a checkpoint may hold lone surrogates and control characters: neither reaches a terminal."""
+    safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in safe)

@@ -1,0 +1,93 @@
+"""What commands print: one JSON document, or text for people."""
+
+from __future__ import annotations
+
+import contextlib
+import json as jsonlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ema_ckpt.catalog import Warn
+from ema_ckpt.ops.results import Inspected, Written, as_json
+from ema_ckpt.sizes import format_size
+
+__all__ = ["Style", "inspected", "progress", "written"]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How to print: `--json`, `--quiet`."""
+
+    json: bool = False
+    quiet: bool = False
+
+    @property
+    def talks(self) -> bool:
+        """Whether text for people is wanted."""
+        return not self.json and not self.quiet
+
+
+def _document(value: object) -> None:
+    text = jsonlib.dumps(as_json(value), ensure_ascii=True, allow_nan=False)
+    print(text)
+
+
+def _clean(text: str) -> str:
+    safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in safe)
+
+
+def _warn(warnings: tuple[Warn, ...], style: Style) -> None:
+    if not style.quiet:
+        for warning in warnings:
+            print(f"Warning: {_clean(warning.message)} [{warning.code}]", file=sys.stderr)
+
+
+def written(result: Written, style: Style) -> None:
+    """What a writing verb did."""
+    _warn(result.warnings, style)
+    if style.json:
+        _document(result)
+    if not style.talks:
+        return
+    for before, after in list(result.renamed.items())[:10]:
+        print(f"renamed {_clean(before)} -> {_clean(after)}")
+    if len(result.renamed) > 10:
+        print(f"renamed {len(result.renamed) - 10} more")
+    if result.filled:
+        print(f"filled {len(result.filled)} from the live tree: {', '.join(map(_clean, result.filled[:10]))}")
+    for item in result.skipped:
+        print(f"skipped {_clean(item.name)}: {item.reason}")
+    for entry in result.files if result.dry_run or len(result.files) > 1 else ():
+        print(f"{'would write' if result.dry_run else 'wrote'} {entry.path} ({format_size(entry.nbytes)})")
+    what = f"{result.tensors} tensors, {format_size(result.nbytes)}"
+    tree = "" if result.tree is None else f" of tree {result.tree!r}"
+    verb = "would write" if result.dry_run else "wrote"
+    print(f"{verb} {what}{tree} to {result.target} in {result.seconds:.2f} s")
+
+
+def inspected(result: Inspected, style: Style, depth: int | None, shards: bool) -> None:
+    """What a checkpoint holds."""
+    _warn(result.warnings, style)
+    if style.json:
+        _document(result)
+    if style.talks:
+        from ema_ckpt.cli.tables import print_inspected
+
+        print_inspected(result, depth, shards)
+
+
+@contextlib.contextmanager
+def progress(style: Style) -> Iterator[Callable[[int], None] | None]:
+    """A callback that is told finished bytes and shows them on a terminal; None elsewhere."""
+    if not style.talks or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("writing", total=None)
+        yield lambda nbytes: bar.advance(task, nbytes)

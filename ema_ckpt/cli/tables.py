@@ -1,0 +1,89 @@
+"""Tables on a terminal; the only module that draws."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree as Drawn
+
+from ema_ckpt.ops.results import Inspected, TensorEntry
+from ema_ckpt.sizes import format_size
+
+__all__ = ["print_inspected"]
+
+_MAX_ROWS = 200
+
+
+def _safe(text: str) -> str:
+    visible = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in visible))
+
+
+def print_inspected(result: Inspected, depth: int | None, shards: bool) -> None:
+    """Trees, EMA settings, then modules (to `depth`) or tensors with their shards."""
+    console = Console(soft_wrap=True, highlight=False)
+    world = f", saved by {result.world_size} ranks" if result.world_size else ""
+    console.print(f"[bold]{_safe(result.resolved)}[/bold]: {result.format}, {format_size(result.nbytes)}{world}")
+    console.print(_trees(result))
+    for name, settings in result.ema.items():
+        known = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+        console.print(f"EMA {_safe(repr(name))}: {_safe(known) or 'no settings recorded'}")
+    if shards:
+        console.print(_shards(result.tensors))
+    else:
+        console.print(_modules(result, 2 if depth is None else depth))
+    if result.objects:
+        names = ", ".join(_safe(item.name) for item in result.objects[:20])
+        more = f" and {len(result.objects) - 20} more" if len(result.objects) > 20 else ""
+        console.print(f"objects: {names}{more}")
+
+
+def _trees(result: Inspected) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("tree", "role", "tensors", "elements", "bytes", "dtypes"):
+        table.add_column(heading, justify="left" if heading in ("tree", "role", "dtypes") else "right")
+    for tree in result.trees:
+        dtypes = ", ".join(f"{name} × {count}" for name, count in tree.dtypes.items())
+        row = (repr(tree.name), tree.role, str(tree.tensors), f"{tree.numel:,}", format_size(tree.nbytes), dtypes)
+        table.add_row(*map(_safe, row))
+    return table
+
+
+def _modules(result: Inspected, depth: int) -> Drawn:
+    """The names as a tree of modules: bytes and tensors below each, to `depth` levels below the tree."""
+    root = Drawn("tensors", hide_root=True)
+    drawn: dict[tuple[str, ...], tuple[Drawn, list[int]]] = {}
+    for tensor in result.tensors:
+        parts = tensor.fqn.split(".")
+        for level in range(min(len(parts), depth) + 1):
+            key = (tensor.tree, *parts[:level])
+            if key not in drawn:
+                above = drawn[key[:-1]][0] if level else root
+                drawn[key] = (above.add(""), [0, 0])
+            totals = drawn[key][1]
+            totals[0] += 1
+            totals[1] += tensor.nbytes
+    for key, (node, (count, nbytes)) in drawn.items():
+        name = key[-1] if len(key) > 1 else (key[0] or "(root)")
+        what = "" if count == 1 else f"{count} tensors, "
+        node.label = f"{_safe(name)} [dim]{what}{format_size(nbytes)}[/dim]"
+    return root
+
+
+def _shards(tensors: tuple[TensorEntry, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("tensor", "dtype", "shape", "offsets", "sizes", "file"):
+        table.add_column(heading)
+    for tensor in tensors[:_MAX_ROWS]:
+        first = (_safe(tensor.name), tensor.dtype, _dims(tensor.shape))
+        for chunk in tensor.chunks:
+            table.add_row(*first, _dims(chunk.offsets), _dims(chunk.sizes), _safe(chunk.file))
+            first = ("", "", "")
+    if len(tensors) > _MAX_ROWS:
+        table.add_row(f"… {len(tensors) - _MAX_ROWS} more; narrow with --match or --tree, or take --json")
+    return table
+
+
+def _dims(numbers: tuple[int, ...]) -> str:
+    return " × ".join(map(str, numbers)) or "scalar"

@@ -1,0 +1,196 @@
+"""One worker: its buffers, and the three ways to bring a piece into the output."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ema_ckpt.box import Box, linear
+from ema_ckpt.catalog import Catalog, Tensor
+from ema_ckpt.checks import Checks, Interval, joined
+from ema_ckpt.outputs import Outputs
+from ema_ckpt.regions import BandCutter, BandReader, Run, Share
+from ema_ckpt.target import Piece
+
+if TYPE_CHECKING:
+    from ema_ckpt.cast import Caster
+
+__all__ = ["Foreman", "Hands", "Work"]
+
+
+@dataclass(slots=True)
+class Work:
+    """One piece being written, perhaps by several workers."""
+
+    index: int
+    piece: Piece
+    runs: list[Run] | None
+    shares: Sequence[Share]
+    pending: int = 1
+    intervals: list[Interval] = field(default_factory=list)
+    source_intervals: list[Interval] = field(default_factory=list)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.piece.entry.source
+
+    @property
+    def casts(self) -> bool:
+        return self.piece.entry.dtype != self.tensor.dtype
+
+
+class Foreman(Protocol):
+    """What a worker needs of the run it works for."""
+
+    catalog: Catalog
+    outputs: Outputs
+    checks: Checks
+    lock: threading.Lock
+    block_nbytes: int
+    finished: Mapping[tuple[str, int, int], int]
+    overflow: dict[str, int]
+    journals: bool
+
+    def prepare(self, index: int) -> Work:
+        """Find out where a piece's bytes are."""
+        ...
+
+    def complete(self, work: Work, intervals: Sequence[Interval], source_intervals: Sequence[Interval] = ()) -> None:
+        """Take the checksums of a part of a piece."""
+        ...
+
+    def wrote(self, file: str, offset: int, nbytes: int, crc: int) -> None:
+        """Record a finished range."""
+        ...
+
+
+class Hands:
+    """One worker's buffers, and the three ways to do a job with them."""
+
+    def __init__(self, engine: Foreman) -> None:
+        self._engine = engine
+        self._source = engine.catalog.source
+        self._block = memoryview(bytearray(engine.block_nbytes))
+        self._reader = BandReader(self._source, engine.checks, engine.block_nbytes)
+        self._assembled: memoryview | None = None
+        self._casters: dict[tuple[str, str], Caster] = {}
+
+    def move(self, work: Work, start: int, stop: int) -> None:
+        """Copy the bytes [start, stop) of a piece that consists of runs."""
+        engine, piece = self._engine, work.piece
+        known = engine.finished.get((piece.file, piece.offset + start, stop - start))
+        if known is not None:
+            engine.complete(work, [(start, stop - start, known)])
+            return
+        intervals: list[Interval] = []
+        for run in work.runs or ():
+            first, last = max(run.dest, start), min(run.dest + run.nbytes, stop)
+            if first < last:
+                intervals.append((first, last - first, self._move_run(work, run, first, last)))
+        shifted = [(at - start, nbytes, crc) for at, nbytes, crc in intervals]
+        engine.wrote(piece.file, piece.offset + start, stop - start, joined(shifted, stop - start) or 0)
+        engine.complete(work, intervals)
+
+    def _move_run(self, work: Work, run: Run, first: int, last: int) -> int:
+        source, outputs, block = self._source, self._engine.outputs, self._block
+        piece, payload, crc = work.piece, run.payload, 0
+        from_start = run.start + first - run.dest
+        shift = payload.offset + from_start - first
+        for at in range(first, last, len(block)):
+            view = block[: last - at]
+            source.read_into(payload.file, shift + at, view)
+            crc = zlib.crc32(view, crc)
+            outputs.write(piece.file, piece.offset + at, view)
+        self._engine.checks.read(work.tensor.name, payload, from_start, last - first, crc)
+        return crc
+
+    def bands(self, work: Work, cutter: BandCutter, first: int, stop: int) -> None:
+        """Assemble the bands [first, stop) of a piece, cast them if asked, and write each."""
+        intervals: list[Interval] = []
+        sources: list[Interval] = []
+        piece, itemsize = work.piece, work.piece.entry.dtype.itemsize
+        for index in range(first, stop):
+            band = cutter.band(index)
+            at = linear(band.within(piece.box).offsets, piece.box.sizes)
+            data, crc, source_crc = self._assemble(work, band)
+            self._engine.outputs.write(piece.file, piece.offset + at * itemsize, data)
+            intervals.append((at * itemsize, len(data), crc))
+            sources.append((at * work.tensor.dtype.itemsize, band.numel * work.tensor.dtype.itemsize, source_crc))
+        start = intervals[0][0]
+        nbytes = sum(interval[1] for interval in intervals)
+        shifted = [(at - start, length, crc) for at, length, crc in intervals]
+        self._engine.wrote(piece.file, piece.offset + start, nbytes, joined(shifted, nbytes) or 0)
+        self._engine.complete(work, intervals, sources)
+
+    def _assemble(self, work: Work, band: Box) -> tuple[memoryview, int, int]:
+        """The bytes of a band in the dtype to be written, their CRC-32, and that of the bytes before the cast."""
+        tensor, view = work.tensor, self._block[: band.numel * work.tensor.dtype.itemsize]
+        crc = self._reader.read(tensor, work.shares, band, view)
+        if not work.casts:
+            crc = zlib.crc32(view) if crc is None else crc
+            return view, crc, crc
+        source_crc = 0
+        if tensor.name in self._engine.catalog.digests:
+            source_crc = zlib.crc32(view) if crc is None else crc
+        caster = self._caster(work)
+        before = caster.overflow
+        data = caster.cast(view)
+        if caster.overflow != before:
+            with self._engine.lock:
+                counts, name = self._engine.overflow, work.piece.entry.name
+                counts[name] = counts.get(name, 0) + caster.overflow - before
+        return data, zlib.crc32(data), source_crc
+
+    def _caster(self, work: Work) -> Caster:
+        source, target = work.tensor.dtype, work.piece.entry.dtype
+        key = (source.name, target.name)
+        if key not in self._casters:
+            from ema_ckpt.cast import Caster
+
+            self._casters[key] = Caster(source, target)
+        return self._casters[key]
+
+    def batch(self, indices: Sequence[int]) -> None:
+        """Put small neighbouring pieces together and write them at once."""
+        engine = self._engine
+        works = [engine.prepare(index) for index in indices]
+        base = works[0].piece.offset
+        nbytes = works[-1].piece.offset + works[-1].piece.nbytes - base
+        view = self._batch_buffer()[:nbytes]
+        file = works[0].piece.file
+        if (file, base, nbytes) in engine.finished:
+            engine.outputs.read_into(file, base, view)
+            parts = [view[w.piece.offset - base :][: w.piece.nbytes] for w in works]
+            results = [(zlib.crc32(part), 0) for part in parts]
+        else:
+            results = [self._fill(work, view[work.piece.offset - base :][: work.piece.nbytes]) for work in works]
+            engine.outputs.write(file, base, view)
+            engine.wrote(file, base, nbytes, zlib.crc32(view) if engine.journals else 0)
+        for work, (crc, source_crc) in zip(works, results, strict=True):
+            source_nbytes = work.piece.box.numel * work.tensor.dtype.itemsize
+            engine.complete(work, [(0, work.piece.nbytes, crc)], [(0, source_nbytes, source_crc)])
+
+    def _batch_buffer(self) -> memoryview:
+        if self._assembled is None:
+            self._assembled = memoryview(bytearray(self._engine.block_nbytes))
+        return self._assembled
+
+    def _fill(self, work: Work, view: memoryview) -> tuple[int, int]:
+        """Fill `view` with a whole small piece; CRC-32 of it, and of its bytes before a cast."""
+        if not view:
+            return 0, 0
+        if work.runs is None:
+            data, crc, source_crc = self._assemble(work, work.piece.box)
+            view[:] = data
+            return crc, source_crc
+        crc = 0
+        for run in work.runs:
+            part = view[run.dest : run.dest + run.nbytes]
+            self._source.read_into(run.payload.file, run.payload.offset + run.start, part)
+            crc = zlib.crc32(part)
+            self._engine.checks.read(work.tensor.name, run.payload, run.start, run.nbytes, crc)
+        crc = crc if len(work.runs) == 1 else zlib.crc32(view)
+        return crc, crc

@@ -1,0 +1,164 @@
+"""`consolidate`: one tree of a sharded checkpoint as a full state dict, in one file or a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ema_ckpt.catalog import Catalog, Tensor, Warn
+from ema_ckpt.errors import UsageError, shown
+from ema_ckpt.naming import EMA, OPTIMIZER
+from ema_ckpt.opening import open_catalog
+from ema_ckpt.ops.results import FileEntry, Written
+from ema_ckpt.ops.writing import Job, check_sources, payload_nbytes, timer, write, write_options
+from ema_ckpt.selection import Selection, missing_weights, options, select_tree
+from ema_ckpt.settings import ema_settings
+from ema_ckpt.sizes import parse_size
+from ema_ckpt.target import Entry, Target
+from ema_ckpt.trees import Tree, default_tree, find_tree, live_of, trees
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["consolidate"]
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def consolidate(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tree: str | None = None,
+    *,
+    match: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] | Mapping[str, str] = (),
+    dtype: str = "keep",
+    keep_dtype: Sequence[str] = (),
+    max_shard_size: int | str = "5GB",
+    basename: str = "model",
+    fill: bool | str = False,
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
+    no_verify: bool = False,
+    no_fsync: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    strict: bool = False,
+    expand_ties: bool = False,
+    keep_prefixes: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write one tree, by default the EMA, whole.
+
+    Args:
+        path: a checkpoint, a directory that holds one, or an fsspec URL of either.
+        out: `X.safetensors`, a torch file (`.pt .pth .bin .ckpt`), or else a Hugging Face directory.
+        tree: the tree to take; by default the only EMA, or the only live tree.
+        match, exclude, keep_dtype: globs on names as they are written. rename: prefixes, `OLD=NEW`.
+        dtype: `keep`, `fp32`, `bf16` or `fp16`, for floating-point tensors.
+        max_shard_size: bytes of one file of a Hugging Face directory. basename: how its files begin.
+        fill: take weights that the EMA lacks from the live tree (True), or from the tree named.
+        max_memory: bytes of buffers in flight. progress: is told the bytes of each finished range.
+
+    Raises:
+        EmaCkptError: with the `code` of what is wrong; then nothing was written.
+    """
+    elapsed = timer()
+    shared = write_options(
+        threads=threads,
+        max_memory=max_memory,
+        dry_run=dry_run,
+        no_verify=no_verify,
+        no_fsync=no_fsync,
+        overwrite=overwrite,
+        resume=resume,
+        progress=progress,
+    )
+    chosen = options(
+        match=match, exclude=exclude, rename=rename, dtype=dtype, keep_dtype=keep_dtype, keep_prefixes=keep_prefixes
+    )
+    shard_nbytes = parse_size(max_shard_size)
+    _check_basename(basename)
+    catalog = open_catalog(path)
+    known = trees(catalog)
+    picked = _pick(catalog, known, tree, path, out)
+    warnings = [*catalog.warnings, *_stalled(catalog, picked)]
+    selection = select_tree(picked, chosen, _filling(catalog, known, picked, fill, warnings))
+    check_sources(catalog, (entry.source for entry in selection.entries))
+    place = Path(out)
+    target, kind, ties = _lay_out(catalog, selection, place, shard_nbytes, basename, expand_ties)
+    job = Job(catalog, place, kind == "directory", target, keep_foreign=kind == "directory", warnings=warnings)
+    write(job, shared)
+    return Written(
+        source=catalog.resolved,
+        target=str(place),
+        tree=picked.name,
+        format="torch" if kind == "torch" else "safetensors",
+        files=tuple(FileEntry(name or place.name, nbytes) for name, nbytes in target.files.items()),
+        tensors=len(selection.entries),
+        nbytes=payload_nbytes(piece.entry for piece in target.pieces),
+        seconds=elapsed(),
+        renamed=dict(selection.renamed),
+        filled=selection.filled,
+        ties=ties,
+        warnings=tuple(job.warnings),
+        dry_run=dry_run,
+    )
+
+
+def _check_basename(basename: str) -> None:
+    if not basename or "/" in basename or basename.startswith("."):
+        raise UsageError("usage", f"--basename {basename!r}: expected a plain name such as model")
+
+
+def _pick(catalog: Catalog, known: Sequence[Tree], name: str | None, path: object, out: object) -> Tree:
+    if name is None:
+        return default_tree(known, f"ema-ckpt consolidate {path} {out}", catalog.resolved)
+    found = find_tree(known, name, catalog.resolved)
+    if found.role == OPTIMIZER:
+        message = f"--tree {name}: an optimizer's state is no state dict of a model; `ema-ckpt convert {path} {out}`"
+        raise UsageError("usage", f"{message} --tree {name} takes it whole")
+    return found
+
+
+def _stalled(catalog: Catalog, picked: Tree) -> list[Warn]:
+    if picked.role != EMA or ema_settings(catalog, picked).num_updates != 0:
+        return []
+    return [Warn("ema-stalled", f"{picked.name!r} was never updated (num_updates is 0): it equals its first weights")]
+
+
+def _filling(
+    catalog: Catalog, known: Sequence[Tree], picked: Tree, fill: bool | str, warnings: list[Warn]
+) -> dict[str, Tensor] | None:
+    """Weights that the EMA lacks: to be taken if asked for, else told."""
+    live = find_tree(known, fill, catalog.resolved) if isinstance(fill, str) else live_of(known, picked)
+    if fill and live is None:
+        raise UsageError("unknown-tree", f"--fill: {catalog.resolved} has no live tree beside {picked.name!r}")
+    if live is None or (picked.role != EMA and not fill):
+        return None
+    missing = missing_weights(picked, live)
+    if not missing or fill:
+        return missing or None
+    message = f"{picked.name!r} lacks {len(missing)} tensors that {live.name!r} has: {shown(list(missing))}"
+    warnings.append(Warn("ema-partial", f"{message}; --fill takes them from {live.name!r}"))
+    return None
+
+
+def _lay_out(
+    catalog: Catalog, selection: Selection, out: Path, shard_nbytes: int, basename: str, expand_ties: bool
+) -> tuple[Target, str, dict[str, str]]:
+    """The target, what kind of place it is, and the ties it records (dropped name → kept name)."""
+    if out.suffix in TORCH_SUFFIXES:
+        from ema_ckpt.formats import torchfile_target
+
+        return torchfile_target.lay_out(selection.entries), "torch", {}
+    from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
+
+    entries: Sequence[Entry] = selection.entries
+    ties: dict[str, str] = {}
+    if out.suffix == ".safetensors":
+        return lay_out_file(entries, ties=ties), "file", ties
+    return lay_out_directory(entries, shard_nbytes, basename, ties=ties), "directory", ties

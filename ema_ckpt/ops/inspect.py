@@ -1,0 +1,120 @@
+"""`inspect`: what is in a checkpoint, from its metadata."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ema_ckpt.catalog import Catalog, Tensor, Warn
+from ema_ckpt.coverage import prove
+from ema_ckpt.errors import EmaCkptError, SourceError, UnsafeError
+from ema_ckpt.naming import EMA, glob_matcher
+from ema_ckpt.opening import open_catalog
+from ema_ckpt.ops.results import ChunkEntry, Inspected, ObjectEntry, TensorEntry, TreeEntry
+from ema_ckpt.settings import ema_settings
+from ema_ckpt.trees import Tree, find_trees, inner_names, trees
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["inspect"]
+
+
+def inspect(path: str | os.PathLike[str], tree: str | None = None, match: Sequence[str] = ()) -> Inspected:
+    """Describe a checkpoint: trees, tensors, who holds which rows, EMA settings, objects, warnings.
+
+    Reads metadata, and of data files only the settings of EMA trees. A missing or short data file or an
+    unsafe object is a warning.
+
+    Args:
+        path: a checkpoint, a directory that holds one, or an fsspec URL of either.
+        tree: only the tensors of this tree, or below this dotted path. match: only names that fit a glob.
+
+    Raises:
+        EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle unknown-tree …`.
+    """
+    catalog = open_catalog(path, lenient=True)
+    known = trees(catalog)
+    warnings = [*catalog.warnings, *_missing_files(catalog), *_geometry(catalog)]
+    settings = {tree.name: _settings(catalog, tree, warnings) for tree in known if tree.role == EMA}
+    return Inspected(
+        path=catalog.path,
+        resolved=catalog.resolved,
+        format=catalog.format,
+        world_size=catalog.world_size,
+        nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
+        trees=tuple(map(_tree_entry, known)),
+        tensors=tuple(_tensor_entries(catalog, known, tree, match)),
+        objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
+        ema=settings,
+        warnings=tuple(warnings),
+    )
+
+
+def _missing_files(catalog: Catalog) -> Iterable[Warn]:
+    for file, expected in catalog.files.items():
+        try:
+            found = catalog.source.size(file)
+        except (SourceError, UnsafeError) as error:
+            yield Warn(error.code, str(error))
+            continue
+        if found < expected:
+            yield Warn("truncated-file", f"{file}: expected at least {expected} bytes, found {found}")
+
+
+def _geometry(catalog: Catalog) -> Iterable[Warn]:
+    for tensor in catalog.tensors:
+        try:
+            prove(tensor)
+        except SourceError as error:
+            yield Warn(error.code, str(error))
+
+
+def _settings(catalog: Catalog, tree: Tree, warnings: list[Warn]) -> dict[str, object]:
+    try:
+        found = ema_settings(catalog, tree)
+    except EmaCkptError as error:
+        warnings.append(Warn(error.code, str(error)))
+        return {"num_updates": None, "decay": None, "schedule": None, "dtype": None}
+    if found.num_updates == 0:
+        warnings.append(Warn("ema-stalled", f"{tree.name!r} was never updated (num_updates is 0)"))
+    return {
+        "num_updates": found.num_updates,
+        "decay": found.decay,
+        "schedule": found.schedule,
+        "dtype": found.dtype,
+    }
+
+
+def _tree_entry(tree: Tree) -> TreeEntry:
+    return TreeEntry(
+        name=tree.name,
+        role=tree.role,
+        tensors=len(tree.tensors),
+        numel=sum(tensor.numel for tensor in tree.tensors),
+        nbytes=sum(tensor.nbytes for tensor in tree.tensors),
+        dtypes=dict(Counter(tensor.dtype.name for tensor in tree.tensors)),
+    )
+
+
+def _tensor_entries(
+    catalog: Catalog, known: Sequence[Tree], only: str | None, match: Sequence[str]
+) -> Iterable[TensorEntry]:
+    wanted: set[int] | None = None
+    if only is not None:
+        wanted = {id(t) for found in find_trees(known, only, catalog.resolved) for t in found.tensors}
+    tests = [glob_matcher(glob) for glob in ((match,) if isinstance(match, str) else match)]
+    owner = {id(tensor): tree.name for tree in known for tensor in tree.tensors}
+    fqns = {name: fqn for tree in known for name, fqn in inner_names(tree).items()}
+    for tensor in catalog.tensors:
+        if wanted is not None and id(tensor) not in wanted:
+            continue
+        if tests and not any(test(tensor.name) for test in tests):
+            continue
+        yield _tensor_entry(tensor, owner.get(id(tensor), ""), fqns.get(tensor.name, tensor.name))
+
+
+def _tensor_entry(tensor: Tensor, tree: str, fqn: str) -> TensorEntry:
+    chunks = tuple(ChunkEntry(c.offsets, c.sizes, c.file) for c in tensor.chunks if 0 not in c.sizes)
+    return TensorEntry(tensor.name, fqn, tree, tensor.shape, tensor.dtype.name, tensor.nbytes, chunks)
