@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -50,7 +50,7 @@ class Foreman(Protocol):
     checks: Checks
     lock: threading.Lock
     block_nbytes: int
-    finished: Mapping[tuple[str, int, int], int]
+    finished: dict[tuple[str, int, int], int]
     overflow: dict[str, int]
     journals: bool
 
