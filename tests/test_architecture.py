@@ -68,8 +68,18 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and [alias.name for alias in node.names] != ["__version__"]:
+        elif isinstance(node, ast.ImportFrom) and node.module in ("ema_ckpt", "ema_ckpt.formats", "ema_ckpt.ops"):
+            yield from ((node.lineno, origin(node.module, alias.name)) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
             yield node.lineno, "." * node.level + (node.module or "")
+
+
+def origin(package: str, name: str) -> str:
+    """Where `from package import name` takes it from: the module of that name, or the package itself."""
+    path = REPO.joinpath(*package.split("."), name)
+    if path.with_suffix(".py").exists() or path.is_dir():
+        return f"{package}.{name}"
+    return "version" if name == "__version__" else package
 
 
 def at_top(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -314,23 +314,46 @@ def test_killed_at_random_moments(tmp_path: Path, plain: bool) -> None:
     assert os.listdir(tmp_path) == ["step_10"]
 
 
-def test_terminated_at_random_moments(tmp_path: Path) -> None:
-    """Twenty times SIGTERM, raised as an exception: nothing is left, the target is the old or the new one."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_terminated_at_random_moments(tmp_path: Path, number: signal.Signals) -> None:
+    """Twenty times a signal that becomes an exception: nothing is left, the target is the old or the new one."""
     rng, target = random.Random(7), tmp_path / "out"
     with writing(target, "0", 4, 0) as first:
         assert first.wait(30) == 0
     codes = set()
     for attempt in range(1, 21):
         before = generation_of(target, 4)
-        with writing(target, str(attempt), 4, 10, "overwrite", "term") as process:
+        with writing(target, str(attempt), 4, 3, "overwrite", "term") as process:
             assert line(process) == "staged"
-            time.sleep(rng.uniform(0, 0.06))
-            process.send_signal(signal.SIGTERM)
+            time.sleep(rng.uniform(0, 0.02))
+            process.send_signal(number)
             codes.add(process.wait(30))
         assert generation_of(target, 4) in (before, str(attempt))
         assert os.listdir(tmp_path) == ["out"]
-    assert 143 in codes
-    assert codes <= {0, 143, -signal.SIGTERM}  # the last: it came after the interpreter had let go of its handlers
+    # Minus the number: python ends so after KeyboardInterrupt, and when it has already let go of its handlers.
+    assert codes & {128 + number, -number}
+    assert codes <= {0, 128 + number, -number}
+
+
+def test_a_skipped_exit_is_made_up_for(tmp_path: Path) -> None:
+    """A signal's exception may fall between two bytecodes of the `with` machinery, which then forgets the block."""
+    code = (
+        "import os, sys\nfrom ema_ckpt.staging import stage\n"
+        "kept = []\n"
+        "block = stage(sys.argv[1], is_directory=True)\n"
+        "staged = block.__enter__(); kept.append(block)\n"
+        "child = os.fork()\n"
+        "if not child: sys.exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "assert staged.path.is_dir(), 'a forked child deleted the stage'\n"
+        "import gc; gc.disable(); sys.kept = kept\n"
+        "sys.exit(5)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (5, "")
+    assert os.listdir(tmp_path) == []
 
 
 @PLAIN
