@@ -12,6 +12,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 
 from ema_ckpt.errors import EmaCkptError, TargetError
@@ -49,9 +50,8 @@ class Journal:
     def completed(self) -> dict[Range, int]:
         """Ranges of an earlier run that are there and intact, with their CRC-32. Reads each of them back."""
         sound: dict[Range, int] = {}
-        for file in sorted({key[0] for key in self._found}):
-            keys = sorted(key for key in self._found if key[0] == file)
-            sound.update(self._intact(file, keys))
+        for file, keys in groupby(sorted(self._found), key=lambda key: key[0]):
+            sound.update(self._intact(file, list(keys)))
         return sound
 
     def close(self) -> None:
