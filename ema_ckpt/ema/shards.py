@@ -62,7 +62,7 @@ class Slot:
     """The average of one shard, or of this replica's part of it.
 
     The average covers elements [start, start + numel) of the flattened local shard. `shadow` has the local
-    shard's shape if it covers all of it, else it is 1-D; `residual` (see `compensate`) has the shadow's.
+    shard's shape, or is 1-D if the shard is split over replicas; `residual` (see `compensate`) has the shadow's.
     """
 
     shard: Shard
@@ -70,11 +70,7 @@ class Slot:
     numel: int
     shadow: torch.Tensor
     residual: torch.Tensor | None = None
-
-    @property
-    def is_split(self) -> bool:
-        """Whether other replicas hold the rest of the local shard."""
-        return self.numel != self.shard.local.numel()
+    is_split: bool = False  # over the shard's replicas; of a small shard one part may be all, the others nothing
 
     @property
     def boxes(self) -> tuple[Box, ...]:

@@ -1,0 +1,298 @@
+"""`ShardedEMA`: the moving average of a training model, each rank holding the average of its own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import nn
+
+from ema_ckpt.ema import attach, state, swap
+from ema_ckpt.ema.averages import Averages, choose, fit, live_part, make, value_of
+from ema_ckpt.ema.decay import Schedule, as_schedule
+from ema_ckpt.ema.engines.lists import Lists, Step
+from ema_ckpt.ema.engines.select import prepare
+from ema_ckpt.ema.settings import Counter, Settings, Source, globs
+from ema_ckpt.ema.shards import Slot, Watch, census
+from ema_ckpt.errors import StateError, UsageError
+
+__all__ = ["ShardedEMA"]
+
+
+class ShardedEMA:
+    """A moving average of a model's parameters that costs each rank the size of its own shard.
+
+    Works on plain modules, DDP, FSDP1, FSDP2, HSDP, tensor parallelism and mixes, compiled or not. Updates run no
+    collective and no host synchronisation.
+
+        ema = ShardedEMA(model, decay=0.9999)
+        ...
+        optimizer.step(); ema.update()
+        with ema.swap(): evaluate(model)
+
+    Args:
+        model: the module that is trained, wrapped or not.
+        decay: β as a number, or a schedule: `Warmup`, `PowerFunction`, `HalfLife`.
+        every: move the average only at each `every`-th call, by the product of the decays.
+        dtype: of the average.
+        compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds away.
+        rounding: `"nearest"`, or for bfloat16 averages on CUDA `"stochastic"` with `seed`.
+        offload: keep the average in pinned host memory; True lets it move while training goes on, `"sync"` does
+            not. Without CUDA it changes nothing.
+        shard_replicas: divide the average over the replicas that a wrapper declares (DDP, HSDP, hybrid FSDP). None
+            does so where there are any.
+        buffers: `"copy"` saves the live buffers with the average, `"average"` averages floating ones, `"skip"`
+            leaves them out.
+        include: globs over canonical names; None takes the parameters that require gradients.
+        exclude: globs of what is left out after that, buffers too.
+        source: `source(fqn, param)` gives the tensor to average instead of `param`, or None.
+        nonfinite: `"skip"` keeps the average of an element whose new value would not be finite, `"raise"` does so
+            and raises at the next call that synchronises.
+
+    Raises:
+        UsageError: settings that do not go together, or match nothing.
+        StateError: the model cannot be averaged as it is (on `meta`, placeholders of ZeRO stage 3).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float | Schedule = 0.9999,
+        every: int = 1,
+        dtype: torch.dtype = torch.float32,
+        compensate: bool = False,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        seed: int = 0,
+        offload: bool | Literal["sync"] = False,
+        shard_replicas: bool | None = None,
+        buffers: Literal["copy", "average", "skip"] = "copy",
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        source: Source | None = None,
+        nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
+    ) -> None:
+        self.settings = Settings(
+            as_schedule(decay), every, dtype, compensate, rounding, seed, offload, shard_replicas, buffers,
+            globs(include), globs(exclude) or (), source, nonfinite,
+        )  # fmt: skip
+        self.settings.warn_of_lost_updates()
+        self.counter = Counter(self.settings.schedule, every)
+        self.model = model
+        self._events: dict[torch.device, torch.Tensor] = {}
+        self._events_reported = 0
+        self._attachment: attach.Attachment | None = None
+        with torch.no_grad(), torch.inference_mode(False):
+            chosen, live_buffers = choose(census(model), self.settings)
+            self._take(Averages(tuple(make(chosen, self.settings)), tuple(chosen), tuple(live_buffers)))
+
+    # Averaging
+
+    def update(self, samples: int | None = None) -> None:
+        """Count one step of the optimizer and move the average. No collective, no host synchronisation.
+
+        Args:
+            samples: of the global batch, the same on every rank; needed by schedules in samples.
+        """
+        swap.refuse_inside(self, "update()")
+        with torch.no_grad(), torch.inference_mode(False):
+            self.follow()
+            weight = self.counter.count(samples)
+            if weight is not None:
+                for step in self._ready_steps():
+                    step(weight)
+
+    def attach(self, *optimizers: torch.optim.Optimizer, samples: int | Callable[[], int] | None = None) -> None:
+        """Update by itself, once each of `optimizers` has stepped since the last update.
+
+        Steps that a loss scaler skips do not count, nor does the dummy step by which torch makes the state of a
+        fresh optimizer. `samples` is a number, or a function that gives it at each update.
+
+        Raises:
+            UsageError: no optimizer is given.
+            StateError: the manager is attached already.
+        """
+        if self._attachment is not None:
+            raise StateError("usage", "this manager is attached already; call detach() first")
+        self._attachment = attach.Attachment(self, optimizers, samples)
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        if self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = None
+
+    def reset(self) -> None:
+        """Start again: the average is the live parameters, the counter 0."""
+        swap.refuse_inside(self, "reset()")
+        with torch.no_grad(), torch.inference_mode(False):
+            self.follow()
+            for slot, held in zip(self.averages.slots, self.averages.held, strict=True):
+                slot.shadow.copy_(live_part(slot, value_of(held, self.settings.source)))
+                if slot.residual is not None:
+                    slot.residual.zero_()
+            self.counter.reset()
+
+    def rebind(self, model: nn.Module) -> None:
+        """Go on with another module that has the same parameters: a wrapper made later, or a replacement.
+
+        Raises:
+            StateError: a parameter is missing there, or has another shape or dtype.
+        """
+        swap.refuse_inside(self, "rebind()")
+        with torch.no_grad(), torch.inference_mode(False):
+            self._take(fit(self.averages, census(model), self.settings))
+            self.model = model
+
+    # Using the average
+
+    def swap(self, timeout: float = 300) -> AbstractContextManager[None]:
+        """A block in which the model has the averaged weights; afterwards the live ones are back, bit for bit.
+
+        Entry is collective where replicas divide the average (DDP, HSDP), and waits `timeout` seconds for the
+        others; exit never is. Inside, `update save restore state_dict load_state_dict full_state_dict`, steps of
+        an attached optimizer and further swaps raise.
+        """
+        return swap.swapped(self, timeout)
+
+    def copy_to(self, module: nn.Module, timeout: float = 300) -> None:
+        """Write the average into the parameters of a module cut like this one, rounded to their dtype.
+
+        Collective where replicas divide the average, as `swap` is.
+
+        Raises:
+            StateError: a parameter is missing there, or cut in another way.
+        """
+        swap.copy_to(self, module, timeout)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state: tensors of global shape that alias the average, for `torch.distributed.checkpoint`."""
+        swap.refuse_inside(self, "state_dict()")
+        with torch.no_grad(), torch.inference_mode(False):
+            self.synchronise()
+            return state.tree(self.averages, self.counter, self.settings)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, loaded in place or as whole tensors. The settings stay the constructor's.
+
+        Raises:
+            StateError: names, shapes or pieces do not fit; nothing was changed.
+        """
+        swap.refuse_inside(self, "load_state_dict()")
+        with torch.no_grad(), torch.inference_mode(False):
+            self.synchronise()
+            state.load(state_dict, self.averages, self.counter)
+
+    def full_state_dict(self, complete: bool = True, timeout: float = 300) -> dict[str, torch.Tensor]:
+        """On rank 0 whole tensors: the average, and with `complete` the rest from the live model; elsewhere `{}`.
+
+        Collective.
+        """
+        from ema_ckpt.ema.gather import gather_full
+
+        swap.refuse_inside(self, "full_state_dict()")
+        self.synchronise()
+        return gather_full(self, complete, timeout)
+
+    # Facts
+
+    @property
+    def num_updates(self) -> int:
+        """Calls so far, whatever `every` is."""
+        return self.counter.num_updates
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples so far, as passed to the calls."""
+        return self.counter.samples_seen
+
+    @property
+    def current_decay(self) -> float:
+        """The product of decays by which the average last moved; 1.0 before it first did."""
+        return self.counter.applied
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the average and its residuals on this rank."""
+        tensors = [t for slot in self.averages.slots for t in (slot.shadow, slot.residual) if t is not None]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def nonfinite_events(self) -> int:
+        """Updates in which this rank kept an element because its new value was not finite. Waits for the device."""
+        return sum(int(events) for events in self._events.values())
+
+    # Plumbing
+
+    def synchronise(self) -> None:
+        """Follow changes of the model and raise what was found on the device meanwhile.
+
+        Raises:
+            StateError: `non-finite`: with `nonfinite="raise"`, new values were not finite since the last call.
+        """
+        self.follow()
+        if self.settings.nonfinite == "raise" and (events := self.nonfinite_events) > self._events_reported:
+            since, self._events_reported = events - self._events_reported, events
+            raise StateError(
+                "non-finite", f"new averages were not finite in {since} updates on this rank; those elements were kept"
+            )
+
+    def _take(self, averages: Averages) -> None:
+        """Work with `averages` from now on."""
+        self.averages = averages
+        self._watch = Watch(averages.held)
+        self._steps: list[Step] | None = None
+        self._sources: list[torch.Tensor] = []
+
+    def follow(self) -> None:
+        """Find the live shards anew if the model's tensors were exchanged since: `.to()`, a late wrapper."""
+        if not self._watch.unchanged():
+            self._take(fit(self.averages, census(self.model), self.settings))
+
+    def _ready_steps(self) -> list[Step]:
+        """The engines' steps over cached lists, made anew where a list changed."""
+        if self.settings.source is None:
+            values = self._sources or [slot.shard.local for slot in self.averages.slots]
+        else:
+            values = [value_of(held, self.settings.source) for held in self.averages.held]
+        if self._steps is None or not _same_memory(values, self._sources):
+            self._steps, self._sources = [prepare(lists) for lists in self._lists(values)], values
+        return self._steps
+
+    def _lists(self, values: list[torch.Tensor]) -> list[Lists]:
+        """Pairs of average and value, sorted by device and dtypes."""
+        kinds: dict[tuple[Any, ...], list[tuple[Slot, torch.Tensor]]] = {}
+        for slot, value in zip(self.averages.slots, values, strict=True):
+            if slot.numel:
+                kind = (slot.shadow.device, slot.shadow.dtype, value.device, value.dtype)
+                kinds.setdefault(kind, []).append((slot, live_part(slot, value)))
+        return [self._list(pairs) for pairs in kinds.values()]
+
+    def _list(self, pairs: list[tuple[Slot, torch.Tensor]]) -> Lists:
+        shadows, params = [slot.shadow for slot, _ in pairs], [value for _, value in pairs]
+        residuals = [slot.residual for slot, _ in pairs if slot.residual is not None]
+        events = None
+        if self.settings.nonfinite != "ignore":
+            device = shadows[0].device
+            events = self._events.setdefault(device, torch.zeros((), dtype=torch.int64, device=device))
+        return Lists(shadows, params, residuals or None, events)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "usage",
+            "a ShardedEMA is no data to pickle or copy: put it at the top of the tree to save, as"
+            ' dcp.save({"model": ..., "ema": ema}), or put ema.state_dict() where you want it',
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardedEMA({len(self.averages.slots)} tensors, {self.nbytes} bytes on this rank,"
+            f" {self.settings.schedule}, {self.num_updates} updates)"
+        )
+
+
+def _same_memory(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return a is b or (
+        len(a) == len(b) and all(x is y or x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=True))
+    )

@@ -1,0 +1,140 @@
+"""What a manager was asked for, checked once, and its counter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from ema_ckpt.ema.decay import Constant, HalfLife, Schedule, Warmup
+from ema_ckpt.errors import UsageError
+
+__all__ = ["Counter", "Settings", "Source", "globs"]
+
+Source: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+_SHADOW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of the constructor.
+
+    Raises:
+        UsageError: one of them is not among its values, or two do not go together.
+    """
+
+    schedule: Schedule
+    every: int = 1
+    dtype: torch.dtype = torch.float32
+    compensate: bool = False
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
+    offload: bool | Literal["sync"] = False
+    shard_replicas: bool | None = None
+    buffers: Literal["copy", "average", "skip"] = "copy"
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    source: Source | None = None
+    nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
+
+    def __post_init__(self) -> None:
+        _among("buffers", self.buffers, ("copy", "average", "skip"))
+        _among("nonfinite", self.nonfinite, ("ignore", "skip", "raise"))
+        _among("rounding", self.rounding, ("nearest", "stochastic"))
+        _among("offload", self.offload, (False, True, "sync"))
+        _among("dtype", self.dtype, _SHADOW_DTYPES)
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise UsageError("usage", f"every is a number of calls, 1 or more; found {self.every!r}")
+        if self.compensate and self.dtype is not torch.float32:
+            raise UsageError("usage", f"compensate=True carries a residual beside float32 averages, not {self.dtype}")
+        if self.rounding == "stochastic" and self.dtype is not torch.bfloat16:
+            raise UsageError("usage", f"rounding='stochastic' is for dtype=torch.bfloat16, not {self.dtype}")
+
+    def warn_of_lost_updates(self) -> None:
+        """Warn if a step of the average is below half the spacing of the shadow's dtype, so that all may round away."""
+        weight = 1 - _limit(self.schedule)
+        if self.rounding == "nearest" and 0 < weight < torch.finfo(self.dtype).eps / 2:
+            warnings.warn(
+                f"a {str(self.dtype).removeprefix('torch.')} average cannot represent decay {1 - weight:g}: updates"
+                " round to nothing; use dtype=torch.float32",
+                stacklevel=4,
+            )
+
+
+def _limit(schedule: Schedule) -> float:
+    """The β that a schedule settles at; 0 where it never settles."""
+    if isinstance(schedule, (Constant, Warmup)):
+        return schedule.decay
+    return schedule.beta(1) if isinstance(schedule, HalfLife) and schedule.unit == "updates" else 0.0
+
+
+def globs(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """One glob or several, as a tuple."""
+    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+        raise UsageError("usage", f"{name} is one of {', '.join(map(repr, allowed))}; found {value!r}")
+
+
+@dataclass(slots=True)
+class Counter:
+    """Calls and samples so far, and the decay that they have collected since the average last moved.
+
+    The average moves at calls whose number is a multiple of `every`, by the product of β over the calls since it
+    last moved.
+    """
+
+    schedule: Schedule
+    every: int
+    num_updates: int = 0
+    samples_seen: int = 0
+    moved_at: int = 0  # the call at which the average last moved
+    pending: float = 1.0  # the product of β over the calls since
+    applied: float = 1.0  # the product that it last moved by
+
+    def count(self, samples: int | None) -> float | None:
+        """Count one call. The weight 1 - Πβ by which to move now, or None if this call does not move.
+
+        Raises:
+            UsageError: the schedule counts samples and their number is missing; nothing was counted.
+        """
+        if samples is not None and samples < 0:
+            raise UsageError("usage", f"samples is the number of samples of the global batch; found {samples}")
+        seen = self.samples_seen + (samples or 0)
+        self.pending *= self.schedule.beta(self.num_updates + 1, samples, seen)
+        self.num_updates, self.samples_seen = self.num_updates + 1, seen
+        if self.num_updates % self.every:
+            return None
+        self.moved_at, self.applied, self.pending = self.num_updates, self.pending, 1.0
+        return 1.0 - self.applied
+
+    def reset(self) -> None:
+        """Back to before the first call."""
+        self.num_updates = self.samples_seen = self.moved_at = 0
+        self.pending = self.applied = 1.0
+
+    def resume(self, num_updates: int, samples_seen: int, saved: dict[str, Any]) -> None:
+        """Continue from a saved counter.
+
+        Decays that depend on the call's number alone are computed anew, with the present settings; of those that
+        depend on samples the saved products are the only trace.
+        """
+        self.num_updates, self.samples_seen = num_updates, samples_seen
+        self.moved_at = int(saved.get("moved_at", num_updates - num_updates % self.every))
+        if self.schedule.unit == "updates":
+            first = max(1, self.moved_at - self.every + 1)
+            self.applied = self._product(first, self.moved_at)
+            self.pending = self._product(self.moved_at + 1, num_updates)
+        else:
+            self.applied = float(saved.get("applied", 1.0))
+            self.pending = float(saved.get("pending", 1.0))
+
+    def _product(self, first: int, last: int) -> float:
+        return prod((self.schedule.beta(call) for call in range(first, last + 1)), start=1.0)

@@ -1,0 +1,149 @@
+"""The averaged weights in the model's place, for a while (`swapped`) or for good (`copy_to`)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ema_ckpt.ema.averages import live_part
+from ema_ckpt.ema.replicas import gather, meet_replicas
+from ema_ckpt.ema.shards import Slot, census, reshard
+from ema_ckpt.errors import StateError, shown
+
+if TYPE_CHECKING:
+    from ema_ckpt.ema.manager import ShardedEMA
+
+__all__ = ["copy_to", "refuse_inside", "swapped"]
+
+_SCRATCH_NBYTES = 16 << 20
+_MANY_UPDATES = 100
+
+# Ids of the parameters that hold averages at the moment. The managers inside their blocks keep them alive.
+_swapped: set[int] = set()
+
+Backups = dict[str, torch.Tensor | None]  # the live values by name; None where the shadow holds them meanwhile
+
+
+def refuse_inside(ema: ShardedEMA, call: str) -> None:
+    """Raise if the model of `ema` holds averages, its own or those of another manager.
+
+    Raises:
+        StateError: it does.
+    """
+    if _swapped and not _swapped.isdisjoint(id(held.owner) for held in ema.averages.held):
+        raise StateError("usage", f"{call} inside swap(): the model holds averaged weights; leave the block first")
+
+
+@contextmanager
+def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
+    """See `ShardedEMA.swap`."""
+    refuse_inside(ema, "swap()")
+    with torch.no_grad(), torch.inference_mode(False):
+        ema.synchronise()
+        _warn(ema)
+        meet_replicas(ema.averages.slots, "swap()", timeout)
+        reshard(ema.model)
+        ema.follow()
+        owners = {id(held.owner) for held in ema.averages.held}
+        backups = _enter(ema)
+        _swapped.update(owners)
+    try:
+        yield
+    finally:
+        with torch.no_grad(), torch.inference_mode(False):
+            _swapped.difference_update(owners)
+            # What the last forward gathered are averages; and a first forward inside may have moved the shards.
+            reshard(ema.model)
+            ema.follow()
+            _leave(ema, backups)
+            torch.clear_autocast_cache()
+
+
+def copy_to(ema: ShardedEMA, module: nn.Module, timeout: float) -> None:
+    """See `ShardedEMA.copy_to`."""
+    refuse_inside(ema, "copy_to()")
+    with torch.no_grad(), torch.inference_mode(False):
+        ema.synchronise()
+        reshard(module)
+        found = census(module)
+        targets = {h.shard.fqn: h.shard for h in (*found.parameters, *found.buffers)}
+        slots = ema.averages.slots
+        missing = [s.shard.fqn for s in slots if s.shard.fqn not in targets]
+        if missing:
+            raise StateError("usage", f"the module to copy to lacks {shown(missing)}")
+        other = [s.shard.fqn for s in slots if targets[s.shard.fqn].boxes != s.shard.boxes]
+        if other:
+            raise StateError(
+                "usage", f"the module to copy to is cut in another way: {shown(other)}; load full_state_dict() there"
+            )
+        meet_replicas(slots, "copy_to()", timeout)
+        gather(slots, lambda slot: targets[slot.shard.fqn].local)
+        for slot in slots:
+            if not slot.is_split:
+                local = targets[slot.shard.fqn].local
+                local.copy_(slot.shadow.view(local.shape))
+        torch.clear_autocast_cache()
+
+
+def _enter(ema: ShardedEMA) -> Backups:
+    """Put the averages into the local shards, all or none of them."""
+    backups: Backups = {}
+    try:
+        for slot in ema.averages.slots:
+            live, shadow = slot.shard.local, slot.shadow
+            if slot.is_split:
+                backups[slot.shard.fqn] = live.clone()
+            elif live.dtype is shadow.dtype and live.device == shadow.device:
+                _exchange(live, shadow)
+                backups[slot.shard.fqn] = None
+            else:  # an exchange would round the average
+                backups[slot.shard.fqn] = live.clone()
+                live.copy_(shadow)
+        gather(ema.averages.slots, lambda slot: slot.shard.local)
+    except BaseException:
+        _leave(ema, backups)
+        raise
+    return backups
+
+
+def _leave(ema: ShardedEMA, backups: Backups) -> None:
+    for slot in ema.averages.slots:
+        if slot.shard.fqn in backups:
+            backup = backups[slot.shard.fqn]
+            if backup is None:
+                _exchange(slot.shard.local, slot.shadow)
+            else:
+                slot.shard.local.copy_(backup)
+
+
+def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchange the values of two tensors of one dtype and shape, through a bounded scratch."""
+    step = _SCRATCH_NBYTES // a.element_size()
+    pairs = [(a, b)]
+    if a.numel() > step and a.is_contiguous() and b.is_contiguous():
+        pairs = list(zip(torch.split(a.view(-1), step), torch.split(b.view(-1), step), strict=True))
+    for x, y in pairs:
+        kept = x.clone()
+        x.copy_(y)
+        y.copy_(kept)
+
+
+def _warn(ema: ShardedEMA) -> None:
+    if ema.num_updates == 0:
+        warnings.warn("swap() before the first update: the average is still the weights it began with", stacklevel=5)
+    elif ema.num_updates >= _MANY_UPDATES and ema.current_decay > 0 and _equals_live(ema.averages.slots):
+        warnings.warn(
+            f"after {ema.num_updates} updates the average equals the live weights in every element: do the weights"
+            " that the optimizer steps reach it?",
+            stacklevel=5,
+        )
+
+
+def _equals_live(slots: tuple[Slot, ...]) -> bool:
+    pairs = [(s.shadow, live_part(s, s.shard.local)) for s in slots if s.numel and s.shard.is_parameter]
+    return bool(pairs) and all(torch.equal(shadow, live.to(shadow.dtype)) for shadow, live in pairs)
