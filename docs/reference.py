@@ -1,0 +1,77 @@
+"""Write the generated pages anew, from the code: `python docs/reference.py`. A test keeps them current."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+import ema_ckpt  # noqa: E402
+from ema_ckpt.cli.reference import reference  # noqa: E402
+
+HEAD = """\
+# Python reference
+
+Made by `python docs/reference.py`. Every name here is imported from `ema_ckpt`; heavy modules are loaded when a name is
+first used. Errors derive from `EmaCkptError` and carry a `code`.
+"""
+
+
+def python_reference() -> str:
+    """Signature and docstring of every public name, functions first, then classes, then errors."""
+    public = {name: getattr(ema_ckpt, name) for name in ema_ckpt.__all__ if not name.startswith("_")}
+    names = sorted(public, key=lambda name: (rank(public[name]), name.lower()))
+    return "\n".join([HEAD, *("\n".join(entry(name, public[name])) for name in names)])
+
+
+def rank(value: object) -> int:
+    """Where a kind of name stands on the page."""
+    if not isinstance(value, type):
+        return 0
+    return 2 if issubclass(value, BaseException) else 1
+
+
+def entry(name: str, value: object) -> Iterator[str]:
+    """The section of one public name; of a class, its public methods and properties too."""
+    yield f"## {name}\n"
+    if rank(value) < 2:
+        yield f"```python\n{signature(name, value)}\n```\n"
+    yield prose(value)
+    if rank(value) == 1:
+        for member_name, member in vars(value).items():
+            if not member_name.startswith("_") and (callable(member) or isinstance(member, property)):
+                shown = member_name if isinstance(member, property) else signature(member_name, member)
+                yield f"`.{shown}`\n"
+                yield prose(member)
+
+
+def signature(name: str, value: object) -> str:
+    """`name(parameters)`, over several lines if it would be long."""
+    found = inspect.signature(value)  # type: ignore[arg-type]
+    kept = [p for p in found.parameters.values() if p.name != "self"]
+    flat = str(found.replace(parameters=kept))
+    if len(name) + len(flat) <= 100:
+        return name + flat
+    lines, named = [], False
+    for parameter in kept:
+        if parameter.kind is parameter.KEYWORD_ONLY and not named:
+            lines.append("    *,")
+        named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        lines.append(f"    {parameter},")
+    return "\n".join([f"{name}(", *lines, ")" + flat.rpartition(")")[2]])
+
+
+def prose(value: object) -> str:
+    """A docstring as it stands, so that its own layout is kept."""
+    text = inspect.getdoc(value) or ""
+    head, _, rest = text.partition("\n\n")
+    return f"{head}\n" + (f"\n```text\n{rest}\n```\n" if rest else "")
+
+
+if __name__ == "__main__":
+    (DOCS / "cli.md").write_text(reference(), encoding="utf-8")
+    (DOCS / "python.md").write_text(python_reference(), encoding="utf-8")
