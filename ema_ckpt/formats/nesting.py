@@ -109,17 +109,21 @@ class _Walk:
 
     def _weigh(self, value: object) -> None:
         """Count what is in a leaf, as whoever writes it will meet it; tensors in places without a path are refused."""
-        todo = [] if self.is_tensor(value) else [value]
+        todo: list[tuple[object, int]] = [] if self.is_tensor(value) else [(value, 0)]
         while todo:
-            inner = todo.pop()
-            if isinstance(inner, dict):
-                todo.extend(inner)
-                todo.extend(inner.values())
-            elif isinstance(inner, list | tuple | set | frozenset):
-                todo.extend(inner)
-            elif self.is_tensor(inner):
-                raise SourceError("unsupported", "a tensor lies in a set or is the key of a dict")
+            inner, depth = todo.pop()
             self.spend(1)
+            if depth > _MAX_DEPTH:
+                raise SourceError("unsupported", f"containers are nested more than {_MAX_DEPTH} deep")
+            if self.is_tensor(inner):
+                raise SourceError("unsupported", "a tensor lies in a set or is the key of a dict")
+            todo += [(part, depth + 1) for part in _parts(inner)]
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list | tuple | set | frozenset) else ()
 
 
 def _inside(value: object, lists_only: bool) -> Iterable[object]:

@@ -15,7 +15,7 @@ from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, chec
 from ema_ckpt.errors import SourceError, UnsafeError, shown
 from ema_ckpt.files import Files
 from ema_ckpt.formats import record
-from ema_ckpt.formats.globals import Global, Opaque, is_executor
+from ema_ckpt.formats.globals import Global, Maker, Opaque, is_executor
 from ema_ckpt.formats.nesting import flatten
 from ema_ckpt.formats.tensorpickle import TensorRef, load_value
 from ema_ckpt.formats.torchzip import Archive, read_archive
@@ -43,42 +43,71 @@ class Refused(Opaque):
         self.reason = reason
 
 
-def _tolerate(found: Global) -> None:
-    """Give globals that stop a strict reader a stand-in that tells why, so that the rest can be listed."""
-    make = found.make
-    if (found.module, found.name) == ("torch._tensor", "_rebuild_from_type_v2"):
-        found.make = lambda *args: make(*args) if make and _is_readable(args) else _subclass(found, args)
-    elif found.module == "torch._utils" and found.name.startswith("_rebuild_") and found.name not in _REBUILDERS:
-        reason = f"it is stored in a form that ema_ckpt does not read (torch._utils.{found.name})"
-        found.make = lambda *args: Refused(found, "unsupported", reason, args)
-    elif (found.module, found.name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
-        found.make = lambda *args: _attribute(found, args)
-    elif make is None and is_executor(found.module, found.name):
-        found.make = lambda *args: _unsafe(found, args)
+class _Tolerance:
+    """Gives globals that stop a strict reader a stand-in that tells why, so that the rest can be listed.
+
+    `unsafe` are all that would have been called, those included whose result the pickle throws away.
+    """
+
+    def __init__(self) -> None:
+        self.unsafe: list[Refused] = []
+
+    def prepare(self, found: Global) -> None:
+        """Put a stand-in for `found` where one is needed."""
+        key = (found.module, found.name)
+        if found.module == "torch._utils" and found.name in _REBUILDERS and found.make:
+            found.make = _naming_refusals(found, found.make)
+        elif key == ("torch._tensor", "_rebuild_from_type_v2"):
+            found.make = lambda *args: _subclass(found, args)
+        elif found.module == "torch._utils" and found.name.startswith("_rebuild_"):
+            reason = f"it is stored in a form that ema_ckpt does not read (torch._utils.{found.name})"
+            found.make = lambda *args: Refused(found, "unsupported", reason, args)
+        elif key in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            found.make = lambda *args: self._attribute(found, args)
+        elif found.make is None and is_executor(*key):
+            found.make = lambda *args: self._refuse(found, args)
+
+    def _refuse(self, found: Global, args: tuple[object, ...]) -> Refused:
+        reason = f"unpickling would call {found.module}.{found.name}"
+        self.unsafe.append(Refused(found, "unsafe-pickle", reason, args))
+        return self.unsafe[-1]
+
+    def _attribute(self, found: Global, args: tuple[object, ...]) -> object:
+        """Protocol 2 writes a class inside a class as `getattr(Outer, "Inner")`: here it is no more than a name."""
+        if len(args) != 2 or not isinstance(args[0], Global) or not isinstance(args[1], str):
+            return self._refuse(found, args)
+        inner = Global(args[0].module, f"{args[0].name}.{args[1]}", None)
+        if is_executor(inner.module, inner.name):
+            inner.make = lambda *given: self._refuse(inner, given)
+        return inner
 
 
-def _unsafe(found: Global, args: tuple[object, ...]) -> Refused:
-    return Refused(found, "unsafe-pickle", f"unpickling would call {found.module}.{found.name}", args)
+def _naming_refusals(found: Global, make: Maker) -> Maker:
+    """`make`, but a tensor in a form that is not read (lazily conjugated, say) is refused once its name is known."""
+
+    def rebuild(*args: object) -> object:
+        try:
+            return make(*args)
+        except SourceError as error:
+            if error.code != "unsupported":
+                raise
+            return Refused(found, error.code, str(error), args)
+
+    return rebuild
 
 
-def _attribute(found: Global, args: tuple[object, ...]) -> object:
-    """Protocol 2 writes a class inside a class as `getattr(Outer, "Inner")`: here it is no more than a name."""
-    if len(args) != 2 or not isinstance(args[0], Global) or not isinstance(args[1], str):
-        return _unsafe(found, args)
-    inner = Global(args[0].module, f"{args[0].name}.{args[1]}", None)
-    if is_executor(inner.module, inner.name):
-        inner.make = lambda *given: _unsafe(inner, given)
-    return inner
-
-
-def _is_readable(args: tuple[object, ...]) -> bool:
-    return bool(args) and isinstance(args[0], Global) and args[0].name in _REBUILDERS
-
-
-def _subclass(found: Global, args: tuple[object, ...]) -> Refused:
-    kind = args[1] if len(args) > 1 else None
-    named = f"{kind.module}.{kind.name}" if isinstance(kind, Global) else "unknown class"
-    reason = f"it is a tensor subclass ({named}); save plain tensors, or save through torch.distributed.checkpoint"
+def _subclass(found: Global, args: tuple[object, ...]) -> object:
+    """`_rebuild_from_type_v2(function, class, args, state)`: strided data under a class that is only named."""
+    match args:
+        case [Global(module="torch._utils", make=make) as function, _, tuple() as given, _] if (
+            make is not None and function.name in _REBUILDERS
+        ):
+            return make(*given)
+        case [_, Global(module=module, name=name), *_]:
+            kind = f"{module}.{name}"
+        case _:
+            kind = "of an unknown class"
+    reason = f"it is a tensor subclass ({kind}); save plain tensors, or save through torch.distributed.checkpoint"
     return Refused(found, "unsupported", reason, args)
 
 
@@ -120,8 +149,10 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
     """
     file = names[0]
     archive = _open_archive(source, file)
-    leaves, nesting = _leaves(archive)
+    tolerance = _Tolerance()
+    leaves, nesting = _leaves(archive, tolerance)
     tensors, objects, warnings = _sort(archive, leaves)
+    _refuse_discarded(tolerance.unsafe, objects, file)
     digests = _digests(archive, tensors)
     return Catalog(
         path=path,
@@ -168,9 +199,9 @@ def _refuse_other_forms(first: bytes, file: str) -> None:
     raise SourceError("bad-header", f"{file}: not a file of torch.save: it does not begin as a zip does", file=file)
 
 
-def _leaves(archive: Archive) -> tuple[list[tuple[Path, object]], object]:
+def _leaves(archive: Archive, tolerance: _Tolerance) -> tuple[list[tuple[Path, object]], object]:
     where, data = archive.file, archive.read("data.pkl")
-    root = _load(data, where)
+    root = _load(data, where, tolerance)
     if isinstance(root, Refused):
         _refuse(root, "the checkpoint", where)
     if isinstance(root, Opaque):
@@ -187,9 +218,9 @@ def _leaves(archive: Archive) -> tuple[list[tuple[Path, object]], object]:
     return [(path, value) for path, value in leaves if path], nesting
 
 
-def _load(data: bytes, where: str) -> object:
+def _load(data: bytes, where: str, tolerance: _Tolerance) -> object:
     try:
-        return load_value(data, where, prepare=_tolerate)
+        return load_value(data, where, prepare=tolerance.prepare)
     except UnsafeError:
         raise
     except SourceError:
@@ -262,6 +293,14 @@ def _warnings(name: str, value: object, file: str) -> Iterator[Warn]:
         held = sum(isinstance(inner, TensorRef) for inner in _within(value))
         lost = f"; {held} tensors in it are not read" if held else ""
         yield Warn("opaque", f"{name!r} holds a {opaque.module}.{opaque.name}, unknown to ema_ckpt{lost}")
+
+
+def _refuse_discarded(unsafe: Sequence[Refused], objects: Sequence[Object], file: str) -> None:
+    """A call whose result is in no object was hidden on purpose."""
+    listed = {id(inner) for item in objects for inner in _within(item.inline)} if unsafe else set()
+    for found in unsafe:
+        if id(found) not in listed:
+            _refuse(found, "the pickle throws away what it calls", file)
 
 
 def _caller_of_tensors(value: object) -> Opaque | None:

@@ -335,6 +335,13 @@ def _int_line(machine: Machine) -> object:
     return {"00": False, "01": True}[text] if text in ("00", "01") else int(text)
 
 
+def _quoted(machine: Machine) -> object:
+    text = machine.line("latin-1")
+    if "\\" in text:
+        raise SourceError("unsupported", "a text of pickle protocol 0 has escapes")
+    return text[1:-1]
+
+
 _OPCODES: dict[bytes, Callable[[Machine], None]] = {
     b"\x80": _proto,
     b"\x95": _frame,
@@ -363,6 +370,7 @@ _OPCODES: dict[bytes, Callable[[Machine], None]] = {
     b"\x96": _push(_raw(_U8, bytearray)),
     b"T": _push(_raw(_I4)),
     b"U": _push(_raw(_U1)),
+    b"S": _push(_quoted),
     b"V": _push(lambda m: m.line("raw-unicode-escape")),
     b"N": _push(_constant(None)),
     b"\x88": _push(_constant(True)),

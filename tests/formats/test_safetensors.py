@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from ema_ckpt.catalog import Object
 from ema_ckpt.errors import EmaCkptError, SourceError, TargetError, UnsafeError
 from ema_ckpt.files import LocalFiles
-from ema_ckpt.formats import record
 from ema_ckpt.formats import safetensors as format_module
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.formats.safetensors import open_safetensors
@@ -230,37 +229,6 @@ def test_ties_that_save_model_recorded_are_known(tmp_path):
     fresh["b"].weight = fresh["a"].weight
     assert safetensors.torch.load_model(fresh, str(tmp_path / "w.safetensors")) == (set(), [])
     assert same(fresh["b"].weight, model["a"].weight)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-        lambda inner: (
-            st.lists(inner)
-            | st.lists(inner).map(tuple)
-            | st.dictionaries(st.text() | st.integers() | st.tuples(st.text()), inner)
-        ),
-        max_leaves=12,
-    )
-)
-def test_plain_values_are_restored_exactly(value):
-    try:
-        text = json.dumps(record.encode(value), allow_nan=False)
-    except TypeError as error:
-        assert "Unicode" in str(error)
-        return
-    back = record.decode(record.load_json(text, "f"))
-    assert repr(back) == repr(value)
-
-
-def test_what_is_not_plain_is_refused_by_type():
-    with pytest.raises(TypeError, match="type Tensor"):
-        record.encode({"a": [torch.zeros(1)]})
-    endless: list = []
-    endless.append(endless)
-    with pytest.raises(TypeError, match="contains itself"):
-        record.encode(endless)
 
 
 # --- reading, with safetensors as the oracle --------------------------------------------------------------
