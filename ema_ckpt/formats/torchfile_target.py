@@ -17,6 +17,7 @@ from ema_ckpt.formats import record
 from ema_ckpt.formats.nesting import Nesting, renest
 from ema_ckpt.formats.picklewriter import dumps
 from ema_ckpt.formats.tensorpickle import StorageRef, TensorRef
+from ema_ckpt.formats.ties import drop_ties
 from ema_ckpt.formats.torchzip import Member, ZipLayout
 from ema_ckpt.target import Entry, Frame, Piece
 
@@ -94,25 +95,16 @@ def lay_out(
     """
     entries = tuple(entries)
     _refuse_unfit(entries, objects)
-    stored: dict[object, Entry] = {}
-    for entry in entries:
-        stored.setdefault(_identity(entry, expand_ties), entry)
-    keys = {identity: str(index) for index, identity in enumerate(stored)}
-    keeper = {entry.name: stored[_identity(entry, expand_ties)].name for entry in entries}
+    stored, ties = (list(entries), {}) if expand_ties else drop_ties(entries)
+    keeper = {entry.name: ties.get(entry.name, entry.name) for entry in entries}
+    keys = {entry.name: str(index) for index, entry in enumerate(stored)}
     leaves: list[tuple[tuple[str | int, ...], object]] = [
-        (entry.path if nesting is not None else (entry.name,), _ref(entry, keys[_identity(entry, expand_ties)]))
+        (entry.path if nesting is not None else (entry.name,), _ref(entry, keys[keeper[entry.name]]))
         for entry in entries
     ]
     leaves += [(item.path if nesting is not None else (item.name,), item.inline) for item in objects]
     pickle = dumps(renest(leaves, nesting or Nesting()))
-    return TorchTarget(entries, tuple(stored.values()), keeper, pickle)
-
-
-def _identity(entry: Entry, expand_ties: bool) -> object:
-    """Equal for entries that are the same view of the same storage, in the same dtype: ties."""
-    if entry.source.storage is None or expand_ties:
-        return entry.name
-    return (entry.source.storage, entry.source.shape, entry.source.dtype.name, entry.dtype.name)
+    return TorchTarget(entries, tuple(stored), keeper, pickle)
 
 
 def _ref(entry: Entry, key: str) -> TensorRef:
