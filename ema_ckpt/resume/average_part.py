@@ -1,0 +1,123 @@
+"""Restoring averages: from weights of their own, or from the restored live weights where there are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ema_ckpt.catalog import Object, Tensor
+from ema_ckpt.ema.averages import live_part
+from ema_ckpt.ema.state import parse_config
+from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.resume.leaves import pieces
+from ema_ckpt.resume.matching import Match, Target, match
+from ema_ckpt.resume.parts import Part, Staged, put, refuse_unfit, stage_pairs, tensors_of
+from ema_ckpt.resume.sources import Checkpoint, average_tree, setting
+
+if TYPE_CHECKING:
+    from ema_ckpt.ema.manager import ShardedEMA
+    from ema_ckpt.trees import Tree
+
+__all__ = ["AveragePart"]
+
+_COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
+_COMPARED = ("schedule", "decay", "every", "dtype", "compensate", "rounding", "buffers")
+
+
+class AveragePart(Part):
+    """The averages of one manager. `name` is that among several managers, or empty."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, manager: ShardedEMA, name: str, *, foreign: bool, strict: bool, seed: bool
+    ) -> None:
+        self._label = f"ema.{name}" if name else "ema"
+        tree = average_tree(checkpoint, self._label, foreign=foreign)
+        super().__init__([] if tree is None or foreign else [tree.name])
+        self._checkpoint, self._manager, self._tree = checkpoint, manager, tree
+        self._state = manager.state_dict()
+        self._weights, self._residuals = Match(f"{self._label}.weights"), Match(f"{self._label}.residual")
+        self._staged: Staged = []
+        self._settings: Mapping[str, Any] = {}
+        if tree is None:
+            self._refuse_unless(seed)
+        else:
+            self._compare(tree, strict=strict)
+
+    def _refuse_unless(self, seed: bool) -> None:
+        where = self._checkpoint.where
+        if not seed:
+            raise SourceError(
+                "unknown-tree",
+                f"{where}: holds no averages {self._label!r}; its trees are "
+                f"{shown([tree.name for tree in self._checkpoint.trees])}. Pass ema_path=, or missing_ema='seed' to "
+                "start from the restored live weights",
+            )
+        self.seeded += [f"{self._label}.weights.{slot.shard.fqn}" for slot in self._manager.averages.slots]
+        self.warnings.append(f"{where} holds no averages {self._label!r}: they start from the restored live weights")
+
+    def _compare(self, tree: Tree, *, strict: bool) -> None:
+        stored = dict(tree.weights)
+        self._weights = match(self._weights.tree, self._targets("weights"), stored, strict=strict)
+        # Buffers that are not averaged have no value of their own here: the live ones count.
+        known = {h.shard.fqn for h in self._manager.averages.live_buffers}
+        own = {stored[name].name for name in stored if name in known}
+        self._weights.unexpected = [name for name in self._weights.unexpected if name not in own]
+        inside = {
+            name.removeprefix("residual."): t for name, t in tensors_of(tree).items() if name.startswith("residual.")
+        }
+        self._residuals = match(self._residuals.tree, self._targets("residual"), inside, strict=strict)
+        for found in (self._weights, self._residuals):
+            found.unexpected = found.unexpected if found is self._weights else []
+            refuse_unfit(self._checkpoint.where, found, strict=strict and found is self._weights)
+            self.note(found)
+        self.seeded += [self._weights.full(target) for target in self._weights.missing]
+
+    def _targets(self, part: str) -> list[Target]:
+        values = self._state.get(part, {})
+        shards = [slot.shard for slot in self._manager.averages.slots if slot.shard.fqn in values]
+        return [Target((shard.fqn, *shard.aliases), pieces(values[shard.fqn])) for shard in shards]
+
+    def read(self) -> None:
+        """Read averages, residuals and settings."""
+        if self._tree is None:
+            return
+        self._staged = [
+            pair for found in (self._weights, self._residuals) for pair in stage_pairs(self._checkpoint, found)
+        ]
+        self._settings = _settings(self._checkpoint, self._tree.settings)
+        now, then = json.loads(self._state["config"]), self._settings["config"]
+        changed = {key: (then[key], now[key]) for key in _COMPARED if key in then and then[key] != now.get(key)}
+        self.changed_settings.update({f"{self._label}.{key}": values for key, values in changed.items()})
+
+    def write(self) -> None:
+        """Write averages and counter."""
+        if self._tree is None:
+            return
+        put(self._staged)
+        found = {target.names[0] for target, _ in self._residuals.pairs}
+        residual = {fqn: value for fqn, value in self._state.get("residual", {}).items() if fqn in found}
+        self._manager.load_state_dict({**self._settings, "weights": self._state["weights"], "residual": residual})
+
+    def finish(self) -> None:
+        """Set what has no averages to the live weights, which are in place by now."""
+        if self._tree is None:
+            self._manager.reset()
+        missing = {target.names[0] for target in self._weights.missing}
+        with torch.no_grad():
+            for slot in self._manager.averages.slots:
+                if slot.shard.fqn in missing:
+                    slot.shadow.copy_(live_part(slot, slot.shard.local))
+
+
+def _settings(checkpoint: Checkpoint, settings: Mapping[str, Tensor | Object]) -> dict[str, Any]:
+    """Counter and configuration, as far as the source has them."""
+    count = setting(checkpoint.source, settings, *_COUNTERS)
+    seen = setting(checkpoint.source, settings, "samples_seen")
+    return {
+        "num_updates": int(count or 0),
+        "samples_seen": int(seen or 0),
+        "config": parse_config(setting(checkpoint.source, settings, "config")),
+    }

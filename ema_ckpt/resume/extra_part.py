@@ -1,0 +1,67 @@
+"""Restoring whatever else was saved: plain values come back in the report, stateful objects take theirs in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ema_ckpt.catalog import Object, Tensor
+from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.resume.parts import Part
+from ema_ckpt.resume.rng import RngState
+from ema_ckpt.resume.sources import Checkpoint, nested
+
+__all__ = ["ExtraPart"]
+
+
+class ExtraPart(Part):
+    """The values under `extra`."""
+
+    def __init__(self, checkpoint: Checkpoint, extra: Mapping[str, Any], *, strict: bool) -> None:
+        super().__init__(["extra"])
+        self._checkpoint, self._wanted = checkpoint, extra
+        items: list[Tensor | Object] = [*checkpoint.catalog.tensors, *checkpoint.catalog.objects]
+        self._stored = nested(
+            [(item.path[1:], item) for item in items if item.path[0] == "extra" and len(item.path) > 1]
+        )
+        empty = [name for name in extra if name not in self._stored]
+        if empty and strict:
+            raise SourceError(
+                "incomplete",
+                f"{checkpoint.where}: nothing was restored: it lacks {shown([f'extra.{name}' for name in empty])}; "
+                "strict=False restores the rest",
+            )
+        self.missing += [f"extra.{name}" for name in empty]
+        self.unexpected += [f"extra.{name}" for name in self._stored if name not in extra]
+        self._values: dict[str, Any] = {}
+
+    def read(self) -> None:
+        """Read the values that were asked for."""
+        for name, value in self._wanted.items():
+            if name not in self._stored:
+                continue
+            stored = self._stored[name]
+            if isinstance(value, RngState):
+                dropped = value.dropped(stored)
+                self.unexpected += [f"extra.{name}.{key}" for key in dropped]
+                self.warnings += value.warnings(name, stored)
+            self._values[name] = self._loaded(stored)
+            self.loaded.append(f"extra.{name}")
+
+    def _loaded(self, stored: Any) -> Any:
+        if isinstance(stored, Tensor):
+            return self._checkpoint.source.read_whole(stored)
+        if isinstance(stored, Object):
+            return self._checkpoint.source.load(stored)
+        inner = {key: self._loaded(item) for key, item in stored.items()}
+        return [inner[key] for key in sorted(inner)] if inner and all(isinstance(k, int) for k in inner) else inner
+
+    def write(self) -> None:
+        """Hand values to stateful objects, the rest to the report."""
+        for name, value in self._values.items():
+            wanted = self._wanted[name]
+            if hasattr(wanted, "load_state_dict"):
+                wanted.load_state_dict(value)
+                self.extra[name] = wanted
+            else:
+                self.extra[name] = value

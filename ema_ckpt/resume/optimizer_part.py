@@ -1,0 +1,146 @@
+"""Restoring optimizers: state and options by parameter name, without a dummy step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ema_ckpt.box import Box, whole
+from ema_ckpt.catalog import Object, Tensor
+from ema_ckpt.ema.shards import Shard, census
+from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.resume.leaves import pieces
+from ema_ckpt.resume.optimizer import Optimizers, fill, listed, make_state, optimizer_tree
+from ema_ckpt.resume.parts import Part
+from ema_ckpt.resume.sources import Checkpoint, optimizer_entries
+
+__all__ = ["OptimizerPart"]
+
+
+class OptimizerPart(Part):
+    """State and options of optimizers."""
+
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module, optimizers: Optimizers, *, strict: bool) -> None:
+        super().__init__(["optimizer"])
+        self._checkpoint, self._model, self._optimizers = checkpoint, model, listed(optimizers)
+        self._shards = {name: h.shard for h in census(model).parameters for name in (h.shard.fqn, *h.shard.aliases)}
+        entries = optimizer_entries(checkpoint)
+        self._stored: dict[str, dict[str, Any]] = {}
+        for name, values in entries.get("state", {}).items():
+            self._take(name, values)
+        self._groups = [entries["param_groups"][index] for index in sorted(entries.get("param_groups", {}))]
+        self._order: list[int] = []
+        self._values: dict[str, dict[str, Any]] = {}
+        self._options: list[dict[str, Any]] = []
+        self._check(strict=strict)
+
+    def _take(self, name: str, values: Mapping[str, Any]) -> None:
+        shard = self._shards.get(name)
+        if shard is None:
+            self.unexpected += [f"optimizer.state.{name}.{key}" for key in values]
+        else:
+            self._stored[shard.fqn] = dict(values)
+            self.loaded += [f"optimizer.state.{shard.fqn}.{key}" for key in values]
+
+    def _check(self, *, strict: bool) -> None:
+        where = self._checkpoint.where
+        if self.unexpected and strict:
+            raise SourceError(
+                "incomplete",
+                f"{where}: nothing was restored: it has {shown(self.unexpected)}, whose parameters this model lacks",
+            )
+        live = optimizer_tree(self._model, self._optimizers)["param_groups"]
+        if len(live) != len(self._groups):
+            raise SourceError(
+                "index-mismatch",
+                f"{where}: nothing was restored: {len(self._groups)} parameter groups there, {len(live)} here",
+            )
+
+    def read(self) -> None:
+        """Read state and options, and find the group that each saved one is here."""
+        self._values = {
+            fqn: {name: self._read(self._shards[fqn], value) for name, value in values.items()}
+            for fqn, values in self._stored.items()
+        }
+        saved = [{str(key): self._load(value) for key, value in group.items()} for group in self._groups]
+        self._options = self._arranged(saved)
+
+    def _read(self, shard: Shard, value: Any) -> Any:
+        """A state entry: boxes with host values if it has the parameter's shape, else the whole value."""
+        if isinstance(value, Tensor):
+            boxes = _boxes(shard, value)
+            return _Staged(value.shape, list(zip(boxes, self._checkpoint.source.read(value, boxes), strict=True)))
+        return self._load(value)
+
+    def _load(self, value: Any) -> Any:
+        source = self._checkpoint.source
+        if isinstance(value, Tensor):
+            return source.read_whole(value)
+        if isinstance(value, Object):
+            return source.load(value)
+        if isinstance(value, Mapping):
+            inner = {key: self._load(item) for key, item in value.items()}
+            return [inner[key] for key in sorted(inner)] if inner and all(isinstance(k, int) for k in inner) else inner
+        return value
+
+    def _arranged(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The saved groups in the order of the live ones, paired by the parameters in them."""
+        live = optimizer_tree(self._model, self._optimizers)["param_groups"]
+        left = [(self._names(group.get("params", [])), group) for group in saved]
+        arranged: list[dict[str, Any]] = []
+        for number, group in enumerate(live):
+            names = self._names(group["params"])
+            index = next((i for i, (there, _) in enumerate(left) if there == names), None)
+            if index is None:
+                raise SourceError(
+                    "index-mismatch",
+                    f"{self._checkpoint.where}: nothing was restored: no saved parameter group has the parameters of "
+                    f"group {number} here, {shown(sorted(names))}",
+                )
+            arranged.append(left.pop(index)[1])
+        return arranged
+
+    def _names(self, params: list[str]) -> frozenset[str]:
+        return frozenset(self._shards[name].fqn if name in self._shards else name for name in params)
+
+    def write(self) -> None:
+        """Put state and options in place; state that the checkpoint lacks is dropped."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        wanted = {
+            fqn: {name: value.kind if isinstance(value, _Staged) else value for name, value in values.items()}
+            for fqn, values in self._values.items()
+        }
+        make_state(self._model, self._optimizers, wanted)
+        tree = optimizer_tree(self._model, self._optimizers)
+        with torch.no_grad():
+            for view, value in self._pairs(tree["state"]):
+                view.copy_(value)
+        fill(self._optimizers, self._options)
+
+    def _pairs(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for fqn, values in self._values.items():
+            for name, value in values.items():
+                if isinstance(value, _Staged) and name in state.get(fqn, {}):
+                    staged = dict(value.parts)
+                    yield from ((view, staged[box]) for box, view in pieces(state[fqn][name]).held)
+
+
+class _Staged:
+    """A tensor of optimizer state that was read: global shape, and values by box."""
+
+    def __init__(self, shape: tuple[int, ...], parts: list[tuple[Box, torch.Tensor]]) -> None:
+        self.parts = parts
+        self._shape = shape
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype."""
+        return self._shape, self.parts[0][1].dtype
+
+
+def _boxes(shard: Shard, stored: Tensor) -> list[Box]:
+    return list(shard.boxes) if stored.shape == shard.shape and stored.shape else [whole(stored.shape)]

@@ -1,0 +1,124 @@
+"""What all parts of a training state have in common when they are restored, and the part of live weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ema_ckpt.catalog import Tensor
+from ema_ckpt.ema.shards import census
+from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.resume.leaves import pieces
+from ema_ckpt.resume.live import published, set_extra_state
+from ema_ckpt.resume.matching import Match, Target, match
+from ema_ckpt.resume.sources import Checkpoint, live_tree_of
+from ema_ckpt.trees import Tree
+
+__all__ = ["LivePart", "Part", "Staged", "put", "refuse_unfit", "stage_pairs", "tensors_of"]
+
+Staged = list[tuple[torch.Tensor, torch.Tensor]]  # live view, host value
+
+
+class Part:
+    """One part of the state. Making it compares; `read` stages values; `write` and `finish` put them in place."""
+
+    def __init__(self, trees: Iterable[str] = ()) -> None:
+        self.trees = list(trees)
+        self.loaded: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.seeded: list[str] = []
+        self.renamed: dict[str, str] = {}
+        self.changed_settings: dict[str, tuple[Any, Any]] = {}
+        self.extra: dict[str, Any] = {}
+        self.warnings: list[str] = []
+
+    def read(self) -> None:
+        """Read what this rank needs into host memory."""
+
+    def write(self) -> None:
+        """Put what was read in place."""
+
+    def finish(self) -> None:
+        """What can only be done when all parts are in place."""
+
+    def note(self, found: Match) -> None:
+        """Take a comparison's findings into the report."""
+        self.loaded += [found.full(target) for target, _ in found.pairs]
+        self.unexpected += found.unexpected
+        self.renamed.update(found.renamed)
+        self.warnings += found.warnings
+
+
+def refuse_unfit(where: str, found: Match, *, strict: bool) -> None:
+    """Refuse a comparison with misfits, or under `strict` with missing or unexpected names.
+
+    Raises:
+        SourceError: `index-mismatch` or `incomplete`.
+    """
+    if found.misfits:
+        more = f" and {len(found.misfits) - 10} more" if len(found.misfits) > 10 else ""
+        raise SourceError("index-mismatch", f"{where}: nothing was restored: {'; '.join(found.misfits[:10])}{more}")
+    if not strict or not (found.missing or found.unexpected):
+        return
+    missing = [found.full(target) for target in found.missing]
+    said = [f"it lacks {shown(missing)}"] if missing else []
+    said += [f"it has {shown(found.unexpected)}, which this state has not"] if found.unexpected else []
+    raise SourceError(
+        "incomplete", f"{where}: nothing was restored: {' and '.join(said)}; strict=False restores the rest"
+    )
+
+
+def stage_pairs(checkpoint: Checkpoint, found: Match) -> Staged:
+    """Read the boxes that this rank holds of every pair."""
+    staged: Staged = []
+    for target, tensor in found.pairs:
+        boxes = [box for box, _ in target.pieces.held]
+        values = checkpoint.source.read(tensor, boxes)
+        staged += [(view, value) for (_, view), value in zip(target.pieces.held, values, strict=True)]
+    return staged
+
+
+def put(staged: Staged) -> None:
+    """Copy staged values into place."""
+    with torch.no_grad():
+        for view, value in staged:
+            view.copy_(value)
+
+
+class LivePart(Part):
+    """Parameters, persistent buffers and extra state of the model."""
+
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module, *, strict: bool) -> None:
+        tree = live_tree_of(checkpoint)
+        super().__init__([tree.name])
+        self._checkpoint, self._model = checkpoint, model
+        found = census(model)
+        held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
+        targets = [Target((h.shard.fqn, *h.shard.aliases), pieces(published(h.shard))) for h in held]
+        self._match = match("model", targets, {**tensors_of(tree), **tree.weights}, strict=strict)
+        refuse_unfit(checkpoint.where, self._match, strict=strict)
+        self.note(self._match)
+        self.missing += [self._match.full(target) for target in self._match.missing]
+        objects = {item.name.removeprefix(f"{tree.name}."): item for item in tree.objects}
+        self._extra_state = {name: item for name, item in objects.items() if name.endswith("_extra_state")}
+        self._staged: Staged = []
+        self._values: dict[str, Any] = {}
+
+    def read(self) -> None:
+        """Read the live weights."""
+        self._staged = stage_pairs(self._checkpoint, self._match)
+        self._values = {name: self._checkpoint.source.load(item) for name, item in self._extra_state.items()}
+
+    def write(self) -> None:
+        """Write the live weights."""
+        put(self._staged)
+        set_extra_state(self._model, self._values)
+
+
+def tensors_of(tree: Tree) -> dict[str, Tensor]:
+    """Every tensor of a tree by its name inside."""
+    return {tensor.name.removeprefix(f"{tree.name}.") if tree.name else tensor.name: tensor for tensor in tree.tensors}

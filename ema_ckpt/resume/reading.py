@@ -1,0 +1,99 @@
+"""Boxes of stored tensors, and stored objects, as host values: whatever the format, and without running code."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ema_ckpt.box import Box, whole
+from ema_ckpt.catalog import Catalog, Object, Tensor
+from ema_ckpt.checks import Checks
+from ema_ckpt.coverage import prove
+from ema_ckpt.errors import SourceError
+from ema_ckpt.regions import BandCutter, BandReader, find_runs, find_shares
+
+__all__ = ["Source"]
+
+_BAND_NBYTES = 8 << 20
+
+
+class Source:
+    """A catalog from which tensors are read box by box. Whatever is read whole is compared with its checksum."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._checks = Checks(catalog.source, enabled=True)
+        self._bands = BandReader(catalog.source, self._checks, _BAND_NBYTES)
+
+    def read(self, tensor: Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        """One host tensor for each box, in the stored dtype.
+
+        Raises:
+            SourceError: `missing-file truncated-file checksum hole …`, naming tensor and file.
+        """
+        kind = _dtype(tensor)
+        found = [torch.empty(box.sizes, dtype=kind) for box in boxes]
+        if any(box.numel for box in boxes):
+            picked = prove(tensor)
+            payloads = self.catalog.reader.payloads(tensor)
+            for box, into in zip(boxes, found, strict=True):
+                if box.numel:
+                    self._fill(tensor, find_shares(tensor, payloads, picked, box), box, _bytes_of(into))
+        return found
+
+    def read_whole(self, tensor: Tensor) -> torch.Tensor:
+        """The whole tensor on the host."""
+        return self.read(tensor, [whole(tensor.shape)])[0]
+
+    def load(self, item: Object) -> Any:
+        """A stored object.
+
+        Raises:
+            SourceError: `unsafe-pickle` if it needs more than plain values and tensors.
+        """
+        if item.is_inline:
+            return item.inline
+        if self.catalog.format != "dcp":
+            return self.catalog.reader.load(item)
+        data = self.catalog.source.read(item.file, item.offset, item.nbytes)
+        try:
+            return torch.load(io.BytesIO(data), weights_only=True)
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise SourceError(
+                "unsafe-pickle",
+                f"{item.file}: object {item.name!r} holds more than plain values: {reason}",
+                file=item.file,
+            ) from error
+
+    def _fill(self, tensor: Tensor, shares: Sequence[Any], box: Box, out: memoryview) -> None:
+        itemsize = tensor.dtype.itemsize
+        runs = find_runs(shares, box, itemsize)
+        if runs is None:
+            cutter, at = BandCutter(box, itemsize, _BAND_NBYTES), 0
+            for index in range(cutter.count):
+                band = cutter.band(index)
+                nbytes = band.numel * itemsize
+                self._bands.read(tensor, shares, band, out[at : at + nbytes])
+                at += nbytes
+            return
+        for run in runs:
+            part = out[run.dest : run.dest + run.nbytes]
+            self.catalog.source.read_into(run.payload.file, run.payload.offset + run.start, part)
+            self._checks.read(tensor.name, run.payload, run.start, run.nbytes, zlib.crc32(part))
+
+
+def _dtype(tensor: Tensor) -> torch.dtype:
+    found = getattr(torch, tensor.dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise SourceError("unsupported", f"{tensor.name!r}: this torch has no {tensor.dtype.name}", tensor=tensor.name)
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    data: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(data)

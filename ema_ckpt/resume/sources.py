@@ -1,0 +1,117 @@
+"""Where each tree to restore lies in a checkpoint: ours, a hand-made DCP, or anybody's file of averages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ema_ckpt.catalog import Object, Tensor
+from ema_ckpt.errors import UsageError, shown
+from ema_ckpt.naming import EMA, LIVE, OPTIMIZER
+from ema_ckpt.resume.reading import Source
+from ema_ckpt.trees import Tree, trees
+
+__all__ = ["Checkpoint", "average_tree", "live_tree_of", "nested", "optimizer_entries", "setting"]
+
+Nested = dict[str | int, Any]
+
+
+class Checkpoint:
+    """An opened checkpoint: its trees, and a source to read them from."""
+
+    def __init__(self, path: str) -> None:
+        from ema_ckpt.opening import open_catalog
+
+        self.catalog = open_catalog(path)
+        self.source = Source(self.catalog)
+        self.trees = trees(self.catalog)
+
+    @property
+    def where(self) -> str:
+        """The checkpoint as messages name it."""
+        return self.catalog.resolved
+
+    def close(self) -> None:
+        """Close its files."""
+        self.catalog.source.close()
+
+
+def live_tree_of(checkpoint: Checkpoint) -> Tree:
+    """The tree of live weights: `model`, or the only one.
+
+    Raises:
+        UsageError: `unknown-tree` or `ambiguous-tree`.
+    """
+    return _one_of(checkpoint, [tree for tree in checkpoint.trees if tree.role == LIVE], "model", "live weights")
+
+
+def average_tree(checkpoint: Checkpoint, name: str, *, foreign: bool) -> Tree | None:
+    """The tree of averages called `name`, or the only one; in a separate file that has none, its only weights.
+
+    Returns:
+        None if the checkpoint has no averages.
+
+    Raises:
+        UsageError: `ambiguous-tree`.
+    """
+    found = [tree for tree in checkpoint.trees if tree.role == EMA]
+    if not found and foreign:
+        return _one_of(
+            checkpoint, [tree for tree in checkpoint.trees if tree.role != OPTIMIZER and tree.tensors], name, "weights"
+        )
+    if not found or (name.count(".") and not any(tree.name == name for tree in found)):
+        return None
+    return _one_of(checkpoint, found, name, "averages")
+
+
+def _one_of(checkpoint: Checkpoint, found: Sequence[Tree], name: str, what: str) -> Tree:
+    for tree in found:
+        if tree.name == name:
+            return tree
+    if len(found) == 1:
+        return found[0]
+    names = shown([tree.name for tree in (found or checkpoint.trees)])
+    if not found:
+        raise UsageError("unknown-tree", f"{checkpoint.where}: holds no {what}; its trees are {names or 'none'}")
+    raise UsageError("ambiguous-tree", f"{checkpoint.where}: {names} all hold {what}, and none is called {name!r}")
+
+
+def optimizer_entries(checkpoint: Checkpoint) -> Nested:
+    """Stored tensors and objects of the optimizer's tree, nested as they were saved.
+
+    Raises:
+        UsageError: `unknown-tree`: there is no optimizer state in torch's nested form.
+    """
+    for tree in checkpoint.trees:
+        if tree.role == OPTIMIZER:
+            depth = len(tree.name.split("."))
+            items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
+            entries = nested([(item.path[depth:], item) for item in items])
+            if "state" in entries or "param_groups" in entries:
+                return entries
+    names = shown([tree.name for tree in checkpoint.trees])
+    raise UsageError(
+        "unknown-tree", f"{checkpoint.where}: holds no optimizer state of torch's form; its trees are {names}"
+    )
+
+
+def nested(entries: Sequence[tuple[Sequence[str | int], Any]]) -> Nested:
+    """Values by path, as dicts in dicts; list indices are int keys."""
+    root: Nested = {}
+    for path, value in entries:
+        inner = root
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+    return root
+
+
+def setting(source: Source, settings: Mapping[str, Tensor | Object], *names: str) -> Any:
+    """The first of some settings of an EMA that is there, as a plain value, or None."""
+    for name in names:
+        found = settings.get(name)
+        if isinstance(found, Tensor):
+            return source.read_whole(found).reshape(-1)[0].item() if found.numel else None
+        if found is not None:
+            return source.load(found)
+    return None
