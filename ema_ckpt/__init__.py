@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ema_ckpt.ops.consolidate import consolidate
+    from ema_ckpt.ops.convert import convert, reshard
     from ema_ckpt.ops.inspect import inspect
 
 _MODULES = {
@@ -33,6 +34,7 @@ _MODULES = {
         "UsageError",
     ),
     "ema_ckpt.ops.consolidate": ("consolidate",),
+    "ema_ckpt.ops.convert": ("convert", "reshard"),
     "ema_ckpt.ops.inspect": ("inspect",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
@@ -47,7 +49,9 @@ __all__ = [
     "UsageError",
     "__version__",
     "consolidate",
+    "convert",
     "inspect",
+    "reshard",
 ]
 
 

@@ -76,6 +76,44 @@ def consolidate_command(path: str, out: str, fill: str | None, **given: Any) -> 
     output.written(written, style)
 
 
+@cli.command("reshard", cls=_Command)
+@click.argument("path")
+@click.argument("out")
+@click.option("--world-size", type=int, required=True, metavar="N", help="Ranks to write for.")
+@click.option("--tree", multiple=True, metavar="T", help="Only this tree. Repeatable.")
+@writer
+@general
+def reshard_command(path: str, out: str, **given: Any) -> None:
+    """Write a checkpoint as FSDP2 on N ranks would: all trees, one process, no model, no GPU."""
+    from ema_ckpt.cli import output
+    from ema_ckpt.ops.convert import reshard
+
+    style = output.Style(**_style(given))
+    with output.progress(style) as advance:
+        written = reshard(path, out, progress=advance, **given)
+    output.written(written, style)
+
+
+@cli.command("convert", cls=_Command)
+@click.argument("src")
+@click.argument("dst")
+@click.option("--to", metavar="dcp|safetensors|pt", help="What to write. Default: what the ending of DST says, or DCP.")
+@click.option("--world-size", type=int, metavar="N", help="Ranks of a DCP target.")
+@click.option("--tree", multiple=True, metavar="T", help="Only this tree. Repeatable.")
+@click.option("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes of one file of a safetensors directory.")
+@writer
+@general
+def convert_command(src: str, dst: str, **given: Any) -> None:
+    """Write a checkpoint in another format, all trees under their full names and nesting."""
+    from ema_ckpt.cli import output
+    from ema_ckpt.ops.convert import convert
+
+    style = output.Style(**_style(given))
+    with output.progress(style) as advance:
+        written = convert(src, dst, progress=advance, **given)
+    output.written(written, style)
+
+
 def _style(given: dict[str, Any]) -> dict[str, bool]:
     """Take the general options out of `given`."""
     given.pop("debug")

@@ -178,7 +178,7 @@ def _entries(
     out: _Emitter, entries: Mapping[str, StoredTensor | None], items: Mapping[str, tuple[StoredItem, ...]]
 ) -> Iterable[Pair]:
     for name, entry in entries.items():
-        key = lambda name=name: out.text(name) # noqa: E731
+        key = lambda name=name: out.text(name)  # noqa: E731
         if entry is None:
             yield key, lambda: out.instance(_METADATA, "BytesStorageMetadata", {})
         else:

@@ -10,20 +10,20 @@ from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import open_catalog
+from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
 from ema_ckpt.ops.results import FileEntry, Written
-from ema_ckpt.ops.writing import Job, check_sources, payload_nbytes, timer, write, write_options
-from ema_ckpt.selection import Selection, missing_weights, options, select_tree
+from ema_ckpt.ops.writing import TORCH_SUFFIXES, Job, check_sources, payload_nbytes, timer, write, write_options
+from ema_ckpt.selection import missing_weights, options, select_tree
 from ema_ckpt.settings import ema_settings
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.target import Entry, Target
+from ema_ckpt.ties import keep_first
 from ema_ckpt.trees import Tree, default_tree, find_tree, live_of, trees
 
 if TYPE_CHECKING:
     import os
 
 __all__ = ["consolidate"]
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def consolidate(
@@ -87,9 +87,11 @@ def consolidate(
     picked = _pick(catalog, known, tree, path, out)
     warnings = [*catalog.warnings, *_stalled(catalog, picked)]
     selection = select_tree(picked, chosen, _filling(catalog, known, picked, fill, warnings))
+    skipped = unknown_objects(catalog, picked.objects) if catalog.format == "torch" else []
+    refuse_skipped(skipped, strict)
     check_sources(catalog, (entry.source for entry in selection.entries))
     place = Path(out)
-    target, kind, ties = _lay_out(catalog, selection, place, shard_nbytes, basename, expand_ties)
+    target, kind, ties = _lay_out(selection.entries, place, shard_nbytes, basename, expand_ties)
     job = Job(catalog, place, kind == "directory", target, keep_foreign=kind == "directory", warnings=warnings)
     write(job, shared)
     return Written(
@@ -104,6 +106,7 @@ def consolidate(
         renamed=dict(selection.renamed),
         filled=selection.filled,
         ties=ties,
+        skipped=tuple(skipped),
         warnings=tuple(job.warnings),
         dry_run=dry_run,
     )
@@ -148,17 +151,16 @@ def _filling(
 
 
 def _lay_out(
-    catalog: Catalog, selection: Selection, out: Path, shard_nbytes: int, basename: str, expand_ties: bool
+    entries: Sequence[Entry], out: Path, shard_nbytes: int, basename: str, expand_ties: bool
 ) -> tuple[Target, str, dict[str, str]]:
     """The target, what kind of place it is, and the ties it records (dropped name → kept name)."""
     if out.suffix in TORCH_SUFFIXES:
         from ema_ckpt.formats import torchfile_target
 
-        return torchfile_target.lay_out(selection.entries), "torch", {}
+        return torchfile_target.lay_out(entries, expand_ties=expand_ties), "torch", {}
     from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
 
-    entries: Sequence[Entry] = selection.entries
-    ties: dict[str, str] = {}
+    kept, ties = (list(entries), dict[str, str]()) if expand_ties else keep_first(entries)
     if out.suffix == ".safetensors":
-        return lay_out_file(entries, ties=ties), "file", ties
-    return lay_out_directory(entries, shard_nbytes, basename, ties=ties), "directory", ties
+        return lay_out_file(kept, ties=ties), "file", ties
+    return lay_out_directory(kept, shard_nbytes, basename, ties=ties), "directory", ties

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,18 @@ from ema_ckpt.sizes import parse_size
 from ema_ckpt.staging import check_target, stage
 from ema_ckpt.target import Entry, Target
 
-__all__ = ["Job", "WriteOptions", "check_sources", "payload_nbytes", "write", "write_options"]
+__all__ = [
+    "TORCH_SUFFIXES",
+    "Job",
+    "WriteOptions",
+    "check_sources",
+    "payload_nbytes",
+    "timer",
+    "write",
+    "write_options",
+]
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 _LOCAL_BUDGET_NBYTES = 16 << 20
 _REMOTE_BUDGET_NBYTES = 256 << 20
@@ -190,8 +201,3 @@ def timer() -> Callable[[], float]:
     """Seconds since the call."""
     start = time.perf_counter()
     return lambda: time.perf_counter() - start
-
-
-def resolved_names(files: Sequence[tuple[str, int]], out: Path) -> list[tuple[str, int]]:
-    """File names relative to the target; a target that is one file is named by itself."""
-    return [(name or out.name, nbytes) for name, nbytes in files]

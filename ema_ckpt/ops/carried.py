@@ -1,0 +1,117 @@
+"""Objects on their way from one format to another: what can be carried, and what is said of the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ema_ckpt.catalog import Catalog, Object, Warn
+from ema_ckpt.errors import UnsafeError, UsageError, shown
+from ema_ckpt.formats import record
+from ema_ckpt.formats.globals import Opaque
+from ema_ckpt.formats.picklewriter import is_plain
+from ema_ckpt.ops.results import Skipped
+from ema_ckpt.selection import KeptObject
+
+__all__ = ["Carried", "carry_objects", "rank_keyed", "refuse_skipped", "unknown_objects"]
+
+_RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
+
+
+@dataclass(slots=True)
+class Carried:
+    """Objects to be written, those that are left out, and what to tell."""
+
+    objects: list[KeptObject] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    warnings: list[Warn] = field(default_factory=list)
+
+
+def carry_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> Carried:
+    """Sort objects by whether `form` (`dcp`, `safetensors`, `torch`) can hold them.
+
+    An archive of a DCP source goes to DCP byte for byte, whatever is in it; anything else has to be plain.
+
+    Raises:
+        UnsafeError: `unsafe-pickle` if unpickling a selected object would run code.
+    """
+    carried = Carried()
+    for held in objects:
+        value = _load(catalog, held)
+        opaque = _opaque(value)
+        if form == "dcp" and not held.source.is_inline:
+            if opaque is not None:
+                carried.warnings.append(Warn("opaque", f"{held.name!r} holds a {opaque}; copied as it is"))
+            carried.objects.append(held)
+        elif _fits(value, form):
+            source = replace(held.source, inline=value, is_inline=True)
+            carried.objects.append(KeptObject(held.name, held.path, source))
+        else:
+            what = f"holds a {opaque}" if opaque else f"is a {type(value).__name__} that {form} cannot hold"
+            carried.skipped.append(Skipped(held.name, held.source.file, what))
+    return carried
+
+
+def _load(catalog: Catalog, held: KeptObject) -> object:
+    try:
+        return catalog.reader.load(held.source)
+    except UnsafeError as error:
+        message = f"{error}; leave it out with --exclude {held.name!r}"
+        raise UnsafeError(error.code, message, tensor=held.name, file=error.file) from None
+
+
+def unknown_objects(catalog: Catalog, objects: Iterable[Object]) -> list[Skipped]:
+    """Objects of a torch file that hold something of an unknown class.
+
+    Raises:
+        UnsafeError: `unsafe-pickle` if unpickling one would run code.
+    """
+    found = []
+    for held in objects:
+        opaque = _opaque(catalog.reader.load(held))
+        if opaque is not None:
+            found.append(Skipped(held.name, held.file, f"holds a {opaque}"))
+    return found
+
+
+def refuse_skipped(skipped: Sequence[Skipped], strict: bool) -> None:
+    """With `--strict`, anything left out is an error. Raises UsageError `unsupported`."""
+    if strict and skipped:
+        names = shown([item.name for item in skipped])
+        message = f"--strict: {len(skipped)} items would be left out: {names} ({skipped[0].reason})"
+        raise UsageError("unsupported", message, tensor=skipped[0].name)
+
+
+def rank_keyed(names: Iterable[str]) -> list[Warn]:
+    """A warning if names carry a rank: they will not fit another world size by themselves."""
+    found = [name for name in names if _RANK_KEY.search(name)]
+    return [Warn("rank-keyed", f"kept, though they belong to single ranks: {shown(found)}")] if found else []
+
+
+def _fits(value: object, form: str) -> bool:
+    if form in ("torch", "dcp"):
+        return is_plain(value)
+    try:
+        record.encode(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _opaque(value: object) -> str | None:
+    """The name of something of an unknown class in a value, containers searched, or None."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        inner = todo.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        if isinstance(inner, Opaque):
+            return f"{inner.module}.{inner.name}"
+        if isinstance(inner, dict):
+            todo += [*inner, *inner.values()]
+        elif isinstance(inner, list | tuple | set | frozenset):
+            todo += inner
+    return None

@@ -1,0 +1,298 @@
+"""`convert` and `reshard`: whole checkpoints, all trees, from any readable format to any writable one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ema_ckpt.catalog import Catalog, Object, Warn
+from ema_ckpt.errors import UsageError
+from ema_ckpt.formats.nesting import Nesting
+from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
+from ema_ckpt.opening import open_catalog
+from ema_ckpt.ops.carried import carry_objects, rank_keyed, refuse_skipped
+from ema_ckpt.ops.results import FileEntry, Skipped, Written
+from ema_ckpt.ops.writing import (
+    TORCH_SUFFIXES,
+    Job,
+    WriteOptions,
+    check_sources,
+    payload_nbytes,
+    timer,
+    write,
+    write_options,
+)
+from ema_ckpt.selection import KeptObject, Options, options, select_all
+from ema_ckpt.sizes import parse_size
+from ema_ckpt.target import Entry, Target
+from ema_ckpt.ties import keep_first
+from ema_ckpt.trees import Tree, trees
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["convert", "reshard"]
+
+_FORMS = ("dcp", "safetensors", "pt")
+_OWN_FILES = re.compile(r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|ema_ckpt\.json|.*\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What is to be made: where, in which form, for how many ranks."""
+
+    out: Path
+    form: str
+    world_size: int
+    max_shard_nbytes: int = 5 * 10**9
+    expand_ties: bool = False
+    strict: bool = False
+    verb: str = "convert"
+
+
+def reshard(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    world_size: int,
+    *,
+    tree: Sequence[str] | str = (),
+    match: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] | Mapping[str, str] = (),
+    dtype: str = "keep",
+    keep_dtype: Sequence[str] = (),
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
+    no_verify: bool = False,
+    no_fsync: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    strict: bool = False,
+    expand_ties: bool = False,
+    keep_prefixes: bool = False,  # noqa: ARG001 - names are never changed here: the option says what is done anyway
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write a checkpoint as FSDP2 on `world_size` ranks would, all trees under their full names.
+
+    Args:
+        path: a checkpoint of any readable format. out: the directory to make.
+        tree: only these trees; an EMA's settings always come with it. Other options as for `consolidate`.
+
+    Raises:
+        EmaCkptError: with the `code` of what is wrong; then nothing was written.
+    """
+    chosen = options(
+        match=match, exclude=exclude, rename=rename, dtype=dtype, keep_dtype=keep_dtype, keep_prefixes=True
+    )
+    shared = write_options(
+        threads=threads,
+        max_memory=max_memory,
+        dry_run=dry_run,
+        no_verify=no_verify,
+        no_fsync=no_fsync,
+        overwrite=overwrite,
+        resume=resume,
+        progress=progress,
+    )
+    order = _Order(Path(out), "dcp", _ranks(world_size), expand_ties=expand_ties, strict=strict, verb="reshard")
+    return _transfer(path, order, chosen, tree, shared)
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: str | None = None,
+    world_size: int | None = None,
+    *,
+    tree: Sequence[str] | str = (),
+    match: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] | Mapping[str, str] = (),
+    dtype: str = "keep",
+    keep_dtype: Sequence[str] = (),
+    max_shard_size: int | str = "5GB",
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
+    no_verify: bool = False,
+    no_fsync: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    strict: bool = False,
+    expand_ties: bool = False,
+    keep_prefixes: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Write a checkpoint in another format, all trees under their full names and nesting.
+
+    Args:
+        src: a checkpoint of any readable format.
+        dst: what to make. to: `dcp`, `safetensors` or `pt`; by default what the ending of `dst` says, and DCP
+            for a directory.
+        world_size: ranks of a DCP target; by default those of a DCP source, else 1.
+        tree: only these trees; an EMA's settings always come with it. Other options as for `consolidate`.
+
+    Raises:
+        EmaCkptError: with the `code` of what is wrong; then nothing was written.
+    """
+    chosen = options(
+        match=match, exclude=exclude, rename=rename, dtype=dtype, keep_dtype=keep_dtype, keep_prefixes=keep_prefixes
+    )
+    shared = write_options(
+        threads=threads,
+        max_memory=max_memory,
+        dry_run=dry_run,
+        no_verify=no_verify,
+        no_fsync=no_fsync,
+        overwrite=overwrite,
+        resume=resume,
+        progress=progress,
+    )
+    place = Path(dst)
+    form = _form(place, to)
+    if world_size is not None and form != "dcp":
+        raise UsageError("usage", f"--world-size goes with a DCP target, and {place} is to be {form}")
+    ranks = 0 if world_size is None else _ranks(world_size)
+    return _transfer(
+        src, _Order(place, form, ranks, parse_size(max_shard_size), expand_ties, strict), chosen, tree, shared
+    )
+
+
+def _ranks(world_size: int) -> int:
+    if not 1 <= world_size <= 1 << 20:
+        raise UsageError("usage", f"--world-size {world_size}: expected 1 or more")
+    return world_size
+
+
+def _form(place: Path, to: str | None) -> str:
+    """The form to write: what is asked for, which the ending of the target must not contradict."""
+    named = "pt" if place.suffix in TORCH_SUFFIXES else "safetensors" if place.suffix == ".safetensors" else None
+    if to is None:
+        return named or "dcp"
+    if to not in _FORMS:
+        raise UsageError("usage", f"--to {to}: expected dcp, safetensors or pt")
+    if named is not None and named != to:
+        raise UsageError("usage", f"--to {to}: {place.name} has the ending of a {named} file")
+    if to == "pt" and named is None:
+        raise UsageError("usage", f"--to pt: {place.name} needs the ending .pt, .pth, .bin or .ckpt")
+    return to
+
+
+def _transfer(
+    path: str | os.PathLike[str], order: _Order, chosen: Options, tree: Sequence[str] | str, shared: WriteOptions
+) -> Written:
+    elapsed = timer()
+    catalog = open_catalog(path)
+    known = trees(catalog)
+    selection = select_all(catalog, known, chosen, tree, strip=order.verb != "reshard")
+    carried = carry_objects(catalog, selection.objects, "torch" if order.form == "pt" else order.form)
+    entries, unfit = _fitting(selection.entries, order.form)
+    skipped = [*carried.skipped, *unfit, *_beside(catalog)]
+    refuse_skipped(skipped, order.strict)
+    check_sources(catalog, (entry.source for entry in entries))
+    warnings = [*catalog.warnings, *carried.warnings]
+    if order.form == "dcp":
+        warnings += [*rank_keyed([e.name for e in entries] + [o.name for o in carried.objects])]
+        warnings += _low_precision(entries, known)
+    target, ties = _lay_out(catalog, known, entries, carried.objects, order)
+    is_file = order.form == "pt" or order.out.suffix == ".safetensors"
+    job = Job(catalog, order.out, not is_file, target, warnings=warnings)
+    write(job, shared)
+    return Written(
+        source=catalog.resolved,
+        target=str(order.out),
+        tree=None,
+        format="torch" if order.form == "pt" else order.form,
+        files=tuple(FileEntry(name or order.out.name, nbytes) for name, nbytes in target.files.items()),
+        tensors=len(entries),
+        nbytes=payload_nbytes(entries),
+        seconds=elapsed(),
+        renamed=dict(selection.renamed),
+        ties=ties,
+        skipped=tuple(skipped),
+        warnings=tuple(job.warnings),
+        dry_run=shared.dry_run,
+    )
+
+
+def _fitting(entries: Sequence[Entry], form: str) -> tuple[list[Entry], list[Skipped]]:
+    """Entries that the form has a type for, and the rest."""
+    if form != "safetensors":
+        return list(entries), []
+    from ema_ckpt.formats.safetensors_target import refusal
+
+    kept, skipped = [], []
+    for entry in entries:
+        reason = refusal(entry.dtype)
+        if reason is None:
+            kept.append(entry)
+        else:
+            file = entry.source.chunks[0].file if entry.source.chunks else ""
+            skipped.append(Skipped(entry.name, file, reason))
+    return kept, skipped
+
+
+def _beside(catalog: Catalog) -> list[Skipped]:
+    """Files in a DCP checkpoint's directory that are no part of it: trainers leave a rank's private state there."""
+    if catalog.format != "dcp":
+        return []
+    reason = "a file beside the checkpoint, not part of it"
+    names = [name for name in catalog.source.listing() if name not in catalog.files and not _OWN_FILES.fullmatch(name)]
+    return [Skipped(name, name, reason) for name in names if not name.startswith(".")]
+
+
+def _low_precision(entries: Sequence[Entry], known: Sequence[Tree]) -> list[Warn]:
+    averages = {id(tensor) for tree in known if tree.role == EMA for tensor in tree.tensors}
+    cast = [e.name for e in entries if e.dtype != e.source.dtype and id(e.source) in averages and e.dtype.itemsize < 4]
+    if not cast:
+        return []
+    message = f"{len(cast)} averaged tensors are stored in less than fp32: a run that resumes from them stalls"
+    return [Warn("ema-low-precision", message)]
+
+
+def _lay_out(
+    catalog: Catalog, known: Sequence[Tree], entries: Sequence[Entry], objects: Sequence[KeptObject], order: _Order
+) -> tuple[Target, dict[str, str]]:
+    """The target, and the ties it records (dropped name → kept name)."""
+    if order.form == "dcp":
+        from ema_ckpt.formats.dcp_target import StoredObject, lay_out
+
+        split = _split(catalog, known, entries)
+        stored = [StoredObject(held.name, held.path, held.source) for held in objects]
+        ranks = order.world_size or catalog.world_size or 1
+        return lay_out(entries, stored, split, ranks, catalog.source), {}
+    inline = [Object(o.name, o.path, o.source.file, inline=o.source.inline, is_inline=True) for o in objects]
+    nesting = catalog.extra.get("nesting")
+    nested = nesting if isinstance(nesting, Nesting) else Nesting()
+    if order.form == "pt":
+        from ema_ckpt.formats import torchfile_target
+
+        return torchfile_target.lay_out(entries, nesting=nested, objects=inline, expand_ties=order.expand_ties), {}
+    from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
+
+    kept, ties = (list(entries), dict[str, str]()) if order.expand_ties else keep_first(entries)
+    if order.out.suffix == ".safetensors":
+        return lay_out_file(kept, nesting=nested, objects=inline, ties=ties), ties
+    return lay_out_directory(kept, order.max_shard_nbytes, nesting=nested, objects=inline, ties=ties), ties
+
+
+def _split(catalog: Catalog, known: Sequence[Tree], entries: Sequence[Entry]) -> list[bool]:
+    """Which tensors are cut into rows: those that the source cuts, or, if it is whole itself, the weights."""
+    owner = {id(tensor): tree for tree in known for tensor in tree.tensors}
+    settings = {id(item) for tree in known for item in tree.settings.values()}
+    layout_free = catalog.world_size is None or catalog.world_size == 1
+
+    def cut(entry: Entry) -> bool:
+        source, tree = entry.source, owner.get(id(entry.source))
+        if len(source.chunks) > 1:
+            return True
+        if not layout_free or not source.dtype.is_floating or id(source) in settings:
+            return False
+        role = tree.role if tree is not None else LIVE
+        return role in (LIVE, EMA, OPTIMIZER) or (tree is not None and role_of(tree.name) is None)
+
+    return [bool(entry.source.shape) and cut(entry) for entry in entries]
