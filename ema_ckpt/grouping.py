@@ -30,9 +30,11 @@ class Group:
     objects: list[tuple[str, Object]] = field(default_factory=list)
 
     def names(self) -> list[str]:
+        """Names of everything in it."""
         return [*(name for name, _ in self.tensors), *(name for name, _ in self.objects)]
 
     def has_weights(self) -> bool:
+        """Whether any of its tensors can have been averaged."""
         return any(is_weight(name, tensor) for name, tensor in self.tensors)
 
     def is_average(self) -> bool:

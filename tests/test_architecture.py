@@ -21,7 +21,7 @@ FAMILIES = (
     ("formats", 2, ("formats",)),
     ("plan", 2, ("layout", "plan", "selection", "trees", "grouping", "ema_forms")),
     ("ema", 2, ("ema",)),
-    ("opening", 3, ("opening", "discover", "complete", "families", "folders", "found", "settings")),
+    ("opening", 3, ("opening", "discover", "complete", "families", "folders", "found", "joining", "settings")),
     (
         "engine",
         3,

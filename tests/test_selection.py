@@ -61,7 +61,7 @@ def test_one_tree_is_written_under_names_without_its_prefix() -> None:
     chosen = one(TREE)
     assert names(chosen) == ["layers.0.w", "layers.1.w", "norm.b"]
     assert [entry.path for entry in chosen.entries] == [("layers.0.w",), ("layers.1.w",), ("norm.b",)]
-    assert [entry.source.name for entry in chosen.entries][0] == "ema.weights.layers.0.w"
+    assert chosen.entries[0].source.name == "ema.weights.layers.0.w"
     assert chosen.renamed == {}
 
 

@@ -1,0 +1,69 @@
+"""From a path to a catalog: find the checkpoint, open it with its format, join parts that belong together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from ema_ckpt.catalog import Catalog
+from ema_ckpt.discover import find
+from ema_ckpt.files import Files, open_files
+from ema_ckpt.found import DCP, PARTS, SAFETENSORS, TORCH, Found
+
+__all__ = ["open_catalog", "open_found"]
+
+
+def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Catalog:
+    """Open the checkpoint that `path`, a local path or an fsspec URL, stands for. Reads metadata only.
+
+    `Catalog.extra["note"]` says, where it is set, which of several checkpoints was chosen and why.
+
+    Args:
+        lenient: turn a missing or short data file into a warning where the format reads it at once.
+
+    Raises:
+        SourceError: `not-found not-a-checkpoint unreadable incomplete missing-metadata unsupported …`.
+        UnsafeError: `unsafe-pickle`, `unsafe-path`.
+        UsageError: `ambiguous-path`.
+    """
+    text = os.fspath(path)
+    found = find(text)
+    catalog = open_found(found, text, lenient=lenient)
+    return replace(catalog, extra={**catalog.extra, "note": found.note}) if found.note else catalog
+
+
+def open_found(found: Found, path: str, *, lenient: bool = False) -> Catalog:
+    """Open what a search for `path` came upon."""
+    if found.format == PARTS:
+        from ema_ckpt.joining import join_parts
+
+        parts = [(name, part, open_found(part, path, lenient=lenient)) for name, part in found.parts]
+        return join_parts(found, path, parts)
+    source = open_files(found.root)
+    try:
+        return _open(found, path, source, lenient)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _open(found: Found, path: str, source: Files, lenient: bool) -> Catalog:
+    if found.format == DCP:
+        from ema_ckpt.formats.dcp import open_dcp
+
+        return open_dcp(source, found.names, path, found.resolved)
+    if found.format == SAFETENSORS:
+        from ema_ckpt.formats.safetensors import open_safetensors
+
+        return open_safetensors(source, found.names, path, found.resolved, lenient=lenient)
+    if found.format == TORCH:
+        from ema_ckpt.formats.torchfile import open_torchfile
+
+        if found.names[0].endswith(".index.json"):
+            from ema_ckpt.joining import open_torch_index
+
+            return open_torch_index(source, found, path)
+        return open_torchfile(source, found.names, path, found.resolved)
+    from ema_ckpt.formats.rankfiles import open_rankfiles
+
+    return open_rankfiles(source, found.names, path, found.resolved)

@@ -1,0 +1,140 @@
+"""What an EMA tree says of itself: how often it was updated, with which decay. Small reads, safe pickles."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ema_ckpt.catalog import Catalog, Object, Payload, Tensor
+from ema_ckpt.errors import SourceError
+from ema_ckpt.trees import Tree
+
+__all__ = ["EmaSettings", "ema_settings"]
+
+_MAX_NBYTES = 64 * 1024
+_COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
+# The only types that a counter or decay is stored as; bfloat16 is the upper half of a float32.
+_CODES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
+
+
+@dataclass(frozen=True, slots=True)
+class EmaSettings:
+    """Settings of one EMA tree; None where the checkpoint does not tell.
+
+    `schedule` is as it was stored: plain JSON values. `dtype` is torch's name for the averages' type, or `mixed`.
+    """
+
+    num_updates: int | None = None
+    decay: float | None = None
+    schedule: object = None
+    dtype: str | None = None
+
+
+def ema_settings(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> EmaSettings:
+    """Read the settings of an EMA tree, at most 64 KiB of each entry.
+
+    Without `open_objects` no pickled object of the checkpoint is opened; what is told by one stays None.
+
+    Raises:
+        SourceError: a settings tensor cannot be read or does not match its checksum.
+        UnsafeError: `unsafe-pickle` if a settings object would call anything.
+    """
+    entries = tree.settings
+    config: dict[str, object] = {}
+    for name, entry in entries.items():
+        head, _, key = name.partition(".")
+        if head == "config":
+            value = _value(catalog, entry, open_objects)
+            config.update(_document(value) if not key else {key: value})
+    counters = (_value(catalog, entries[name], open_objects) for name in _COUNTERS if name in entries)
+    decay = _value(catalog, entries["decay"], open_objects) if "decay" in entries else config.get("decay")
+    counted = next((value for value in counters if _is_count(value)), config.get("num_updates"))
+    return EmaSettings(
+        num_updates=int(counted) if isinstance(counted, (int, float)) and _is_count(counted) else None,
+        decay=float(decay) if isinstance(decay, (int, float)) and not isinstance(decay, bool) else None,
+        schedule=config.get("schedule"),
+        dtype=_dtype(tree),
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
+
+
+def _document(value: object) -> dict[str, object]:
+    """A configuration: one JSON document, or a dictionary."""
+    if isinstance(value, (str, bytes)):
+        import json
+
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return {}
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _dtype(tree: Tree) -> str | None:
+    names = {tensor.dtype.name for tensor in tree.named.values() if tensor.dtype.kind not in ("int", "bool")}
+    return "mixed" if len(names) > 1 else next(iter(names), None)
+
+
+def _value(catalog: Catalog, entry: Tensor | Object, open_objects: bool) -> object:
+    if isinstance(entry, Tensor):
+        return _scalar(catalog, entry)
+    if entry.is_inline:
+        return catalog.reader.load(entry)
+    return catalog.reader.load(entry) if open_objects and entry.nbytes <= _MAX_NBYTES else None
+
+
+def _scalar(catalog: Catalog, tensor: Tensor) -> object:
+    """The value of a tensor of one element, its storage checked against the checksum recorded."""
+    decode = _decoder(tensor.dtype.name)
+    if decode is None or tensor.numel != 1:
+        return None
+    held = next((index for index, chunk in enumerate(tensor.chunks) if 0 not in chunk.sizes), None)
+    if held is None:
+        raise SourceError("hole", f"{tensor.name!r}: no chunk holds its element", tensor=tensor.name)
+    payload = catalog.reader.payloads(tensor)[held]
+    itemsize = tensor.dtype.itemsize
+    return decode(_checked(catalog, tensor, payload)[payload.start * itemsize :][:itemsize])
+
+
+def _checked(catalog: Catalog, tensor: Tensor, payload: Payload) -> bytes:
+    if payload.nbytes > _MAX_NBYTES:
+        message = f"{payload.file}: the setting {tensor.name!r} is one element of {payload.nbytes} bytes; not read"
+        raise SourceError("unsupported", message, tensor=tensor.name, file=payload.file)
+    data = catalog.source.read(payload.file, payload.offset, payload.nbytes)
+    if payload.crc is not None and zlib.crc32(data) != payload.crc:
+        message = f"{payload.file}: {tensor.name!r} does not match its CRC-32 {payload.crc:08x}: the file is damaged"
+        raise SourceError("checksum", message, tensor=tensor.name, file=payload.file)
+    return data
+
+
+def _decoder(dtype: str) -> Callable[[bytes], object] | None:
+    if dtype == "bfloat16":
+        return lambda data: _shortest("<f", b"\0\0" + data, 3)
+    code = _CODES.get(dtype)
+    if code is None:
+        return None
+    if code in ("<f", "<e"):
+        return lambda data: _shortest(code, data, 4)
+    return lambda data: struct.unpack(code, data)[0]
+
+
+def _shortest(code: str, data: bytes, digits: int) -> float:
+    """The number with the fewest digits that the type rounds to these bytes: 0.9999 and not 0.9998999834."""
+    value = float(struct.unpack(code, data)[0])
+    for count in range(digits, 10):
+        short = float(f"{value:.{count}g}")
+        if _rounds_to(code, short, data):
+            return short
+    return value
+
+
+def _rounds_to(code: str, value: float, data: bytes) -> bool:
+    try:
+        return struct.pack(code, value) == data
+    except (OverflowError, ValueError):
+        return False
