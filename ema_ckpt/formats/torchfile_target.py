@@ -17,9 +17,9 @@ from ema_ckpt.formats import record
 from ema_ckpt.formats.nesting import Nesting, renest
 from ema_ckpt.formats.picklewriter import dumps
 from ema_ckpt.formats.tensorpickle import StorageRef, TensorRef
-from ema_ckpt.formats.ties import drop_ties
 from ema_ckpt.formats.torchzip import Member, ZipLayout
 from ema_ckpt.target import Entry, Frame, Piece
+from ema_ckpt.ties import keep_first
 
 __all__ = ["TorchTarget", "lay_out"]
 
@@ -95,7 +95,7 @@ def lay_out(
     """
     entries = tuple(entries)
     _refuse_unfit(entries, objects)
-    stored, ties = (list(entries), {}) if expand_ties else drop_ties(entries)
+    stored, ties = (list(entries), {}) if expand_ties else keep_first(entries)
     keeper = {entry.name: ties.get(entry.name, entry.name) for entry in entries}
     keys = {entry.name: str(index) for index, entry in enumerate(stored)}
     leaves: list[tuple[tuple[str | int, ...], object]] = [
