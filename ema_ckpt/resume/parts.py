@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ema_ckpt.catalog import Tensor
+from ema_ckpt.ema.live import published, set_extra_state
 from ema_ckpt.ema.shards import census
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.leaves import pieces
-from ema_ckpt.resume.live import published, set_extra_state
 from ema_ckpt.resume.matching import Match, Target, match
 from ema_ckpt.resume.sources import Checkpoint, live_tree_of
 from ema_ckpt.trees import Tree

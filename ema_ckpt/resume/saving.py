@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from ema_ckpt.destination import resolve_target
+from ema_ckpt.ema.live import buffer_names, live_tree
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.resume.agreement import agreed
 from ema_ckpt.resume.background import run_in_background, settle
 from ema_ckpt.resume.leaves import Leaf, Pieces, flatten
-from ema_ckpt.resume.live import buffer_names, live_tree
 from ema_ckpt.resume.optimizer import Optimizers, optimizer_tree
 from ema_ckpt.resume.planning import Plan, plan
 from ema_ckpt.resume.transaction import write
