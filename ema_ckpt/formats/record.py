@@ -109,14 +109,19 @@ def dump(
     nesting: Nesting | None = None,
     objects: Iterable[Object] = (),
     ties: Mapping[str, str] | None = None,
+    tied_paths: Mapping[str, Path] | None = None,
 ) -> str:
-    """The document for `entries`; digests not known yet are written as zeros, at the same width."""
+    """The document for `entries`; digests not known yet are written as zeros, at the same width.
+
+    With `tied_paths` of dropped names, a reader lists these again, as the same bytes under two names.
+    """
     entries = list(entries)
     document: dict[str, object] = {"version": VERSION, "digests": {e.name: _digest(e, digests) for e in entries}}
     if files:
         document["files"] = list(files)
     if nesting is not None:
-        document["paths"] = {e.name: list(e.path) for e in entries if e.path != (e.name,)}
+        paths = {e.name: e.path for e in entries if e.path != (e.name,)} | dict(tied_paths or {})
+        document["paths"] = {name: list(path) for name, path in paths.items()}
         document["keys"] = [[list(path), encode(key)] for path, key in nesting.keys.items()]
         document["tuples"] = [list(path) for path in nesting.tuples]
     written = [{"name": o.name, "path": list(o.path), "value": encode(o.inline)} for o in objects]
@@ -154,7 +159,8 @@ def _record(document: Any, file: str) -> Record:
         return Record(version)
     digests = {name: _parse_digest(value) for name, value in document["digests"].items()}
     raw_objects = document.get("objects", [])
-    limit = len(digests) + len(raw_objects)
+    ties = {name: _text(kept) for name, kept in document.get("ties", {}).items()}
+    limit = len(digests) + len(raw_objects) + len(ties)
     objects = tuple(
         Object(_text(o["name"]), _path(o["path"], limit), file, inline=decode(o["value"]), is_inline=True)
         for o in raw_objects
@@ -166,7 +172,7 @@ def _record(document: Any, file: str) -> Record:
         paths={name: _path(parts, limit) for name, parts in document.get("paths", {}).items()},
         nesting=_nesting(document, limit) if "paths" in document else None,
         objects=objects,
-        ties={name: _text(kept) for name, kept in document.get("ties", {}).items()},
+        ties=ties,
     )
 
 
@@ -210,7 +216,7 @@ def digests_of(record: Record, tensors: Iterable[Tensor], file: str) -> dict[str
     """
     found: dict[str, int] = {}
     for tensor in tensors:
-        digest = record.digests.get(tensor.name)
+        digest = record.digests.get(tensor.name) or record.digests.get(record.ties.get(tensor.name, ""))
         if digest is None:
             continue
         if (digest.dtype, digest.shape) != (tensor.dtype.name, tensor.shape):

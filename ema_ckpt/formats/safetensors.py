@@ -84,13 +84,15 @@ def open_safetensors(
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     if len(shards) == len(files) and (is_index or set(found.files) <= set(files)):
         _refuse_lost(found, {tensor.name for tensor in tensors}, resolved)
+    if found.nesting is not None:
+        tensors = _restored(tensors, found)
     digests = record.digests_of(found, tensors, resolved)
     metadata = {key: text for shard in shards for key, text in shard.metadata.items() if key != record.KEY}
     return Catalog(
         path=path,
         resolved=resolved,
         format="safetensors",
-        tensors=tuple(_placed(tensor, found.paths) for tensor in tensors) if found.nesting is not None else tensors,
+        tensors=tensors,
         objects=found.objects,
         source=source,
         reader=SafetensorsReader({t.chunks[0]: digests[t.name] for t in tensors if t.name in digests}),
@@ -112,8 +114,24 @@ def _record(source: Files, shards: list[_Shard], files: Mapping[str, int]) -> re
     return _sidecar(source, files)
 
 
-def _placed(tensor: Tensor, paths: Mapping[str, tuple[str | int, ...]]) -> Tensor:
-    return replace(tensor, path=paths.get(tensor.name, (tensor.name,)))
+def _restored(tensors: Sequence[Tensor], found: record.Record) -> tuple[Tensor, ...]:
+    """The tensors at their paths, and again under the names that were dropped because they are tied."""
+    dropped = {name: kept for name, kept in found.ties.items() if name in found.paths}
+    shared = set(dropped.values())
+    placed = {
+        tensor.name: replace(
+            tensor,
+            path=found.paths.get(tensor.name, (tensor.name,)),
+            storage=(tensor.name,) if tensor.name in shared else None,
+        )
+        for tensor in tensors
+    }
+    again = [
+        replace(placed[kept], name=name, path=found.paths[name])
+        for name, kept in dropped.items()
+        if kept in placed and name not in placed
+    ]
+    return (*placed.values(), *again)
 
 
 def _refuse_lost(found: record.Record, names: set[str], where: str) -> None:

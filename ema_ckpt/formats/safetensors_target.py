@@ -62,6 +62,7 @@ class SafetensorsTarget:
     nesting: Nesting | None
     objects: tuple[Object, ...]
     ties: Mapping[str, str]
+    tied_paths: Mapping[str, tuple[str | int, ...]]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -101,7 +102,15 @@ class SafetensorsTarget:
         return part.header(own)
 
     def _record(self, entries: Iterable[Entry], digests: Mapping[str, int], files: Sequence[str]) -> str:
-        return record.dump(entries, digests, files=files, nesting=self.nesting, objects=self.objects, ties=self.ties)
+        return record.dump(
+            entries,
+            digests,
+            files=files,
+            nesting=self.nesting,
+            objects=self.objects,
+            ties=self.ties,
+            tied_paths=self.tied_paths,
+        )
 
     def _beside(self, digests: Mapping[str, int]) -> Iterator[Frame]:
         if not self.sidecar:
@@ -131,6 +140,7 @@ def lay_out_file(
     nesting: Nesting | None = None,
     objects: Sequence[Object] = (),
     ties: Mapping[str, str] | None = None,
+    tied_paths: Mapping[str, tuple[str | int, ...]] | None = None,
 ) -> SafetensorsTarget:
     """One `.safetensors` file, with digests in its `__metadata__`.
 
@@ -139,6 +149,7 @@ def lay_out_file(
         nesting: None for a flat file; else each entry's path is recorded with it, to restore the nesting from.
         objects: inline plain objects to record.
         ties: dropped name → kept name, recorded as `safetensors.torch.save_model` does.
+        tied_paths: with nesting, the paths of dropped names, which this package then lists again when it reads.
 
     Raises:
         TargetError: `unsupported` for a dtype or name that the format lacks, or a header above its limit.
@@ -146,7 +157,7 @@ def lay_out_file(
     ties = dict(ties or {})
     _refuse_unfit(entries)
     part = _part("", entries, metadata, ties)
-    target = SafetensorsTarget((part,), None, False, nesting, tuple(objects), ties)
+    target = SafetensorsTarget((part,), None, False, nesting, tuple(objects), ties, tied_paths or {})
     header_nbytes = target.starts[0] - LENGTH_NBYTES
     if header_nbytes > safetensors.MAX_HEADER_NBYTES:
         message = (
@@ -166,6 +177,7 @@ def lay_out_directory(
     nesting: Nesting | None = None,
     objects: Sequence[Object] = (),
     ties: Mapping[str, str] | None = None,
+    tied_paths: Mapping[str, tuple[str | int, ...]] | None = None,
 ) -> SafetensorsTarget:
     """A Hugging Face directory: one file, or shards of at most `max_shard_nbytes` with an index, and digests.
 
@@ -181,7 +193,7 @@ def lay_out_directory(
         names = [f"{basename}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
         index = f"{basename}.safetensors.index.json"
     parts = tuple(_part(name, group, metadata, ties) for name, group in zip(names, groups, strict=True))
-    return SafetensorsTarget(parts, index, True, nesting, tuple(objects), ties)
+    return SafetensorsTarget(parts, index, True, nesting, tuple(objects), ties, tied_paths or {})
 
 
 def _part(file: str, entries: Iterable[Entry], metadata: Mapping[str, str] | None, ties: Mapping[str, str]) -> _Part:

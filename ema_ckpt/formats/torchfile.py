@@ -131,7 +131,7 @@ class TorchReader:
         """
         unsafe = _unsafe_within(item.inline)
         if unsafe is not None:
-            message = f"{item.file}: object {item.name!r}: {unsafe.reason}; leave it out with --exclude {item.name!r}"
+            message = f"{item.file}: object {item.name!r}: {unsafe.reason}"
             raise UnsafeError(unsafe.code, message, tensor=item.name, file=item.file)
         return item.inline
 

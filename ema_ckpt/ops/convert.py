@@ -275,9 +275,11 @@ def _lay_out(
     from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
 
     kept, ties = (list(entries), dict[str, str]()) if order.expand_ties else keep_first(entries)
+    places = {entry.name: entry.path for entry in entries if entry.name in ties}
     if order.out.suffix == ".safetensors":
-        return lay_out_file(kept, nesting=nested, objects=inline, ties=ties), ties
-    return lay_out_directory(kept, order.max_shard_nbytes, nesting=nested, objects=inline, ties=ties), ties
+        return lay_out_file(kept, nesting=nested, objects=inline, ties=ties, tied_paths=places), ties
+    limit = order.max_shard_nbytes
+    return lay_out_directory(kept, limit, nesting=nested, objects=inline, ties=ties, tied_paths=places), ties
 
 
 def _split(catalog: Catalog, known: Sequence[Tree], entries: Sequence[Entry]) -> list[bool]:

@@ -218,6 +218,22 @@ def test_nesting_objects_and_ties_come_back(tmp_path):
         assert catalog.extra["nesting"] == nesting
 
 
+def test_tied_names_are_listed_again_where_their_paths_are_recorded(tmp_path):
+    tensors = {"m.a": torch.arange(3.0), "m.c": torch.arange(2)}
+    nested = [entry("m.a", tensors["m.a"], ("m", "a")), entry("m.c", tensors["m.c"], ("m", "c"))]
+    path = tmp_path / "m.safetensors"
+    target = lay_out_file(nested, nesting=Nesting(), ties={"m.b": "m.a"}, tied_paths={"m.b": ("m", "b")})
+    write(target, path, tensors)
+    assert safetensors.torch.load_file(path).keys() == tensors.keys()
+    catalog = open_one(path)
+    found = {tensor.name: tensor for tensor in catalog.tensors}
+    assert list(found) == ["m.c", "m.a", "m.b"]
+    assert found["m.b"].path == ("m", "b")
+    assert found["m.b"].storage == found["m.a"].storage != found["m.c"].storage
+    assert same(read(catalog, "m.b"), tensors["m.a"])
+    assert catalog.digests["m.b"] == catalog.digests["m.a"]
+
+
 def test_ties_that_save_model_recorded_are_known(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
