@@ -134,7 +134,7 @@ class Watch:
         self._seen = [h.seen for h in held]
         self._pointed = [h.pointed for h in held if h.pointed is not None]
         self._addresses = [tensor.data_ptr() for tensor in self._pointed]
-        self._dtensors = [(h.seen, h.shard.local) for h in held if hasattr(h.seen, "_local_tensor")]
+        self._dtensors = [(h.seen, h.seen._local_tensor) for h in held if hasattr(h.seen, "_local_tensor")]
 
     def unchanged(self) -> bool:
         """Whether every shard's `local` is still the live memory."""
@@ -287,7 +287,12 @@ def _parameters(module: nn.Module, prefix: str, ddp: _Ddp | None, managed: _Mana
         elif manager is not None:
             yield id(manager), _fsdp2_held(fqn, manager)
         elif live is not None and id(live) not in managed.flats:
-            yield id(live), _plain_held(fqn, module, name, live, ddp)
+            yield id(live), _plain_held(fqn, module._parameters, name, live, ddp)
+    for name, live in vars(module).items() if ddp is not None else ():
+        # DDP over a slice of a mesh swaps its parameters for DTensors before each forward, and torch 2.13 leaves
+        # them behind as plain attributes afterwards (torch.distributed.tensor.parallel.ddp).
+        if isinstance(live, torch.Tensor) and hasattr(live, "_local_tensor") and live.requires_grad:
+            yield id(live), _plain_held(prefix + name, vars(module), name, live, ddp)
 
 
 def _buffers(module: nn.Module, prefix: str) -> Iterator[tuple[Hashable, Held]]:
@@ -298,14 +303,14 @@ def _buffers(module: nn.Module, prefix: str) -> Iterator[tuple[Hashable, Held]]:
             yield id(live), Held(shard, live, False, persistent, module._buffers, name, live, _pointer(live))
 
 
-def _plain_held(fqn: str, module: nn.Module, name: str, live: nn.Parameter, ddp: _Ddp | None) -> Held:
+def _plain_held(fqn: str, place: dict[str, Any], name: str, live: torch.Tensor, ddp: _Ddp | None) -> Held:
     _refuse_placeholder(fqn, live)
     replica = None if ddp is None or fqn in ddp.ignored else ddp.replica
-    if hasattr(live, "_st_info"):  # DDP over a slice of a mesh shows DTensors as local tensors between forwards
+    if hasattr(live, "_st_info"):  # DDP over a slice of a mesh shows DTensors as local tensors before a forward
         shard = _dtensor_shard(fqn, live._st_info, live.detach(), replica, True)
     else:
         shard = _whole_shard(fqn, live, is_parameter=True, replica=replica)
-    return Held(shard, live, live.requires_grad, True, module._parameters, name, live, _pointer(live))
+    return Held(shard, live, live.requires_grad, True, place, name, live, _pointer(live))
 
 
 def _whole_shard(fqn: str, live: torch.Tensor, *, is_parameter: bool, replica: ReplicaGroup | None = None) -> Shard:
@@ -341,7 +346,7 @@ def _dtensor_shard(fqn: str, spec: Any, local: torch.Tensor, replica: ReplicaGro
             f"{fqn!r}: this rank holds {local.numel()} elements of shape {shape}, but {placements} on a mesh of"
             f" {tuple(mesh.shape)} give it {sum(box.numel for box in boxes)}; make DTensors with shape= and stride=",
         )
-    return Shard(fqn, (), shape, local.dtype, local, boxes, is_parameter, replica, mesh, placements)
+    return Shard(fqn, (), shape, local.dtype, local.detach(), boxes, is_parameter, replica, mesh, placements)
 
 
 def _flat_held(fqn: str, fsdp: Any, index: int) -> Held:
