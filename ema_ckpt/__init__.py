@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         UnsafeError,
         UsageError,
     )
+    from ema_ckpt.ops.checkpoint import Checkpoint
+    from ema_ckpt.ops.checkpoint import open_checkpoint as open  # noqa: A004 - as gzip.open: named by its module
     from ema_ckpt.ops.consolidate import consolidate
     from ema_ckpt.ops.convert import convert, reshard
     from ema_ckpt.ops.inspect import inspect
@@ -33,13 +35,16 @@ _MODULES = {
         "UnsafeError",
         "UsageError",
     ),
+    "ema_ckpt.ops.checkpoint": ("Checkpoint", "open"),
     "ema_ckpt.ops.consolidate": ("consolidate",),
     "ema_ckpt.ops.convert": ("convert", "reshard"),
     "ema_ckpt.ops.inspect": ("inspect",),
 }
+_RENAMED = {"open": "open_checkpoint"}
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "Checkpoint",
     "CollectiveError",
     "EmaCkptError",
     "SourceError",
@@ -51,6 +56,7 @@ __all__ = [
     "consolidate",
     "convert",
     "inspect",
+    "open",
     "reshard",
 ]
 
@@ -61,7 +67,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'ema_ckpt' has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module(home), name)
+    value: object = getattr(import_module(home), _RENAMED.get(name, name))
     globals()[name] = value
     return value
 

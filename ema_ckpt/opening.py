@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from ema_ckpt.catalog import Catalog
 from ema_ckpt.discover import find
 from ema_ckpt.files import Files, open_files
 from ema_ckpt.found import DCP, PARTS, SAFETENSORS, TORCH, Found
+from ema_ckpt.notices import tell
 
 __all__ = ["open_catalog", "open_found"]
 
@@ -16,7 +16,7 @@ __all__ = ["open_catalog", "open_found"]
 def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Catalog:
     """Open the checkpoint that `path`, a local path or an fsspec URL, stands for. Reads metadata only.
 
-    `Catalog.extra["note"]` says, where it is set, which of several checkpoints was chosen and why.
+    Which of several checkpoints was chosen, and why, is told through `ema_ckpt.notices`.
 
     Args:
         lenient: turn a missing or short data file into a warning where the format reads it at once.
@@ -28,8 +28,9 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
     """
     text = os.fspath(path)
     found = find(text)
-    catalog = open_found(found, text, lenient=lenient)
-    return replace(catalog, extra={**catalog.extra, "note": found.note}) if found.note else catalog
+    if found.note:
+        tell(found.note)
+    return open_found(found, text, lenient=lenient)
 
 
 def open_found(found: Found, path: str, *, lenient: bool = False) -> Catalog:

@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from ema_ckpt import __version__
+from ema_ckpt import __version__, notices
 from ema_ckpt.cli.arguments import spread
 from ema_ckpt.cli.options import general, writer
+from ema_ckpt.cli.text import clean
 from ema_ckpt.errors import UsageError
 
 __all__ = ["cli", "run"]
@@ -126,6 +127,8 @@ def run(argv: list[str]) -> int:
     Raises:
         UsageError: `usage` for what click refuses.
     """
+    if not {"-q", "--quiet"} & set(argv):
+        notices.listeners.append(lambda text: print(clean(text), file=sys.stderr))
     try:
         result = cli.main(argv, prog_name="ema-ckpt", standalone_mode=False)
     except click.exceptions.Abort:

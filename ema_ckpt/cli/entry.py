@@ -73,16 +73,12 @@ def _failed(argv: list[str], error: Exception) -> int:
 
 def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:
     """One line on stderr; with `--json` also the document that says the same."""
-    line = " ".join(message.splitlines())
-    print(f"Error: {_printable(line)}", file=sys.stderr)
+    from ema_ckpt.cli.text import clean
+
+    line = clean(" ".join(message.splitlines()))
+    print(f"Error: {line}", file=sys.stderr)
     if "--json" in argv:
         import json
 
-        print(json.dumps({"error": {"code": code, "message": _printable(line)}}))
+        print(json.dumps({"error": {"code": code, "message": line}}))
     return exit_code
-
-
-def _printable(text: str) -> str:
-    """Names from a checkpoint may hold lone surrogates and control characters: neither reaches a terminal."""
-    safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in safe)

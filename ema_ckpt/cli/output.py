@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ema_ckpt.catalog import Warn
+from ema_ckpt.cli.text import clean
 from ema_ckpt.ops.results import Inspected, Written, as_json
 from ema_ckpt.sizes import format_size
 
@@ -33,15 +34,10 @@ def _document(value: object) -> None:
     print(text)
 
 
-def _clean(text: str) -> str:
-    safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in safe)
-
-
 def _warn(warnings: tuple[Warn, ...], style: Style) -> None:
     if not style.quiet:
         for warning in warnings:
-            print(f"Warning: {_clean(warning.message)} [{warning.code}]", file=sys.stderr)
+            print(f"Warning: {clean(warning.message)} [{warning.code}]", file=sys.stderr)
 
 
 def written(result: Written, style: Style) -> None:
@@ -52,13 +48,13 @@ def written(result: Written, style: Style) -> None:
     if not style.talks:
         return
     for before, after in list(result.renamed.items())[:10]:
-        print(f"renamed {_clean(before)} -> {_clean(after)}")
+        print(f"renamed {clean(before)} -> {clean(after)}")
     if len(result.renamed) > 10:
         print(f"renamed {len(result.renamed) - 10} more")
     if result.filled:
-        print(f"filled {len(result.filled)} from the live tree: {', '.join(map(_clean, result.filled[:10]))}")
+        print(f"filled {len(result.filled)} from the live tree: {', '.join(map(clean, result.filled[:10]))}")
     for item in result.skipped:
-        print(f"skipped {_clean(item.name)}: {item.reason}")
+        print(f"skipped {clean(item.name)}: {item.reason}")
     for entry in result.files if result.dry_run or len(result.files) > 1 else ():
         print(f"{'would write' if result.dry_run else 'wrote'} {entry.path} ({format_size(entry.nbytes)})")
     what = f"{result.tensors} tensors, {format_size(result.nbytes)}"

@@ -7,17 +7,18 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree as Drawn
 
+from ema_ckpt.cli.text import clean
 from ema_ckpt.ops.results import Inspected, TensorEntry
 from ema_ckpt.sizes import format_size
 
 __all__ = ["print_inspected"]
 
 _MAX_ROWS = 200
+_MAX_CHILDREN = 40
 
 
 def _safe(text: str) -> str:
-    visible = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in visible))
+    return escape(clean(text))
 
 
 def print_inspected(result: Inspected, depth: int | None, shards: bool) -> None:
@@ -64,6 +65,11 @@ def _modules(result: Inspected, depth: int) -> Drawn:
             totals = drawn[key][1]
             totals[0] += 1
             totals[1] += tensor.nbytes
+    for node, _ in [(root, None), *drawn.values()]:
+        hidden = len(node.children) - _MAX_CHILDREN
+        if hidden > 1:
+            del node.children[_MAX_CHILDREN:]
+            node.add(f"[dim]… {hidden} more[/dim]")
     for key, (node, (count, nbytes)) in drawn.items():
         name = key[-1] if len(key) > 1 else (key[0] or "(root)")
         what = "" if count == 1 else f"{count} tensors, "

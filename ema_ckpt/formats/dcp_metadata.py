@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ema_ckpt.dtypes import DType, by_name
@@ -142,6 +142,10 @@ _INDEX_TAIL = re.compile(_REF + rb"(?:K.|M..|J....|N)" + _REF + _SIZE + rb"ub", 
 _INFO_TAIL = re.compile(_REF + _INT + _REF + _INT + rb"ub", re.DOTALL)
 
 
+_FRESH = (UNBUILT, UNBUILT)  # an instance and its dict
+_SIZE_STEPS = (UNBUILT, UNBUILT)  # the two tuples inside a `torch.Size`
+
+
 class _Shortcuts:
     """Reads whole instances of the three frequent classes, keeping the memo as the interpreter would."""
 
@@ -149,6 +153,8 @@ class _Shortcuts:
         self._refs: dict[bytes, object] = {}
         self._ints: dict[bytes, Ints] = {}
         self._texts: dict[str, str] = {}
+        # References that were looked up and found right, for each class: they recur in every instance.
+        self._known: set[tuple[object, ...]] = set()
 
     def prepare(self, found: Global) -> None:
         readers: dict[object, Callable[[Machine], bool]] = {
@@ -188,6 +194,10 @@ class _Shortcuts:
         if match is None:
             return False
         key, ref, run, key2, ref2, run2 = match.groups()
+        known = ("chunk", key, ref, key2, ref2)
+        if known in self._known and run and run2:
+            pair = self._numbers(run), self._numbers(run2)
+            return _accept(machine, pair, (*_FRESH, *_SIZE_STEPS, pair[0], *_SIZE_STEPS, pair[1]), match.end())
         memo: list[object] = [UNBUILT, UNBUILT]
         if self._ref(machine, key) != "offsets" or self._ref(machine, key2) != "sizes":
             return False
@@ -195,6 +205,8 @@ class _Shortcuts:
         sizes = self._size(machine, ref2, run2, memo)
         if offsets is None or sizes is None:
             return False
+        if run and run2:
+            self._known.add(known)
         return _accept(machine, (offsets, sizes), memo, match.end())
 
     def _text(self, machine: Machine, pos: int, memo: list[object]) -> tuple[str | None, int]:
@@ -212,34 +224,45 @@ class _Shortcuts:
 
     def _index(self, machine: Machine) -> bool:
         head = _HEAD.match(machine.data, machine.pos)
-        if head is None or self._ref(machine, head[1]) != "fqn":
+        if head is None:
             return False
         memo: list[object] = [UNBUILT, UNBUILT]
         name, pos = self._text(machine, head.end(), memo)
         tail = _INDEX_TAIL.match(machine.data, pos)
-        if name is None or tail is None or self._ref(machine, tail[1]) != "index":
+        if name is None or tail is None:
             return False
-        offsets = self._size(machine, tail[3], tail[4], memo)
-        if offsets is None or self._ref(machine, tail[2]) != "offset":
+        key, (key2, key3, ref, run) = head[1], tail.groups()
+        known = ("index", key, key2, key3, ref)
+        if known in self._known and run:
+            offsets: Ints | None = self._numbers(run)
+            memo += (*_SIZE_STEPS, offsets)
+            return _accept(machine, (name, offsets), memo, tail.end())
+        offsets = self._size(machine, ref, run, memo)
+        if offsets is None or [self._ref(machine, k) for k in (key, key2, key3)] != ["fqn", "index", "offset"]:
             return False
+        if run:
+            self._known.add(known)
         return _accept(machine, (name, offsets), memo, tail.end())
 
     def _info(self, machine: Machine) -> bool:
         head = _HEAD.match(machine.data, machine.pos)
-        if head is None or self._ref(machine, head[1]) != "relative_path":
+        if head is None:
             return False
         memo: list[object] = [UNBUILT, UNBUILT]
         name, pos = self._text(machine, head.end(), memo)
         tail = _INFO_TAIL.match(machine.data, pos)
         if name is None or tail is None:
             return False
-        if self._ref(machine, tail[1]) != "offset" or self._ref(machine, tail[3]) != "length":
-            return False
+        keys = (head[1], tail[1], tail[3])
+        if keys not in self._known:
+            if [self._ref(machine, key) for key in keys] != ["relative_path", "offset", "length"]:
+                return False
+            self._known.add(keys)
         (offset,), (nbytes,) = self._numbers(tail[2]), self._numbers(tail[4])
         return _accept(machine, ItemPlace(name, offset, nbytes), memo, tail.end())
 
 
-def _accept(machine: Machine, value: object, memo: list[object], end: int) -> bool:
+def _accept(machine: Machine, value: object, memo: Sequence[object], end: int) -> bool:
     machine.stack[-1] = value
     machine.memo += memo
     machine.pos = end

@@ -128,7 +128,7 @@ def _pick(catalog: Catalog, known: Sequence[Tree], name: str | None, path: objec
 
 
 def _stalled(catalog: Catalog, picked: Tree) -> list[Warn]:
-    if picked.role != EMA or ema_settings(catalog, picked).num_updates != 0:
+    if picked.role != EMA or ema_settings(catalog, picked, open_objects=False).num_updates != 0:
         return []
     return [Warn("ema-stalled", f"{picked.name!r} was never updated (num_updates is 0): it equals its first weights")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,8 @@ from ema_ckpt.coverage import prove
 from ema_ckpt.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.naming import EMA, glob_matcher
 from ema_ckpt.opening import open_catalog
-from ema_ckpt.ops.results import ChunkEntry, Inspected, ObjectEntry, TensorEntry, TreeEntry
+from ema_ckpt.ops.checkpoint import tree_entry
+from ema_ckpt.ops.results import ChunkEntry, Inspected, ObjectEntry, TensorEntry
 from ema_ckpt.settings import ema_settings
 from ema_ckpt.trees import Tree, find_trees, inner_names, trees
 
@@ -44,7 +44,7 @@ def inspect(path: str | os.PathLike[str], tree: str | None = None, match: Sequen
         format=catalog.format,
         world_size=catalog.world_size,
         nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
-        trees=tuple(map(_tree_entry, known)),
+        trees=tuple(map(tree_entry, known)),
         tensors=tuple(_tensor_entries(catalog, known, tree, match)),
         objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
         ema=settings,
@@ -85,17 +85,6 @@ def _settings(catalog: Catalog, tree: Tree, warnings: list[Warn]) -> dict[str, o
         "schedule": found.schedule,
         "dtype": found.dtype,
     }
-
-
-def _tree_entry(tree: Tree) -> TreeEntry:
-    return TreeEntry(
-        name=tree.name,
-        role=tree.role,
-        tensors=len(tree.tensors),
-        numel=sum(tensor.numel for tensor in tree.tensors),
-        nbytes=sum(tensor.nbytes for tensor in tree.tensors),
-        dtypes=dict(Counter(tensor.dtype.name for tensor in tree.tensors)),
-    )
 
 
 def _tensor_entries(

@@ -1,0 +1,138 @@
+"""`ema_ckpt.open`: tensors of any checkpoint in this process, without a process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
+
+from ema_ckpt.box import whole
+from ema_ckpt.catalog import Catalog, Tensor
+from ema_ckpt.checks import Checks
+from ema_ckpt.coverage import prove
+from ema_ckpt.errors import shown
+from ema_ckpt.naming import nearest
+from ema_ckpt.opening import open_catalog
+from ema_ckpt.ops.results import TreeEntry
+from ema_ckpt.regions import BandCutter, BandReader, find_shares
+from ema_ckpt.trees import Tree, default_tree, find_tree, find_trees, trees
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+__all__ = ["Checkpoint", "open_checkpoint", "tree_entry"]
+
+_BAND_NBYTES = 4 << 20
+
+
+def tree_entry(tree: Tree) -> TreeEntry:
+    """A tree's role and totals."""
+    return TreeEntry(
+        name=tree.name,
+        role=tree.role,
+        tensors=len(tree.tensors),
+        numel=sum(tensor.numel for tensor in tree.tensors),
+        nbytes=sum(tensor.nbytes for tensor in tree.tensors),
+        dtypes=dict(Counter(tensor.dtype.name for tensor in tree.tensors)),
+    )
+
+
+class Checkpoint:
+    """A checkpoint opened for reading. Tensors are whole, on the CPU, and checked against stored checksums."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._known = trees(catalog)
+        self._by_name = {tensor.name: tensor for tensor in catalog.tensors}
+
+    @property
+    def path(self) -> str:
+        """The checkpoint that was found."""
+        return self._catalog.resolved
+
+    @property
+    def trees(self) -> Mapping[str, TreeEntry]:
+        """Role and totals of each tree, by its name."""
+        return MappingProxyType({tree.name: tree_entry(tree) for tree in self._known})
+
+    def keys(self, tree: str | None = None) -> list[str]:
+        """Full stored names, of one tree or of all, in stored order. Raises UsageError `unknown-tree`."""
+        if tree is None:
+            return list(self._by_name)
+        return [tensor.name for found in find_trees(self._known, tree, self.path) for tensor in found.tensors]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor of that full stored name, with its global shape and stored dtype.
+
+        Raises:
+            KeyError: if there is none.
+            SourceError: `hole overlap checksum truncated-file …`.
+        """
+        tensor = self._by_name.get(name)
+        if tensor is None:
+            near = nearest(name, self._by_name)[:3]
+            raise KeyError(f"no tensor {name!r}; names there are like {shown(near)}")
+        return self._read(tensor)
+
+    def state_dict(self, tree: str | None = None, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """The weights of one tree by their names inside it: by default of the only EMA, or only live tree.
+
+        `dtype` casts floating-point tensors.
+
+        Raises:
+            UsageError: `unknown-tree`, `ambiguous-tree`.
+            SourceError: as for a single tensor.
+        """
+        if tree is None:
+            picked = default_tree(self._known, f"ema_ckpt.open({self.path!r}).state_dict", self.path)
+        else:
+            picked = find_tree(self._known, tree, self.path)
+        tensors = {name: self._read(tensor) for name, tensor in picked.weights.items()}
+        if dtype is None:
+            return tensors
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+
+    def _read(self, tensor: Tensor) -> torch.Tensor:
+        import torch
+
+        kind: torch.dtype = getattr(torch, tensor.dtype.name)
+        if not tensor.numel:
+            return torch.empty(tensor.shape, dtype=kind)
+        data = bytearray(tensor.nbytes)
+        checks = Checks(self._catalog.source, enabled=True)
+        reader = BandReader(self._catalog.source, checks, _BAND_NBYTES)
+        picked, box = prove(tensor), whole(tensor.shape)
+        shares = find_shares(tensor, self._catalog.reader.payloads(tensor), picked, box)
+        cutter, view, at = BandCutter(box, tensor.dtype.itemsize, _BAND_NBYTES), memoryview(data), 0
+        for index in range(cutter.count):
+            band = cutter.band(index)
+            nbytes = band.numel * tensor.dtype.itemsize
+            reader.read(tensor, shares, band, view[at : at + nbytes])
+            at += nbytes
+        checks.finish()
+        return torch.frombuffer(data, dtype=kind).reshape(tensor.shape)
+
+    def close(self) -> None:
+        """Close its files; tensors that were read stay."""
+        self._catalog.source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint of any readable format.
+
+    Raises:
+        EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle …`.
+    """
+    return Checkpoint(open_catalog(path))
