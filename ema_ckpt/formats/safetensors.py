@@ -8,7 +8,7 @@ and a buffer that the tensors cover without hole or overlap (https://github.com/
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -84,6 +84,8 @@ def open_safetensors(
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     if len(shards) == len(files) and (is_index or set(found.files) <= set(files)):
         _refuse_lost(found, {tensor.name for tensor in tensors}, resolved)
+    if found.digests.keys() >= {tensor.name for tensor in tensors}:
+        tensors = _in_recorded_order(tensors, found.digests)
     if found.nesting is not None:
         tensors = _restored(tensors, found)
     digests = record.digests_of(found, tensors, resolved)
@@ -112,6 +114,12 @@ def _record(source: Files, shards: list[_Shard], files: Mapping[str, int]) -> re
     if len(files) == len(shards) == 1 and record.KEY in shards[0].metadata:
         return record.parse(shards[0].metadata[record.KEY], shards[0].file)
     return _sidecar(source, files)
+
+
+def _in_recorded_order(tensors: Sequence[Tensor], names: Iterable[str]) -> tuple[Tensor, ...]:
+    # A file is ordered by element size; averages without names are paired with parameters in the model's order.
+    place = {name: index for index, name in enumerate(names)}
+    return tuple(sorted(tensors, key=lambda tensor: place[tensor.name]))
 
 
 def _restored(tensors: Sequence[Tensor], found: record.Record) -> tuple[Tensor, ...]:

@@ -54,8 +54,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class SafetensorsTarget:
-    """Files laid out. `sidecar` False: one file that carries its own record; else a directory with a sidecar."""
+    """Files laid out. `sidecar` False: one file that carries its own record; else a directory with a sidecar.
 
+    `entries` are in the order in which they were given, which the record keeps; files have an order of their own.
+    """
+
+    entries: tuple[Entry, ...]
     parts: tuple[_Part, ...]
     index: str | None
     sidecar: bool
@@ -98,12 +102,12 @@ class SafetensorsTarget:
         yield from self._beside(digests)
 
     def _header(self, part: _Part, digests: Mapping[str, int]) -> bytes:
-        own = {} if self.sidecar else {record.KEY: self._record(part.entries, digests, ())}
+        own = {} if self.sidecar else {record.KEY: self._record(digests, ())}
         return part.header(own)
 
-    def _record(self, entries: Iterable[Entry], digests: Mapping[str, int], files: Sequence[str]) -> str:
+    def _record(self, digests: Mapping[str, int], files: Sequence[str]) -> str:
         return record.dump(
-            entries,
+            self.entries,
             digests,
             files=files,
             nesting=self.nesting,
@@ -115,8 +119,7 @@ class SafetensorsTarget:
     def _beside(self, digests: Mapping[str, int]) -> Iterator[Frame]:
         if not self.sidecar:
             return
-        entries = [entry for part in self.parts for entry in part.entries]
-        text = self._record(entries, digests, [part.file for part in self.parts])
+        text = self._record(digests, [part.file for part in self.parts])
         yield Frame(record.SIDECAR, 0, text.encode("utf-8"))
         if self.index:
             yield Frame(self.index, 0, self._index().encode("utf-8"))
@@ -157,7 +160,7 @@ def lay_out_file(
     ties = dict(ties or {})
     _refuse_unfit(entries)
     part = _part("", entries, metadata, ties)
-    target = SafetensorsTarget((part,), None, False, nesting, tuple(objects), ties, tied_paths or {})
+    target = SafetensorsTarget(tuple(entries), (part,), None, False, nesting, tuple(objects), ties, tied_paths or {})
     header_nbytes = target.starts[0] - LENGTH_NBYTES
     if header_nbytes > safetensors.MAX_HEADER_NBYTES:
         message = (
@@ -193,7 +196,7 @@ def lay_out_directory(
         names = [f"{basename}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
         index = f"{basename}.safetensors.index.json"
     parts = tuple(_part(name, group, metadata, ties) for name, group in zip(names, groups, strict=True))
-    return SafetensorsTarget(parts, index, True, nesting, tuple(objects), ties, tied_paths or {})
+    return SafetensorsTarget(tuple(entries), parts, index, True, nesting, tuple(objects), ties, tied_paths or {})
 
 
 def _part(file: str, entries: Iterable[Entry], metadata: Mapping[str, str] | None, ties: Mapping[str, str]) -> _Part:

@@ -210,12 +210,27 @@ def test_nesting_objects_and_ties_come_back(tmp_path):
         write(target, out, tensors)
         catalog = open_one(out if out.suffix else out / "model.safetensors")
         assert catalog.nested
-        assert [tensor.path for tensor in catalog.tensors] == [("optim", "state", 0), ("model", "a.b")]
+        assert [tensor.path for tensor in catalog.tensors] == [("model", "a.b"), ("optim", "state", 0)]
         (item,) = catalog.objects
         assert (item.name, item.path) == ("optim.groups", ("optim", "groups"))
         assert repr(catalog.reader.load(item)) == repr(value)
         assert catalog.extra["ties"] == ties
         assert catalog.extra["nesting"] == nesting
+
+
+@pytest.mark.parametrize("limit", [None, 10**9, 20])
+def test_the_order_of_the_model_is_kept(tmp_path, limit):
+    tensors = {
+        "z": torch.ones(1),
+        "m": torch.ones(3, dtype=torch.float64),
+        "a": torch.ones(2),
+        "b": torch.ones(1).bool(),
+    }
+    target = lay_out_directory(entries(tensors), limit) if limit else lay_out_file(entries(tensors))
+    out = tmp_path / "hf" if limit else tmp_path / "m.safetensors"
+    write(target, out, tensors)
+    catalog = open_index(out) if limit == 20 else open_one(out / "model.safetensors" if limit else out)
+    assert [tensor.name for tensor in catalog.tensors] == list(tensors)
 
 
 def test_tied_names_are_listed_again_where_their_paths_are_recorded(tmp_path):
@@ -227,7 +242,7 @@ def test_tied_names_are_listed_again_where_their_paths_are_recorded(tmp_path):
     assert safetensors.torch.load_file(path).keys() == tensors.keys()
     catalog = open_one(path)
     found = {tensor.name: tensor for tensor in catalog.tensors}
-    assert list(found) == ["m.c", "m.a", "m.b"]
+    assert list(found) == ["m.a", "m.c", "m.b"]
     assert found["m.b"].path == ("m", "b")
     assert found["m.b"].storage == found["m.a"].storage != found["m.c"].storage
     assert same(read(catalog, "m.b"), tensors["m.a"])
