@@ -114,19 +114,19 @@ def _checked(catalog: Catalog, tensor: Tensor, payload: Payload) -> bytes:
 
 def _decoder(dtype: str) -> Callable[[bytes], object] | None:
     if dtype == "bfloat16":
-        return lambda data: _shortest("<f", b"\0\0" + data, 3)
+        return lambda data: _shortest("<f", b"\0\0" + data)
     code = _CODES.get(dtype)
     if code is None:
         return None
     if code in ("<f", "<e"):
-        return lambda data: _shortest(code, data, 4)
+        return lambda data: _shortest(code, data)
     return lambda data: struct.unpack(code, data)[0]
 
 
-def _shortest(code: str, data: bytes, digits: int) -> float:
+def _shortest(code: str, data: bytes) -> float:
     """The number with the fewest digits that the type rounds to these bytes: 0.9999 and not 0.9998999834."""
     value = float(struct.unpack(code, data)[0])
-    for count in range(digits, 10):
+    for count in range(1, 10):
         short = float(f"{value:.{count}g}")
         if _rounds_to(code, short, data):
             return short

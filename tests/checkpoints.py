@@ -1,0 +1,68 @@
+"""Small real checkpoints, written by torch and safetensors."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+
+def weights(seed: float = 0.0) -> dict[str, torch.Tensor]:
+    """Two tensors whose values tell where they came from."""
+    return {"layer.w": torch.arange(6.0).reshape(2, 3) + seed, "b": torch.full((2,), 7.0) + seed}
+
+
+def ema(seed: float = 0.5, updates: int = 3) -> dict[str, object]:
+    """The state dict of an EMA in this package's form."""
+    return {
+        "weights": weights(seed),
+        "num_updates": torch.tensor(updates),
+        "samples_seen": torch.tensor(0),
+        "config": '{"version": 1, "decay": 0.999, "schedule": {"kind": "constant", "decay": 0.999}}',
+    }
+
+
+def save_dcp(path: Path, tree: dict[str, object]) -> Path:
+    """Save with torch's DCP, in one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it saves without a process group
+        dcp.save(tree, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@cache
+def _template() -> Path:
+    return save_dcp(Path(mkdtemp(prefix="ema-ckpt-tests-")) / "dcp", {"model": weights(), "ema": ema()})
+
+
+def dcp_at(path: Path) -> Path:
+    """A complete DCP checkpoint of a model and its EMA."""
+    shutil.copytree(_template(), path)
+    return path
+
+
+def safetensors_at(path: Path, seed: float = 0.0) -> Path:
+    """One safetensors file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(weights(seed), path)
+    return path
+
+
+def torch_at(path: Path, tree: object = None) -> Path:
+    """One torch file, a flat state dict unless another is given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(weights() if tree is None else tree, path)
+    return path
+
+
+def touch(path: Path, text: str = "x") -> Path:
+    """A file that is no checkpoint."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
