@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError, shown
@@ -12,8 +12,17 @@ from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
 from ema_ckpt.ops.results import FileEntry, Written
-from ema_ckpt.ops.writing import TORCH_SUFFIXES, Job, check_sources, payload_nbytes, timer, write, write_options
-from ema_ckpt.selection import missing_weights, options, select_tree
+from ema_ckpt.ops.writing import (
+    TORCH_SUFFIXES,
+    Job,
+    WriterArgs,
+    check_sources,
+    payload_nbytes,
+    request_of,
+    timer,
+    write,
+)
+from ema_ckpt.selection import missing_weights, select_tree
 from ema_ckpt.settings import ema_settings
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.target import Entry, Target
@@ -31,25 +40,10 @@ def consolidate(
     out: str | os.PathLike[str],
     tree: str | None = None,
     *,
-    match: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] | Mapping[str, str] = (),
-    dtype: str = "keep",
-    keep_dtype: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
     basename: str = "model",
     fill: bool | str = False,
-    threads: int | None = None,
-    max_memory: int | str | None = None,
-    dry_run: bool = False,
-    no_verify: bool = False,
-    no_fsync: bool = False,
-    overwrite: bool = False,
-    resume: bool = False,
-    strict: bool = False,
-    expand_ties: bool = False,
-    keep_prefixes: bool = False,
-    progress: Callable[[int], None] | None = None,
+    **args: Unpack[WriterArgs],
 ) -> Written:
     """Write one tree, by default the EMA, whole.
 
@@ -57,43 +51,29 @@ def consolidate(
         path: a checkpoint, a directory that holds one, or an fsspec URL of either.
         out: `X.safetensors`, a torch file (`.pt .pth .bin .ckpt`), or else a Hugging Face directory.
         tree: the tree to take; by default the only EMA, or the only live tree.
-        match, exclude, keep_dtype: globs on names as they are written. rename: prefixes, `OLD=NEW`.
-        dtype: `keep`, `fp32`, `bf16` or `fp16`, for floating-point tensors.
         max_shard_size: bytes of one file of a Hugging Face directory. basename: how its files begin.
         fill: take weights that the EMA lacks from the live tree (True), or from the tree named.
-        max_memory: bytes of buffers in flight. progress: is told the bytes of each finished range.
+        args: options that all writing verbs share, see `WriterArgs`.
 
     Raises:
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
     elapsed = timer()
-    shared = write_options(
-        threads=threads,
-        max_memory=max_memory,
-        dry_run=dry_run,
-        no_verify=no_verify,
-        no_fsync=no_fsync,
-        overwrite=overwrite,
-        resume=resume,
-        progress=progress,
-    )
-    chosen = options(
-        match=match, exclude=exclude, rename=rename, dtype=dtype, keep_dtype=keep_dtype, keep_prefixes=keep_prefixes
-    )
+    request = request_of(args)
     shard_nbytes = parse_size(max_shard_size)
     _check_basename(basename)
     catalog = open_catalog(path)
     known = trees(catalog)
     picked = _pick(catalog, known, tree, path, out)
     warnings = [*catalog.warnings, *_stalled(catalog, picked)]
-    selection = select_tree(picked, chosen, _filling(catalog, known, picked, fill, warnings))
+    selection = select_tree(picked, request.selection, _filling(catalog, known, picked, fill, warnings))
     skipped = unknown_objects(catalog, picked.objects) if catalog.format == "torch" else []
-    refuse_skipped(skipped, strict)
+    refuse_skipped(skipped, request.strict)
     check_sources(catalog, (entry.source for entry in selection.entries))
     place = Path(out)
-    target, kind, ties = _lay_out(selection.entries, place, shard_nbytes, basename, expand_ties)
+    target, kind, ties = _lay_out(selection.entries, place, shard_nbytes, basename, request.expand_ties)
     job = Job(catalog, place, kind == "directory", target, keep_foreign=kind == "directory", warnings=warnings)
-    write(job, shared)
+    write(job, request)
     return Written(
         source=catalog.resolved,
         target=str(place),
@@ -108,7 +88,7 @@ def consolidate(
         ties=ties,
         skipped=tuple(skipped),
         warnings=tuple(job.warnings),
-        dry_run=dry_run,
+        dry_run=request.dry_run,
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.catalog import Catalog, Object, Warn
 from ema_ckpt.errors import UsageError
@@ -18,14 +18,15 @@ from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
     Job,
-    WriteOptions,
+    Request,
+    WriterArgs,
     check_sources,
     payload_nbytes,
+    request_of,
     timer,
     write,
-    write_options,
 )
-from ema_ckpt.selection import KeptObject, Options, options, select_all
+from ema_ckpt.selection import KeptObject, select_all
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.target import Entry, Target
 from ema_ckpt.ties import keep_first
@@ -48,8 +49,6 @@ class _Order:
     form: str
     world_size: int
     max_shard_nbytes: int = 5 * 10**9
-    expand_ties: bool = False
-    strict: bool = False
     verb: str = "convert"
 
 
@@ -59,47 +58,21 @@ def reshard(
     world_size: int,
     *,
     tree: Sequence[str] | str = (),
-    match: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] | Mapping[str, str] = (),
-    dtype: str = "keep",
-    keep_dtype: Sequence[str] = (),
-    threads: int | None = None,
-    max_memory: int | str | None = None,
-    dry_run: bool = False,
-    no_verify: bool = False,
-    no_fsync: bool = False,
-    overwrite: bool = False,
-    resume: bool = False,
-    strict: bool = False,
-    expand_ties: bool = False,
-    keep_prefixes: bool = False,  # noqa: ARG001 - names are never changed here: the option says what is done anyway
-    progress: Callable[[int], None] | None = None,
+    **args: Unpack[WriterArgs],
 ) -> Written:
     """Write a checkpoint as FSDP2 on `world_size` ranks would, all trees under their full names.
 
     Args:
         path: a checkpoint of any readable format. out: the directory to make.
-        tree: only these trees; an EMA's settings always come with it. Other options as for `consolidate`.
+        tree: only these trees; an EMA's settings always come with it.
+        args: options that all writing verbs share, see `WriterArgs`.
 
     Raises:
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
-    chosen = options(
-        match=match, exclude=exclude, rename=rename, dtype=dtype, keep_dtype=keep_dtype, keep_prefixes=True
-    )
-    shared = write_options(
-        threads=threads,
-        max_memory=max_memory,
-        dry_run=dry_run,
-        no_verify=no_verify,
-        no_fsync=no_fsync,
-        overwrite=overwrite,
-        resume=resume,
-        progress=progress,
-    )
-    order = _Order(Path(out), "dcp", _ranks(world_size), expand_ties=expand_ties, strict=strict, verb="reshard")
-    return _transfer(path, order, chosen, tree, shared)
+    request = request_of(args)
+    order = _Order(Path(out), "dcp", _ranks(world_size), verb="reshard")
+    return _transfer(path, order, tree, request)
 
 
 def convert(
@@ -109,23 +82,8 @@ def convert(
     world_size: int | None = None,
     *,
     tree: Sequence[str] | str = (),
-    match: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] | Mapping[str, str] = (),
-    dtype: str = "keep",
-    keep_dtype: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
-    threads: int | None = None,
-    max_memory: int | str | None = None,
-    dry_run: bool = False,
-    no_verify: bool = False,
-    no_fsync: bool = False,
-    overwrite: bool = False,
-    resume: bool = False,
-    strict: bool = False,
-    expand_ties: bool = False,
-    keep_prefixes: bool = False,
-    progress: Callable[[int], None] | None = None,
+    **args: Unpack[WriterArgs],
 ) -> Written:
     """Write a checkpoint in another format, all trees under their full names and nesting.
 
@@ -134,32 +92,19 @@ def convert(
         dst: what to make. to: `dcp`, `safetensors` or `pt`; by default what the ending of `dst` says, and DCP
             for a directory.
         world_size: ranks of a DCP target; by default those of a DCP source, else 1.
-        tree: only these trees; an EMA's settings always come with it. Other options as for `consolidate`.
+        tree: only these trees; an EMA's settings always come with it.
+        args: options that all writing verbs share, see `WriterArgs`.
 
     Raises:
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
-    chosen = options(
-        match=match, exclude=exclude, rename=rename, dtype=dtype, keep_dtype=keep_dtype, keep_prefixes=keep_prefixes
-    )
-    shared = write_options(
-        threads=threads,
-        max_memory=max_memory,
-        dry_run=dry_run,
-        no_verify=no_verify,
-        no_fsync=no_fsync,
-        overwrite=overwrite,
-        resume=resume,
-        progress=progress,
-    )
+    request = request_of(args)
     place = Path(dst)
     form = _form(place, to)
     if world_size is not None and form != "dcp":
         raise UsageError("usage", f"--world-size goes with a DCP target, and {place} is to be {form}")
     ranks = 0 if world_size is None else _ranks(world_size)
-    return _transfer(
-        src, _Order(place, form, ranks, parse_size(max_shard_size), expand_ties, strict), chosen, tree, shared
-    )
+    return _transfer(src, _Order(place, form, ranks, parse_size(max_shard_size)), tree, request)
 
 
 def _ranks(world_size: int) -> int:
@@ -182,26 +127,24 @@ def _form(place: Path, to: str | None) -> str:
     return to
 
 
-def _transfer(
-    path: str | os.PathLike[str], order: _Order, chosen: Options, tree: Sequence[str] | str, shared: WriteOptions
-) -> Written:
+def _transfer(path: str | os.PathLike[str], order: _Order, tree: Sequence[str] | str, request: Request) -> Written:
     elapsed = timer()
     catalog = open_catalog(path)
     known = trees(catalog)
-    selection = select_all(catalog, known, chosen, tree, strip=order.verb != "reshard")
+    selection = select_all(catalog, known, request.selection, tree, strip=order.verb != "reshard")
     carried = carry_objects(catalog, selection.objects, "torch" if order.form == "pt" else order.form)
     entries, unfit = _fitting(selection.entries, order.form)
     skipped = [*carried.skipped, *unfit, *_beside(catalog)]
-    refuse_skipped(skipped, order.strict)
+    refuse_skipped(skipped, request.strict)
     check_sources(catalog, (entry.source for entry in entries))
     warnings = [*catalog.warnings, *carried.warnings]
     if order.form == "dcp":
         warnings += [*rank_keyed([e.name for e in entries] + [o.name for o in carried.objects])]
         warnings += _low_precision(entries, known)
-    target, ties = _lay_out(catalog, known, entries, carried.objects, order)
+    target, ties = _lay_out(catalog, known, entries, carried.objects, order, request)
     is_file = order.form == "pt" or order.out.suffix == ".safetensors"
     job = Job(catalog, order.out, not is_file, target, warnings=warnings)
-    write(job, shared)
+    write(job, request)
     return Written(
         source=catalog.resolved,
         target=str(order.out),
@@ -215,7 +158,7 @@ def _transfer(
         ties=ties,
         skipped=tuple(skipped),
         warnings=tuple(job.warnings),
-        dry_run=shared.dry_run,
+        dry_run=request.dry_run,
     )
 
 
@@ -255,7 +198,12 @@ def _low_precision(entries: Sequence[Entry], known: Sequence[Tree]) -> list[Warn
 
 
 def _lay_out(
-    catalog: Catalog, known: Sequence[Tree], entries: Sequence[Entry], objects: Sequence[KeptObject], order: _Order
+    catalog: Catalog,
+    known: Sequence[Tree],
+    entries: Sequence[Entry],
+    objects: Sequence[KeptObject],
+    order: _Order,
+    request: Request,
 ) -> tuple[Target, dict[str, str]]:
     """The target, and the ties it records (dropped name → kept name)."""
     if order.form == "dcp":
@@ -271,10 +219,10 @@ def _lay_out(
     if order.form == "pt":
         from ema_ckpt.formats import torchfile_target
 
-        return torchfile_target.lay_out(entries, nesting=nested, objects=inline, expand_ties=order.expand_ties), {}
+        return torchfile_target.lay_out(entries, nesting=nested, objects=inline, expand_ties=request.expand_ties), {}
     from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
 
-    kept, ties = (list(entries), dict[str, str]()) if order.expand_ties else keep_first(entries)
+    kept, ties = (list(entries), dict[str, str]()) if request.expand_ties else keep_first(entries)
     places = {entry.name: entry.path for entry in entries if entry.name in ties}
     if order.out.suffix == ".safetensors":
         return lay_out_file(kept, nesting=nested, objects=inline, ties=ties, tied_paths=places), ties

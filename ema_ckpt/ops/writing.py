@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.coverage import prove
 from ema_ckpt.errors import SourceError, UsageError, shown
 from ema_ckpt.execute import MIN_BUDGET_NBYTES, Outcome, Settings, run
 from ema_ckpt.files import is_url
+from ema_ckpt.selection import Options, options
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.staging import check_target, stage
 from ema_ckpt.target import Entry, Target
@@ -21,12 +23,13 @@ from ema_ckpt.target import Entry, Target
 __all__ = [
     "TORCH_SUFFIXES",
     "Job",
-    "WriteOptions",
+    "Request",
+    "WriterArgs",
     "check_sources",
     "payload_nbytes",
+    "request_of",
     "timer",
     "write",
-    "write_options",
 ]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -35,10 +38,44 @@ _LOCAL_BUDGET_NBYTES = 16 << 20
 _REMOTE_BUDGET_NBYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """Options that all writing verbs share, checked."""
+class WriterArgs(TypedDict, total=False):
+    """Keyword arguments of every writing verb: the options of the command line, by the same names.
 
+    Attributes:
+        match, exclude, keep_dtype: globs on names as they are written. rename: `OLD=NEW` prefixes, or a mapping.
+        dtype: `keep`, `fp32`, `bf16` or `fp16`, for floating-point tensors of live and EMA trees.
+        threads: workers; by default the usable processors, at most 8.
+        max_memory: bytes of buffers in flight, a number or `16MiB`.
+        dry_run: make every check, write nothing. no_verify: do not compare checksums stored in the source.
+        no_fsync: do not wait for the disk. overwrite: replace a checkpoint at the target.
+        resume: continue a killed run. strict: fail if anything would be left out.
+        expand_ties: write tied weights under every name. keep_prefixes: keep wrapper prefixes of names.
+        progress: is told the bytes of each finished range.
+    """
+
+    match: Sequence[str]
+    exclude: Sequence[str]
+    rename: Sequence[str] | Mapping[str, str]
+    dtype: str
+    keep_dtype: Sequence[str]
+    threads: int | None
+    max_memory: int | str | None
+    dry_run: bool
+    no_verify: bool
+    no_fsync: bool
+    overwrite: bool
+    resume: bool
+    strict: bool
+    expand_ties: bool
+    keep_prefixes: bool
+    progress: Callable[[int], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of a writing verb, checked. `budget_nbytes` None: what suits the source."""
+
+    selection: Options
     threads: int
     budget_nbytes: int | None
     dry_run: bool
@@ -46,7 +83,9 @@ class WriteOptions:
     fsync: bool
     overwrite: bool
     resume: bool
-    progress: Callable[[int], None] | None = None
+    strict: bool
+    expand_ties: bool
+    progress: Callable[[int], None] | None
 
 
 @dataclass(slots=True)
@@ -71,29 +110,42 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def write_options(
-    *,
-    threads: int | None = None,
-    max_memory: int | str | None = None,
-    dry_run: bool = False,
-    no_verify: bool = False,
-    no_fsync: bool = False,
-    overwrite: bool = False,
-    resume: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> WriteOptions:
-    """Check the shared options.
+def request_of(args: WriterArgs) -> Request:
+    """Check the arguments of a writing verb.
 
     Raises:
-        UsageError: `usage` for less than one thread or 4 MiB of memory.
+        UsageError: `usage` for less than one thread or 4 MiB of memory, an unknown dtype, a malformed rename.
+        TypeError: for an argument that there is not.
     """
+    unknown = args.keys() - WriterArgs.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
+    threads, max_memory = args.get("threads"), args.get("max_memory")
     if threads is not None and threads < 1:
         raise UsageError("usage", f"--threads {threads}: expected 1 or more")
     budget = None if max_memory is None else parse_size(max_memory)
     if budget is not None and budget < MIN_BUDGET_NBYTES:
         raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
-    workers = threads or min(usable_cpus(), 8)
-    return WriteOptions(workers, budget, dry_run, not no_verify, not no_fsync, overwrite, resume, progress)
+    return Request(
+        selection=options(
+            match=args.get("match", ()),
+            exclude=args.get("exclude", ()),
+            rename=args.get("rename", ()),
+            dtype=args.get("dtype", "keep"),
+            keep_dtype=args.get("keep_dtype", ()),
+            keep_prefixes=args.get("keep_prefixes", False),
+        ),
+        threads=threads or min(usable_cpus(), 8),
+        budget_nbytes=budget,
+        dry_run=args.get("dry_run", False),
+        verify=not args.get("no_verify", False),
+        fsync=not args.get("no_fsync", False),
+        overwrite=args.get("overwrite", False),
+        resume=args.get("resume", False),
+        strict=args.get("strict", False),
+        expand_ties=args.get("expand_ties", False),
+        progress=args.get("progress"),
+    )
 
 
 def payload_nbytes(entries: Iterable[Entry]) -> int:
@@ -125,19 +177,19 @@ def check_sources(catalog: Catalog, tensors: Iterable[Tensor]) -> None:
             raise SourceError("truncated-file", f"{message}; it holds {shown(names)}", tensor=names[0], file=file)
 
 
-def write(job: Job, options: WriteOptions) -> Outcome | None:
+def write(job: Job, request: Request) -> Outcome | None:
     """Stage the target, move its bytes, switch it in; with `dry_run` make every check and return None.
 
     Raises:
         EmaCkptError: whatever stops the work; nothing of it stays.
     """
     nbytes = sum(job.target.files.values())
-    if options.dry_run:
+    if request.dry_run:
         check_target(
             job.out,
             is_directory=job.is_directory,
             sources=job.sources,
-            overwrite=options.overwrite,
+            overwrite=request.overwrite,
             keep_foreign=job.keep_foreign,
             nbytes=nbytes,
         )
@@ -146,14 +198,14 @@ def write(job: Job, options: WriteOptions) -> Outcome | None:
         job.out,
         is_directory=job.is_directory,
         sources=job.sources,
-        overwrite=options.overwrite,
+        overwrite=request.overwrite,
         keep_foreign=job.keep_foreign,
         nbytes=nbytes,
-        fsync=options.fsync,
-        resume=options.resume,
+        fsync=request.fsync,
+        resume=request.resume,
         identity=_identity(job),
     ) as staged:
-        outcome = run(job.catalog, job.target, staged.path, _settings(job, options), staged.journal)
+        outcome = run(job.catalog, job.target, staged.path, _settings(job, request), staged.journal)
     job.warnings += staged.warnings
     job.warnings += [
         Warn("overflow", f"{count} finite values of {name!r} became infinite in the cast")
@@ -162,9 +214,9 @@ def write(job: Job, options: WriteOptions) -> Outcome | None:
     return outcome
 
 
-def _settings(job: Job, options: WriteOptions) -> Settings:
+def _settings(job: Job, request: Request) -> Settings:
     default = _REMOTE_BUDGET_NBYTES if is_url(job.catalog.source.root) else _LOCAL_BUDGET_NBYTES
-    return Settings(options.threads, options.budget_nbytes or default, options.verify, options.progress)
+    return Settings(request.threads, request.budget_nbytes or default, request.verify, request.progress)
 
 
 def _identity(job: Job) -> dict[str, str]:
