@@ -52,17 +52,26 @@ def entry(name: str, value: object) -> Iterator[str]:
 def signature(name: str, value: object) -> str:
     """`name(parameters)`, over several lines if it would be long."""
     found = inspect.signature(value)  # type: ignore[arg-type]
-    kept = [p for p in found.parameters.values() if p.name != "self"]
-    flat = str(found.replace(parameters=kept))
-    if len(name) + len(flat) <= 100:
-        return name + flat
-    lines, named = [], False
-    for parameter in kept:
+    parts: list[str] = []
+    named = False
+    for parameter in found.parameters.values():
+        if parameter.name == "self":
+            continue
         if parameter.kind is parameter.KEYWORD_ONLY and not named:
-            lines.append("    *,")
+            parts.append("*")
         named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        lines.append(f"    {parameter},")
-    return "\n".join([f"{name}(", *lines, ")" + flat.rpartition(")")[2]])
+        parts.append(told(parameter))
+    result = "" if found.return_annotation is found.empty else f" -> {found.return_annotation}"
+    flat = f"{name}({', '.join(parts)}){result}"
+    return flat if len(flat) <= 100 else "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){result}"])
+
+
+def told(parameter: inspect.Parameter) -> str:
+    """`name: annotation = default`, annotations as they are written in the source."""
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    annotation = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+    default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+    return f"{stars}{parameter.name}{annotation}{default}"
 
 
 def prose(value: object) -> str:

@@ -13,9 +13,9 @@ import ema_ckpt
 
 PACKAGE = Path(ema_ckpt.__file__).parent
 
-VERBS = {"consolidate", "inspect"}
+VERBS = {"consolidate", "convert", "inspect", "reshard"}
 ERRORS = {"EmaCkptError", "UsageError", "SourceError", "UnsafeError", "TargetError", "CollectiveError", "StateError"}
-PUBLIC = VERBS | ERRORS | {"__version__"}
+PUBLIC = VERBS | ERRORS | {"Checkpoint", "__version__", "open"}
 
 MODULES = sorted(
     ".".join(("ema_ckpt", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")

@@ -1,4 +1,4 @@
-"""The command reference as Markdown, from the commands themselves: `python -m ema_ckpt.cli.reference > docs/cli.md`."""
+"""The command reference as Markdown, from the commands themselves: `python -m ema_ckpt.cli.reference` prints it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["reference"]
 _HEAD = """\
 # Command reference
 
-Made by `python -m ema_ckpt.cli.reference`; a test keeps it current. Exit codes: 0 done · 1 not as asked (`verify`:
+Made by `python docs/reference.py` from the commands themselves. Exit codes: 0 done · 1 not as asked (`verify`:
 damaged; `diff --exit-code`: differs) · 2 trouble · 3 `verify`: structure right, some payload has no checksum ·
 130 Ctrl-C · 141 broken pipe · 143 SIGTERM · 70 a bug of ours.
 """
