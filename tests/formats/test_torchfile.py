@@ -82,6 +82,21 @@ def test_views_of_one_storage_are_found_where_they_lie(tmp_path):
     assert found["whole"].crc == zlib.crc32(raw_bytes(base))
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_pickle_protocol_is_read(tmp_path, protocol):
+    state = {
+        "m": {"w": torch.arange(4.0), "f8": of_dtype(torch.float8_e5m2)},
+        "o": [1, {"b": b"x"}],
+        "s": {1},
+        "t": (2, "ü"),
+    }
+    catalog = saved(tmp_path, state, pickle_protocol=protocol)
+    assert all(same(read(catalog, f"m.{name}"), tensor) for name, tensor in state["m"].items())
+    assert {item.name: catalog.reader.load(item) for item in catalog.objects} == {
+        "o.0": 1, "o.1.b": b"x", "s": {1}, "t": (2, "ü")
+    }  # fmt: skip
+
+
 def test_ties_have_equal_storage_and_other_views_have_not(tmp_path):
     weight = torch.nn.Linear(4, 4).weight
     catalog = saved(
