@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.leaves import pieces
 from ema_ckpt.resume.optimizer import Optimizers, fill, listed, make_state, optimizer_tree
 from ema_ckpt.resume.parts import Part
+from ema_ckpt.resume.reading import dtype_of
 from ema_ckpt.resume.sources import Checkpoint, optimizer_entries
 
 __all__ = ["OptimizerPart"]
@@ -72,7 +74,8 @@ class OptimizerPart(Part):
         """A state entry: boxes with host values if it has the parameter's shape, else the whole value."""
         if isinstance(value, Tensor):
             boxes = _boxes(shard, value)
-            return _Staged(value.shape, list(zip(boxes, self._checkpoint.source.read(value, boxes), strict=True)))
+            values = self._checkpoint.source.read(value, boxes)
+            return _Staged(value.shape, dtype_of(value), dict(zip(boxes, values, strict=True)))
         return self._load(value)
 
     def _load(self, value: Any) -> Any:
@@ -111,7 +114,7 @@ class OptimizerPart(Part):
         for optimizer in self._optimizers:
             optimizer.state.clear()
         wanted = {
-            fqn: {name: value.kind if isinstance(value, _Staged) else value for name, value in values.items()}
+            fqn: {name: (v.shape, v.dtype) if isinstance(v, _Staged) else v for name, v in values.items()}
             for fqn, values in self._values.items()
         }
         make_state(self._model, self._optimizers, wanted)
@@ -125,21 +128,16 @@ class OptimizerPart(Part):
         for fqn, values in self._values.items():
             for name, value in values.items():
                 if isinstance(value, _Staged) and name in state.get(fqn, {}):
-                    staged = dict(value.parts)
-                    yield from ((view, staged[box]) for box, view in pieces(state[fqn][name]).held)
+                    yield from ((view, value.parts[box]) for box, view in pieces(state[fqn][name]).held if box.numel)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Staged:
-    """A tensor of optimizer state that was read: global shape, and values by box."""
+    """A tensor of optimizer state that was read: global shape, dtype, and host values by box."""
 
-    def __init__(self, shape: tuple[int, ...], parts: list[tuple[Box, torch.Tensor]]) -> None:
-        self.parts = parts
-        self._shape = shape
-
-    @property
-    def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype."""
-        return self._shape, self.parts[0][1].dtype
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Mapping[Box, torch.Tensor]
 
 
 def _boxes(shard: Shard, stored: Tensor) -> list[Box]:

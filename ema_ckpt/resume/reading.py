@@ -16,7 +16,7 @@ from ema_ckpt.coverage import prove
 from ema_ckpt.errors import SourceError
 from ema_ckpt.regions import BandCutter, BandReader, find_runs, find_shares
 
-__all__ = ["Source"]
+__all__ = ["Source", "dtype_of"]
 
 _BAND_NBYTES = 8 << 20
 
@@ -35,7 +35,7 @@ class Source:
         Raises:
             SourceError: `missing-file truncated-file checksum hole …`, naming tensor and file.
         """
-        kind = _dtype(tensor)
+        kind = dtype_of(tensor)
         found = [torch.empty(box.sizes, dtype=kind) for box in boxes]
         if any(box.numel for box in boxes):
             picked = prove(tensor)
@@ -87,7 +87,12 @@ class Source:
             self._checks.read(tensor.name, run.payload, run.start, run.nbytes, zlib.crc32(part))
 
 
-def _dtype(tensor: Tensor) -> torch.dtype:
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """The torch type of a stored tensor.
+
+    Raises:
+        SourceError: `unsupported`: this release of torch has no such type.
+    """
     found = getattr(torch, tensor.dtype.name, None)
     if not isinstance(found, torch.dtype):
         raise SourceError("unsupported", f"{tensor.name!r}: this torch has no {tensor.dtype.name}", tensor=tensor.name)
