@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as brief  # bounded: a hostile value may nest without end
 
 from ema_ckpt.dtypes import DType, by_name
 from ema_ckpt.errors import SourceError
@@ -288,7 +289,7 @@ def parse(data: bytes, where: str) -> Metadata:
     """
     root = loads(data, _ALLOWED, where=where, prepare=_Shortcuts().prepare)
     if not isinstance(root, _Root):
-        raise SourceError("unreadable", f"{where}: no DCP metadata in it (found {root!r:.60})", file=where)
+        raise SourceError("unreadable", f"{where}: no DCP metadata in it (found {brief(root)})", file=where)
     try:
         return _metadata(root.fields, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -302,7 +303,7 @@ def _metadata(fields: dict[str, object], where: str) -> Metadata:
         raise ValueError("its tables are no dicts")
     for name, entry in entries.items():
         if not isinstance(name, str):
-            raise ValueError(f"a name is {name!r:.40}")
+            raise ValueError(f"a name is {brief(name)}")
         if isinstance(entry, Opaque):
             result.opaque[name] = f"{entry.module}.{entry.name}"
         else:
@@ -343,7 +344,7 @@ def _chunk(chunk: object) -> tuple[Ints, Ints]:
 
 def _path(path: object, name: str, bound: int, where: str) -> tuple[str | int, ...]:
     if not isinstance(path, tuple) or not all(isinstance(part, str | int) for part in path):
-        raise ValueError(f"the path of {name!r} is {path!r:.40}")
+        raise ValueError(f"the path of {name!r} is {brief(path)}")
     for part in path:
         if isinstance(part, int) and not 0 <= part < bound:
             message = f"{where}: {name!r} is said to be item {part} of a list, in a checkpoint of far fewer entries"
@@ -375,4 +376,4 @@ def _place(place: object) -> ItemPlace:
 def _ints(value: object) -> Ints:
     if isinstance(value, tuple) and all(type(part) is int for part in value):
         return value
-    raise ValueError(f"a shape or offset is {value!r:.40}")
+    raise ValueError(f"a shape or offset is {brief(value)}")

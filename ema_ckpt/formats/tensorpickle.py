@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from reprlib import repr as brief  # bounded: a hostile value may nest without end
 
 from ema_ckpt.dtypes import DType, by_name, by_storage_class
 from ema_ckpt.errors import SourceError
@@ -61,7 +62,7 @@ def _bad(why: str) -> SourceError:
 def _ints(value: object) -> tuple[int, ...]:
     if isinstance(value, tuple) and all(type(part) is int for part in value):
         return value
-    raise _bad(f"a shape or stride is {value!r:.60}")
+    raise _bad(f"a shape or stride is {brief(value)}")
 
 
 def _view(
@@ -179,10 +180,10 @@ TENSOR_GLOBALS: dict[tuple[str, str], Maker] = {
 
 def _storage(pid: object) -> StorageRef:
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-        raise _bad(f"a storage has the persistent id {pid!r:.60}")
+        raise _bad(f"a storage has the persistent id {brief(pid)}")
     _, kind, key, _location, numel = pid
     if not isinstance(kind, Global) or not isinstance(key, str) or type(numel) is not int or numel < 0:
-        raise _bad(f"a storage has the persistent id {pid!r:.60}")
+        raise _bad(f"a storage has the persistent id {brief(pid)}")
     if (kind.module, kind.name) == ("torch.storage", "UntypedStorage"):
         return StorageRef(key, None, numel)
     dtype = by_storage_class(kind.name) if kind.module == "torch" else None
