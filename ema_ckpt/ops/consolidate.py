@@ -67,7 +67,7 @@ def consolidate(
     picked = _pick(catalog, known, tree, path, out)
     warnings = [*catalog.warnings, *_stalled(catalog, picked)]
     selection = select_tree(picked, request.selection, _filling(catalog, known, picked, fill, warnings))
-    skipped = unknown_objects(catalog, picked.objects) if catalog.format == "torch" else []
+    skipped = unknown_objects(catalog, catalog.objects) if catalog.format == "torch" else []
     refuse_skipped(skipped, request.strict)
     check_sources(catalog, (entry.source for entry in selection.entries))
     place = Path(out)
