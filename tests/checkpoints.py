@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 
 def weights(seed: float = 0.0) -> dict[str, torch.Tensor]:
@@ -33,6 +34,23 @@ def save_dcp(path: Path, tree: dict[str, object]) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it saves without a process group
         dcp.save(tree, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def save_replicas(path: Path, tree: dict[str, object], ranks: int) -> Path:
+    """Save as `ranks` processes do that all hold the same plain tensors: DCP spreads these over the ranks' files."""
+    writer = FileSystemWriter(path)
+    writer.set_up_storage_writer(is_coordinator=True)
+    planners = [DefaultSavePlanner() for _ in range(ranks)]
+    plans = []
+    for rank, planner in enumerate(planners):
+        planner.set_up_planner(tree, is_coordinator=rank == 0)
+        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+    shared, metadata = planners[0].create_global_plan(plans)
+    results = []
+    for planner, plan in zip(planners, writer.prepare_global_plan(shared), strict=True):
+        results.append(writer.write_data(planner.finish_plan(plan), planner).value())
+    writer.finish(metadata, results)
     return path
 
 

@@ -21,7 +21,7 @@ from ema_ckpt.selection import options, select_all
 from ema_ckpt.settings import EmaSettings, ema_settings
 from ema_ckpt.trees import Tree, find_tree, live_of, trees
 from tests.catalogs import INT, SCALAR, T, catalog_of
-from tests.checkpoints import dcp_at, ema, safetensors_at, save_dcp, torch_at, touch, weights
+from tests.checkpoints import dcp_at, ema, safetensors_at, save_dcp, save_replicas, torch_at, touch, weights
 
 
 def value(catalog: Catalog, name: str) -> list[float]:
@@ -93,6 +93,18 @@ def test_torch_shards_of_an_index(tmp_path: Path) -> None:
     refused("unsafe-path", tmp_path)
     index.write_text(json.dumps(["a"]))
     refused("index-mismatch", tmp_path)
+
+
+def test_tensors_of_a_dcp_come_in_the_order_of_the_state_dict(tmp_path: Path) -> None:
+    # The entries of .metadata lie by rank. An EMA that is a list would be paired with the wrong live tensors.
+    live = {f"layer{n}.w": torch.full((2, 2), float(n)) for n in range(6)}
+    tree = {"model": live, "ema": {"shadow_params": [tensor + 0.5 for tensor in live.values()], "decay": 0.9}}
+    catalog = open_catalog(save_replicas(tmp_path / "x", tree, 2))
+    assert len(catalog.files) == 2
+    assert [tensor.name for tensor in catalog.tensors][:6] == [f"model.{name}" for name in live]
+    average = picked(catalog, "ema")
+    for fqn, tensor in live.items():
+        assert value(catalog, average.weights[fqn].name) == (tensor + 0.5).flatten().tolist()
 
 
 # Parts.
@@ -254,6 +266,7 @@ def test_the_nesting_of_a_part_follows_it(tmp_path: Path) -> None:
 
 def test_the_digests_of_a_part_follow_it(tmp_path: Path) -> None:
     source = dcp_at(tmp_path / "source")
+    (tmp_path / "joined").mkdir()
     consolidate(source, tmp_path / "joined" / "ema.safetensors", no_fsync=True)
     consolidate(source, tmp_path / "joined" / "model.safetensors", "model", no_fsync=True)
     digests = open_catalog(tmp_path / "joined").digests

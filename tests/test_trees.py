@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.errors import SourceError, UsageError
@@ -491,3 +493,58 @@ def test_every_entry_lies_in_exactly_one_tree() -> None:
     catalog = catalog_of(tree)
     held: list[Tensor | Object] = [item for found in trees(catalog) for item in (*found.tensors, *found.objects)]
     assert sorted(item.name for item in held) == sorted(item.name for item in (*catalog.tensors, *catalog.objects))
+
+
+# Properties.
+
+keys = st.sampled_from(
+    ["model", "ema", "app", "net", "optim", "args", "weights", "shadow", "module", "num_updates", "w", "b.c"]
+)
+values = st.one_of(st.just(W), st.just(INT), st.just(SCALAR), st.just(1), st.just([W, B]))
+state_dicts = st.dictionaries(
+    keys, st.recursive(values, lambda inner: st.dictionaries(keys, inner, max_size=4), max_leaves=12), max_size=5
+)
+
+
+@given(state_dicts, st.booleans())
+def test_any_state_dict_is_told_apart_without_loss(tree: dict, nested: bool) -> None:
+    catalog = catalog_of(tree, nested=nested)
+    try:
+        found = trees(catalog)
+    except SourceError as error:
+        assert error.code == "name-collision"
+        return
+    held = [item for part in found for item in (*part.tensors, *part.objects)]
+    assert {id(item) for item in held} == {id(item) for item in (*catalog.tensors, *catalog.objects)}
+    assert len(held) == len(catalog.tensors) + len(catalog.objects)
+    assert len({part.name for part in found}) == len(found)
+    for part in found:
+        assert part.role in ("live", "ema", "optimizer", "other")
+        assert all(item.name.startswith(f"{part.name}.") for item in (*part.tensors, *part.objects) if part.name)
+        assert {id(tensor) for tensor in part.named.values()} <= {id(tensor) for tensor in part.tensors}
+        assert part.role != "live" or part.tensors
+        names = inner_names(part)
+        assert len(set(names.values())) == len(names) or part.role == "ema"
+    try:
+        chosen = default_tree(found)
+    except UsageError as error:
+        assert error.code == "ambiguous-tree"
+    else:
+        assert chosen.role in ("ema", "live")
+
+
+@given(state_dicts, st.data())
+def test_whatever_is_named_is_found_or_refused_by_name(tree: dict, data: st.DataObject) -> None:
+    try:
+        found = trees(catalog_of(tree))
+    except SourceError:
+        return
+    names = [item.name for part in found for item in (*part.tensors, *part.objects)]
+    name = data.draw(st.sampled_from([*names, *[n.rpartition(".")[0] for n in names], "nope", ""]))
+    try:
+        parts = find_trees(found, name)
+    except UsageError as error:
+        assert error.code == "unknown-tree"
+        return
+    for part in parts:
+        assert name in ("", part.name) or part.name.startswith(f"{name}.") or part.name.endswith(f".{name}")

@@ -43,7 +43,8 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
     """
     metadata = _read(source, names)
     tensors, objects, required = [], [], dict[str, int]()
-    for name, entries in metadata.items():
+    for name in _in_order(metadata):
+        entries = metadata[name]
         first, dotted = entries[0], entries[0].paths.get(name, (name,))
         if first.entries[name] is None:
             place = first.items.get((name, None), _EMPTY_PLACE)
@@ -103,6 +104,16 @@ def _read(source: Files, names: Iterable[str]) -> dict[str, list[Metadata]]:
     if "" in known and not any("" in part.entries for part in known[""]):
         del known[""]
     return known
+
+
+def _in_order(metadata: Mapping[str, list[Metadata]]) -> Iterable[str]:
+    """Names in the order of the state dict, as far as it is told.
+
+    `planner_data` keeps that order. The entries lie by the rank that wrote them, so that replicated tensors, which
+    DCP spreads over the ranks, come out shuffled; EMAs that are lists depend on the order.
+    """
+    told = {name: None for part in _parts(metadata) for name in part.paths}
+    return {**told, **dict.fromkeys(metadata)}
 
 
 def _parts(metadata: Mapping[str, list[Metadata]]) -> list[Metadata]:
