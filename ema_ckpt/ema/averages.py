@@ -11,7 +11,7 @@ import torch
 from ema_ckpt.box import Box, whole
 from ema_ckpt.ema.placement import replica_part
 from ema_ckpt.ema.settings import Settings, Source
-from ema_ckpt.ema.shards import Census, Held, Slot
+from ema_ckpt.ema.shards import Census, Edge, Held, Slot
 from ema_ckpt.errors import StateError, UsageError, shown
 
 __all__ = ["Averages", "choose", "fit", "live_part", "make", "value_of"]
@@ -29,6 +29,7 @@ class Averages:
     slots: tuple[Slot, ...]
     held: tuple[Held, ...]  # one per slot
     live_buffers: tuple[Held, ...]
+    edges: tuple[Edge, ...]  # of the model
 
 
 def choose(census: Census, settings: Settings) -> tuple[list[Held], list[Held]]:
@@ -199,7 +200,7 @@ def fit(averages: Averages, census: Census, settings: Settings) -> Averages:
     else:
         slots = _narrowed(averages.slots, held, settings)
     live = [found[h.shard.fqn] for h in averages.live_buffers if h.shard.fqn in found]
-    return Averages(tuple(slots), tuple(held), tuple(live))
+    return Averages(tuple(slots), tuple(held), tuple(live), census.edges)
 
 
 def _renamed(held: Held, slot: Slot) -> Held:

@@ -84,8 +84,10 @@ class ShardedEMA:
         self._events_reported = 0
         self._attachment: attach.Attachment | None = None
         with torch.no_grad(), torch.inference_mode(False):
-            chosen, live_buffers = choose(census(model), self.settings)
-            self._take(Averages(tuple(make(chosen, self.settings)), tuple(chosen), tuple(live_buffers)))
+            found = census(model)
+            chosen, live_buffers = choose(found, self.settings)
+            slots = make(chosen, self.settings)
+            self._take(Averages(tuple(slots), tuple(chosen), tuple(live_buffers), found.edges))
 
     # Averaging
 
@@ -241,7 +243,7 @@ class ShardedEMA:
     def _take(self, averages: Averages) -> None:
         """Work with `averages` from now on."""
         self.averages = averages
-        self._watch = Watch(averages.held)
+        self._watch = Watch(averages.held, averages.edges)
         self._steps: list[Step] | None = None
         self._sources: list[torch.Tensor] = []
 

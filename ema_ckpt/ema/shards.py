@@ -111,27 +111,36 @@ class Held:
     pointed: torch.Tensor | None
 
 
+Edge = tuple[dict[str, Any], str, object]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Census:
-    """All parameters and buffers of a model on this rank, tied ones once, in the order of `named_parameters()`."""
+    """All parameters and buffers of a model on this rank, tied ones once, in the order of `named_parameters()`.
+
+    `edges` are the registrations of its modules, (children of the parent, name, child).
+    """
 
     parameters: tuple[Held, ...]
     buffers: tuple[Held, ...]
+    edges: tuple[Edge, ...]
 
 
 class Watch:
-    """Notices that the memory behind shards was exchanged: `.to()`, `load_state_dict(assign=True)`, a late wrapper.
+    """Notices that a module or the memory behind a shard was exchanged: `.to()`, `load_state_dict(assign=True)`, a
+    late wrapper.
 
     Costs about 0.1 µs a tensor, so that it can be asked before each update.
     """
 
     __slots__ = ("_addresses", "_dtensors", "_keys", "_places", "_pointed", "_seen")
 
-    def __init__(self, held: Iterable[Held]) -> None:
+    def __init__(self, held: Iterable[Held], edges: Iterable[Edge]) -> None:
         held = list(held)
-        self._places = [h.place for h in held]
-        self._keys = [h.key for h in held]
-        self._seen = [h.seen for h in held]
+        watched = [*((h.place, h.key, h.seen) for h in held), *edges]
+        self._places = [place for place, _, _ in watched]
+        self._keys = [key for _, key, _ in watched]
+        self._seen = [seen for _, _, seen in watched]
         self._pointed = [h.pointed for h in held if h.pointed is not None]
         self._addresses = [tensor.data_ptr() for tensor in self._pointed]
         self._dtensors = [(h.seen, h.seen._local_tensor) for h in held if hasattr(h.seen, "_local_tensor")]
@@ -157,11 +166,13 @@ def census(model: nn.Module) -> Census:
     parameters: dict[Hashable, Held] = {}
     buffers: dict[Hashable, Held] = {}
     names: dict[Hashable, list[str]] = {}
+    edges: list[Edge] = []
     for prefix, module, ddp in _walk(model, "", None):
+        edges += [(module._modules, name, child) for name, child in module._modules.items()]
         for token, held in chain(_parameters(module, prefix, ddp, managed), _buffers(module, prefix)):
             names.setdefault(token, []).append(held.shard.fqn)
             (parameters if held.shard.is_parameter else buffers).setdefault(token, held)
-    return Census(_with_aliases(parameters, names), _with_aliases(buffers, names))
+    return Census(_with_aliases(parameters, names), _with_aliases(buffers, names), tuple(edges))
 
 
 def reshard(model: nn.Module) -> None:

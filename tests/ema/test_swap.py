@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ema_ckpt.ema import swap
+from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.errors import StateError
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def averaged(model: nn.Module, decay: float = 0.5, **settings: Any) -> ShardedEMA:
+    ema = ShardedEMA(model, decay, **settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(parameter.dtype))
+    ema.update()
+    return ema
+
+
+def bits(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def shadows(ema: ShardedEMA) -> list[torch.Tensor]:
+    return [slot.shadow.clone() for slot in ema.averages.slots]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shadow_dtype", [torch.float32, torch.bfloat16])
+def test_the_model_shows_the_rounded_average_and_both_keep_their_bits(
+    dtype: torch.dtype, shadow_dtype: torch.dtype
+) -> None:
+    model = network(dtype)
+    ema = averaged(model, dtype=shadow_dtype)
+    live, average = bits(model), shadows(ema)
+    for _ in range(2):
+        with ema.swap():
+            assert equal(bits(model), [tensor.to(dtype) for tensor in average])
+        assert equal(bits(model), live)
+        assert equal(shadows(ema), average)
+
+
+def test_outputs_come_from_the_average_inside_and_from_the_model_outside() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    ema = ShardedEMA(model, 1.0)
+    nn.init.ones_(model.weight)
+    ema.update()
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        with ema.swap():
+            assert float(model(x)) == 0.0
+        assert float(model(x)) == 2.0
+
+
+def test_with_decay_0_inside_and_outside_agree_bit_for_bit() -> None:
+    model = network()
+    ema = averaged(model, decay=0.0)
+    x = torch.randn(4, 3)
+    outside = model(x)
+    with ema.swap():
+        assert torch.equal(model(x), outside)
+
+
+def test_an_exception_inside_brings_the_live_weights_back() -> None:
+    model = network()
+    ema = averaged(model)
+    live, average = bits(model), shadows(ema)
+    with pytest.raises(ValueError, match="evaluation failed"), ema.swap():
+        raise ValueError("evaluation failed")
+    assert equal(bits(model), live)
+    assert equal(shadows(ema), average)
+    ema.update()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ema: ema.update(),
+        lambda ema: ema.state_dict(),
+        lambda ema: ema.load_state_dict({}),
+        lambda ema: ema.full_state_dict(),
+        lambda ema: ema.reset(),
+        lambda ema: ema.rebind(ema.model),
+        lambda ema: ema.copy_to(ema.model),
+        lambda ema: ema.swap().__enter__(),
+    ],
+)
+@pytest.mark.parametrize("same", [True, False])
+def test_what_would_take_the_average_for_live_weights_is_refused(
+    call: Callable[[ShardedEMA], object], same: bool
+) -> None:
+    model = network()
+    ema, other = averaged(model), averaged(model)
+    with ema.swap(), pytest.raises(StateError, match=r"inside swap\(\)"):
+        call(ema if same else other)
+    ema.update()
+    with other.swap():
+        pass
+
+
+def test_a_manager_of_another_model_does_not_mind() -> None:
+    ema, other = averaged(network()), averaged(network())
+    with ema.swap():
+        other.update()
+        with other.swap():
+            pass
+
+
+def test_a_step_of_an_attached_optimizer_inside_raises_before_weights_move() -> None:
+    model = network()
+    ema = averaged(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ema.attach(optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    with ema.swap():
+        inside = bits(model)
+        with pytest.raises(StateError, match="a step of the attached optimizer"):
+            optimizer.step()
+        assert equal(bits(model), inside)
+
+
+def test_autocast_does_not_remember_the_other_weights() -> None:
+    model = network()
+    ema = averaged(model)
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        with ema.swap():
+            inside = model(x)
+        after = model(x)
+    assert torch.equal(before, after)
+    assert not torch.equal(before, inside)
+    with ema.swap(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), inside)
+
+
+def test_large_tensors_pass_through_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "_SCRATCH_NBYTES", 16)
+    model = network()
+    ema = averaged(model)
+    live, average = bits(model), shadows(ema)
+    with ema.swap():
+        assert equal(bits(model), average)
+    assert equal(bits(model), live)
+
+
+def test_gradients_survive() -> None:
+    model = network()
+    ema = averaged(model)
+    model(torch.ones(1, 3)).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    with ema.swap(), torch.no_grad():
+        model(torch.ones(1, 3))
+    assert equal([parameter.grad for parameter in model.parameters()], gradients)
+
+
+def test_a_failing_entry_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    ema = averaged(model)
+    live, average = bits(model), shadows(ema)
+    exchange, calls = swap._exchange, []
+
+    def failing(a: torch.Tensor, b: torch.Tensor) -> None:
+        calls.append(a)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        exchange(a, b)
+
+    monkeypatch.setattr(swap, "_exchange", failing)
+    with pytest.raises(MemoryError), ema.swap():
+        pass
+    assert equal(bits(model), live)
+    assert equal(shadows(ema), average)
+    ema.update()
+
+
+def test_warnings() -> None:
+    model = network()
+    ema = ShardedEMA(model)
+    with pytest.warns(UserWarning, match="before the first update"), ema.swap():
+        pass
+    for _ in range(100):
+        ema.update()
+    with pytest.warns(UserWarning, match="equals the live weights in every element"), ema.swap():
+        pass
