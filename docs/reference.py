@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ForwardRef, is_typeddict
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
@@ -24,8 +26,17 @@ first used. Errors derive from `EmaCkptError` and carry a `code`.
 def python_reference() -> str:
     """Signature and docstring of every public name, functions first, then classes, then errors."""
     public = {name: getattr(ema_ckpt, name) for name in ema_ckpt.__all__ if not name.startswith("_")}
+    for value in list(public.values()):
+        public |= shared_options(value)
     names = sorted(public, key=lambda name: (rank(public[name]), name.lower()))
     return "\n".join([HEAD, *("\n".join(entry(name, public[name])) for name in names)])
+
+
+def shared_options(value: object) -> dict[str, object]:
+    """Typed dicts that a function unpacks into keyword arguments: options that several functions have."""
+    annotations = [str(annotation) for annotation in getattr(value, "__annotations__", {}).values()]
+    names = [found[1] for annotation in annotations if (found := re.fullmatch(r"Unpack\[(\w+)\]", annotation))]
+    return {name: value.__globals__[name] for name in names}  # type: ignore[attr-defined]
 
 
 def rank(value: object) -> int:
@@ -38,10 +49,13 @@ def rank(value: object) -> int:
 def entry(name: str, value: object) -> Iterator[str]:
     """The section of one public name; of a class, its public methods and properties too."""
     yield f"## {name}\n"
-    if rank(value) < 2:
+    if is_typeddict(value):
+        fields = "\n".join(f"{field}: {told_type(kind)}" for field, kind in vars(value)["__annotations__"].items())
+        yield f"```python\n{fields}\n```\n"
+    elif rank(value) < 2:
         yield f"```python\n{signature(name, value)}\n```\n"
     yield prose(value)
-    if rank(value) == 1:
+    if rank(value) == 1 and not is_typeddict(value):
         for member_name, member in vars(value).items():
             if not member_name.startswith("_") and (callable(member) or isinstance(member, property)):
                 shown = member_name if isinstance(member, property) else signature(member_name, member)
@@ -72,6 +86,11 @@ def told(parameter: inspect.Parameter) -> str:
     annotation = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
     default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
     return f"{stars}{parameter.name}{annotation}{default}"
+
+
+def told_type(kind: object) -> str:
+    """An annotation as it is written in the source."""
+    return kind.__forward_arg__ if isinstance(kind, ForwardRef) else str(kind)
 
 
 def prose(value: object) -> str:

@@ -23,7 +23,7 @@ FAMILIES = (
     ("ema", 2, "ema"),
     ("opening", 3, "opening joining discover complete families folders found settings"),
     ("engine", 3, "cast checks regions workers hands outputs execute"),
-    ("engine", 3, "streams values digests stored sums lowprecision"),
+    ("engine", 3, "streams values digests stored sums audit lowprecision compare"),
     ("engine", 3, "staging destination journal publish"),
     ("ops", 4, "ops"),
     ("resume", 4, "resume"),

@@ -13,7 +13,7 @@ import ema_ckpt
 
 PACKAGE = Path(ema_ckpt.__file__).parent
 
-VERBS = {"consolidate", "convert", "inspect", "reshard"}
+VERBS = {"consolidate", "convert", "inspect", "reshard", "verify"}
 ERRORS = {"EmaCkptError", "UsageError", "SourceError", "UnsafeError", "TargetError", "CollectiveError", "StateError"}
 PUBLIC = VERBS | ERRORS | {"Checkpoint", "__version__", "open"}
 
