@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterable
 
 from ema_ckpt.catalog import Payload
-from ema_ckpt.crc import combine
+from ema_ckpt.crc import combine, crc32
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import Files
 
@@ -41,7 +40,7 @@ def storage_crc(source: Files, payload: Payload) -> int:
     while at < payload.nbytes:
         block = buffer[: min(len(buffer), payload.nbytes - at)]
         source.read_into(payload.file, payload.offset + at, block)
-        crc = zlib.crc32(block, crc)
+        crc = crc32(block, crc)
         at += len(block)
     return crc
 

@@ -1,4 +1,7 @@
-"""CRC-32 of joined byte strings, from the CRC-32s of the parts.
+"""CRC-32 of byte strings, and of joined ones from the CRC-32s of their parts.
+
+zlib-ng computes it an order of magnitude faster than the zlib of most systems, by carry-less multiplication;
+it is a dependency of this package, and where it cannot be built the standard library's takes its place.
 
 A CRC is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Multiplication and the
 table of x^(2^k) follow zlib's `crc32_combine` (https://github.com/madler/zlib, crc32.c), in reflected bit order.
@@ -7,8 +10,17 @@ table of x^(2^k) follow zlib's `crc32_combine` (https://github.com/madler/zlib, 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-__all__ = ["combine"]
+if TYPE_CHECKING:
+    from zlib import crc32
+else:
+    try:
+        from zlib_ng.zlib_ng import crc32
+    except ImportError:
+        from zlib import crc32
+
+__all__ = ["combine", "crc32"]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31

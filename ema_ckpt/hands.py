@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from ema_ckpt.box import Box, linear
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
+from ema_ckpt.crc import crc32
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, BandReader, Run, Share
 from ema_ckpt.target import Piece
@@ -102,7 +102,7 @@ class Hands:
         for at in range(first, last, len(block)):
             view = block[: last - at]
             source.read_into(payload.file, shift + at, view)
-            crc = zlib.crc32(view, crc)
+            crc = crc32(view, crc)
             outputs.write(piece.file, piece.offset + at, view)
         self._engine.checks.read(work.tensor.name, payload, from_start, last - first, crc)
         return crc
@@ -130,11 +130,11 @@ class Hands:
         tensor, view = work.tensor, self._block[: band.numel * work.tensor.dtype.itemsize]
         crc = self._reader.read(tensor, work.shares, band, view)
         if not work.casts:
-            crc = zlib.crc32(view) if crc is None else crc
+            crc = crc32(view) if crc is None else crc
             return view, crc, crc
         source_crc = 0
         if tensor.name in self._engine.catalog.digests:
-            source_crc = zlib.crc32(view) if crc is None else crc
+            source_crc = crc32(view) if crc is None else crc
         caster = self._caster(work)
         before = caster.overflow
         data = caster.cast(view)
@@ -142,7 +142,7 @@ class Hands:
             with self._engine.lock:
                 counts, name = self._engine.overflow, work.piece.entry.name
                 counts[name] = counts.get(name, 0) + caster.overflow - before
-        return data, zlib.crc32(data), source_crc
+        return data, crc32(data), source_crc
 
     def _caster(self, work: Work) -> Caster:
         source, target = work.tensor.dtype, work.piece.entry.dtype
@@ -164,11 +164,11 @@ class Hands:
         if (file, base, nbytes) in engine.finished:
             engine.outputs.read_into(file, base, view)
             parts = [view[w.piece.offset - base :][: w.piece.nbytes] for w in works]
-            results = [(zlib.crc32(part), 0) for part in parts]
+            results = [(crc32(part), 0) for part in parts]
         else:
             results = [self._fill(work, view[work.piece.offset - base :][: work.piece.nbytes]) for work in works]
             engine.outputs.write(file, base, view)
-            engine.wrote(file, base, nbytes, zlib.crc32(view) if engine.journals else 0)
+            engine.wrote(file, base, nbytes, crc32(view) if engine.journals else 0)
         for work, (crc, source_crc) in zip(works, results, strict=True):
             source_nbytes = work.piece.box.numel * work.tensor.dtype.itemsize
             engine.complete(work, [(0, work.piece.nbytes, crc)], [(0, source_nbytes, source_crc)])
@@ -190,7 +190,7 @@ class Hands:
         for run in work.runs:
             part = view[run.dest : run.dest + run.nbytes]
             self._source.read_into(run.payload.file, run.payload.offset + run.start, part)
-            crc = zlib.crc32(part)
+            crc = crc32(part)
             self._engine.checks.read(work.tensor.name, run.payload, run.start, run.nbytes, crc)
-        crc = crc if len(work.runs) == 1 else zlib.crc32(view)
+        crc = crc if len(work.runs) == 1 else crc32(view)
         return crc, crc

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import threading
-import zlib
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
+from ema_ckpt.crc import crc32
 from ema_ckpt.errors import EmaCkptError, TargetError
 from ema_ckpt.files import safe_name
 from ema_ckpt.stagedir import JOURNAL
@@ -148,6 +148,6 @@ def _crc(fd: int, offset: int, nbytes: int) -> int | None:
         data = os.pread(fd, min(_READ_NBYTES, end - offset), offset)
         if not data:
             return None
-        crc = zlib.crc32(data, crc)
+        crc = crc32(data, crc)
         offset += len(data)
     return crc

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ema_ckpt.catalog import Catalog, Object, Payload, Tensor
+from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
 from ema_ckpt.trees import Tree
 
@@ -106,7 +106,7 @@ def _checked(catalog: Catalog, tensor: Tensor, payload: Payload) -> bytes:
         message = f"{payload.file}: the setting {tensor.name!r} is one element of {payload.nbytes} bytes; not read"
         raise SourceError("unsupported", message, tensor=tensor.name, file=payload.file)
     data = catalog.source.read(payload.file, payload.offset, payload.nbytes)
-    if payload.crc is not None and zlib.crc32(data) != payload.crc:
+    if payload.crc is not None and crc32(data) != payload.crc:
         message = f"{payload.file}: {tensor.name!r} does not match its CRC-32 {payload.crc:08x}: the file is damaged"
         raise SourceError("checksum", message, tensor=tensor.name, file=payload.file)
     return data

@@ -5,13 +5,13 @@ Members, in order: `data.pkl`, `byteorder`, `data/0`, `data/1` …, `version`, a
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ema_ckpt.box import row_major_strides, whole
 from ema_ckpt.catalog import Object
+from ema_ckpt.crc import crc32
 from ema_ckpt.errors import TargetError
 from ema_ckpt.formats import record
 from ema_ckpt.formats.nesting import Nesting, renest
@@ -67,7 +67,7 @@ class TorchTarget:
         """Local headers, small records and the central directory."""
         own = self._record(digests)
         yield Frame("", self._zip.offsets[-1], own)
-        for offset, data in self._zip.frames([*crcs, zlib.crc32(own)]):
+        for offset, data in self._zip.frames([*crcs, crc32(own)]):
             yield Frame("", offset, data)
 
     def _record(self, digests: Mapping[str, int]) -> bytes:

@@ -9,10 +9,10 @@ multiples of 64 from the start of the archive, as torch pads them, by an `FB` ex
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import Files
 
@@ -94,7 +94,7 @@ class Archive:
         """The bytes of a small record, checked. Raises SourceError `checksum` if they do not match."""
         found = self.record(name)
         data = self.window.read(found.offset - self.window.offset, found.nbytes)
-        if found.crc is not None and zlib.crc32(data) != found.crc:
+        if found.crc is not None and crc32(data) != found.crc:
             message = f"{self.file}: the record {name!r} at byte {found.offset} does not match its CRC-32"
             raise SourceError("checksum", message, file=self.file)
         return data
@@ -285,7 +285,7 @@ class ZipLayout:
         `crcs` has one CRC-32 for each member without data, in order.
         """
         given = iter(crcs)
-        known = [next(given) if m.data is None else zlib.crc32(m.data) for m in self.members]
+        known = [next(given) if m.data is None else crc32(m.data) for m in self.members]
         for index, member in enumerate(self.members):
             yield self._headers[index], self._local(index, known[index]) + (member.data or b"")
         directory = b"".join(self._central(index, crc) for index, crc in enumerate(known))
