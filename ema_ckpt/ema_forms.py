@@ -21,7 +21,7 @@ from ema_ckpt.catalog import Tensor
 from ema_ckpt.errors import EmaCkptError, SourceError, shown
 from ema_ckpt.naming import LIVE, SETTINGS, canonical, role_of
 
-__all__ = ["Averages", "find_averages", "is_setting", "is_weight", "matches", "name_averages"]
+__all__ = ["POSITIONS", "Averages", "find_averages", "is_setting", "is_weight", "matches", "name_averages"]
 
 Inner = Sequence[tuple[str, Tensor]]
 """Names inside a tree (without its prefix) and their tensors, in stored order."""
@@ -117,14 +117,17 @@ def matches(names: Iterable[str], others: Iterable[str]) -> bool:
     return any(name.replace(".", "") in canonical_names for name in known)
 
 
-def name_averages(tree: str, found: Averages, live: Mapping[str, Tensor], trained: Collection[str]) -> Averages:
+def name_averages(
+    tree: str, found: Averages, live: Mapping[str, Tensor], trained: Collection[str], *, ordered: bool
+) -> Averages:
     """Give the weights found in `tree` the names of the live tree where their own are positions or lack dots.
 
-    `live` holds the live weights by name, `trained` the names that an optimizer's state lists, if there is one.
+    `live` holds the live weights by name, `trained` the names that an optimizer's state lists, if there is one;
+    `ordered` tells whether the live weights stand in the order of the state dict they were saved from.
     What cannot be named carries its error in `problem`, so that listing the checkpoint still works.
     """
     if found.form == POSITIONS:
-        return _by_position(tree, found, live, trained)
+        return _by_position(tree, found, live, trained, ordered)
     if found.form != "*" or not live or not found.tensors:
         return found
     names = found.tensors.keys()
@@ -153,7 +156,9 @@ def _with_dots(tree: str, found: Averages, live: Mapping[str, Tensor]) -> Averag
     return Averages(found.form, {owners[name][0]: tensor for name, tensor in found.tensors.items()})
 
 
-def _by_position(tree: str, found: Averages, live: Mapping[str, Tensor], trained: Collection[str]) -> Averages:
+def _by_position(
+    tree: str, found: Averages, live: Mapping[str, Tensor], trained: Collection[str], ordered: bool
+) -> Averages:
     shadows = list(found.tensors.values())
     places = list(map(int, found.tensors))
     if places != list(range(len(places))):
@@ -163,11 +168,31 @@ def _by_position(tree: str, found: Averages, live: Mapping[str, Tensor], trained
         reason = "the shadows have positions for names and no single live tree is beside them to name them"
         return Averages(found.form, found.tensors, _unpaired(tree, found, live, reason))
     shapes = [tensor.shape for tensor in shadows]
-    fitting = {names for names in _parameter_lists(live, trained) if [live[name].shape for name in names] == shapes}
-    if len(fitting) != 1:
-        reason = "their shapes fit no list of live parameters" if not fitting else "several lists of parameters fit"
-        return Averages(found.form, found.tensors, _unpaired(tree, found, live, reason))
-    return Averages(found.form, dict(zip(fitting.pop(), shadows, strict=True)))
+    lists = _parameter_lists(live, trained)
+    fitting = {names for names in (lists if ordered else _by_shape(lists, live, shapes)) if _fit(names, live, shapes)}
+    if len(fitting) == 1:
+        return Averages(found.form, dict(zip(fitting.pop(), shadows, strict=True)))
+    reason = "their shapes fit no list of live parameters" if not fitting else "several lists of parameters fit"
+    if not ordered:
+        reason = "its file sorts tensors, so that their order is lost, and shapes alone do not tell which is which"
+    return Averages(found.form, found.tensors, _unpaired(tree, found, live, reason))
+
+
+def _fit(names: Sequence[str], live: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]]) -> bool:
+    return len(names) == len(shapes) and all(live[name].shape == s for name, s in zip(names, shapes, strict=True))
+
+
+def _by_shape(
+    lists: Iterable[tuple[str, ...]], live: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]]
+) -> Iterable[tuple[str, ...]]:
+    """The lists brought into the order of `shapes`, where no two of their tensors have one shape.
+
+    safetensors files are sorted by dtype and name: by position, a norm's weight and bias would change places.
+    """
+    for names in lists:
+        owner = {live[name].shape: name for name in names}
+        if len(owner) == len(names) and owner.keys() == set(shapes):
+            yield tuple(owner[shape] for shape in shapes)
 
 
 def _parameter_lists(live: Mapping[str, Tensor], trained: Collection[str]) -> Iterable[tuple[str, ...]]:

@@ -12,6 +12,7 @@ from itertools import chain
 
 from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.dtypes import DType, by_name
+from ema_ckpt.ema_forms import POSITIONS
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import (
     EMA,
@@ -27,6 +28,7 @@ from ema_ckpt.naming import (
     rename_path,
     role_of,
 )
+from ema_ckpt.notices import tell
 from ema_ckpt.target import Entry
 from ema_ckpt.trees import Tree, find_trees
 
@@ -146,6 +148,8 @@ def select_tree(tree: Tree, chosen: Options, fill: Mapping[str, Tensor] | None =
         UsageError: `empty-selection` if a glob or rename fits nothing or nothing is left; `name-collision`.
         SourceError: `unsupported` if the tree's weights cannot be named.
     """
+    if tree.form == POSITIONS and tree.problem is None:
+        tell(f"tree {tree.name!r}: {len(tree.named)} averages named after the parameters of {tree.partner!r} in order")
     casts = tree.role != OPTIMIZER
     weights = {**tree.weights, **(fill or {})}
     rows = [_Row(name, name, (name,), tensor, casts) for name, tensor in weights.items()]

@@ -32,6 +32,7 @@ class Tree:
         partner: of an EMA, the name of the live tree it averages, if one is beside it.
         form: of an EMA, the form its weights are stored in.
         problem: why the weights cannot be named, or None.
+        ordered: whether the tensors stand in the order of the state dict; safetensors files sort them.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Tree:
     partner: str | None = None
     form: str = "*"
     problem: EmaCkptError | None = None
+    ordered: bool = True
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -70,7 +72,7 @@ def trees(catalog: Catalog) -> tuple[Tree, ...]:
     """
     groups = group_entries(catalog)
     _assign_roles(groups)
-    return _finish(groups)
+    return _finish(groups, catalog.digests)
 
 
 def _assign_roles(groups: Sequence[Group]) -> None:
@@ -100,8 +102,8 @@ def _assign_lightning_roles(groups: Mapping[str, Group]) -> None:
         marks.role = OTHER
 
 
-def _finish(groups: Sequence[Group]) -> tuple[Tree, ...]:
-    plain = {group.name: _plain_tree(group) for group in groups if group.role != EMA}
+def _finish(groups: Sequence[Group], recorded: Mapping[str, int]) -> tuple[Tree, ...]:
+    plain = {group.name: _plain_tree(group, recorded) for group in groups if group.role != EMA}
     trained = _stepped_names(groups)
     root = next((group for group in groups if not group.name), None)
     marks = next((group for group in groups if group.name == "averaging_state"), None)
@@ -115,14 +117,21 @@ def _finish(groups: Sequence[Group]) -> tuple[Tree, ...]:
     return tuple(finished)
 
 
-def _plain_tree(group: Group) -> Tree:
+def _plain_tree(group: Group, recorded: Mapping[str, int]) -> Tree:
     return Tree(
         group.name,
         group.role or OTHER,
         tuple(tensor for _, tensor in group.tensors),
         tuple(item for _, item in group.objects),
         dict(group.tensors),
+        ordered=not group.tensors or _keeps_order(group.tensors[0][1], recorded),
     )
+
+
+def _keeps_order(tensor: Tensor, recorded: Mapping[str, int]) -> bool:
+    # Our own record in a safetensors file, known by its digests, restores the order.
+    sorted_file = bool(tensor.chunks) and tensor.chunks[0].file.endswith(".safetensors")
+    return not sorted_file or tensor.name in recorded
 
 
 def _stepped_names(groups: Sequence[Group]) -> frozenset[str]:
@@ -134,7 +143,8 @@ def _stepped_names(groups: Sequence[Group]) -> frozenset[str]:
 def _average_tree(group: Group, others: Sequence[Tree], trained: frozenset[str], extra: Group | None) -> Tree:
     found = find_averages(group.name, group.tensors, [name for name, _ in group.objects])
     live = _partner(group.name, found, others)
-    named = name_averages(group.name, found, live.named if live else {}, trained)
+    ordered = live is None or live.ordered
+    named = name_averages(group.name, found, live.named if live else {}, trained, ordered=ordered)
     weights = {id(tensor) for tensor in named.tensors.values()}
     settings = _settings(group, weights)
     last = group.name.rpartition(".")[2]
@@ -205,7 +215,7 @@ def _cut(tree: Tree, path: str) -> Tree | None:
     if not tensors and not objects:
         return None
     named = {tensor.name[len(head) :]: tensor for tensor in tensors}
-    return Tree(path, tree.role, tensors, objects, named, partner=tree.partner)
+    return Tree(path, tree.role, tensors, objects, named, partner=tree.partner, ordered=tree.ordered)
 
 
 def _below(tree: Tree, path: str, known: Sequence[Tree]) -> Tree | None:

@@ -17,6 +17,7 @@ from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.errors import EmaCkptError
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.consolidate import consolidate
+from ema_ckpt.ops.convert import convert
 from ema_ckpt.selection import options, select_all
 from ema_ckpt.settings import EmaSettings, ema_settings
 from ema_ckpt.trees import Tree, find_tree, live_of, trees
@@ -105,6 +106,36 @@ def test_tensors_of_a_dcp_come_in_the_order_of_the_state_dict(tmp_path: Path) ->
     average = picked(catalog, "ema")
     for fqn, tensor in live.items():
         assert value(catalog, average.weights[fqn].name) == (tensor + 0.5).flatten().tolist()
+
+
+def test_a_list_of_averages_is_not_paired_with_a_sorted_file(tmp_path: Path) -> None:
+    # safetensors sorts by name: bias before weight, though modules have the weight first.
+    live = {"norm.weight": torch.ones(3), "norm.bias": torch.zeros(3)}
+    shadows = {f"ema.shadow_params.{n}": tensor.clone() for n, tensor in enumerate(live.values())}
+    save_file(live | shadows, tmp_path / "x.safetensors")
+    with pytest.raises(EmaCkptError, match="their order is lost") as caught:
+        _ = picked(open_catalog(tmp_path / "x.safetensors"), "ema").weights
+    assert caught.value.code == "unsupported"
+    live = {"w.weight": torch.ones(3, 2), "w.bias": torch.zeros(3)}
+    shadows = {f"ema.shadow_params.{n}": tensor.clone() for n, tensor in enumerate(live.values())}
+    save_file(live | shadows, tmp_path / "y.safetensors")
+    average = picked(open_catalog(tmp_path / "y.safetensors"), "ema")
+    assert {fqn: tensor.name for fqn, tensor in average.weights.items()} == {
+        "w.weight": "ema.shadow_params.0",
+        "w.bias": "ema.shadow_params.1",
+    }
+
+
+def test_a_conversion_keeps_the_order_that_a_list_of_averages_needs(tmp_path: Path) -> None:
+    live = {f"{name}.{kind}": torch.rand(3) for name in ("z", "a") for kind in ("weight", "bias")}
+    tree = {"model": live, "ema": {"shadow_params": [tensor + 1 for tensor in live.values()], "decay": 0.9}}
+    convert(torch_at(tmp_path / "a.pt", tree), tmp_path / "b.safetensors", no_fsync=True)
+    convert(tmp_path / "b.safetensors", tmp_path / "c", to="dcp", no_fsync=True)
+    for path in (tmp_path / "b.safetensors", tmp_path / "c"):
+        catalog = open_catalog(path)
+        average = picked(catalog, "ema")
+        for fqn, tensor in live.items():
+            assert value(catalog, average.weights[fqn].name) == (tensor + 1).tolist()
 
 
 # Parts.

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ema_ckpt import notices
 from ema_ckpt.errors import EmaCkptError, UsageError
 from ema_ckpt.naming import WRAPPERS
 from ema_ckpt.selection import Selection, missing_weights, options, select_all, select_tree
@@ -172,6 +173,13 @@ def test_missing_weights_are_filled_from_the_live_tree() -> None:
     assert names(chosen) == ["b", "a", "c"]
     assert chosen.filled == ("c",)
     assert select_tree(ema, options(match=["a"]), missing).filled == ()
+
+
+def test_names_given_by_position_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(notices, "listeners", [told.append])
+    assert names(one({"model": {"w": W, "b": B}, "ema": {"shadow_params": [W, B]}})) == ["w", "b"]
+    assert told == ["tree 'ema': 2 averages named after the parameters of 'model' in order"]
 
 
 # All trees.
