@@ -1,0 +1,228 @@
+"""The manager beside wrappers that come late, are guarded by rank, or divide it over replicas."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.errors import CollectiveError, StateError
+from tests.distributed.launcher import run
+from tests.distributed.layouts import Block, Model, batch, flat, make_model
+from tests.distributed.test_update_layouts import train_step, whole_average, whole_live
+
+
+def shake(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad and p.numel()], lr=0.05)
+    train_step(model, optimizer, 0)
+
+
+def close_to_whole(ema: ShardedEMA, model: nn.Module, start: dict[str, torch.Tensor], decay: float) -> None:
+    live, average = whole_live(model), whole_average(ema)
+    names = {slot.shard.fqn for slot in ema.averages.slots}
+    assert names
+    for name in names:
+        assert torch.equal(average[name], start[name].lerp(live[name], 1 - decay)), name
+
+
+# A wrapper that comes after the manager
+
+
+def late_fully_shard(mesh: tuple[int, ...]) -> None:
+    model = make_model()
+    ema = ShardedEMA(model, 0.9, compensate=False)
+    start, whole_bytes = whole_average(ema), ema.nbytes
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("a", "b")[: len(mesh)])
+    for block in model.blocks:
+        fully_shard(block, mesh=device_mesh)
+    fully_shard(model, mesh=device_mesh)
+    shake(model)
+    ema.update()
+    close_to_whole(ema, model, start, 0.9)
+    assert ema.nbytes < 0.6 * whole_bytes
+    with ema.swap(), torch.no_grad():
+        model(batch(0))
+
+
+def late_ddp() -> None:
+    model = make_model()
+    ema = ShardedEMA(model, 0.9)
+    start, whole_bytes = whole_average(ema), ema.nbytes
+    wrapped = DistributedDataParallel(model)
+    shake(wrapped)
+    ema.update()
+    close_to_whole(ema, wrapped, start, 0.9)
+    assert ema.nbytes == whole_bytes
+    ema.rebind(wrapped)  # equal cuts stay as they are: only a new manager is divided over the replicas
+    assert ema.nbytes == whole_bytes
+    start = whole_average(ema)
+    shake(wrapped)
+    ema.update()
+    close_to_whole(ema, wrapped, start, 0.9)
+
+
+def late_fsdp1(original: bool, inner: bool) -> None:
+    model = make_model(kind=Model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(original or True)
+    ema = ShardedEMA(model, 0.9)
+    start = whole_average(ema)
+    wrapped = FullyShardedDataParallel(
+        model, use_orig_params=original, device_id=torch.device("cpu"),
+        auto_wrap_policy=torch.distributed.fsdp.wrap.ModuleWrapPolicy({Block}) if inner else None,
+    )  # fmt: skip
+    for call in (ema.update, ema.state_dict):
+        with pytest.raises(StateError, match=r"ema\.rebind\(wrapped\)"):
+            call()
+    assert ema.num_updates == 0
+    ema.rebind(wrapped)
+    shake(wrapped)
+    ema.update()
+    close_to_whole(ema, wrapped, start, 0.9)
+
+
+def late_wrappers() -> None:
+    late_fully_shard((2,))
+    late_ddp()
+    for original in (True, False):
+        for inner in (True, False):
+            late_fsdp1(original, inner)
+
+
+def test_wrappers_that_come_after_the_manager() -> None:
+    run(2, late_wrappers, timeout=90)
+
+
+def test_an_hsdp_wrapper_that_comes_after_the_manager() -> None:
+    run(4, late_fully_shard, (2, 2), timeout=60)
+
+
+# Replicas
+
+
+def same_bits_split_or_not() -> list[list[int]]:
+    measured = []
+    for wrap in (
+        lambda: DistributedDataParallel(make_model()),
+        flat(strategy=ShardingStrategy.NO_SHARD, original=True),
+        flat(strategy=ShardingStrategy.NO_SHARD, original=False),
+    ):
+        model = wrap()
+        split, whole = ShardedEMA(model, 0.9), ShardedEMA(model, 0.9, shard_replicas=False)
+        for _ in range(2):
+            shake(model)
+            split.update(), whole.update()
+        divided, kept = whole_average(split), whole_average(whole)
+        assert all(torch.equal(divided[name], kept[name]) for name in kept)
+        for ema in (split, whole):
+            with ema.swap():
+                shown = whole_live(model)
+            assert all(torch.equal(shown[slot.shard.fqn], kept[slot.shard.fqn]) for slot in ema.averages.slots)
+        measured.append([split.nbytes, whole.nbytes])
+    return measured
+
+
+def test_splitting_over_replicas_changes_no_bit() -> None:
+    everyone = run(2, same_bits_split_or_not, timeout=60)
+    for sizes in zip(*everyone, strict=True):
+        assert sum(split for split, _ in sizes) == sizes[0][1] == sizes[1][1]
+
+
+def never_split() -> None:
+    model = make_model()
+    model.enter.bias.requires_grad_(True)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["enter.bias"])
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    model.register_buffer("mean", torch.zeros(6))
+    ema = ShardedEMA(DistributedDataParallel(model, find_unused_parameters=True), 0.5, buffers="average")
+    whole = {slot.shard.fqn for slot in ema.averages.slots if not slot.is_split}
+    assert whole == {"enter.bias", "scale", "mean"}
+
+
+def without_copies() -> None:
+    """After copying back all ranks are alike, and a call by rank 0 alone is an error and no deadlock."""
+    model = DistributedDataParallel(make_model())
+    ema = ShardedEMA(model, 0.9)
+    shake(model)
+    ema.update()
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        for call in (lambda: ema.copy_to(model, timeout=2), lambda: ema.swap(timeout=2).__enter__()):
+            with pytest.raises(CollectiveError, match=r"rank 1 did not call it within 2 s"):
+                call()
+        assert time.monotonic() - started < 20
+    dist.barrier()  # the group is still usable
+    live = [p.detach().clone() for p in model.parameters()]
+    try:
+        with ema.swap():
+            if dist.get_rank() == 1:
+                raise ValueError("evaluation failed on one rank")
+    except ValueError:
+        pass
+    dist.barrier()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), live, strict=True))
+    ema.copy_to(model)
+    average = whole_average(ema)
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, average[name])
+    plain = make_model()
+    ema.copy_to(plain)
+    assert torch.equal(plain.enter.weight, average["enter.weight"])
+
+
+def replicas() -> None:
+    never_split()
+    without_copies()
+
+
+def test_replicas_meet_or_say_who_is_missing() -> None:
+    run(2, replicas, timeout=60)
+
+
+# Memory
+
+
+def memory_beside(layout: str, rows: int) -> tuple[int, int, int]:
+    """(EMA bytes here, growth of the resident set by making it, bytes of the whole model)."""
+    model = nn.Sequential(*(nn.Linear(1024, rows, bias=False) for _ in range(4)))
+    total = sum(p.nbytes for p in model.parameters())
+    if layout == "ddp":
+        model = DistributedDataParallel(model)
+    elif layout == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        sizes = (2, dist.get_world_size() // 2) if layout == "hsdp" else (dist.get_world_size(),)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+        fully_shard(model, mesh=mesh)
+    before = _resident()
+    ema = ShardedEMA(model)
+    ema.update()
+    return ema.nbytes, _resident() - before, total
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def memory_of_layouts(rows: int) -> dict[str, Any]:
+    return {layout: memory_beside(layout, rows) for layout in ("fsdp2", "hsdp", "ddp", "fsdp1")}
+
+
+def test_each_rank_pays_for_its_share_alone() -> None:
+    rows = 16_385  # 4 layers, 256 MiB
+    for measured in run(4, memory_of_layouts, rows, timeout=120):
+        for layout, (nbytes, grown, total) in measured.items():
+            share = total / 4 * 1.01 + 4 * 1024 * 4  # and a row of each tensor
+            assert nbytes <= share, layout
+            assert grown <= share + (16 << 20), f"{layout}: {grown >> 20} MiB"
