@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.consolidate import consolidate
     from ema_ckpt.ops.convert import convert, reshard
     from ema_ckpt.ops.inspect import inspect
+    from ema_ckpt.ops.verify import verify
 
 _MODULES = {
     "ema_ckpt.errors": (
@@ -39,6 +40,7 @@ _MODULES = {
     "ema_ckpt.ops.consolidate": ("consolidate",),
     "ema_ckpt.ops.convert": ("convert", "reshard"),
     "ema_ckpt.ops.inspect": ("inspect",),
+    "ema_ckpt.ops.verify": ("verify",),
 }
 _RENAMED = {"open": "open_checkpoint"}
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
@@ -58,6 +60,7 @@ __all__ = [
     "inspect",
     "open",
     "reshard",
+    "verify",
 ]
 
 

@@ -8,28 +8,15 @@ from typing import Any
 import click
 
 from ema_ckpt import __version__, notices
-from ema_ckpt.cli.arguments import spread
+from ema_ckpt.cli.command import Command, style_of
 from ema_ckpt.cli.options import general, writer
 from ema_ckpt.cli.text import clean
+from ema_ckpt.cli.verify_command import verify_command
 from ema_ckpt.errors import UsageError
 
 __all__ = ["cli", "run"]
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
-class _Command(click.Command):
-    """A command whose list options take several values."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        positionals = sum(isinstance(p, click.Argument) for p in self.params)
-        valued = [
-            name
-            for p in self.params
-            if isinstance(p, click.Option) and not p.is_flag and p.name != "fill"
-            for name in p.opts
-        ]
-        return super().parse_args(ctx, spread(args, positionals, valued))
 
 
 @click.group(context_settings=_CONTEXT)
@@ -38,7 +25,7 @@ def cli() -> None:
     """Inspect, consolidate and convert sharded checkpoints by moving byte ranges. Executes nothing in them."""
 
 
-@cli.command("inspect", cls=_Command)
+@cli.command("inspect", cls=Command)
 @click.argument("path")
 @click.option("--tree", metavar="T", help="Only this tree, or what is below this dotted path.")
 @click.option("--match", multiple=True, metavar="GLOB", help="Only names that fit. Repeatable.")
@@ -52,10 +39,10 @@ def inspect_command(
     from ema_ckpt.cli import output
     from ema_ckpt.ops.inspect import inspect
 
-    output.inspected(inspect(path, tree, match), output.Style(**_style(general)), depth, shards)
+    output.inspected(inspect(path, tree, match), output.Style(**style_of(general)), depth, shards)
 
 
-@cli.command("consolidate", cls=_Command)
+@cli.command("consolidate", cls=Command)
 @click.argument("path")
 @click.argument("out")
 @click.option("--tree", metavar="T", help="The tree to take. Default: the only EMA, or the only live tree.")
@@ -71,13 +58,13 @@ def consolidate_command(path: str, out: str, fill: str | None, **given: Any) -> 
     from ema_ckpt.cli import output
     from ema_ckpt.ops.consolidate import consolidate
 
-    style = output.Style(**_style(given))
+    style = output.Style(**style_of(given))
     with output.progress(style) as advance:
         written = consolidate(path, out, fill=fill is not None and (fill or True), progress=advance, **given)
     output.written(written, style)
 
 
-@cli.command("reshard", cls=_Command)
+@cli.command("reshard", cls=Command)
 @click.argument("path")
 @click.argument("out")
 @click.option("--world-size", type=int, required=True, metavar="N", help="Ranks to write for.")
@@ -89,13 +76,13 @@ def reshard_command(path: str, out: str, **given: Any) -> None:
     from ema_ckpt.cli import output
     from ema_ckpt.ops.convert import reshard
 
-    style = output.Style(**_style(given))
+    style = output.Style(**style_of(given))
     with output.progress(style) as advance:
         written = reshard(path, out, progress=advance, **given)
     output.written(written, style)
 
 
-@cli.command("convert", cls=_Command)
+@cli.command("convert", cls=Command)
 @click.argument("src")
 @click.argument("dst")
 @click.option("--to", metavar="dcp|safetensors|pt", help="What to write. Default: what the ending of DST says, or DCP.")
@@ -109,16 +96,13 @@ def convert_command(src: str, dst: str, **given: Any) -> None:
     from ema_ckpt.cli import output
     from ema_ckpt.ops.convert import convert
 
-    style = output.Style(**_style(given))
+    style = output.Style(**style_of(given))
     with output.progress(style) as advance:
         written = convert(src, dst, progress=advance, **given)
     output.written(written, style)
 
 
-def _style(given: dict[str, Any]) -> dict[str, bool]:
-    """Take the general options out of `given`."""
-    given.pop("debug")
-    return {"json": given.pop("as_json"), "quiet": given.pop("quiet")}
+cli.add_command(verify_command)
 
 
 def run(argv: list[str]) -> int:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from ema_ckpt.catalog import Warn
 from ema_ckpt.cli.text import clean
-from ema_ckpt.ops.results import Inspected, Written, as_json
+from ema_ckpt.ops.results import Inspected, Verified, Written, as_json
 from ema_ckpt.sizes import format_size
 
-__all__ = ["Style", "inspected", "progress", "written"]
+__all__ = ["Style", "inspected", "progress", "verified", "written"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,24 @@ def inspected(result: Inspected, style: Style, depth: int | None, shards: bool) 
         print_inspected(result, depth, shards)
 
 
+def verified(result: Verified, style: Style) -> None:
+    """What is wrong with a checkpoint, and what that makes of it."""
+    _warn(result.warnings, style)
+    if style.json:
+        _document(result)
+    if not style.talks:
+        return
+    for problem in result.problems:
+        print(f"{problem.code}: {clean(problem.message)}")
+    checked = f"{format_size(result.checked_bytes)} of payload match their checksums"
+    if result.status == "damaged":
+        checked = f"{len(result.problems)} problems; {format_size(result.checked_bytes)} of payload were compared"
+    bare = f", {format_size(result.unchecked_bytes)} carry none" if result.unchecked_bytes else ""
+    print(f"{result.status}: {checked}{bare}")
+
+
 @contextlib.contextmanager
-def progress(style: Style) -> Iterator[Callable[[int], None] | None]:
+def progress(style: Style, doing: str = "writing") -> Iterator[Callable[[int], None] | None]:
     """A callback that is told finished bytes and shows them on a terminal; None elsewhere."""
     if not style.talks or not sys.stderr.isatty():
         yield None
@@ -85,5 +101,5 @@ def progress(style: Style) -> Iterator[Callable[[int], None] | None]:
 
     columns = (TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("writing", total=None)
+        task = bar.add_task(doing, total=None)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -13,9 +13,11 @@ __all__ = [
     "FileEntry",
     "Inspected",
     "ObjectEntry",
+    "Problem",
     "Skipped",
     "TensorEntry",
     "TreeEntry",
+    "Verified",
     "Written",
     "as_json",
 ]
@@ -113,6 +115,32 @@ class Inspected:
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
     ema: Mapping[str, Mapping[str, object]]
+    warnings: tuple[Warn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a checkpoint: a stable code, the tensor and file concerned (or None), what and what to do."""
+
+    code: str
+    tensor: str | None
+    file: str | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What `verify` found.
+
+    Attributes:
+        status: `sound`, `unproven` (nothing wrong, but some payload carries no checksum) or `damaged`.
+        checked_bytes, unchecked_bytes: payload compared with a checksum, and payload that carries none.
+    """
+
+    status: str
+    checked_bytes: int
+    unchecked_bytes: int
+    problems: tuple[Problem, ...]
     warnings: tuple[Warn, ...]
 
 

@@ -1,0 +1,227 @@
+"""`verify`: is every element there once, every file with its size, every byte as it was written?"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from ema_ckpt.audit import Audit, Finding
+from ema_ckpt.catalog import Catalog, Tensor, Warn
+from ema_ckpt.discover import find
+from ema_ckpt.errors import EmaCkptError, SourceError, UsageError
+from ema_ckpt.files import is_url
+from ema_ckpt.folders import join, list_folder
+from ema_ckpt.found import PARTS, SAFETENSORS, TORCH, Found
+from ema_ckpt.opening import open_found
+from ema_ckpt.ops.results import Problem, Verified
+from ema_ckpt.ops.verify_against import compare_with
+from ema_ckpt.regions import BandCutter
+from ema_ckpt.streams import Stream, StreamReader, band_jobs, locate
+from ema_ckpt.values import ABSURD, Scanner, Seen, has_values
+from ema_ckpt.workers import run_jobs, worker_count
+
+__all__ = ["verify"]
+
+# Opening fails with these where there is no checkpoint to judge, or none that can be judged.
+_TROUBLE = frozenset(
+    {"not-found", "not-a-checkpoint", "usage", "ambiguous-path", "ambiguous-tree", "missing-extra", "unsupported"}
+)
+_BLOCK_NBYTES = 512 << 10
+
+
+def verify(
+    path: str | os.PathLike[str],
+    values: bool = False,
+    against: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Verified:
+    """Check structure, sizes, coverage and every stored checksum of a checkpoint.
+
+    Nothing is repaired, and nothing stops at the first problem.
+
+    Args:
+        path: a checkpoint, a directory that holds one, or an fsspec URL of either.
+        values: also look for NaN, infinities, tensors of nothing but zeros and absurd magnitudes.
+        against: the checkpoint that this one was made from: each tensor's digest must be equal there.
+        progress: is told the bytes of each part that was read.
+
+    Raises:
+        EmaCkptError: if `path` or `against` is absent, unreadable or no checkpoint at all. Damage is a result.
+    """
+    if threads is not None and threads < 1:
+        raise UsageError("usage", f"--threads {threads}: expected 1 or more")
+    workers = worker_count(threads)
+    report = _Report()
+    for catalog, is_whole in _opened(os.fspath(path), report):
+        try:
+            audit = Audit(catalog, workers, progress)
+            audit.run()
+            report.warnings += [w for w in catalog.warnings if w.code not in _REPORTED]
+            report.warnings += _stale(catalog)
+            if values:
+                _scan(audit)
+            if against is not None and is_whole:
+                compare_with(audit, against)
+            report.take(audit)
+        finally:
+            catalog.source.close()
+    return report.result()
+
+
+# Said better by the audit.
+_REPORTED = frozenset({"missing-file", "truncated-file", "unsafe-pickle"})
+
+
+class _Report:
+    """What came out so far."""
+
+    def __init__(self) -> None:
+        self.problems: dict[Finding, None] = {}
+        self.warnings: list[Warn] = []
+        self.checked = 0
+        self.unchecked = 0
+
+    def error(self, error: EmaCkptError) -> None:
+        self.problems[Finding(error.code, error.tensor, error.file, str(error))] = None
+
+    def take(self, audit: Audit) -> None:
+        self.problems |= audit.problems
+        self.warnings += audit.warnings
+        self.checked += sum(audit.checked.values())
+        self.unchecked += sum(audit.unchecked.values())
+
+    def result(self) -> Verified:
+        status = "damaged" if self.problems else "unproven" if self.unchecked else "sound"
+        problems = tuple(Problem(f.code, f.tensor, f.file, f.message) for f in self.problems)
+        warnings = self.warnings
+        if self.unchecked:
+            message = f"{self.unchecked} bytes of payload carry no checksum; they may be damaged without a trace"
+            warnings = [*warnings, Warn("unchecked", message)]
+        return Verified(status, self.checked, self.unchecked, problems, tuple(dict.fromkeys(warnings)))
+
+
+# Opening, as much of it as there is.
+
+
+def _opened(path: str, report: _Report) -> Iterator[tuple[Catalog, bool]]:
+    """The checkpoint and True, or those of its parts, shards and files that can still be opened and False."""
+    try:
+        found = find(path)
+    except EmaCkptError as error:
+        _refuse_trouble(error)
+        report.error(error)
+        return
+    for catalog in _open_pieces(found, path, report):
+        yield catalog, catalog.resolved == found.resolved and not report.problems
+
+
+def _open_pieces(found: Found, path: str, report: _Report) -> Iterator[Catalog]:
+    try:
+        catalog = open_found(found, path, lenient=True)
+    except EmaCkptError as error:
+        _refuse_trouble(error)
+        report.error(error)
+        for piece in _pieces(found):
+            yield from _open_pieces(piece, path, report)
+        return
+    yield catalog
+
+
+def _refuse_trouble(error: EmaCkptError) -> None:
+    """Raise what says nothing of damage: a wrong path, a form that is not read here, a refusal by the system."""
+    by_system = error.code == "unreadable" and isinstance(error.__context__, OSError)
+    if error.code in _TROUBLE or by_system:
+        raise error
+
+
+def _pieces(found: Found) -> list[Found]:
+    """What can be opened by itself when the whole cannot: parts, or the files beside an index."""
+    if found.format == PARTS:
+        return [part for _, part in found.parts]
+    if found.format in (SAFETENSORS, TORCH) and found.names[0].endswith(".index.json"):
+        suffixes = (".safetensors",) if found.format == SAFETENSORS else (".bin", ".pt", ".pth", ".ckpt")
+        shards = [name for name in list_folder(found.root).files if name.endswith(suffixes)]
+        return [Found(found.format, found.root, (name,), join(found.root, name)) for name in shards]
+    return []
+
+
+# Files that belong to nothing.
+
+
+def _stale(catalog: Catalog) -> Iterator[Warn]:
+    """Data files beside those of the checkpoint that it does not name: what an earlier, larger save left behind."""
+    if is_url(catalog.resolved) or not os.path.isdir(catalog.resolved):
+        return
+    folders = dict.fromkeys(file.rpartition("/")[0] for file in catalog.files if file.endswith(_STALE_SUFFIXES))
+    for folder in folders:
+        prefix = f"{folder}/" if folder else ""
+        root = join(catalog.source.root, folder) if folder else catalog.source.root
+        suffixes = {os.path.splitext(f)[1] for f in catalog.files if f.rpartition("/")[0] == folder}
+        for name in list_folder(root).files:
+            file = prefix + name
+            if file in catalog.files or not name.endswith(tuple(suffixes & set(_STALE_SUFFIXES))):
+                continue
+            if os.path.getsize(join(root, name)):  # idle ranks leave empty files
+                message = f"{file}: the checkpoint does not use it; left by an earlier save? It can be removed"
+                yield Warn("stale-file", message)
+
+
+_STALE_SUFFIXES = (".distcp", ".safetensors")
+
+
+# Values.
+
+
+def _scan(audit: Audit) -> None:
+    """Look at every value of every tensor that can be read."""
+    seen: dict[str, Seen] = {}
+    lock = threading.Lock()
+
+    def jobs() -> Iterator[Callable[[StreamReader], None]]:
+        for tensor in audit.catalog.tensors:
+            stream = _readable(audit, tensor)
+            if stream is not None:
+                seen[tensor.name] = Seen()
+                take = partial(_look, stream, seen[tensor.name], lock)
+                yield from band_jobs(tensor.shape, tensor.dtype.itemsize, _BLOCK_NBYTES, take)
+
+    run_jobs(jobs(), audit.threads, lambda: StreamReader(_BLOCK_NBYTES))
+    for tensor in audit.catalog.tensors:
+        if tensor.name in seen:
+            _judge(audit, tensor, seen[tensor.name])
+
+
+def _readable(audit: Audit, tensor: Tensor) -> Stream | None:
+    payloads = audit.payloads_of(tensor)
+    if not tensor.numel or not has_values(tensor.dtype) or payloads is None:
+        return None
+    try:
+        return locate(audit.catalog, tensor, payloads)
+    except SourceError as error:
+        audit.error(error)
+        return None
+
+
+def _look(
+    stream: Stream, seen: Seen, lock: threading.Lock, reader: StreamReader, cutter: BandCutter, first: int, stop: int
+) -> None:
+    scanner, found = Scanner(stream.tensor.dtype), Seen()
+    for index in range(first, stop):
+        found.add(scanner.scan(reader.read(0, stream, cutter.band(index))))
+    with lock:
+        seen.add(found)
+
+
+def _judge(audit: Audit, tensor: Tensor, seen: Seen) -> None:
+    file = tensor.chunks[0].file if tensor.chunks else None
+    if seen.nan or seen.inf:
+        what = f"{seen.nan} NaN and {seen.inf} infinite of {tensor.numel} values"
+        audit.report("non-finite", f"tensor {tensor.name!r}: {what}", tensor.name, file)
+    elif seen.largest == 0 and tensor.numel > 1:
+        audit.warnings.append(Warn("all-zero", f"tensor {tensor.name!r}: all of its {tensor.numel} values are zero"))
+    if seen.largest >= ABSURD:
+        message = f"tensor {tensor.name!r}: magnitudes up to {seen.largest:.3g} are no weights"
+        audit.warnings.append(Warn("overflow", message))

@@ -1,0 +1,508 @@
+"""verify: honest checkpoints pass, planted damage of every kind is found, and nothing is ever executed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+
+import ema_ckpt
+from ema_ckpt import EmaCkptError, verify
+from tests.checkpoints import dcp_at, save_dcp
+
+REPO = Path(__file__).parents[2]
+
+UNPROVEN = {
+    "dcp/fsdp2-w2-crc-off", "hf/one-file", "hf/sharded", "safetensors/dtypes.safetensors",
+    "safetensors/net-and-ema.safetensors", "safetensors/plain.safetensors", "safetensors/tied-save-model.safetensors",
+    "torch/crc-off.pt",
+}  # fmt: skip
+HONEST = sorted(
+    f"{folder}/{path.name}"
+    for folder in ("dcp", "hf", "safetensors", "torch")
+    for path in (REPO / "fixtures" / folder).iterdir()
+)
+
+# What verify must say of each: code, tensor, file. None where the damage is to no single one.
+W, FILE = "ema.weights.w", "__1_0.distcp"
+DAMAGED = {
+    "hole": ("hole", W, None),
+    "hole-inside": ("hole", W, None),
+    "no-storage": ("incomplete", W, None),
+    "overlap": ("overlap", W, FILE),
+    "overlap-and-hole": ("overlap", W, FILE),
+    "out-of-bounds": ("out-of-bounds", W, FILE),
+    "negative-offset": ("out-of-bounds", W, FILE),
+    "missing-file": ("missing-file", "model.w", FILE),
+    "missing-metadata": ("missing-metadata", None, ".metadata"),
+    "truncated-by-one": ("truncated-file", "ema.samples_seen", FILE),
+    "truncated-by-half": ("truncated-file", W, FILE),
+    "truncated-to-nothing": ("truncated-file", "model.w", FILE),
+    "metadata-truncated": ("unreadable", None, ".metadata"),
+    "metadata-empty": ("unreadable", None, ".metadata"),
+    "wrong-metadata": ("unreadable", None, ".metadata"),
+    "deep-metadata": ("unreadable", None, ".metadata"),
+    "laughs-metadata": ("unreadable", None, ".metadata"),
+    "flipped-byte": ("checksum", W, FILE),
+    "flipped-pickle": ("checksum", W, FILE),
+    "zip-header-zeroed": ("bad-header", W, FILE),
+    "zip-directory-zeroed": ("bad-header", W, FILE),
+    "duplicate-zip-record": ("bad-header", W, FILE),
+    "item-of-other-shape": ("index-mismatch", W, FILE),
+    "item-of-other-dtype": ("index-mismatch", W, FILE),
+    "item-reads-past-storage": ("out-of-bounds", W, FILE),
+    "item-beyond-file": ("truncated-file", W, FILE),
+    "item-negative-offset": ("truncated-file", W, FILE),
+    "huge-list-index": ("out-of-bounds", W, ".metadata"),
+    "huge-size": ("index-mismatch", W, "__0_0.distcp"),
+    "overflowing-size": ("out-of-bounds", W, ".metadata"),
+    "hostile-metadata": ("unsafe-pickle", None, ".metadata"),
+    "hostile-metadata-eval": ("unsafe-pickle", None, ".metadata"),
+    "hostile-metadata-inst": ("unsafe-pickle", None, ".metadata"),
+    "hostile-metadata-obj": ("unsafe-pickle", None, ".metadata"),
+    "hostile-metadata-dotted": ("unsafe-pickle", None, ".metadata"),
+    "hostile-rank-metadata": ("unsafe-pickle", None, "__0.metadata"),
+    "hostile-tensor-item": ("unsafe-pickle", W, FILE),
+    "hostile-object-item": ("unsafe-pickle", "note.text", FILE),
+    "hostile-ema-config": ("unsafe-pickle", "ema.config", FILE),
+    "hostile-ema-counter": ("unsafe-pickle", "ema.num_updates", FILE),
+    "path-absolute": ("unsafe-path", None, "/etc/passwd"),
+    "path-parent": ("unsafe-path", None, "../base/__1_0.distcp"),
+    "path-device": ("unsafe-path", "model.w", FILE),
+    "hf-missing-shard": ("missing-file", None, "model-00002-of-00002.safetensors"),
+    "hf-truncated-shard": ("truncated-file", "c", "model-00002-of-00002.safetensors"),
+    "hf-tensor-elsewhere": ("index-mismatch", "a", "model-00002-of-00002.safetensors"),
+    "hf-tensor-nowhere": ("index-mismatch", "d", "model-00002-of-00002.safetensors"),
+    "hf-not-json": ("bad-header", None, "model.safetensors.index.json"),
+    "hf-key-twice": ("bad-header", None, "model.safetensors.index.json"),
+    "hf-path-parent": ("unsafe-path", None, "../hf-missing-shard/model-00001-of-00002.safetensors"),
+    "hole.safetensors": ("bad-header", "c", "hole.safetensors"),
+    "overlap.safetensors": ("bad-header", "c", "overlap.safetensors"),
+    "key-twice.safetensors": ("bad-header", None, "key-twice.safetensors"),
+    "trailing-bytes.safetensors": ("bad-header", None, "trailing-bytes.safetensors"),
+    "truncated-by-one.safetensors": ("truncated-file", "c", "truncated-by-one.safetensors"),
+    "flipped-byte.pt": ("checksum", "model.a", "flipped-byte.pt"),
+    "truncated-by-one.pt": ("bad-header", None, "truncated-by-one.pt"),
+    "short-storage.pt": ("bad-header", "model.a", "short-storage.pt"),
+    "record-twice.pt": ("bad-header", None, "record-twice.pt"),
+    "not-a-zip.pt": ("bad-header", None, "not-a-zip.pt"),
+    "name-collision.pt": ("name-collision", "model.a.b", None),
+    "hostile.pt": ("unsafe-pickle", "args", "hostile.pt"),
+    "hostile-inst.pt": ("unsafe-pickle", None, "hostile-inst.pt"),
+    "hostile-in-tensors.pt": ("unsafe-pickle", "model.d", "hostile-in-tensors.pt"),
+}
+
+
+@pytest.fixture(autouse=True)
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file that hostile checkpoints make when they are executed: it must never be there."""
+    path = tmp_path / "marker"
+    monkeypatch.setenv("EMA_CKPT_MARKER", str(path))
+    yield
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_checkpoints_pass(name: str, fixtures: Path) -> None:
+    found = verify(fixtures / name)
+    assert not found.problems
+    assert found.status == ("unproven" if name in UNPROVEN else "sound")
+    assert (found.unchecked_bytes > 0) == (name in UNPROVEN)
+
+
+def test_all_payload_of_a_checkpoint_counts(fixtures: Path) -> None:
+    """Tensor data as torch counts it, plus the pickles that are objects."""
+    path = fixtures / "dcp" / "replicated-w4"
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata.values()
+    tensors = sum(e.size.numel() * e.properties.dtype.itemsize for e in entries if hasattr(e, "size"))
+    objects = 0
+    for item in items_of(path):
+        with zipfile.ZipFile(io.BytesIO(item[2])) as archive:
+            names = archive.namelist()
+            if not any("/data/" in name for name in names):
+                objects += sum(archive.getinfo(name).file_size for name in names if name.endswith("data.pkl"))
+    assert verify(path).checked_bytes == tensors + objects
+
+
+@pytest.mark.parametrize("name", sorted(DAMAGED))
+def test_planted_damage_is_found(name: str, fixtures: Path) -> None:
+    found = verify(fixtures / "nasty" / name)
+    assert found.status == "damaged"
+    assert DAMAGED[name] in [(problem.code, problem.tensor, problem.file) for problem in found.problems]
+
+
+def test_every_nasty_fixture_ends_in_a_verdict_or_an_error(fixtures: Path) -> None:
+    for path in sorted((fixtures / "nasty").iterdir()):
+        try:
+            status = verify(path).status
+        except EmaCkptError as error:
+            assert error.code == "unsupported", path.name
+        else:
+            assert status in ("sound", "unproven", "damaged")
+
+
+def test_the_message_tells_how_much_is_covered(tmp_path: Path) -> None:
+    """Rows 0-1 of four, in metadata edited by hand."""
+    path = save_dcp(tmp_path / "c", {"model": {"w": torch.arange(16.0).reshape(4, 4)}})
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    chunk = metadata.state_dict_metadata["model.w"].chunks[0]
+    chunk.sizes = torch.Size([2, 4])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    problems = verify(path).problems
+    assert next(p.code for p in problems if p.tensor == "model.w") == "hole"
+    assert "8 of 16 elements covered" in problems[0].message
+
+
+# ---------------------------------------------------------------- flips
+
+
+def items_of(path: Path) -> list[tuple[str, int, bytes]]:
+    """File, offset and bytes of every item, from torch's own metadata."""
+    metadata = FileSystemReader(path).read_metadata()
+    found = []
+    for info in metadata.storage_data.values():
+        raw = (path / info.relative_path).read_bytes()
+        found.append((info.relative_path, info.offset, raw[info.offset : info.offset + info.length]))
+    return found
+
+
+def zip_ranges(raw: bytes, base: int = 0) -> list[tuple[int, int]]:
+    """Where the records of an archive lie, by way of Python's zipfile."""
+    ranges = []
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        for info in archive.infolist():
+            name_size = int.from_bytes(raw[info.header_offset + 26 : info.header_offset + 28], "little")
+            extra_size = int.from_bytes(raw[info.header_offset + 28 : info.header_offset + 30], "little")
+            start = info.header_offset + 30 + name_size + extra_size
+            assert raw[start : start + info.file_size] == archive.read(info)
+            if info.file_size:
+                ranges.append((base + start, info.file_size))
+    return ranges
+
+
+def flip_everywhere(path: Path, places: list[tuple[str, int, int]], count: int, seed: int) -> None:
+    """Flip one random bit of the given ranges at a time; each must be found, with its file named."""
+    chance = random.Random(seed)
+    weights = [nbytes for _, _, nbytes in places]
+    for _ in range(count):
+        file, start, nbytes = chance.choices(places, weights)[0]
+        at, bit = start + chance.randrange(nbytes), 1 << chance.randrange(8)
+        target = path / file if file else path
+        with open(target, "r+b") as stream:
+            stream.seek(at)
+            byte = stream.read(1)[0]
+            stream.seek(at)
+            stream.write(bytes([byte ^ bit]))
+            stream.flush()
+            found = verify(path, threads=1)
+            assert found.status == "damaged", (file, at, bit)
+            assert any(p.file == target.name for p in found.problems), (file, at, found.problems)
+            stream.seek(at)
+            stream.write(bytes([byte]))
+    assert verify(path).status == "sound"
+
+
+@pytest.mark.parametrize(("name", "count"), [("dcp/fsdp2-w4", 200), ("dcp/objects-w2", 50), ("dcp/strided-w2", 50)])
+def test_every_flipped_bit_of_a_dcp_is_found(name: str, count: int, fixtures: Path, tmp_path: Path) -> None:
+    shutil.copytree(fixtures / name, tmp_path / "c")
+    places = [(f, a, n) for f, offset, raw in items_of(tmp_path / "c") for a, n in zip_ranges(raw, offset)]
+    flip_everywhere(tmp_path / "c", places, count, seed=len(name))
+
+
+@pytest.mark.parametrize("name", ["views.pt", "model-ema.ckpt"])
+def test_every_flipped_bit_of_a_torch_file_is_found(name: str, fixtures: Path, tmp_path: Path) -> None:
+    path = shutil.copy(fixtures / "torch" / name, tmp_path / name)
+    flip_everywhere(path, [("", a, n) for a, n in zip_ranges(path.read_bytes())], 50, seed=3)
+
+
+def test_every_flipped_bit_of_our_safetensors_is_found(fixtures: Path, tmp_path: Path) -> None:
+    """The format has no checksums; what this package writes carries digests."""
+    out = tmp_path / "ema.safetensors"
+    ema_ckpt.consolidate(fixtures / "dcp" / "fsdp2-w4", out, "ema")
+    header = 8 + int.from_bytes(out.read_bytes()[:8], "little")
+    flip_everywhere(out, [("", header, out.stat().st_size - header)], 50, seed=4)
+
+
+def test_every_flipped_bit_of_our_shards_is_found(fixtures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    ema_ckpt.consolidate(fixtures / "dcp" / "fsdp2-w4", out, "ema", max_shard_size=400)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 1
+    places = []
+    for file in files:
+        header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        places.append((file.name, header, file.stat().st_size - header))
+    flip_everywhere(out, places, 50, seed=5)
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_swapped_rank_files_are_found_by_digest(tmp_path: Path) -> None:
+    """Both files are right in themselves and of one layout: checksums alone cannot tell."""
+    source = save_dcp(tmp_path / "one", {"model": {"w": torch.arange(24.0).reshape(4, 6)}})
+    out = tmp_path / "two"
+    ema_ckpt.reshard(source, out, world_size=2)
+    assert verify(out).status == "sound"
+    (out / "__0_0.distcp").rename(out / "aside")
+    (out / "__1_0.distcp").rename(out / "__0_0.distcp")
+    (out / "aside").rename(out / "__1_0.distcp")
+    found = verify(out)
+    assert found.status == "damaged"
+    assert [(p.code, p.tensor) for p in found.problems] == [("checksum", "model.w")]
+    assert "swapped" in found.problems[0].message
+
+
+def test_swapped_shards_are_found(tmp_path: Path) -> None:
+    state = {"a": torch.arange(8.0), "b": torch.arange(8.0) + 1}
+    torch.save(state, tmp_path / "s.pt")
+    out = tmp_path / "hf"
+    ema_ckpt.consolidate(tmp_path / "s.pt", out, max_shard_size=32)
+    one, two = sorted(out.glob("*.safetensors"))
+    save_file({"a": load_file(one)["a"]}, one)
+    assert verify(out).status == "sound"
+    save_file({"a": load_file(two)["b"]}, one)
+    assert [(p.code, p.tensor, p.file) for p in verify(out).problems] == [("checksum", "a", one.name)]
+
+
+def test_a_moved_checkpoint_stays_sound(fixtures: Path, tmp_path: Path) -> None:
+    ema_ckpt.reshard(fixtures / "dcp" / "fsdp2-w4", tmp_path / "a", world_size=3)
+    shutil.move(tmp_path / "a", tmp_path / "elsewhere")
+    assert verify(tmp_path / "elsewhere").status == "sound"
+
+
+def test_stale_files_are_named(fixtures: Path, tmp_path: Path) -> None:
+    found = verify(fixtures / "dcp" / "stale-w4-then-w2")
+    assert found.status == "sound"
+    stale = [w.message for w in found.warnings if w.code == "stale-file"]
+    assert [message.partition(":")[0] for message in stale] == ["__2_0.distcp", "__3_0.distcp"]
+    shutil.copytree(fixtures / "hf" / "sharded", tmp_path / "hf")
+    save_file({"old": torch.ones(3)}, tmp_path / "hf" / "model-00009-of-00009.safetensors")
+    assert [w.message.partition(":")[0] for w in verify(tmp_path / "hf").warnings if w.code == "stale-file"] == [
+        "model-00009-of-00009.safetensors"
+    ]
+
+
+def test_empty_files_of_idle_ranks_are_fine(fixtures: Path, tmp_path: Path) -> None:
+    path = fixtures / "dcp" / "idle-ranks-w4"
+    assert any(not file.stat().st_size for file in path.glob("*.distcp"))
+    found = verify(path)
+    assert found.status == "sound"
+    assert not found.warnings
+
+
+def test_nothing_stops_at_the_first_problem(fixtures: Path, tmp_path: Path) -> None:
+    """Damage in several tensors, files and ways at once: each is named."""
+    path = tmp_path / "c"
+    shutil.copytree(fixtures / "nasty" / "base", path)
+    for file, offset, raw in items_of(path):
+        start, _ = max(zip_ranges(raw, offset), key=lambda place: place[1])
+        data = bytearray((path / file).read_bytes())
+        data[start] ^= 1
+        (path / file).write_bytes(data)
+    (path / "__0_0.distcp").unlink()
+    found = verify(path)
+    by_code = {code: {p.tensor for p in found.problems if p.code == code} for code in ("missing-file", "checksum")}
+    assert by_code["missing-file"]
+    assert {"model.w", "ema.weights.w", "ema.num_updates"} <= by_code["checksum"]
+
+
+def test_a_broken_shard_does_not_hide_the_others(fixtures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    ema_ckpt.consolidate(fixtures / "dcp" / "fsdp2-w4", out, "ema", max_shard_size=400)
+    first, *_, last = sorted(out.glob("*.safetensors"))
+    first.write_bytes(b"\xff" * 200)
+    raw = bytearray(last.read_bytes())
+    raw[-1] ^= 1
+    last.write_bytes(raw)
+    found = {(p.code, p.file) for p in verify(out).problems}
+    assert {("bad-header", first.name), ("checksum", last.name)} <= found
+
+
+def test_replicas_that_differ_are_told(tmp_path: Path) -> None:
+    """Two ranks that each kept their own copy, as without collectives; the copies may agree or not."""
+    for name, value in (("same", 1.0), ("other", 2.0)):
+        path = tmp_path / name
+        for rank, held in ((0, 1.0), (1, value)):
+            one = save_dcp(tmp_path / f"{name}{rank}", {"model": {"w": torch.full((4,), held)}})
+            metadata = pickle.loads((one / ".metadata").read_bytes())
+            for index, info in metadata.storage_data.items():
+                metadata.storage_data[index] = replace(info, relative_path=f"__{rank}_0.distcp")
+            path.mkdir(exist_ok=True)
+            shutil.move(one / "__0_0.distcp", path / f"__{rank}_0.distcp")
+            (path / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+        found = verify(path)
+        assert found.status == "sound"
+        assert [w.code for w in found.warnings] == ([] if name == "same" else ["replicas-differ"])
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"]
+)
+def test_values(dtype: str, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    good = torch.linspace(-3, 3, 37).to(kind)
+    bad, zero = good.clone(), torch.zeros(5).to(kind)
+    zero[2] = -0.0
+    bad[7] = torch.tensor(float("nan")).to(kind)
+    endless = good.clone()
+    has_infinity = dtype != "float8_e4m3fn"
+    if has_infinity:
+        endless[3] = torch.tensor(float("-inf")).to(kind)
+    path = save_dcp(tmp_path / "c", {"model": {"good": good, "bad": bad, "zero": zero, "endless": endless}})
+    assert verify(path).status == "sound"
+    found = verify(path, values=True)
+    expected = [("non-finite", "model.bad")] + [("non-finite", "model.endless")] * has_infinity
+    assert [(p.code, p.tensor) for p in found.problems] == expected
+    assert "1 NaN and 0 infinite of 37" in found.problems[0].message
+    assert [(w.code, "'model.zero'" in w.message) for w in found.warnings] == [("all-zero", True)]
+
+
+def test_absurd_magnitudes_and_integers(tmp_path: Path) -> None:
+    state = {
+        "huge": torch.tensor([1.0, -1e38]),
+        "large": torch.tensor([1.0, 1e20]),
+        "ints": torch.full((3,), 2**62),
+        "none": torch.zeros(3, dtype=torch.int32),
+    }
+    found = verify(save_dcp(tmp_path / "c", {"model": state}), values=True)
+    assert found.status == "sound"
+    assert [(w.code, "'model.huge'" in w.message) for w in found.warnings] == [("overflow", True)]
+
+
+def test_values_of_strided_and_sharded_tensors(fixtures: Path) -> None:
+    for name in ("strided-w1", "strided-w2", "fsdp2-tp-2x2", "dtypes-w2"):
+        assert not verify(fixtures / "dcp" / name, values=True).problems
+
+
+# ---------------------------------------------------------------- against
+
+
+def test_a_conversion_is_proven(fixtures: Path, tmp_path: Path) -> None:
+    source = fixtures / "dcp" / "fsdp2-w4"
+    ema_ckpt.consolidate(source, tmp_path / "a.safetensors")
+    ema_ckpt.consolidate(source, tmp_path / "b.pt", "model")
+    ema_ckpt.reshard(source, tmp_path / "c", world_size=3)
+    ema_ckpt.convert(source, tmp_path / "d.safetensors")
+    ema_ckpt.consolidate(source, tmp_path / "e.safetensors", dtype="bf16")
+    for out in sorted(tmp_path.iterdir()):
+        found = verify(out, against=source)
+        assert (found.status, found.problems) == ("sound", ()), out.name
+
+
+def test_a_copy_by_other_tools_is_proven(tmp_path: Path) -> None:
+    """Without digests of its own, against torch's checksums in column shards and strided items."""
+    source = dcp_at(tmp_path / "c")
+    loaded = {"layer.w": torch.arange(6.0).reshape(2, 3) + 0.5, "b": torch.full((2,), 7.5)}
+    save_file(loaded, tmp_path / "hand.safetensors")
+    assert verify(tmp_path / "hand.safetensors").status == "unproven"
+    assert verify(tmp_path / "hand.safetensors", against=source).status == "sound"
+
+
+def test_renamed_tensors_are_found_by_their_bytes(tmp_path: Path) -> None:
+    source = dcp_at(tmp_path / "c")
+    ema_ckpt.consolidate(source, tmp_path / "r.safetensors", rename=["layer.=block."])
+    assert verify(tmp_path / "r.safetensors", against=source).status == "sound"
+
+
+@pytest.mark.parametrize("change", ["value", "lost", "extra", "shape"])
+def test_a_wrong_conversion_is_refuted(change: str, tmp_path: Path) -> None:
+    source = dcp_at(tmp_path / "c")
+    state = {"layer.w": torch.arange(6.0).reshape(2, 3) + 0.5, "b": torch.full((2,), 7.5)}
+    expected = {
+        "value": ("checksum", "b"),
+        "lost": ("incomplete", "b"),
+        "extra": ("index-mismatch", "x"),
+        "shape": ("checksum", "layer.w"),
+    }
+    if change == "value":
+        state["b"][1] = 7.25
+    elif change == "lost":
+        del state["b"]
+    elif change == "extra":
+        state["x"] = torch.ones(9)
+    else:
+        state["layer.w"] = state["layer.w"].reshape(3, 2)
+    save_file(state, tmp_path / "out.safetensors")
+    found = verify(tmp_path / "out.safetensors", against=source)
+    assert found.status == "damaged"
+    assert [(p.code, p.tensor) for p in found.problems] == [expected[change]]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ema_ckpt", "verify", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, env=os.environ.copy())
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "status"),
+    [
+        ("dcp/fsdp2-w4", 0, "sound"),
+        ("nasty/flipped-byte", 1, "damaged"),
+        ("hf/sharded", 3, "unproven"),
+        ("nasty/missing-metadata", 1, "damaged"),
+        ("nasty/hostile-metadata", 1, "damaged"),
+    ],
+)
+def test_exit_codes_and_json(name: str, code: int, status: str, fixtures: Path) -> None:
+    ended = run(fixtures / name, "--json")
+    assert ended.returncode == code
+    document = json.loads(ended.stdout)
+    assert document["status"] == status
+    assert set(document) == {"status", "checked_bytes", "unchecked_bytes", "problems", "warnings"}
+    assert all(set(problem) == {"code", "tensor", "file", "message"} for problem in document["problems"])
+
+
+@pytest.mark.parametrize("what", ["absent", "nothing", "text.txt"])
+def test_no_checkpoint_is_trouble(what: str, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "text.txt").write_text("hello")
+    ended = run(tmp_path / what, "--json")
+    assert ended.returncode == 2
+    assert json.loads(ended.stdout)["error"]["code"] in ("not-found", "not-a-checkpoint")
+
+
+def test_neither_torch_nor_numpy_is_imported(fixtures: Path) -> None:
+    code = (
+        "import sys, ema_ckpt\n"
+        f"for name in ('dcp/fsdp2-w4', 'torch/plain.pt', 'hf/sharded'): ema_ckpt.verify({str(fixtures)!r} + '/' + name)\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_workers_agree(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records longer than a segment are summed by several workers and joined."""
+    monkeypatch.setattr("ema_ckpt.sums._SEGMENT_NBYTES", 1000)
+    monkeypatch.setattr("ema_ckpt.sums._BATCH_NBYTES", 2000)
+    state = {f"t{i}": torch.randn(37, 61 + i) for i in range(8)}
+    path = save_dcp(tmp_path / "c", {"model": state})
+    found = verify(path, threads=threads)
+    assert found.status == "sound"
+    assert found.checked_bytes == sum(t.numel() * 4 for t in state.values())
+    raw = bytearray((path / "__0_0.distcp").read_bytes())
+    needle = state["t5"].numpy().tobytes()
+    raw[raw.index(needle) + len(needle) - 1] ^= 128
+    (path / "__0_0.distcp").write_bytes(raw)
+    assert [(p.code, p.tensor) for p in verify(path, threads=threads).problems] == [("checksum", "model.t5")]
