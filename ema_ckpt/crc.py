@@ -14,11 +14,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zlib import crc32
+
+    def combine(first: int, second: int, second_nbytes: int) -> int:
+        """CRC-32 of A + B, from the CRC-32 of A, that of B and the length of B in bytes."""
+        ...
 else:
     try:
         from zlib_ng.zlib_ng import crc32
+        from zlib_ng.zlib_ng import crc32_combine as combine
     except ImportError:
         from zlib import crc32
+
+        def combine(first: int, second: int, second_nbytes: int) -> int:
+            """CRC-32 of A + B, from the CRC-32 of A, that of B and the length of B in bytes."""
+            return _multiply(_shift(second_nbytes), first) ^ second
+
 
 __all__ = ["combine", "crc32"]
 
@@ -55,8 +65,3 @@ def _shift(nbytes: int) -> int:
         nbytes >>= 1
         power += 1
     return result
-
-
-def combine(first: int, second: int, second_nbytes: int) -> int:
-    """CRC-32 of A + B, from the CRC-32 of A, that of B and the length of B in bytes."""
-    return _multiply(_shift(second_nbytes), first) ^ second
