@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ema_ckpt.ema import swap
 from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, _walk, census
+from ema_ckpt.errors import StateError
 
-__all__ = ["buffer_names", "live_tree", "published", "set_extra_state"]
+__all__ = ["buffer_names", "live_tree", "published", "refuse_swapped", "set_extra_state"]
 
 _EXTRA = "_extra_state"
 
@@ -34,6 +36,16 @@ def live_tree(model: nn.Module) -> dict[str, Any]:
         places.setdefault(prefix, place)
     order = sorted(entries, key=lambda name: (places.get(_prefix(name), len(places)), entries[name][0]))
     return {name: entries[name][1] for name in order}
+
+
+def refuse_swapped(model: nn.Module, call: str) -> None:
+    """Raise if the model holds averages instead of its own weights.
+
+    Raises:
+        StateError: inside `swap()` of any manager.
+    """
+    if swap._swapped and any(id(held.owner) in swap._swapped for held in census(model).parameters):
+        raise StateError("usage", f"{call} inside swap(): the model holds averaged weights; leave the block first")
 
 
 def published(shard: Shard) -> torch.Tensor:

@@ -9,7 +9,7 @@ from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.parts import Part
 from ema_ckpt.resume.rng import RngState
-from ema_ckpt.resume.sources import Checkpoint, nested
+from ema_ckpt.resume.sources import Checkpoint, loaded, nested
 
 __all__ = ["ExtraPart"]
 
@@ -45,16 +45,8 @@ class ExtraPart(Part):
                 dropped = value.dropped(stored)
                 self.unexpected += [f"extra.{name}.{key}" for key in dropped]
                 self.warnings += value.warnings(name, stored)
-            self._values[name] = self._loaded(stored)
+            self._values[name] = loaded(self._checkpoint.source, stored)
             self.loaded.append(f"extra.{name}")
-
-    def _loaded(self, stored: Any) -> Any:
-        if isinstance(stored, Tensor):
-            return self._checkpoint.source.read_whole(stored)
-        if isinstance(stored, Object):
-            return self._checkpoint.source.load(stored)
-        inner = {key: self._loaded(item) for key, item in stored.items()}
-        return [inner[key] for key in sorted(inner)] if inner and all(isinstance(k, int) for k in inner) else inner
 
     def write(self) -> None:
         """Hand values to stateful objects, the rest to the report."""

@@ -76,7 +76,7 @@ def _sharded(tensor: Any) -> tuple[tuple[Box, torch.Tensor], ...]:
 
 
 def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not _is_one_value(path, value):
         for key, inner in value.items():
             yield from _walk((*path, str(key)), inner)
     elif isinstance(value, list) and not _is_terminal(value):
@@ -84,6 +84,21 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _walk((*path, index), inner)
     else:
         yield path, value
+
+
+def _is_one_value(path: Path, value: Mapping[Any, Any]) -> bool:
+    """Whether a dict among the user's own values would not come back the same from its flattened entries.
+
+    torch turns keys into text and drops empty dicts; `MultiStepLR` for one keeps its milestones under numbers.
+    """
+    if len(path) < 2 or not (path[0] == "extra" or any(str(part).endswith("_extra_state") for part in path)):
+        return False
+    return (not value or not all(isinstance(key, str) for key in value)) and not _holds_tensors(value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, torch.Tensor) or any(map(_holds_tensors, inner))
 
 
 def _is_terminal(value: Any) -> bool:

@@ -11,7 +11,7 @@ from ema_ckpt.catalog import Tensor
 from ema_ckpt.naming import canonical
 from ema_ckpt.resume.leaves import Pieces
 
-__all__ = ["Match", "Target", "match", "misfit"]
+__all__ = ["Match", "Target", "match"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    casts: dict[str, list[str]] = field(default_factory=dict)  # what changes, and of which names
 
     def full(self, target: Target) -> str:
         """The full name of a target."""
@@ -56,9 +56,7 @@ def match(tree: str, targets: Iterable[Target], sources: Mapping[str, Tensor], *
             if target.needed:
                 found.missing.append(target)
             continue
-        problem = misfit(
-            found.full(target), target.pieces.shape, target.pieces.dtype, sources[name], strict, found.warnings
-        )
+        problem = _misfit(found, target, sources[name], strict=strict)
         if problem:
             found.misfits.append(problem)
         else:
@@ -67,10 +65,9 @@ def match(tree: str, targets: Iterable[Target], sources: Mapping[str, Tensor], *
     return found
 
 
-def misfit(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Tensor, strict: bool, warnings: list[str]
-) -> str | None:
-    """Why a stored tensor cannot go into one of this shape and dtype, or None; casts that lose nothing are noted."""
+def _misfit(found: Match, target: Target, source: Tensor, *, strict: bool) -> str | None:
+    """Why a stored tensor cannot go into its target, or None; casts are noted."""
+    name, shape, dtype = found.full(target), target.pieces.shape, target.pieces.dtype
     here, there = str(dtype).removeprefix("torch."), source.dtype.name
     if source.shape != shape:
         return f"{name!r} has shape {list(source.shape)} there and {list(shape)} here"
@@ -80,7 +77,8 @@ def misfit(
     widens = both_floating and torch.promote_types(dtype, getattr(torch, there)) is dtype
     if not widens and (strict or not both_floating):
         return f"{name!r} is {there} there and {here} here, which would lose values; strict=False casts it"
-    warnings.append(f"{name!r} was {there} and is now {here}" + ("" if widens else ", with loss"))
+    change = f"{there} there, cast to {here}" + ("" if widens else " with loss")
+    found.casts.setdefault(change, []).append(target.names[0])
     return None
 
 

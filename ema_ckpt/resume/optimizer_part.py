@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ema_ckpt.box import Box, whole
-from ema_ckpt.catalog import Object, Tensor
+from ema_ckpt.catalog import Tensor
 from ema_ckpt.ema.shards import Shard, census
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.leaves import pieces
 from ema_ckpt.resume.optimizer import Optimizers, fill, listed, make_state, optimizer_tree
 from ema_ckpt.resume.parts import Part
 from ema_ckpt.resume.reading import dtype_of
-from ema_ckpt.resume.sources import Checkpoint, optimizer_entries
+from ema_ckpt.resume.sources import Checkpoint, loaded, optimizer_entries
 
 __all__ = ["OptimizerPart"]
 
@@ -67,8 +67,7 @@ class OptimizerPart(Part):
             fqn: {name: self._read(self._shards[fqn], value) for name, value in values.items()}
             for fqn, values in self._stored.items()
         }
-        saved = [{str(key): self._load(value) for key, value in group.items()} for group in self._groups]
-        self._options = self._arranged(saved)
+        self._options = self._arranged([loaded(self._checkpoint.source, group) for group in self._groups])
 
     def _read(self, shard: Shard, value: Any) -> Any:
         """A state entry: boxes with host values if it has the parameter's shape, else the whole value."""
@@ -76,18 +75,7 @@ class OptimizerPart(Part):
             boxes = _boxes(shard, value)
             values = self._checkpoint.source.read(value, boxes)
             return _Staged(value.shape, dtype_of(value), dict(zip(boxes, values, strict=True)))
-        return self._load(value)
-
-    def _load(self, value: Any) -> Any:
-        source = self._checkpoint.source
-        if isinstance(value, Tensor):
-            return source.read_whole(value)
-        if isinstance(value, Object):
-            return source.load(value)
-        if isinstance(value, Mapping):
-            inner = {key: self._load(item) for key, item in value.items()}
-            return [inner[key] for key in sorted(inner)] if inner and all(isinstance(k, int) for k in inner) else inner
-        return value
+        return loaded(self._checkpoint.source, value)
 
     def _arranged(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved groups in the order of the live ones, paired by the parameters in them."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ema_ckpt.catalog import Tensor
+from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.ema.live import published, set_extra_state
 from ema_ckpt.ema.shards import census
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.leaves import pieces
 from ema_ckpt.resume.matching import Match, Target, match
-from ema_ckpt.resume.sources import Checkpoint, live_tree_of
+from ema_ckpt.resume.sources import Checkpoint, live_tree_of, loaded, nested
 from ema_ckpt.trees import Tree
 
 __all__ = ["LivePart", "Part", "Staged", "put", "refuse_unfit", "stage_pairs", "tensors_of"]
@@ -50,7 +50,10 @@ class Part:
         self.loaded += [found.full(target) for target, _ in found.pairs]
         self.unexpected += found.unexpected
         self.renamed.update(found.renamed)
-        self.warnings += found.warnings
+        self.warnings += [
+            f"{found.tree}: {shown(names)} {'was' if len(names) == 1 else 'were'} {change}"
+            for change, names in found.casts.items()
+        ]
 
 
 def refuse_unfit(where: str, found: Match, *, strict: bool) -> None:
@@ -99,24 +102,36 @@ class LivePart(Part):
         found = census(model)
         held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
         targets = [Target((h.shard.fqn, *h.shard.aliases), pieces(published(h.shard))) for h in held]
-        self._match = match("model", targets, {**tensors_of(tree), **tree.weights}, strict=strict)
+        extra_state = _extra_state_of(tree)
+        sources = {n: t for n, t in {**tensors_of(tree), **tree.weights}.items() if not _is_extra_state(t)}
+        self._match = match("model", targets, sources, strict=strict)
         refuse_unfit(checkpoint.where, self._match, strict=strict)
         self.note(self._match)
         self.missing += [self._match.full(target) for target in self._match.missing]
-        objects = {item.name.removeprefix(f"{tree.name}."): item for item in tree.objects}
-        self._extra_state = {name: item for name, item in objects.items() if name.endswith("_extra_state")}
+        self._extra_state = extra_state
         self._staged: Staged = []
         self._values: dict[str, Any] = {}
 
     def read(self) -> None:
         """Read the live weights."""
         self._staged = stage_pairs(self._checkpoint, self._match)
-        self._values = {name: self._checkpoint.source.load(item) for name, item in self._extra_state.items()}
+        self._values = {name: loaded(self._checkpoint.source, item) for name, item in self._extra_state.items()}
 
     def write(self) -> None:
         """Write the live weights."""
         put(self._staged)
         set_extra_state(self._model, self._values)
+
+
+def _is_extra_state(item: Tensor | Object) -> bool:
+    return any(isinstance(part, str) and part.endswith("_extra_state") for part in item.path)
+
+
+def _extra_state_of(tree: Tree) -> dict[str, Any]:
+    """What modules returned from `get_extra_state`, by its name in the state dict; dicts among it were flattened."""
+    depth = len(tree.name.split(".")) if tree.name else 0
+    items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
+    return {str(k): v for k, v in nested([(i.path[depth:], i) for i in items if _is_extra_state(i)]).items()}
 
 
 def tensors_of(tree: Tree) -> dict[str, Tensor]:

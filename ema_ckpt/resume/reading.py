@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from ema_ckpt.box import Box, whole
 from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.checks import Checks
 from ema_ckpt.coverage import prove
+from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
 from ema_ckpt.regions import BandCutter, BandReader, find_runs, find_shares
 
@@ -84,7 +84,7 @@ class Source:
         for run in runs:
             part = out[run.dest : run.dest + run.nbytes]
             self.catalog.source.read_into(run.payload.file, run.payload.offset + run.start, part)
-            self._checks.read(tensor.name, run.payload, run.start, run.nbytes, zlib.crc32(part))
+            self._checks.read(tensor.name, run.payload, run.start, run.nbytes, crc32(part))
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from ema_ckpt.ema.live import refuse_swapped
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
 from ema_ckpt.ema.shards import reshard
 from ema_ckpt.errors import UsageError, shown
@@ -118,6 +119,7 @@ def _parts(
     missing_ema: str,
 ) -> list[Part]:
     """What is to be restored, compared with what there is; in the order of writing."""
+    refuse_swapped(model, "restore()")
     reshard(model)
     managers = ema if isinstance(ema, Mapping) else {} if ema is None else {"": ema}
     parts: list[Part] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import nn
 
+from ema_ckpt.crc import crc32
 from ema_ckpt.destination import resolve_target
-from ema_ckpt.ema.live import buffer_names, live_tree
+from ema_ckpt.ema.live import buffer_names, live_tree, refuse_swapped
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.resume.agreement import agreed
@@ -131,6 +131,7 @@ def _state(
     optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
+    refuse_swapped(model, "save()")
     state: dict[str, Any] = {"model": live_tree(model)}
     if isinstance(ema, Mapping):
         state["ema"] = {name: manager.state_dict() for name, manager in ema.items()}
@@ -179,7 +180,7 @@ def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
 
 def _crc(view: torch.Tensor) -> int:
     data: Any = view.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return zlib.crc32(data)
+    return crc32(data)
 
 
 def _on_host(planned: Plan) -> Plan:

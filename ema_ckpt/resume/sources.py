@@ -11,7 +11,7 @@ from ema_ckpt.naming import EMA, LIVE, OPTIMIZER
 from ema_ckpt.resume.reading import Source
 from ema_ckpt.trees import Tree, trees
 
-__all__ = ["Checkpoint", "average_tree", "live_tree_of", "nested", "optimizer_entries", "setting"]
+__all__ = ["Checkpoint", "average_tree", "live_tree_of", "loaded", "nested", "optimizer_entries", "setting"]
 
 Nested = dict[str | int, Any]
 
@@ -104,6 +104,16 @@ def nested(entries: Sequence[tuple[Sequence[str | int], Any]]) -> Nested:
             inner = inner.setdefault(part, {})
         inner[path[-1]] = value
     return root
+
+
+def loaded(source: Source, stored: Any) -> Any:
+    """Read what `nested` arranged: whole tensors, objects, and lists where keys are indices."""
+    if isinstance(stored, Tensor):
+        return source.read_whole(stored)
+    if isinstance(stored, Object):
+        return source.load(stored)
+    inner = {key: loaded(source, item) for key, item in stored.items()}
+    return [inner[key] for key in sorted(inner)] if inner and all(isinstance(k, int) for k in inner) else inner
 
 
 def setting(source: Source, settings: Mapping[str, Tensor | Object], *names: str) -> Any:

@@ -1,0 +1,511 @@
+"""`save`, `restore` and `latest` in one process: what is compared, what is reported, what is left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from ema_ckpt.ema.decay import HalfLife, Warmup
+from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.errors import EmaCkptError, SourceError, StateError, TargetError, UsageError
+from ema_ckpt.resume import latest, restore, rng_state, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0, wide: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.enter = nn.Linear(3, wide)
+        self.norm = nn.BatchNorm1d(wide)
+        self.leave = nn.Linear(wide, 2, bias=False)
+        self.empty = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.norm(self.enter(x)))
+
+
+class Run:
+    def __init__(self, seed: int = 0, wide: int = 5, **options: Any) -> None:
+        self.model = Net(seed, wide)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.ema = ShardedEMA(self.model, **{"decay": Warmup(0.9), **options})
+        self.ema.attach(self.optimizer)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            self.model(x).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def bits(self) -> dict[str, Any]:
+        found: dict[str, Any] = {f"model.{k}": v.clone() for k, v in self.model.state_dict().items()}
+        found |= {f"ema.{k}": v.clone() for k, v in self.ema.state_dict()["weights"].items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer.{number}.{k}": v.clone() for k, v in state.items()}
+        found["groups"] = json.dumps(self.optimizer.state_dict()["param_groups"])
+        found["counter"] = (self.ema.num_updates, self.ema.current_decay, self.ema.samples_seen)
+        return found
+
+    def save(self, path: Path, **options: Any) -> Path:
+        found = save(path, model=self.model, ema=self.ema, optimizer=self.optimizer, **options)
+        assert isinstance(found, Path)
+        return found
+
+    def restore(self, path: Path, **options: Any) -> Any:
+        return restore(path, **{"model": self.model, "ema": self.ema, "optimizer": self.optimizer, **options})
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name], name
+
+
+@pytest.fixture
+def run() -> Run:
+    one = Run()
+    one.train(0, 3)
+    return one
+
+
+def refused(other: Run, path: Path, kind: type[EmaCkptError], **options: Any) -> EmaCkptError:
+    """The error of a restore that must leave every bit as it was."""
+    before = other.bits()
+    with pytest.raises(kind) as caught:
+        other.restore(path, **options)
+    same(other.bits(), before)
+    return caught.value
+
+
+def test_a_run_goes_on_as_if_it_had_never_stopped(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "run" / "step_3", extra={"step": 3})
+    assert path == tmp_path / "run" / "step_3"
+    before = run.bits()
+    other = Run(seed=9)
+    report = other.restore(tmp_path / "run", extra={"step": None})
+    same(other.bits(), before)
+    assert report.path == path
+    assert report.world_size == 1
+    assert report.trees == {"model": "restored", "ema": "restored", "optimizer": "restored", "extra": "restored"}
+    assert report.extra == {"step": 3}
+    assert {"model.enter.weight", "ema.weights.enter.weight", "model.empty", "extra.step"} <= set(report.loaded)
+    assert not report.missing + report.unexpected + report.seeded + report.warnings
+    assert not report.renamed
+    assert not report.changed_settings
+    run.train(3, 6)
+    other.train(3, 6)
+    same(other.bits(), run.bits())
+    assert other.ema.num_updates == 6
+
+
+def test_restoring_neither_steps_nor_averages(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    other = Run(seed=9)
+    steps = []
+    other.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    other.restore(path)
+    assert not steps
+    assert other.ema.num_updates == 3
+
+
+def test_plain_torch_reads_it(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    state = {
+        "model": {k: torch.zeros_like(v) for k, v in run.model.state_dict().items()},
+        "ema": Run(9).ema.state_dict(),
+    }
+    dcp.load(state, checkpoint_id=path)
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(state["model"][name], value)
+    for name, value in run.ema.state_dict()["weights"].items():
+        assert torch.equal(state["ema"]["weights"][name], value)
+    assert int(state["ema"]["num_updates"]) == 3
+
+
+def test_what_dcp_writes_of_a_manager_is_restored(run: Run, tmp_path: Path) -> None:
+    dcp.save({"model": run.model.state_dict(), "ema": run.ema}, checkpoint_id=tmp_path / "c")
+    other = Run(seed=9)
+    report = other.restore(tmp_path / "c", optimizer=None)
+    assert report.trees == {"model": "restored", "ema": "restored"}
+    mine, theirs = run.bits(), other.bits()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine if name.startswith(("model.", "ema.")))
+
+
+def test_digests_and_paths_in_the_files(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    digests = json.loads((path / "ema_ckpt.json").read_text())["digests"]
+    for name, value in run.model.state_dict().items():
+        crc = zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy())
+        assert digests[f"model.{name}"]["crc32"] == f"crc32:{crc:08x}"
+    assert all(str(tmp_path).encode() not in file.read_bytes() for file in path.iterdir())
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    assert metadata.planner_data["ema.weights.enter.weight"] == ("ema", "weights", "enter.weight")
+    assert metadata.storage_meta.checkpoint_id == "c"
+
+
+def test_names_shapes_and_dtypes_are_compared_before_anything_is_written(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    error = refused(Run(seed=9, wide=6), path, SourceError)
+    assert error.code == "index-mismatch"
+    assert "'ema.weights.enter.weight' has shape [5, 3] there and [6, 3] here" in str(error)
+
+    other = Run(seed=9)
+    other.model.register_buffer("new", torch.ones(2))
+    del other.model.empty
+    other.optimizer = torch.optim.AdamW(other.model.parameters(), lr=1e-2)
+    other.ema.detach()
+    other.ema = ShardedEMA(other.model)
+    error = refused(other, path, SourceError, ema=None, optimizer=None)
+    assert error.code == "incomplete"
+    assert "it lacks 'model.new' and it has 'model.empty'" in str(error)
+    report = other.restore(path, ema=None, optimizer=None, strict=False)
+    assert report.missing == ("model.new",)
+    assert report.unexpected == ("model.empty",)
+    assert torch.equal(other.model.enter.weight, run.model.enter.weight)
+    assert report.trees["ema"] == "ignored"
+
+    error = refused(Run(seed=9, dtype=torch.bfloat16), path, SourceError)
+    assert "is float32 there and bfloat16 here, which would lose values" in str(error)
+
+
+def test_casts_that_lose_nothing_are_made_and_told(tmp_path: Path) -> None:
+    small = Run(dtype=torch.bfloat16)
+    small.train(0, 2)
+    path = small.save(tmp_path / "c")
+    other = Run(seed=9)
+    with pytest.warns(UserWarning, match="ema.weights: .*'enter.weight'.* were bfloat16 there, cast to float32"):
+        report = other.restore(path)
+    assert report.changed_settings["ema.dtype"] == ("bfloat16", "float32")
+    weights = small.ema.state_dict()["weights"]
+    assert torch.equal(other.ema.state_dict()["weights"]["enter.weight"], weights["enter.weight"].float())
+
+
+def test_averages_that_are_missing(run: Run, tmp_path: Path) -> None:
+    path = save(tmp_path / "c", model=run.model, optimizer=run.optimizer)
+    error = refused(Run(seed=9), path, SourceError)
+    assert "missing_ema='seed'" in str(error)
+    other = Run(seed=9)
+    other.train(0, 2)
+    with pytest.warns(UserWarning, match="start from the restored live weights"):
+        report = other.restore(path, missing_ema="seed")
+    assert set(report.seeded) == {f"ema.weights.{name}" for name, _ in run.model.named_parameters()}
+    assert other.ema.num_updates == 0
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(other.ema.state_dict()["weights"][name], parameter)
+    with pytest.raises(UsageError, match="missing_ema"):
+        other.restore(path, missing_ema="ignore")
+
+
+def test_some_averages_that_are_missing(run: Run, tmp_path: Path) -> None:
+    partial = ShardedEMA(run.model, 0.9, exclude="leave.*")
+    partial.update()
+    path = save(tmp_path / "c", model=run.model, ema=partial)
+    error = refused(Run(seed=9), path, SourceError, optimizer=None)
+    assert "it lacks 'ema.weights.leave.weight'" in str(error)
+    other = Run(seed=9)
+    report = other.restore(path, optimizer=None, strict=False)
+    assert report.seeded == ("ema.weights.leave.weight",)
+    assert torch.equal(other.ema.state_dict()["weights"]["leave.weight"], run.model.leave.weight)
+    assert other.ema.num_updates == 1
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "torch-nested", "dcp", "diffusers", "averaged-model"])
+def test_foreign_averages(run: Run, tmp_path: Path, form: str) -> None:
+    live = save(tmp_path / "c", model=run.model, optimizer=run.optimizer)
+    weights = {f"module.{name}": torch.full_like(p.detach(), 2.5) for name, p in run.model.named_parameters()}
+    names = {name.removeprefix("module."): value for name, value in weights.items()}
+    file = tmp_path / ("averages.safetensors" if form == "safetensors" else "averages.pt")
+    expected = 0
+    if form == "safetensors":
+        safetensors.torch.save_file(weights, file)
+    elif form == "torch":
+        torch.save(weights, file)
+    elif form == "torch-nested":
+        torch.save({"model": names, "model_ema": weights, "epoch": 3}, file)
+    elif form == "diffusers":
+        torch.save({"shadow_params": list(names.values()), "optimization_step": 7, "decay": 0.99}, file)
+        expected = 7
+    elif form == "averaged-model":
+        torch.save({"model": names, "ema": {"n_averaged": torch.tensor(5), **weights}}, file)
+        expected = 5
+    else:
+        file = tmp_path / "averages"
+        dcp.save({"net": names, "net_ema": weights}, checkpoint_id=file)
+    other = Run(seed=9)
+    if form == "diffusers":
+        # Positions need the live parameters beside them to be named.
+        refused(other, live, EmaCkptError, ema_path=file)
+        return
+    report = other.restore(live, ema_path=file)
+    assert all(torch.equal(other.ema.state_dict()["weights"][name], value) for name, value in names.items())
+    assert torch.equal(other.model.enter.weight, run.model.enter.weight)
+    assert other.ema.num_updates == expected
+    if form != "averaged-model":
+        assert "ema.weights.enter.weight" in report.renamed.values()
+
+
+def test_settings_that_changed(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    other = Run(seed=9, decay=HalfLife(100), every=2)
+    report = other.restore(path)
+    assert report.changed_settings["ema.every"] == (1, 2)
+    assert "ema.schedule" in report.changed_settings
+    assert other.ema.num_updates == 3
+    other.train(3, 4)
+    assert other.ema.current_decay == pytest.approx(0.5 ** (1 / 100))  # moved at 3, so that only call 4 is pending
+
+
+def test_residuals_travel(tmp_path: Path) -> None:
+    one = Run(compensate=True, decay=0.999)
+    one.train(0, 3)
+    path = one.save(tmp_path / "c")
+    other = Run(seed=9, compensate=True, decay=0.999)
+    other.restore(path)
+    one.train(3, 6)
+    other.train(3, 6)
+    same(one.bits(), other.bits())
+    plain = Run(seed=9, decay=0.999)
+    assert plain.restore(path).changed_settings == {"ema.compensate": (True, False)}
+
+
+def test_several_managers(run: Run, tmp_path: Path) -> None:
+    slow = ShardedEMA(run.model, 0.999)
+    slow.update()
+    path = save(tmp_path / "c", model=run.model, ema={"fast": run.ema, "slow": slow})
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert {"ema.fast.weights.enter.weight", "ema.slow.num_updates"} <= set(names)
+    other = Run(seed=9)
+    second = ShardedEMA(other.model, 0.999)
+    other.restore(path, ema={"slow": second, "fast": other.ema}, optimizer=None)
+    assert (other.ema.num_updates, second.num_updates) == (3, 1)
+    assert torch.equal(second.state_dict()["weights"]["enter.weight"], slow.state_dict()["weights"]["enter.weight"])
+    assert torch.equal(
+        other.ema.state_dict()["weights"]["enter.weight"], run.ema.state_dict()["weights"]["enter.weight"]
+    )
+    with pytest.raises(SourceError, match=r"ema\.third"):
+        other.restore(path, ema={"third": second}, optimizer=None)
+
+
+def test_extra_values_and_objects(run: Run, tmp_path: Path) -> None:
+    schedule = torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [2, 4], 0.5)
+    run.train(3, 4)
+    schedule.step()
+    extra = {
+        "schedule": schedule,
+        "seen": torch.arange(3),
+        "names": ["a", ("b", 1)],
+        "list": [torch.ones(2), {"x": 2.5}],
+        "odd": {"none": {}, 3: {4: ()}},
+    }
+    path = run.save(tmp_path / "c", extra=extra)
+    other = Run(seed=9)
+    fresh = torch.optim.lr_scheduler.MultiStepLR(other.optimizer, [9], 0.5)
+    report = other.restore(path, extra={"schedule": fresh, "seen": None, "names": None, "list": None, "odd": 0})
+    assert report.extra["odd"] == extra["odd"]
+    assert fresh.state_dict() == schedule.state_dict()
+    assert report.extra["schedule"] is fresh
+    assert torch.equal(report.extra["seen"], torch.arange(3))
+    assert report.extra["names"] == ["a", ("b", 1)]
+    assert report.extra["list"][1] == {"x": 2.5}
+    assert "extra.absent" in str(refused(Run(seed=9), path, SourceError, extra={"absent": None}))
+    unexpected = Run(seed=9).restore(path, extra={"seen": None}).unexpected
+    assert set(unexpected) == {"extra.list", "extra.odd", "extra.schedule", "extra.names"}
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (print, ("run by the checkpoint",))
+
+
+def test_objects_of_a_checkpoint_are_not_executed(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.save(tmp_path / "c", extra={"bad": Hostile()})
+    error = refused(Run(seed=9), path, SourceError, extra={"bad": None})
+    assert error.code == "unsafe-pickle"
+    assert "run by" not in capsys.readouterr().out
+
+
+def test_generators(run: Run, tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    path = run.save(tmp_path / "c", extra={"rng": rng_state()})
+    drawn = (torch.rand(3).tolist(), random.random(), np.random.rand())
+    torch.manual_seed(6)
+    Run(seed=9).restore(path, extra={"rng": rng_state()})
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == drawn
+
+
+def test_optimizer_groups_are_paired_by_their_parameters(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    other = Run(seed=9)
+    other.optimizer = torch.optim.AdamW(
+        [{"params": other.model.enter.parameters()}, {"params": other.model.leave.parameters()}]
+    )
+    error = refused(other, path, SourceError)
+    assert "1 parameter groups there, 2 here" in str(error)
+
+    def two(model: Net, turned: bool) -> torch.optim.Optimizer:
+        groups = [
+            {"params": list(model.enter.parameters()), "lr": 0.1},
+            {"params": list(model.leave.parameters()), "lr": 0.2},
+        ]
+        return torch.optim.SGD(groups[::-1] if turned else groups, momentum=0.9)
+
+    first, second = two(run.model, False), two(other.model, True)
+    run.model(torch.ones(4, 3)).sum().backward()
+    first.step()
+    path = save(tmp_path / "d", model=run.model, optimizer=first)
+    other.restore(path, ema=None, optimizer=second)
+    assert [group["lr"] for group in second.param_groups] == [0.2, 0.1]
+    buffer = first.state[run.model.leave.weight]["momentum_buffer"]
+    assert torch.equal(second.state[other.model.leave.weight]["momentum_buffer"], buffer)
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(UsageError, match="no parameter of the model"):
+        save(tmp_path / "e", model=run.model, optimizer=stranger)
+
+
+def test_state_that_the_checkpoint_lacks_is_dropped(run: Run, tmp_path: Path) -> None:
+    fresh = Run(seed=3)
+    path = fresh.save(tmp_path / "c")
+    run.restore(path)
+    assert not run.optimizer.state_dict()["state"]
+    fresh.train(0, 2)
+    run.train(0, 2)
+    same(run.bits(), fresh.bits())
+
+
+def test_damage_is_noticed_before_anything_is_written(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    file = path / "__0_0.distcp"
+    data = file.read_bytes()
+    needle = run.optimizer.state[run.model.enter.weight]["exp_avg_sq"].numpy().tobytes()
+    at = data.index(needle)
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    error = refused(Run(seed=9), path, SourceError)
+    assert error.code == "checksum"
+    assert "optimizer.state.enter.weight.exp_avg_sq" in str(error)
+    file.write_bytes(data[:-10])
+    assert refused(Run(seed=9), path, SourceError).code == "truncated-file"
+    file.unlink()
+    assert refused(Run(seed=9), path, SourceError).code == "missing-file"
+
+
+def test_the_newest_complete_step_counts(run: Run, tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    for step in (500, 2500):
+        run.save(tmp_path / f"step_{step}")
+    assert latest(tmp_path) == tmp_path / "step_2500"
+    shutil.copytree(tmp_path / "step_2500", tmp_path / "step_3000")
+    (tmp_path / "step_3000" / ".metadata").unlink()
+    shutil.copytree(tmp_path / "step_2500", tmp_path / "step_4000")
+    file = tmp_path / "step_4000" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    shutil.copytree(tmp_path / "step_2500", tmp_path / ".step_5000.ema-ckpt-0a1b2c3d" / "step_5000")
+    assert latest(tmp_path) == tmp_path / "step_2500"
+    assert Run(seed=9).restore(tmp_path).path == tmp_path / "step_2500"
+
+
+def test_targets(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run.save(tmp_path / "with space" / "c")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(TargetError) as caught:
+        run.save(path)
+    assert caught.value.code == "target-exists"
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    run.train(3, 4)
+    assert run.save(path, overwrite=True) == path
+    assert sorted(child.name for child in path.parent.iterdir()) == ["c"]
+    other = Run(seed=9)
+    other.restore(path)
+    same(other.bits(), run.bits())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="URL"):
+        run.save("s3://bucket/key")  # type: ignore[arg-type]
+    assert not (tmp_path / "s3:").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(TargetError) as caught:
+        run.save(tmp_path / "mine", overwrite=True)
+    assert caught.value.code == "foreign-files"
+
+
+def test_swapped_models_are_neither_saved_nor_restored(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    with run.ema.swap():
+        for options in ({"ema": run.ema}, {}):
+            with pytest.raises(StateError, match="inside swap"):
+                save(tmp_path / "d", model=run.model, **options)
+            with pytest.raises(StateError, match="inside swap"):
+                restore(path, model=run.model, **options)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_saved_state_is_that_of_the_call(run: Run, tmp_path: Path) -> None:
+    before = run.bits()
+    first = save(tmp_path / "a", model=run.model, ema=run.ema, optimizer=run.optimizer, async_save=True)
+    run.train(3, 6)
+    between = run.bits()
+    second = save(tmp_path / "b", model=run.model, ema=run.ema, optimizer=run.optimizer, async_save=True)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    assert first.result(30) == tmp_path / "a"
+    assert second.result(30) == tmp_path / "b"
+    for name, expected in (("a", before), ("b", between)):
+        other = Run(seed=9)
+        other.restore(tmp_path / name)
+        same(other.bits(), expected)
+
+
+def test_a_failed_background_save_is_not_forgotten(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path / "c")
+    lost = save(tmp_path / "c", model=run.model, async_save=True)
+    with pytest.warns(UserWarning, match="asynchronous save before this call failed: .*already exists"):
+        run.save(tmp_path / "d")
+    with pytest.raises(TargetError):
+        lost.result()
+    asked = save(tmp_path / "c", model=run.model, async_save=True)
+    with pytest.raises(TargetError):
+        asked.result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.save(tmp_path / "e")
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"]
+
+    model = nn.Sequential(Counting(2, 2), nn.Linear(2, 1))
+    model[0].count = 7
+    path = save(tmp_path / "c", model=model)
+    other = nn.Sequential(Counting(2, 2), nn.Linear(2, 1))
+    restore(path, model=other)
+    assert other[0].count == 7
+    names = [
+        name for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata if name.startswith("model.")
+    ]
+    assert names == [f"model.{name}".replace("_extra_state", "_extra_state.count") for name in model.state_dict()]
