@@ -28,6 +28,7 @@ _RANK_METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 _NEVER = re.compile(
     r"scheduler\..*|.*random_state.*|rng_state.*|training_args\.bin|.*trainer_state.*|common\.pt", re.DOTALL
 )
+_MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _LEVELS_BELOW = 2
 
 
@@ -53,7 +54,8 @@ def _stranded(path: str) -> Found:
     """A target whose writer crashed between two renames is read from its stage."""
     stage = None if is_url(path) or not path else recovered(path)
     if stage is None:
-        raise SourceError("not-found", f"{path}: no such file or directory", file=path)
+        hint = " (a URL loses a slash when it becomes a Path: pass it as text)" if _MANGLED_URL.match(path) else ""
+        raise SourceError("not-found", f"{path}: no such file or directory{hint}", file=path)
     note = f"{path} was being replaced when its writer died; reading the complete new checkpoint in {stage}"
     return replace(find(str(stage)), note=note)
 

@@ -68,8 +68,10 @@ def list_folder(root: str) -> Folder:
     try:
         for name, folder in _remote_names(root) if is_url(root) else _local_names(root):
             (folders if folder else files).append(name)
-    except OSError as error:
-        raise _unreadable(root, error) from None
+    except SourceError:
+        raise
+    except Exception as error:
+        raise _unreadable(root, error) from error
     return Folder(root, tuple(sorted(folders)), tuple(sorted(files)))
 
 
@@ -107,5 +109,5 @@ def _is_remote_folder(url: str) -> bool | None:
         return bool(filesystem.info(base or "/")["type"] == "directory")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise _unreadable(url, error) from None
+    except Exception as error:
+        raise _unreadable(url, error) from error

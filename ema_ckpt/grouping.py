@@ -15,7 +15,7 @@ from itertools import chain
 from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.ema_forms import find_averages, is_weight, matches
 from ema_ckpt.errors import SourceError, shown
-from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, role_of
+from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, role_of, tree_role
 
 __all__ = ["Group", "group_entries"]
 
@@ -202,7 +202,7 @@ def _live_prefix(rest: Group, averages: Sequence[Group]) -> str | None:
 def _without_online_model(group: Group) -> Iterable[Group]:
     """Take ema-pytorch's copy of the live model out of the tree of its averages."""
     head = "online_model."
-    if role_of(group.name.rpartition(".")[2]) != EMA or not any(name.startswith(head) for name, _ in group.tensors):
+    if tree_role(group.name) != EMA or not any(name.startswith(head) for name, _ in group.tensors):
         return (group,)
     online = Group(f"{group.name}.online_model", LIVE)
     online.tensors = [(name[len(head) :], tensor) for name, tensor in group.tensors if name.startswith(head)]

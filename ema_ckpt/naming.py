@@ -25,6 +25,7 @@ __all__ = [
     "part_role",
     "rename_path",
     "role_of",
+    "tree_role",
 ]
 
 EMA, LIVE, OPTIMIZER, OTHER = "ema", "live", "optimizer", "other"
@@ -80,6 +81,11 @@ def role_of(name: str) -> str | None:
     if found is None and (name.endswith("_ema") or name.startswith("ema_")):
         return EMA
     return found
+
+
+def tree_role(name: str) -> str | None:
+    """The role that a tree's dotted name tells, by itself or by its last component (`app.model`)."""
+    return role_of(name) or role_of(name.rpartition(".")[2])
 
 
 def part_role(name: str) -> str | None:

@@ -26,7 +26,7 @@ from ema_ckpt.naming import (
     nearest,
     parse_rename,
     rename_path,
-    role_of,
+    tree_role,
 )
 from ema_ckpt.notices import tell
 from ema_ckpt.target import Entry
@@ -216,7 +216,7 @@ def _full_rows(catalog: Catalog, known: Sequence[Tree], *, strip: bool) -> Itera
 
 def _strips(tree: Tree) -> bool:
     # Optimizer state names its parameters in `param_groups` too, which are values: both stay as they are.
-    return tree.role in (LIVE, EMA) or (tree.role == OTHER and role_of(tree.name) is None)
+    return tree.role in (LIVE, EMA) or (tree.role == OTHER and tree_role(tree.name) is None)
 
 
 def _strip(row: _Row, skip: int) -> None:
@@ -331,7 +331,7 @@ def _refuse_collisions(rows: Sequence[_Row], where: str, *, renamed: bool) -> No
     first: dict[str, str] = {}
     for row in rows:
         other = first.setdefault(row.name, row.before)
-        if other is not row.before and other != row.before:
+        if other != row.before:
             remedy = "change --rename" if renamed else "use --keep-prefixes or --rename"
             message = f"{where}: {other!r} and {row.before!r} would both be written as {row.name!r}; {remedy}"
             raise UsageError("name-collision", message, tensor=row.name)

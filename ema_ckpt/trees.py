@@ -14,7 +14,7 @@ from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.ema_forms import Averages, find_averages, is_setting, matches, name_averages
 from ema_ckpt.errors import EmaCkptError, UsageError, shown
 from ema_ckpt.grouping import Group, group_entries
-from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, SETTINGS, live_partners, nearest, role_of
+from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, SETTINGS, live_partners, nearest, tree_role
 
 __all__ = ["Tree", "default_tree", "find_tree", "find_trees", "inner_names", "live_of", "trees"]
 
@@ -77,8 +77,7 @@ def trees(catalog: Catalog) -> tuple[Tree, ...]:
 
 def _assign_roles(groups: Sequence[Group]) -> None:
     for group in groups:
-        last = group.name.rpartition(".")[2]
-        role = group.role or role_of(group.name) or role_of(last)
+        role = group.role or tree_role(group.name)
         if group.is_average() and role != OPTIMIZER:
             role = EMA
         if (role == EMA and not group.has_weights()) or (role == LIVE and not group.tensors):
@@ -225,7 +224,7 @@ def _below(tree: Tree, path: str, known: Sequence[Tree]) -> Tree | None:
     group = Group(path)
     group.tensors = list(part.named.items())
     group.objects = [(item.name[len(path) + 1 :], item) for item in part.objects]
-    named_so = role_of(path.rpartition(".")[2]) == EMA and tree.role in (LIVE, OTHER)
+    named_so = tree_role(path) == EMA and tree.role in (LIVE, OTHER)
     if group.has_weights() and (group.is_average() or named_so):
         siblings = [t for t in (_cut(tree, partner) for partner in live_partners(path)) if t is not None]
         others = [*siblings, *(t for t in known if t.role != EMA and t is not tree)]

@@ -379,6 +379,10 @@ def test_nothing_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
     assert "and 22 more" in refused("not-a-checkpoint", tmp_path)
 
 
+def test_a_url_that_became_a_path_is_told_apart() -> None:
+    assert "loses a slash" in refused("not-found", Path("s3://bucket/run"))
+
+
 @pytest.mark.parametrize("path", ["", "/no/such/place", "/dev/null/x"])
 def test_a_missing_path(path: str) -> None:
     refused("not-found", path)
@@ -456,6 +460,26 @@ def test_everything_works_behind_a_url(tmp_path: Path, bucket: str) -> None:
     assert find(f"{bucket}/run/step_9/.metadata").root == f"{bucket}/run/step_9"
     refused("not-found", f"{bucket}/nope")
     assert not Path("memory:").exists()
+
+
+def test_a_file_url(tmp_path: Path) -> None:
+    dcp_at(tmp_path / "with space" / "ckpt")
+    found = find(f"file://{tmp_path}/with space/")
+    assert (found.format, found.resolved) == ("dcp", f"file://{tmp_path}/with space/ckpt")
+
+
+class Offline(fsspec.AbstractFileSystem):
+    """A store whose package fails in a way of its own."""
+
+    protocol = "offline"
+
+    def ls(self, path: str, detail: bool = True, **kwargs: object) -> list:
+        raise RuntimeError("no credentials")
+
+
+def test_a_store_that_cannot_be_reached_is_unreadable() -> None:
+    fsspec.register_implementation("offline", Offline, clobber=True)
+    assert "no credentials" in refused("unreadable", "offline://bucket/x")
 
 
 def test_a_url_whose_package_is_missing_says_so() -> None:
