@@ -48,6 +48,9 @@ __all__ = [
 KEY = "ema_ckpt"
 SIDECAR = "ema_ckpt.json"
 VERSION = 1
+# A list of which a part was selected keeps its places; one far beyond what is there would make whoever rebuilds
+# the list allocate without bound.
+_MAX_INDEX = 1 << 20
 _DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
 
 Path = tuple[str | int, ...]
@@ -160,7 +163,7 @@ def _record(document: Any, file: str) -> Record:
     digests = {name: _parse_digest(value) for name, value in document["digests"].items()}
     raw_objects = document.get("objects", [])
     ties = {name: _text(kept) for name, kept in document.get("ties", {}).items()}
-    limit = len(digests) + len(raw_objects) + len(ties)
+    limit = _MAX_INDEX + len(digests) + len(raw_objects) + len(ties)
     objects = tuple(
         Object(_text(o["name"]), _path(o["path"], limit), file, inline=decode(o["value"]), is_inline=True)
         for o in raw_objects
@@ -198,7 +201,6 @@ def _text(value: object) -> str:
 
 
 def _path(parts: Any, limit: int) -> Path:
-    # A list index beyond the number of items would make whoever rebuilds the list allocate without bound.
     if not isinstance(parts, list) or not parts or not all(_is_part(part, limit) for part in parts):
         raise ValueError(f"{parts!r} is not a path")
     return tuple(parts)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ema_ckpt.errors import SourceError
 from ema_ckpt.formats import record
-from tests.formats.writing import entries
+from ema_ckpt.formats.nesting import Nesting
+from tests.formats.writing import entries, entry
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,3 +85,9 @@ def test_a_record_is_read_back():
     found = record.parse(record.dump(entries({"a": torch.ones(2)}), {"a": 7}, files=["x"], ties={"b": "a"}), "f")
     assert found.digests == {"a": record.Digest(7, "float32", (2,))}
     assert (found.files, found.ties, found.nesting, found.objects) == (("x",), {"b": "a"}, None, ())
+
+
+def test_a_place_in_a_list_may_be_beyond_the_number_of_entries():
+    chosen = [entry("l.70", torch.ones(1), ("l", 70))]
+    found = record.parse(record.dump(chosen, {}, nesting=Nesting()), "f")
+    assert found.paths == {"l.70": ("l", 70)}
