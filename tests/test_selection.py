@@ -276,6 +276,13 @@ def test_objects_collide_too() -> None:
 
 # Properties.
 
+names_of_trees = st.sampled_from(["model", "ema", "module", "optim", "foo", "w", "weights"])
+leaf = st.one_of(st.just(W), st.just(INT), st.just(3))
+nested_dicts = st.dictionaries(
+    names_of_trees,
+    st.recursive(leaf, lambda inner: st.dictionaries(names_of_trees, inner, min_size=1, max_size=3), max_leaves=8),
+    max_size=4,
+)
 dotted = st.lists(st.sampled_from(["a", "b", "w", *sorted(WRAPPERS)]), min_size=1, max_size=4).map(".".join)
 
 
@@ -293,6 +300,24 @@ def test_a_selection_never_loses_or_doubles_a_tensor(stored: list[str]) -> None:
     assert all(".".join(map(str, entry.path)) == entry.name for entry in chosen.entries)
     again = catalog_of({entry.name: W for entry in chosen.entries}, nested=False)
     assert select_all(again, trees(again), options()).renamed == {}
+
+
+prefixes = st.sampled_from(["", "model.", "model", "ema.", "w", "ema.weights.", "module.", "x.y."])
+
+
+@given(nested_dicts, st.lists(st.tuples(prefixes, prefixes), max_size=3), st.booleans())
+def test_paths_always_join_to_names(tree: dict, rules: list[tuple[str, str]], strip: bool) -> None:
+    catalog = catalog_of(tree)
+    known = trees(catalog)
+    try:
+        chosen = select_all(catalog, known, options(rename=[f"{old}={new}" for old, new in rules]), strip=strip)
+    except UsageError as error:
+        assert error.code in ("empty-selection", "name-collision", "usage")
+        return
+    written = [*chosen.entries, *chosen.objects]
+    assert len(written) == len(catalog.tensors) + len(catalog.objects)
+    assert all(".".join(map(str, kept.path)) == kept.name for kept in written)
+    assert {kept.source.name: kept.name for kept in written if kept.source.name != kept.name} == chosen.renamed
 
 
 def test_twenty_thousand_tensors_take_no_time() -> None:
