@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 
 from ema_ckpt.catalog import Catalog, Object, Tensor
-from ema_ckpt.ema_forms import find_averages, is_weight, matches
+from ema_ckpt.ema_forms import find_averages, is_setting, is_weight, matches
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, role_of, tree_role
 
@@ -187,7 +187,8 @@ def _live_prefix(rest: Group, averages: Sequence[Group]) -> str | None:
     """The one live name that all of `rest` starts with, if only without it the names are those of an EMA."""
     found = [find_averages(group.name, group.tensors, [name for name, _ in group.objects]) for group in averages]
     averaged = [name for average in found for name in average.tensors]
-    weights = [name for name, tensor in rest.tensors if tensor.shape or "." in name or name in set(averaged)]
+    known = set(averaged)
+    weights = [name for name, tensor in rest.tensors if name in known or not _is_scalar(name, tensor)]
     if not weights or not averaged:
         return None
     first, _, _ = weights[0].partition(".")
@@ -197,6 +198,11 @@ def _live_prefix(rest: Group, averages: Sequence[Group]) -> str | None:
         return None
     bare = [name[len(head) :] for name in weights]
     return prefix if matches(averaged, bare) and not matches(averaged, weights) else None
+
+
+def _is_scalar(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor at the top is bookkeeping, such as the `step` of ema-pytorch."""
+    return is_setting(name, tensor) or (not tensor.shape and "." not in name)
 
 
 def _without_online_model(group: Group) -> Iterable[Group]:

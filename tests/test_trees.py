@@ -125,8 +125,9 @@ def test_the_rest_keeps_full_names() -> None:
 
 
 def test_scalars_at_the_top_do_not_hide_the_live_prefix() -> None:
-    tree = {"online_model.a.w": W, "ema_model.a.w": W, "initted": T((), "bool"), "step": INT}
-    assert roles(tree, nested=False) == {"online_model": "live", "ema_model": "ema", "": "other"}
+    for shape in ((), (1,)):
+        tree = {"online_model.a.w": W, "ema_model.a.w": W, "initted": T(shape, "bool"), "step": T(shape, "int64")}
+        assert roles(tree, nested=False) == {"online_model": "live", "ema_model": "ema", "": "other"}
 
 
 def test_a_learned_scalar_at_the_top_does() -> None:
