@@ -25,7 +25,7 @@ EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
 
 # Read by name, or refused by name: what happens to these is told in the table of fixtures/README.md.
 REFUSED = {
-    *("odd/safetensors-serialization-w2", "odd/zstd-w2", "odd/legacy.pt", "odd/replica-rank-files"),
+    *("odd/safetensors-serialization-w2", "odd/zstd-w2", "odd/legacy.pt", "rank-files/replicas"),
     *("odd/lazy-bits", "odd/lazy-bits.pt"),
 }
 SETTINGS = {"decay", "num_updates", "samples_seen", "config"}
