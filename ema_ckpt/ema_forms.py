@@ -43,7 +43,7 @@ class Averages:
 
 def is_setting(name: str, tensor: Tensor) -> bool:
     """Whether a tensor called `name` inside an EMA tree describes the average (`decay`, `num_updates`, …)."""
-    return tensor.numel <= 1 and (name in SETTINGS or name.startswith("config."))
+    return (name in SETTINGS or name.startswith("config.")) and tensor.numel <= 1
 
 
 def is_weight(name: str, tensor: Tensor) -> bool:

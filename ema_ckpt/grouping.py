@@ -143,6 +143,9 @@ def _passes_through(group: Group) -> bool:
     Single objects and 0-dim tensors beside them are bookkeeping. A recognised name is a tree itself, unless it
     holds several averages of one model.
     """
+    role = role_of(group.name)
+    if role not in (None, EMA):
+        return False
     children: dict[str, Group] = {}
     for name, tensor in group.tensors:
         if len(tensor.path) > 2 and isinstance(tensor.path[1], str):
@@ -154,9 +157,8 @@ def _passes_through(group: Group) -> bool:
         if len(item.path) > 2 and isinstance(item.path[1], str):
             child = str(item.path[1])
             children.setdefault(child, Group(child)).objects.append((name[len(child) + 1 :], item))
-    role = role_of(group.name)
-    if role is not None:
-        return role == EMA and bool(children) and all(child.is_average() for child in children.values())
+    if role == EMA:
+        return bool(children) and all(child.is_average() for child in children.values())
     known = [role_of(name) or (EMA if child.is_average() else None) for name, child in children.items()]
     return bool(known) and None not in known and any(role != OTHER for role in known)
 
