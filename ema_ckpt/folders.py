@@ -64,7 +64,8 @@ def list_folder(root: str) -> Folder:
     Raises:
         SourceError: `unreadable`; `missing-extra` if the URL needs a package that is not installed.
     """
-    folders, files = [], []
+    folders: list[str] = []
+    files: list[str] = []
     try:
         for name, folder in _remote_names(root) if is_url(root) else _local_names(root):
             (folders if folder else files).append(name)
