@@ -35,10 +35,12 @@ class Work:
 
     @property
     def tensor(self) -> Tensor:
+        """The tensor that is read."""
         return self.piece.entry.source
 
     @property
     def casts(self) -> bool:
+        """Whether values change on the way."""
         return self.piece.entry.dtype != self.tensor.dtype
 
 

@@ -147,17 +147,32 @@ def _encode(text: str, _encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
+def _bytes(data: object = b"", encoding: object = "latin-1") -> bytes:
+    # A number here would mean that many zero bytes.
+    if isinstance(data, str) and encoding == "latin-1":
+        return data.encode("latin-1")
+    if isinstance(data, bytes | bytearray):
+        return bytes(data)
+    raise _bad("bytes are made of something else than bytes")
+
+
+def _bytearray(data: object = b"", encoding: object = "latin-1") -> bytearray:
+    return bytearray(_bytes(data, encoding))
+
+
 PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
     ("collections", "OrderedDict"): _as_dict,
     ("collections", "defaultdict"): _default_dict,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "complex"): complex,
-    ("builtins", "bytearray"): bytearray,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytearray,
     ("__builtin__", "set"): set,
     ("__builtin__", "frozenset"): frozenset,
     ("__builtin__", "complex"): complex,
-    ("__builtin__", "bytearray"): bytearray,
+    ("__builtin__", "bytes"): _bytes,
+    ("__builtin__", "bytearray"): _bytearray,
     ("_codecs", "encode"): _encode,
     ("torch", "Size"): lambda *args: tuple(args[0]) if args else (),
     ("torch", "device"): lambda *args: ":".join(map(str, args)),
