@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ema_ckpt.catalog import Payload, Tensor
 from ema_ckpt.checks import Checks
 from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
-from ema_ckpt.files import Files
+from ema_ckpt.files import Files, is_url
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +27,7 @@ __all__ = ["BandCutter", "BandReader", "Run", "Share", "find_runs", "find_shares
 
 # numpy types of the same size as an element: bytes are moved, never interpreted.
 _UNITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-_WASTE = 4  # a strided region is read by its span while that is at most so many times its elements
+_GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class BandReader:
         self._sums = sums
         self._checks = checks
         self._limit = limit_nbytes
+        self._gap = limit_nbytes if is_url(source.root) else _GAP_NBYTES
         self._scratch = bytearray()
 
     def read(self, tensor: Tensor, shares: Sequence[Share], band: Box, out: memoryview) -> int | None:
@@ -177,48 +179,83 @@ class BandReader:
             target[...] = np.frombuffer(block, target.dtype).reshape(box.sizes)
             return
         self._checks.partly(tensor.name, share.payload)
-        for part in self._strided_parts(share, box, tensor.dtype.itemsize):
-            where = part.within(box)
+        self._check_reach(tensor, share, box)
+        for tile in _tiles(box, _strides(share), tensor.dtype.itemsize, self._limit, self._gap):
+            where = tile.box.within(box)
             slices = tuple(slice(o, o + s) for o, s in zip(where.offsets, where.sizes, strict=True))
-            target[slices] = self._read_strided(tensor, share, part, target.dtype)
+            target[slices] = self._read_tile(share, tile, target.dtype)
 
-    def _strided_parts(self, share: Share, box: Box, itemsize: int) -> Iterator[Box]:
-        """Cut a box until each part's span in the storage is small, and mostly elements of the part."""
-        strides = _strides(share)
-        span = _span(box.sizes, strides) * itemsize
-        needed = box.numel * itemsize
-        if box.numel == 1 or (span <= self._limit and span <= _WASTE * needed):
-            yield box
-            return
-        reach = [(size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)]
-        axis = max(range(len(reach)), key=reach.__getitem__)
-        half = box.sizes[axis] // 2
-        for first, count in ((0, half), (half, box.sizes[axis] - half)):
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[axis], sizes[axis] = offsets[axis] + first, count
-            yield from self._strided_parts(share, Box(tuple(offsets), tuple(sizes)), itemsize)
-
-    def _read_strided(self, tensor: Tensor, share: Share, box: Box, kind: Any) -> NDArray[Any]:
-        import numpy as np
-
-        strides, itemsize, payload = _strides(share), tensor.dtype.itemsize, share.payload
-        where = box.within(share.chunk).offsets
-        start = payload.start + sum(o * s for o, s in zip(where, strides, strict=True))
-        span = _span(box.sizes, strides)
-        if (start + span) * itemsize > payload.nbytes:
+    def _check_reach(self, tensor: Tensor, share: Share, box: Box) -> None:
+        strides, payload = _strides(share), share.payload
+        last = _start(share, box) + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+        if (last + 1) * tensor.dtype.itemsize > payload.nbytes:
             message = f"{payload.file}: tensor {tensor.name!r} reaches beyond its storage"
             raise SourceError("out-of-bounds", message, tensor=tensor.name, file=payload.file)
-        block = self._take(span * itemsize)
-        self._source.read_into(payload.file, payload.offset + start * itemsize, block)
-        flat = np.frombuffer(block, kind)
+
+    def _read_tile(self, share: Share, tile: _Tile, kind: Any) -> NDArray[Any]:
+        """A tile as a view of the scratch buffer, its reads one behind the other there."""
+        import numpy as np
+
+        payload, itemsize, strides = share.payload, kind.itemsize, list(_strides(share))
+        start, nbytes = _start(share, tile.box), tile.span * itemsize
+        block = self._take(tile.reads * nbytes)
+        for index in range(tile.reads):
+            at = (start + index * strides[tile.axis]) * itemsize if tile.reads > 1 else start * itemsize
+            self._source.read_into(payload.file, payload.offset + at, block[index * nbytes : (index + 1) * nbytes])
+        if tile.reads > 1:
+            strides[tile.axis] = tile.span
         steps = tuple(stride * itemsize for stride in strides)
-        return np.lib.stride_tricks.as_strided(flat, box.sizes, steps, writeable=False)
+        return np.lib.stride_tricks.as_strided(np.frombuffer(block, kind), tile.box.sizes, steps, writeable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Part of a strided box: one read of `span` elements, or `reads` of them along `axis`."""
+
+    box: Box
+    span: int
+    axis: int
+    reads: int
+
+
+def _tiles(box: Box, strides: Sequence[int], itemsize: int, limit: int, gap: int) -> Iterator[_Tile]:
+    """Cut a strided box into tiles of at most `limit` bytes of reading (one element at least).
+
+    Axes are taken up from the smallest stride on. As long as what lies between two steps of an axis is at most
+    `gap` bytes it is read over, which costs less than another read; from there on, every step is a read.
+    """
+    axes = sorted(range(len(strides)), key=lambda axis: strides[axis])
+    span, within = 1, []
+    while axes:
+        axis = axes[0]
+        wider = span + (box.sizes[axis] - 1) * strides[axis]
+        if wider > span and ((strides[axis] - span) * itemsize > gap or wider * itemsize > limit):
+            break
+        span = wider
+        within.append(axes.pop(0))
+    if not axes:
+        yield _Tile(box, span, 0, 1)
+        return
+    axis, *rest = axes
+    over = (strides[axis] - span) * itemsize <= gap
+    room = limit // itemsize
+    step = max(1, (room - span) // strides[axis] + 1 if over else room // span)
+    for corner in product(*(range(box.sizes[other]) for other in rest)):
+        for first in range(0, box.sizes[axis], step):
+            count = min(step, box.sizes[axis] - first)
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[axis], sizes[axis] = offsets[axis] + first, count
+            for other, position in zip(rest, corner, strict=True):
+                offsets[other], sizes[other] = offsets[other] + position, 1
+            piece = Box(tuple(offsets), tuple(sizes))
+            yield _Tile(piece, span + (count - 1) * strides[axis], axis, 1) if over else _Tile(piece, span, axis, count)
+
+
+def _start(share: Share, box: Box) -> int:
+    """Element of the storage at which a box begins."""
+    where = box.within(share.chunk).offsets
+    return share.payload.start + sum(o * s for o, s in zip(where, _strides(share), strict=True))
 
 
 def _strides(share: Share) -> tuple[int, ...]:
     return share.payload.strides or row_major_strides(share.chunk.sizes)
-
-
-def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a strided box, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

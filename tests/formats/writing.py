@@ -15,7 +15,7 @@ from ema_ckpt.target import Entry, Target
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """Row-major little-endian bytes of a tensor, by way of torch alone."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
