@@ -260,6 +260,8 @@ class _Shortcuts:
                 return False
             self._known.add(keys)
         (offset,), (nbytes,) = self._numbers(tail[2]), self._numbers(tail[4])
+        if offset < 0 or nbytes < 0:
+            return False
         return _accept(machine, ItemPlace(name, offset, nbytes), memo, tail.end())
 
 
