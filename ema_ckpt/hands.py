@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from ema_ckpt.box import Box, linear
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
-from ema_ckpt.crc import crc32
+from ema_ckpt.crc import combine, crc32
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, BandReader, Run, Share
 from ema_ckpt.target import Piece
@@ -111,21 +111,24 @@ class Hands:
 
     def bands(self, work: Work, cutter: BandCutter, first: int, stop: int) -> None:
         """Assemble the bands [first, stop) of a piece, cast them if asked, and write each."""
-        intervals: list[Interval] = []
+        engine, piece = self._engine, work.piece
+        start, nbytes = _extent(work, cutter, first, stop)
+        known = engine.finished.get((piece.file, piece.offset + start, nbytes))
+        if known is not None:
+            engine.complete(work, [(start, nbytes, known)])
+            return
+        at, source_at, crc = start, start // piece.entry.dtype.itemsize * work.tensor.dtype.itemsize, 0
         sources: list[Interval] = []
-        piece, itemsize = work.piece, work.piece.entry.dtype.itemsize
         for index in range(first, stop):
             band = cutter.band(index)
-            at = linear(band.within(piece.box).offsets, piece.box.sizes)
-            data, crc, source_crc = self._assemble(work, band)
-            self._engine.outputs.write(piece.file, piece.offset + at * itemsize, data)
-            intervals.append((at * itemsize, len(data), crc))
-            sources.append((at * work.tensor.dtype.itemsize, band.numel * work.tensor.dtype.itemsize, source_crc))
-        start = intervals[0][0]
-        nbytes = sum(interval[1] for interval in intervals)
-        shifted = [(at - start, length, crc) for at, length, crc in intervals]
-        self._engine.wrote(piece.file, piece.offset + start, nbytes, joined(shifted, nbytes) or 0)
-        self._engine.complete(work, intervals, sources)
+            data, part, source_crc = self._assemble(work, band)
+            engine.outputs.write(piece.file, piece.offset + at, data)
+            crc = combine(crc, part, len(data))
+            at += len(data)
+            sources.append((source_at, band.numel * work.tensor.dtype.itemsize, source_crc))
+            source_at += band.numel * work.tensor.dtype.itemsize
+        engine.wrote(piece.file, piece.offset + start, nbytes, crc)
+        engine.complete(work, [(start, nbytes, crc)], sources if work.casts else ())
 
     def _assemble(self, work: Work, band: Box) -> tuple[memoryview, int, int]:
         """The bytes of a band in the dtype to be written, their CRC-32, and that of the bytes before the cast."""
@@ -196,3 +199,12 @@ class Hands:
             self._engine.checks.read(work.tensor.name, run.payload, run.start, run.nbytes, crc)
         crc = crc if len(work.runs) == 1 else crc32(view)
         return crc, crc
+
+
+def _extent(work: Work, cutter: BandCutter, first: int, stop: int) -> tuple[int, int]:
+    """Where the bands [first, stop) lie in their piece as it is written: start and length in bytes."""
+    box, itemsize = work.piece.box, work.piece.entry.dtype.itemsize
+    last = cutter.band(stop - 1)
+    start = linear(cutter.band(first).within(box).offsets, box.sizes)
+    end = linear(last.within(box).offsets, box.sizes) + last.numel
+    return start * itemsize, (end - start) * itemsize

@@ -115,8 +115,8 @@ def run(argv: list[str]) -> int:
         notices.listeners.append(lambda text: print(clean(text), file=sys.stderr))
     try:
         result = cli.main(argv, prog_name="ema-ckpt", standalone_mode=False)
-    except click.exceptions.Abort:
-        raise KeyboardInterrupt from None
+    except SystemExit:  # click's answer to a closed pipe, whatever the mode
+        raise BrokenPipeError from None
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return 2

@@ -18,12 +18,12 @@ EXIT_BROKEN_PIPE = 141
 EXIT_TERMINATED = 143
 
 
-class _TerminatedError(BaseException):
-    """SIGTERM arrived: unwinds the stack, so that stages are removed."""
+class _StoppedError(BaseException):
+    """A signal arrived: unwinds the stack, so that stages are removed."""
 
 
-def _terminate(_signum: int, _frame: object) -> NoReturn:
-    raise _TerminatedError
+def _stop(signum: int, _frame: object) -> NoReturn:
+    raise _StoppedError(signum)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # A checkpoint's catalog is hundreds of thousands of small objects that live to the end of the process:
     # tracing them again and again would take half of the time.
     gc.disable()
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
+        signal.signal(signal.SIGINT, _stop)
     code = _run(list(sys.argv[1:] if argv is None else argv))
     try:
         sys.stdout.flush()
@@ -46,10 +48,10 @@ def _run(argv: list[str]) -> int:
         from ema_ckpt.cli.commands import run
 
         return run(argv)
-    except KeyboardInterrupt:
-        return _report(argv, "interrupted", "interrupted", EXIT_INTERRUPTED)
-    except _TerminatedError:
-        return _report(argv, "terminated", "terminated", EXIT_TERMINATED)
+    except _StoppedError as error:
+        interrupted = error.args == (signal.SIGINT,)
+        word = "interrupted" if interrupted else "terminated"
+        return _report(argv, word, word, EXIT_INTERRUPTED if interrupted else EXIT_TERMINATED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
