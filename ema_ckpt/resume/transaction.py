@@ -13,7 +13,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ema_ckpt.catalog import Tensor
 from ema_ckpt.crc import combine
 from ema_ckpt.dtypes import by_name
 from ema_ckpt.ema.rendezvous import Channel
+from ema_ckpt.errors import CollectiveError, EmaCkptError
 from ema_ckpt.files import LocalFiles
 from ema_ckpt.formats import record
 from ema_ckpt.formats.torchzip import read_archive
@@ -60,30 +61,42 @@ def write(target: Path, plan: Plan, ours: Channel, call: str, *, overwrite: bool
     Raises:
         EmaCkptError: on every rank, with the failing rank's cause; `target` is as it was.
     """
-    with ExitStack() as stack:
-
-        def opened() -> Staged | None:
-            if ours.rank:
-                return None
-            return stack.enter_context(
-                stage(target, is_directory=True, overwrite=overwrite, nbytes=plan.listing.nbytes)
-            )
-
-        staged = agreed(ours, call, opened)
-        root = Path(ours.broadcast_json(str(staged.path) if staged is not None else None))
-        written = agreed(ours, call, lambda: _write_items(root, ours.rank, plan.items))
-        gathered = ours.gather(_encoded(written))
-
-        def published() -> str | None:
-            if staged is None:
-                return None
-            _finish(root, target.name, plan.listing, [_decoded(data) for data in gathered])
-            staged.publish()
-            return str(staged.target)
-
-        place = agreed(ours, call, published)
-        agreed(ours, call, stack.close)
+    try:
+        place = _written(target, plan, ours, call, overwrite=overwrite)
+    except EmaCkptError:
+        # Nobody goes on while rank 0 may still be removing the stage, unless a rank is dead anyway.
+        with suppress(CollectiveError):
+            ours.exchange(None)
+        raise
     return Path(ours.broadcast_json(place))
+
+
+def _written(target: Path, plan: Plan, ours: Channel, call: str, *, overwrite: bool) -> str | None:
+    """The transaction itself: on rank 0 an exception unwinds the stage, and only `published` ends it well."""
+    with ExitStack() as stack:
+        return _staged(stack, target, plan, ours, call, overwrite=overwrite)
+
+
+def _staged(stack: ExitStack, target: Path, plan: Plan, ours: Channel, call: str, *, overwrite: bool) -> str | None:
+    def opened() -> Staged | None:
+        if ours.rank:
+            return None
+        return stack.enter_context(stage(target, is_directory=True, overwrite=overwrite, nbytes=plan.listing.nbytes))
+
+    staged = agreed(ours, call, opened)
+    root = Path(ours.broadcast_json(str(staged.path) if staged is not None else None))
+    written = agreed(ours, call, lambda: _write_items(root, ours.rank, plan.items))
+    gathered = ours.gather(_encoded(written))
+
+    def published() -> str | None:
+        if staged is None:
+            return None
+        _finish(root, target.name, plan.listing, [_decoded(data) for data in gathered])
+        staged.publish()
+        stack.close()
+        return str(staged.target)
+
+    return agreed(ours, call, published)
 
 
 def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[_Written]:
