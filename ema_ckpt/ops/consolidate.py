@@ -11,7 +11,7 @@ from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
-from ema_ckpt.ops.results import FileEntry, Written
+from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
     Job,
@@ -68,6 +68,7 @@ def consolidate(
     warnings = [*catalog.warnings, *_stalled(catalog, picked)]
     selection = select_tree(picked, request.selection, _filling(catalog, known, picked, fill, warnings))
     skipped = unknown_objects(catalog, catalog.objects) if catalog.format == "torch" else []
+    skipped += [Skipped(t.name, t.chunks[0].file if t.chunks else "", "not averaged") for t in picked.left_out]
     refuse_skipped(skipped, request.strict)
     check_sources(catalog, (entry.source for entry in selection.entries))
     place = Path(out)

@@ -37,6 +37,7 @@ def inspect(path: str | os.PathLike[str], tree: str | None = None, match: Sequen
     catalog = open_catalog(path, lenient=True)
     known = trees(catalog)
     warnings = [*catalog.warnings, *_missing_files(catalog), *_geometry(catalog)]
+    warnings += [Warn(tree.problem.code, str(tree.problem)) for tree in known if tree.problem is not None]
     settings = {tree.name: _settings(catalog, tree, warnings) for tree in known if tree.role == EMA}
     return Inspected(
         path=catalog.path,
