@@ -34,11 +34,24 @@ with stage(target, is_directory=True, overwrite="overwrite" in words, resume="re
 """
 
 
-def writer(target: Path, generation: str, count: int, pause: int, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WRITER, str(target), generation, str(count), str(pause), *words]
+def spawn(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A Python process that runs `code` in the repository, with pipes, and hears SIGINT.
+
+    A shell that runs the tests in the background has made all their children deaf to it.
+    """
+    hearing = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     return subprocess.Popen(
-        command, cwd=REPO, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", hearing + code, *map(str, arguments)],
+        cwd=REPO,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
+
+
+def writer(target: Path, generation: str, count: int, pause: int, *words: str) -> subprocess.Popen[str]:
+    return spawn(WRITER, target, generation, count, pause, *words)
 
 
 @contextlib.contextmanager
