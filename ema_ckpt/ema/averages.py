@@ -16,10 +16,12 @@ from ema_ckpt.errors import StateError, UsageError, shown
 
 __all__ = ["Averages", "choose", "fit", "live_part", "make", "value_of"]
 
-# Tensors up to this many elements share memory, so that one operation moves many of them; of larger ones each
-# operation has enough to do.
-_SMALL_NUMEL = 1 << 13
-_ARENA_NUMEL = 1 << 18
+# Averages of so many elements at most share memory, so that one operation moves many of them; for larger ones the
+# gathering would cost more than the calls it saves. Measured on CPU: where the dtypes differ it pays for longer.
+_SMALL_NUMEL, _SMALL_NUMEL_MIXED = 1 << 10, 1 << 12
+# Below the size from which torch divides an operation among threads (its GRAIN_SIZE): waiting for them would cost
+# more than they help.
+_ARENA_NUMEL = (1 << 15) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,34 +115,35 @@ def _allocate(held: Sequence[Held], parts: Sequence[_Part], settings: Settings) 
     shards = [h.shard for h in held]
     dtypes = [settings.dtype.to_complex() if s.dtype.is_complex else settings.dtype for s in shards]
     devices = [s.local.device for s in shards]
-    numels = [numel for _, numel, _ in parts]
-    shadows = _arenas(numels, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)))
+    shapes = [torch.Size([n]) if split else s.local.shape for s, (_, n, split) in zip(shards, parts, strict=True)]
+    shadows = _arenas(shapes, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)))
     residuals: Sequence[torch.Tensor | None] = [None] * len(shards)
     if settings.compensate:
-        residuals = _arenas(numels, [(torch.bfloat16, d, s.dtype) for d, s in zip(devices, shards, strict=True)])
-    slots = []
-    for shard, (start, numel, split), shadow, residual in zip(shards, parts, shadows, residuals, strict=True):
-        shape = (numel,) if split else shard.local.shape
-        rest = None if residual is None else residual.view(shape)
-        slots.append(Slot(shard, start, numel, shadow.view(shape), rest, split))
-    return slots
+        residuals = _arenas(shapes, [(torch.bfloat16, d, s.dtype) for d, s in zip(devices, shards, strict=True)])
+    return [
+        Slot(shard, start, numel, shadow, residual, split)
+        for shard, (start, numel, split), shadow, residual in zip(shards, parts, shadows, residuals, strict=True)
+    ]
 
 
 _Kind = tuple[torch.dtype, torch.device, torch.dtype]  # of the average, its device, and of what it follows
 
 
-def _arenas(numels: Sequence[int], kinds: Sequence[_Kind]) -> list[torch.Tensor]:
-    """Zeros, 1-D, `numels[i]` elements each; small ones of one kind follow each other in memory."""
+def _arenas(shapes: Sequence[torch.Size], kinds: Sequence[_Kind]) -> list[torch.Tensor]:
+    """Zeros of each shape; small ones of one kind follow each other in memory."""
+    numels = [shape.numel() for shape in shapes]
     made: dict[int, torch.Tensor] = {}
     for kind in dict.fromkeys(kinds):
         members = [i for i, other in enumerate(kinds) if other == kind]
-        for run in _filled([i for i in members if numels[i] <= _SMALL_NUMEL], numels):
+        small = _SMALL_NUMEL if kind[0] is kind[2] else _SMALL_NUMEL_MIXED
+        for run in _filled([i for i in members if numels[i] <= small], numels):
             arena = torch.zeros(sum(numels[i] for i in run), dtype=kind[0], device=kind[1])
-            made.update(zip(run, torch.split(arena, [numels[i] for i in run]), strict=True))
+            pieces = torch.split(arena, [numels[i] for i in run])
+            made.update((i, piece.view(shapes[i])) for i, piece in zip(run, pieces, strict=True))
         for i in members:
             if i not in made:
-                made[i] = torch.zeros(numels[i], dtype=kind[0], device=kind[1])
-    return [made[i] for i in range(len(numels))]
+                made[i] = torch.zeros(shapes[i], dtype=kind[0], device=kind[1])
+    return [made[i] for i in range(len(shapes))]
 
 
 def _filled(indices: Sequence[int], numels: Sequence[int]) -> list[list[int]]:

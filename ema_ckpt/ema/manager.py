@@ -83,7 +83,7 @@ class ShardedEMA:
         self._events: dict[torch.device, torch.Tensor] = {}
         self._events_reported = 0
         self._attachment: attach.Attachment | None = None
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             found = census(model)
             chosen, live_buffers = choose(found, self.settings)
             slots = make(chosen, self.settings)
@@ -98,7 +98,7 @@ class ShardedEMA:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
         """
         swap.refuse_inside(self, "update()")
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self.follow()
             weight = self.counter.count(samples)
             if weight is not None:
@@ -128,7 +128,7 @@ class ShardedEMA:
     def reset(self) -> None:
         """Start again: the average is the live parameters, the counter 0."""
         swap.refuse_inside(self, "reset()")
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self.follow()
             for slot, held in zip(self.averages.slots, self.averages.held, strict=True):
                 slot.shadow.copy_(live_part(slot, value_of(held, self.settings.source)))
@@ -143,7 +143,7 @@ class ShardedEMA:
             StateError: a parameter is missing there, or has another shape or dtype.
         """
         swap.refuse_inside(self, "rebind()")
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._take(fit(self.averages, census(model), self.settings))
             self.model = model
 
@@ -171,7 +171,7 @@ class ShardedEMA:
     def state_dict(self) -> dict[str, Any]:
         """The state: tensors of global shape that alias the average, for `torch.distributed.checkpoint`."""
         swap.refuse_inside(self, "state_dict()")
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self.synchronise()
             return state.tree(self.averages, self.counter, self.settings)
 
@@ -182,7 +182,7 @@ class ShardedEMA:
             StateError: names, shapes or pieces do not fit; nothing was changed.
         """
         swap.refuse_inside(self, "load_state_dict()")
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self.synchronise()
             state.load(state_dict, self.averages, self.counter)
 

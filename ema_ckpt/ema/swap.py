@@ -43,7 +43,7 @@ def refuse_inside(ema: ShardedEMA, call: str) -> None:
 def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
     """See `ShardedEMA.swap`."""
     refuse_inside(ema, "swap()")
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         ema.synchronise()
         _warn(ema)
         meet_replicas(ema.averages.slots, "swap()", timeout)
@@ -55,7 +55,7 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             _swapped.difference_update(owners)
             # What the last forward gathered are averages; and a first forward inside may have moved the shards.
             reshard(ema.model)
@@ -67,7 +67,7 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
 def copy_to(ema: ShardedEMA, module: nn.Module, timeout: float) -> None:
     """See `ShardedEMA.copy_to`."""
     refuse_inside(ema, "copy_to()")
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         ema.synchronise()
         reshard(module)
         found = census(module)
