@@ -256,7 +256,7 @@ def _join(parts: Sequence[_Part], found: Found, path: str, *, nested: bool) -> C
         files={part.folder + file: nbytes for part in parts for file, nbytes in part.catalog.files.items()},
         digests=dict(chain.from_iterable(map(_digests, parts))),
         warnings=tuple(chain.from_iterable(map(_warnings, parts))),
-        extra={"nesting": _nesting(parts), "ties": _ties(parts)},
+        extra={"nesting": _nesting(parts), "ties": _ties(parts), "private": tuple(_private(parts))},
     )
 
 
@@ -303,6 +303,14 @@ def _nesting(parts: Sequence[_Part]) -> Nesting:
             keys.update((part.place(path), key) for path, key in nesting.keys.items())
             tuples.update(map(part.place, nesting.tuples))
     return Nesting(keys, frozenset(tuples))
+
+
+def _private(parts: Sequence[_Part]) -> Iterable[tuple[Path, str, str]]:
+    """What the rank files of a part hold for single ranks only."""
+    for part in parts:
+        found = part.catalog.extra.get("private")
+        for path, file, reason in found if isinstance(found, tuple) else ():
+            yield part.place(path), part.folder + file, reason
 
 
 def _ties(parts: Sequence[_Part]) -> dict[str, str]:

@@ -6,7 +6,6 @@ import os
 
 from ema_ckpt.catalog import Catalog
 from ema_ckpt.discover import find
-from ema_ckpt.errors import SourceError
 from ema_ckpt.files import Files, open_files
 from ema_ckpt.found import DCP, PARTS, SAFETENSORS, TORCH, Found
 from ema_ckpt.notices import tell
@@ -66,5 +65,6 @@ def _open(found: Found, path: str, source: Files, lenient: bool) -> Catalog:
 
             return open_torch_index(source, found, path)
         return open_torchfile(source, found.names, path, found.resolved)
-    message = f"{found.resolved}: {len(found.names)} rank files ({found.names[0]} …): this form is not read yet"
-    raise SourceError("unsupported", message, file=found.names[0])
+    from ema_ckpt.formats.rankfiles import open_rankfiles
+
+    return open_rankfiles(source, found.names, path, found.resolved)

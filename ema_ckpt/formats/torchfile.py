@@ -6,9 +6,9 @@ several tensors can lie in one storage, with any strides. Files from before torc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NoReturn, cast
 
 from ema_ckpt.box import row_major_strides
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
@@ -16,11 +16,25 @@ from ema_ckpt.errors import SourceError, UnsafeError, shown
 from ema_ckpt.files import Files
 from ema_ckpt.formats import record
 from ema_ckpt.formats.globals import Global, Maker, Opaque, is_executor
-from ema_ckpt.formats.nesting import flatten
+from ema_ckpt.formats.nesting import Nesting, flatten
 from ema_ckpt.formats.tensorpickle import TensorRef, load_value
 from ema_ckpt.formats.torchzip import Archive, read_archive
 
-__all__ = ["Refused", "TorchReader", "open_torchfile"]
+__all__ = [
+    "Refused",
+    "Tolerance",
+    "TorchReader",
+    "is_tensor",
+    "object_warnings",
+    "open_archive",
+    "open_torchfile",
+    "read_leaves",
+    "refuse",
+    "refuse_discarded",
+    "strided_subclass",
+    "unsafe_within",
+    "view_strides",
+]
 
 Path = tuple[str | int, ...]
 
@@ -43,14 +57,16 @@ class Refused(Opaque):
         self.reason = reason
 
 
-class _Tolerance:
+class Tolerance:
     """Gives globals that stop a strict reader a stand-in that tells why, so that the rest can be listed.
 
-    `unsafe` are all that would have been called, those included whose result the pickle throws away.
+    `unsafe` are all that would have been called, those included whose result the pickle throws away. `subclass` is
+    given the arguments of each tensor subclass (`torch._tensor._rebuild_from_type_v2`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, subclass: Callable[[Global, tuple[object, ...]], object] | None = None) -> None:
         self.unsafe: list[Refused] = []
+        self._subclass = subclass or strided_subclass
 
     def prepare(self, found: Global) -> None:
         """Put a stand-in for `found` where one is needed."""
@@ -58,7 +74,7 @@ class _Tolerance:
         if found.module == "torch._utils" and found.name in _REBUILDERS and found.make:
             found.make = _naming_refusals(found, found.make)
         elif key == ("torch._tensor", "_rebuild_from_type_v2"):
-            found.make = lambda *args: _subclass(found, args)
+            found.make = lambda *args: self._subclass(found, args)
         elif found.module == "torch._utils" and found.name.startswith("_rebuild_"):
             reason = f"it is stored in a form that ema_ckpt does not read (torch._utils.{found.name})"
             found.make = lambda *args: Refused(found, "unsupported", reason, args)
@@ -96,7 +112,7 @@ def _naming_refusals(found: Global, make: Maker) -> Maker:
     return rebuild
 
 
-def _subclass(found: Global, args: tuple[object, ...]) -> object:
+def strided_subclass(found: Global, args: tuple[object, ...]) -> object:
     """`_rebuild_from_type_v2(function, class, args, state)`: strided data under a class that is only named."""
     match args:
         case [Global(module="torch._utils", make=make) as function, _, tuple() as given, _] if (
@@ -129,7 +145,7 @@ class TorchReader:
         Raises:
             UnsafeError: `unsafe-pickle` if unpickling it would run code.
         """
-        unsafe = _unsafe_within(item.inline)
+        unsafe = unsafe_within(item.inline)
         if unsafe is not None:
             message = f"{item.file}: object {item.name!r}: {unsafe.reason}"
             raise UnsafeError(unsafe.code, message, tensor=item.name, file=item.file)
@@ -148,11 +164,11 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
         UnsafeError: `unsafe-pickle` if unpickling a tensor would call anything unlisted.
     """
     file = names[0]
-    archive = _open_archive(source, file)
-    tolerance = _Tolerance()
-    leaves, nesting = _leaves(archive, tolerance)
+    archive = open_archive(source, file)
+    tolerance = Tolerance()
+    leaves, nesting = read_leaves(archive, tolerance)
     tensors, objects, warnings = _sort(archive, leaves)
-    _refuse_discarded(tolerance.unsafe, objects, file)
+    refuse_discarded(tolerance.unsafe, objects, file)
     digests = _digests(archive, tensors)
     return Catalog(
         path=path,
@@ -170,7 +186,12 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
     )
 
 
-def _open_archive(source: Files, file: str) -> Archive:
+def open_archive(source: Files, file: str) -> Archive:
+    """The directory of a torch file.
+
+    Raises:
+        SourceError: `unsupported` for old forms and programs, `bad-header`, `truncated-file`.
+    """
     nbytes = source.size(file)
     if not nbytes:
         raise SourceError("truncated-file", f"{file}: the file is empty", file=file)
@@ -199,11 +220,23 @@ def _refuse_other_forms(first: bytes, file: str) -> None:
     raise SourceError("bad-header", f"{file}: not a file of torch.save: it does not begin as a zip does", file=file)
 
 
-def _leaves(archive: Archive, tolerance: _Tolerance) -> tuple[list[tuple[Path, object]], object]:
+def is_tensor(value: object) -> bool:
+    """Whether a value of a torch file is a tensor, or one in a form that is not read."""
+    return isinstance(value, TensorRef) or (isinstance(value, Refused) and value.code == "unsupported")
+
+
+def read_leaves(
+    archive: Archive, tolerance: Tolerance, is_tensor: Callable[[object], bool] = is_tensor
+) -> tuple[list[tuple[Path, object]], Nesting]:
+    """All that a torch file holds, by path in stored order, and how it nests.
+
+    Raises:
+        SourceError: `unsupported unreadable name-collision`. UnsafeError: `unsafe-pickle`.
+    """
     where, data = archive.file, archive.read("data.pkl")
     root = _load(data, where, tolerance)
     if isinstance(root, Refused):
-        _refuse(root, "the checkpoint", where)
+        refuse(root, "the checkpoint", where)
     if isinstance(root, Opaque):
         what = f"a pickled {root.module}.{root.name}, not a dict of tensors; save its state_dict()"
         raise SourceError("unsupported", f"{where}: holds {what}", file=where)
@@ -212,13 +245,13 @@ def _leaves(archive: Archive, tolerance: _Tolerance) -> tuple[list[tuple[Path, o
         raise SourceError("unsupported", f"{where}: holds {what}, not a dict of tensors", file=where)
     try:
         # Each thing that is stored takes a byte of the pickle at least.
-        leaves, nesting = flatten(root, _is_tensor, len(data) + 64)
+        leaves, nesting = flatten(root, is_tensor, len(data) + 64)
     except SourceError as error:
         raise SourceError(error.code, f"{where}: {error}", file=where) from None
     return [(path, value) for path, value in leaves if path], nesting
 
 
-def _load(data: bytes, where: str, tolerance: _Tolerance) -> object:
+def _load(data: bytes, where: str, tolerance: Tolerance) -> object:
     try:
         return load_value(data, where, prepare=tolerance.prepare)
     except UnsafeError:
@@ -229,11 +262,8 @@ def _load(data: bytes, where: str, tolerance: _Tolerance) -> object:
         raise
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, TensorRef) or (isinstance(value, Refused) and value.code == "unsupported")
-
-
-def _refuse(found: Refused, what: str, file: str, tensor: str | None = None) -> None:
+def refuse(found: Refused, what: str, file: str, tensor: str | None = None) -> NoReturn:
+    """Raise what `found` stands for, said of `what`."""
     kind = UnsafeError if found.code == "unsafe-pickle" else SourceError
     raise kind(found.code, f"{file}: {what}: {found.reason}", tensor=tensor, file=file)
 
@@ -250,8 +280,8 @@ def _sort(
             tensors.append(_tensor(name, path, value, archive))
             continue
         if isinstance(value, Refused) and value.code == "unsupported":
-            _refuse(value, f"tensor {name!r}", archive.file, name)
-        warnings += _warnings(name, value, archive.file)
+            refuse(value, f"tensor {name!r}", archive.file, name)
+        warnings += object_warnings(name, value, archive.file)
         objects.append(Object(name, path, archive.file, inline=value, is_inline=True))
     return tuple(tensors), tuple(objects), warnings
 
@@ -262,19 +292,19 @@ def _tensor(name: str, path: Path, ref: TensorRef, archive: Archive) -> Tensor:
     if stored.nbytes != ref.storage.nbytes:
         found = f"its storage has {stored.nbytes} bytes, the pickle says {ref.storage.nbytes}"
         raise SourceError("bad-header", f"{archive.file}: tensor {name!r}: {found}", tensor=name, file=archive.file)
-    storage = (archive.file, ref.storage.key, ref.start, _strides(ref))
+    storage = (archive.file, ref.storage.key, ref.start, view_strides(ref))
     chunk = Chunk((0,) * len(ref.shape), ref.shape, archive.file, stored.offset, stored.nbytes)
     return Tensor(name, path, ref.shape, ref.dtype, (chunk,), storage)
 
 
-def _strides(ref: TensorRef) -> tuple[int, ...] | None:
+def view_strides(ref: TensorRef) -> tuple[int, ...] | None:
     """None if the tensor is row-major, whatever torch notes as the stride of a dimension of length 1."""
     plain = row_major_strides(ref.shape)
     strides = tuple(p if size == 1 else s for s, p, size in zip(ref.strides, plain, ref.shape, strict=True))
     return None if strides == plain or 0 in ref.shape else strides
 
 
-def _warnings(name: str, value: object, file: str) -> Iterator[Warn]:
+def object_warnings(name: str, value: object, file: str) -> Iterator[Warn]:
     """What there is to say about an object.
 
     Raises:
@@ -284,7 +314,7 @@ def _warnings(name: str, value: object, file: str) -> Iterator[Warn]:
     if called is not None:
         message = f"{file}: {name!r}: unpickling the tensors in it would call {called.module}.{called.name}"
         raise UnsafeError("unsafe-pickle", message, tensor=name, file=file)
-    unsafe = _unsafe_within(value)
+    unsafe = unsafe_within(value)
     if unsafe is not None:
         yield Warn("unsafe-pickle", f"{name!r}: {unsafe.reason}")
         return
@@ -295,12 +325,12 @@ def _warnings(name: str, value: object, file: str) -> Iterator[Warn]:
         yield Warn("opaque", f"{name!r} holds a {opaque.module}.{opaque.name}, unknown to ema_ckpt{lost}")
 
 
-def _refuse_discarded(unsafe: Sequence[Refused], objects: Sequence[Object], file: str) -> None:
+def refuse_discarded(unsafe: Sequence[Refused], objects: Sequence[Object], file: str) -> None:
     """A call whose result is in no object was hidden on purpose."""
     listed = {id(inner) for item in objects for inner in _within(item.inline)} if unsafe else set()
     for found in unsafe:
         if id(found) not in listed:
-            _refuse(found, "the pickle throws away what it calls", file)
+            refuse(found, "the pickle throws away what it calls", file)
 
 
 def _caller_of_tensors(value: object) -> Opaque | None:
@@ -320,7 +350,8 @@ def _caller_of_tensors(value: object) -> Opaque | None:
     return None
 
 
-def _unsafe_within(value: object) -> Refused | None:
+def unsafe_within(value: object) -> Refused | None:
+    """Something in a value that unpickling would run, or None."""
     return next((i for i in _within(value) if isinstance(i, Refused) and i.code == "unsafe-pickle"), None)
 
 

@@ -180,7 +180,10 @@ def _fitting(entries: Sequence[Entry], form: str) -> tuple[list[Entry], list[Ski
 
 
 def _beside(catalog: Catalog) -> list[Skipped]:
-    """Files in a DCP checkpoint's directory that are no part of it: trainers leave a rank's private state there."""
+    """What is private to single ranks: in rank files, or in files beside a DCP checkpoint, where trainers leave it."""
+    private = catalog.extra.get("private")
+    if isinstance(private, tuple) and private:
+        return [Skipped(".".join(map(str, path)), file, reason) for path, file, reason in private]
     if catalog.format != "dcp":
         return []
     reason = "a file beside the checkpoint, not part of it"
@@ -238,7 +241,8 @@ def _split(catalog: Catalog, known: Sequence[Tree], entries: Sequence[Entry]) ->
 
     def cut(entry: Entry) -> bool:
         source, tree = entry.source, owner.get(id(entry.source))
-        if len(source.chunks) > 1:
+        # Copies of one box, as replicas leave them in rank files, do not cut a tensor.
+        if len(source.chunks) > 1 and len({(chunk.offsets, chunk.sizes) for chunk in source.chunks}) > 1:
             return True
         if not layout_free or not source.dtype.is_floating or id(source) in settings:
             return False

@@ -1,0 +1,199 @@
+"""Rank files that real processes wrote, read without any: every layout, and what the files must say for it."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import ema_ckpt
+from tests.distributed.launcher import run
+from tests.distributed.layouts import LAYOUTS, batch
+
+SHAPES = [(7, 3), (3, 24), (1,), (9, 5, 2), (16, 6), (2, 2)]
+MESHES = {
+    "rows": ((4,), ("d",), [[Shard(0)]]),
+    "columns": ((4,), ("d",), [[Shard(-1)]]),
+    "grid": ((2, 2), ("a", "b"), [[Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)]]),
+    "replicas": ((2, 2), ("a", "b"), [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Replicate()]]),
+}
+
+
+def value(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 1
+
+
+def write_all(parent: str) -> None:
+    """One directory a layout; the truth beside it, gathered by torch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, (sizes, dims, placements) in MESHES.items():
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=dims)
+        tree = {}
+        for shape in SHAPES:
+            for at, placed in enumerate(placements):
+                if all(not isinstance(p, Shard) or p.dim < len(shape) for p in placed):
+                    tree[f"{len(tree)}.{at}"] = distribute_tensor(value(shape), mesh, placed)
+        save(parent, f"mesh-{name}", tree, {key: tensor.full_tensor() for key, tensor in tree.items()})
+    for name in ("fsdp2", "hsdp-2x2", "fsdp2-tp-2x2", "fsdp2-tp-2x2-uneven"):
+        model = LAYOUTS[world][name]()
+        state = model.state_dict()
+        whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in state.items()}
+        save(parent, name, state, whole)
+    write_fsdp1(parent)
+    write_verl(parent, rank, world)
+
+
+def save(parent: str, name: str, tree: dict[str, object], whole: dict[str, object]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    folder = Path(parent, name)
+    folder.mkdir(exist_ok=True)
+    torch.save(tree, folder / f"model_world_size_{world}_rank_{rank}.pt")
+    if rank == 0:
+        torch.save(whole, Path(parent, f"{name}.truth"))
+
+
+def write_fsdp1(parent: str) -> None:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    from tests.distributed.layouts import fsdp1
+
+    model = fsdp1(ShardingStrategy.FULL_SHARD, True)
+    states = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls these forms deprecated
+        for kind in ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT"):
+            with FullyShardedDataParallel.state_dict_type(model, StateDictType[kind]):
+                states[kind] = model.state_dict()
+    save(parent, "fsdp1", states["SHARDED_STATE_DICT"], states["FULL_STATE_DICT"])
+    save(parent, "fsdp1-local", states["LOCAL_STATE_DICT"], {})
+
+
+def write_verl(parent: str, rank: int, world: int) -> None:
+    """`actor/` with model, optimizer and extra state of every rank."""
+    model = LAYOUTS[world]["fsdp2"]()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    folder = Path(parent, "verl", "actor")
+    folder.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict()
+    moments = get_optimizer_state_dict(model, optimizer)
+    extra = {"rng": {"cpu": torch.full((4,), rank), "seed": rank}, "lr_scheduler": {"last_epoch": 1}}
+    for part, tree in (("model", state), ("optim", moments), ("extra_state", extra)):
+        torch.save(tree, folder / f"{part}_world_size_{world}_rank_{rank}.pt")
+    whole = {f"model.{key}": t.full_tensor() if isinstance(t, DTensor) else t for key, t in state.items()}
+    for name, entry in moments["state"].items():
+        for key, t in entry.items():
+            whole[f"optim.state.{name}.{key}"] = t.full_tensor() if isinstance(t, DTensor) else t
+    if rank == 0:
+        torch.save(whole, Path(parent, "verl.truth"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("rankfiles")
+    run(4, write_all, str(parent))
+    return parent
+
+
+WHOLE = [*(f"mesh-{name}" for name in MESHES), "fsdp2", "hsdp-2x2", "fsdp2-tp-2x2", "fsdp2-tp-2x2-uneven", "fsdp1"]
+
+
+def assert_equal(path: Path, truth: dict[str, torch.Tensor]) -> None:
+    with ema_ckpt.open(path) as ckpt:
+        found = {name: ckpt[name] for name in ckpt.keys()}
+    assert found.keys() >= truth.keys()
+    for name, tensor in truth.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_layout_gives_the_gathered_tensors(written: Path, name: str) -> None:
+    truth = torch.load(written / f"{name}.truth")
+    assert_equal(written / name, truth)
+    found = ema_ckpt.inspect(written / name)
+    assert (found.format, found.world_size) == ("rank-files", 4)
+    assert ema_ckpt.verify(written / name).status == "sound"
+
+
+@pytest.mark.parametrize("name", ["mesh-grid", "fsdp2-tp-2x2-uneven"])
+def test_files_are_placed_by_content_and_not_by_name(written: Path, tmp_path: Path, name: str) -> None:
+    for rank in range(4):
+        shutil.copy(written / name / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"x_rank_{3 - rank}.pt")
+    assert_equal(tmp_path, torch.load(written / f"{name}.truth"))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_reshard_and_convert_rank_files(written: Path, tmp_path: Path, world_size: int) -> None:
+    truth = torch.load(written / "fsdp2-tp-2x2-uneven.truth")
+    ema_ckpt.reshard(written / "fsdp2-tp-2x2-uneven", tmp_path / "dcp", world_size)
+    assert_equal(tmp_path / "dcp", truth)
+    ema_ckpt.convert(tmp_path / "dcp", tmp_path / "x.safetensors")
+    assert_equal(tmp_path / "x.safetensors", truth)
+
+
+def test_parts_of_rank_files_and_private_state(written: Path, tmp_path: Path) -> None:
+    truth = torch.load(written / "verl.truth", weights_only=False)
+    assert_equal(written / "verl", truth)
+    roles = {tree.name: tree.role for tree in ema_ckpt.inspect(written / "verl").trees}
+    assert roles["model"] == "live" and roles["optim"] == "optimizer"
+    done = ema_ckpt.reshard(written / "verl", tmp_path / "dcp", 2)
+    private = {item.name: item.reason for item in done.skipped}
+    assert private.keys() == {"extra_state.rng.cpu", "extra_state.rng.seed"}
+    assert all("private to each rank" in reason for reason in private.values())
+    assert_equal(tmp_path / "dcp", truth)
+    with pytest.raises(ema_ckpt.EmaCkptError, match="extra_state.rng.cpu"):
+        ema_ckpt.reshard(written / "verl", tmp_path / "strict", 2, strict=True)
+    assert not (tmp_path / "strict").exists()
+
+
+def test_missing_ranks_are_named(written: Path, tmp_path: Path) -> None:
+    for rank in (0, 2):
+        shutil.copy(written / "fsdp2" / f"model_world_size_4_rank_{rank}.pt", tmp_path)
+    with pytest.raises(ema_ckpt.EmaCkptError, match="rank 1, 3 of 4 are missing.*one directory") as caught:
+        ema_ckpt.consolidate(tmp_path, tmp_path.parent / "out.safetensors")
+    assert caught.value.code == "incomplete"
+
+
+def test_missing_ranks_are_told_by_the_mesh_alone(written: Path, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        shutil.copy(written / "fsdp2" / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"model_rank_{rank}.pt")
+    with pytest.raises(ema_ckpt.EmaCkptError, match="rank 2, 3 of 4 are missing") as caught:
+        ema_ckpt.inspect(tmp_path)
+    assert caught.value.code == "incomplete"
+
+
+def test_local_pieces_without_shapes_are_refused(written: Path) -> None:
+    with pytest.raises(ema_ckpt.EmaCkptError, match="names and shapes of the parameters|shape of the whole") as caught:
+        ema_ckpt.inspect(written / "fsdp1-local")
+    assert caught.value.code == "unsupported"
+
+
+def test_replicas_that_differ(written: Path, tmp_path: Path) -> None:
+    for rank in range(4):
+        file = f"model_world_size_4_rank_{rank}.pt"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = torch.load(written / "fsdp2" / file, weights_only=False)
+        torch.save({**tree, "buffer": torch.full((1,), float(rank))}, tmp_path / file)
+    found = ema_ckpt.inspect(tmp_path)
+    assert [w.code for w in found.warnings] == ["replicas-differ"]
+    with ema_ckpt.open(tmp_path) as ckpt:
+        assert ckpt["buffer"].tolist() == [0.0]
+
+
+def test_plain_tensors_that_differ_are_no_replicas(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.full((3,), float(rank))}, tmp_path / f"ema_rank{rank}.pt")
+    with pytest.raises(ema_ckpt.EmaCkptError, match="different plain tensor on each rank") as caught:
+        ema_ckpt.inspect(tmp_path)
+    assert (caught.value.code, caught.value.tensor) == ("unsupported", "w")
