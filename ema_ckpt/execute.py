@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ema_ckpt.box import is_contiguous_in, linear, whole
-from ema_ckpt.catalog import Catalog, Payload
+from ema_ckpt.catalog import Catalog, Payload, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.coverage import prove
 from ema_ckpt.errors import SourceError
@@ -106,7 +106,9 @@ class _Engine:
         self._jobs = self._cut()
         self._jobs_lock = threading.Lock()
         self._error: BaseException | None = None
-        self._located: tuple[str, tuple[Payload, ...], list[int]] | None = None
+        # Where a tensor goes to several files its pieces come far apart, each after a file's worth of others.
+        self._recurs = len({piece.entry.name for piece in target.pieces}) < len(target.pieces)
+        self._located: dict[str, tuple[tuple[Payload, ...], list[int]]] = {}
 
     def run(self) -> Outcome:
         """Do all jobs, then compare what was only read in part."""
@@ -179,15 +181,19 @@ class _Engine:
             stop = min(first + step, cutter.count)
             yield lambda hands, first=first, stop=stop: hands.bands(work, cutter, first, stop)  # type: ignore[misc]
 
+    def _locate(self, tensor: Tensor) -> tuple[tuple[Payload, ...], list[int]]:
+        located = self._located.get(tensor.name)
+        if located is None:
+            located = (self.catalog.reader.payloads(tensor), prove(tensor))
+            if self._recurs:
+                self._located[tensor.name] = located
+        return located
+
     def prepare(self, index: int) -> Work:
         """Find out where a piece's bytes are. Reads headers only."""
         piece = self.pieces[index]
         tensor = piece.entry.source
-        located = self._located
-        if located is None or located[0] != tensor.name:
-            located = (tensor.name, self.catalog.reader.payloads(tensor), prove(tensor))
-            self._located = located
-        _, payloads, picked = located
+        payloads, picked = self._locate(tensor)
         runs = row_runs(tensor, payloads, picked, piece.box)
         shares: list[Share] = []
         if runs is None or piece.entry.dtype != tensor.dtype:
