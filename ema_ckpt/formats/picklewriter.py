@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ema_ckpt.dtypes import DTYPES
+from ema_ckpt.formats.expansion import refuse_expansion
 from ema_ckpt.formats.globals import Global
 from ema_ckpt.formats.tensorpickle import TensorRef
 
@@ -27,6 +28,7 @@ def dumps(root: object) -> bytes:
     Raises:
         TypeError: naming the type that cannot be written so that it loads safely.
     """
+    refuse_expansion(root)
     writer = _Writer()
     writer.value(root, 0)
     return bytes(writer.out + b".")

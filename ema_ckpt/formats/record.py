@@ -26,6 +26,7 @@ from typing import Any, cast
 from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.dtypes import DTYPES, by_name
 from ema_ckpt.errors import SourceError
+from ema_ckpt.formats.expansion import refuse_expansion
 from ema_ckpt.formats.globals import Global
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.target import Entry
@@ -240,6 +241,7 @@ def encode(value: object) -> object:
     Raises:
         TypeError: naming the type that is not plain.
     """
+    refuse_expansion(value)
     try:
         return _encode(value)
     except RecursionError:
