@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ema_ckpt.ema.decay import HalfLife, PowerFunction, Warmup
+    from ema_ckpt.ema.manager import ShardedEMA
+    from ema_ckpt.ema.sources import master_weights
     from ema_ckpt.errors import (
         CollectiveError,
         EmaCkptError,
@@ -23,10 +26,15 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.checkpoint import open_checkpoint as open  # noqa: A004 - as gzip.open: named by its module
     from ema_ckpt.ops.consolidate import consolidate
     from ema_ckpt.ops.convert import convert, reshard
+    from ema_ckpt.ops.diff import diff
     from ema_ckpt.ops.inspect import inspect
     from ema_ckpt.ops.verify import verify
+    from ema_ckpt.resume import RestoreReport, latest, restore, rng_state, save
 
 _MODULES = {
+    "ema_ckpt.ema.decay": ("HalfLife", "PowerFunction", "Warmup"),
+    "ema_ckpt.ema.manager": ("ShardedEMA",),
+    "ema_ckpt.ema.sources": ("master_weights",),
     "ema_ckpt.errors": (
         "CollectiveError",
         "EmaCkptError",
@@ -39,8 +47,14 @@ _MODULES = {
     "ema_ckpt.ops.checkpoint": ("Checkpoint", "open"),
     "ema_ckpt.ops.consolidate": ("consolidate",),
     "ema_ckpt.ops.convert": ("convert", "reshard"),
+    "ema_ckpt.ops.diff": ("diff",),
     "ema_ckpt.ops.inspect": ("inspect",),
     "ema_ckpt.ops.verify": ("verify",),
+    "ema_ckpt.resume.newest": ("latest",),
+    "ema_ckpt.resume.report": ("RestoreReport",),
+    "ema_ckpt.resume.restoring": ("restore",),
+    "ema_ckpt.resume.rng": ("rng_state",),
+    "ema_ckpt.resume.saving": ("save",),
 }
 _RENAMED = {"open": "open_checkpoint"}
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
@@ -49,17 +63,28 @@ __all__ = [
     "Checkpoint",
     "CollectiveError",
     "EmaCkptError",
+    "HalfLife",
+    "PowerFunction",
+    "RestoreReport",
+    "ShardedEMA",
     "SourceError",
     "StateError",
     "TargetError",
     "UnsafeError",
     "UsageError",
+    "Warmup",
     "__version__",
     "consolidate",
     "convert",
+    "diff",
     "inspect",
+    "latest",
+    "master_weights",
     "open",
     "reshard",
+    "restore",
+    "rng_state",
+    "save",
     "verify",
 ]
 

@@ -13,9 +13,13 @@ import ema_ckpt
 
 PACKAGE = Path(ema_ckpt.__file__).parent
 
-VERBS = {"consolidate", "convert", "inspect", "reshard", "verify"}
+VERBS = {"consolidate", "convert", "diff", "inspect", "reshard", "verify"}
 ERRORS = {"EmaCkptError", "UsageError", "SourceError", "UnsafeError", "TargetError", "CollectiveError", "StateError"}
-PUBLIC = VERBS | ERRORS | {"Checkpoint", "__version__", "open"}
+TRAINING = {
+    "HalfLife", "PowerFunction", "RestoreReport", "ShardedEMA", "Warmup",
+    "latest", "master_weights", "restore", "rng_state", "save",
+}  # fmt: skip
+PUBLIC = VERBS | ERRORS | TRAINING | {"Checkpoint", "__version__", "open"}
 
 MODULES = sorted(
     ".".join(("ema_ckpt", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
