@@ -32,7 +32,8 @@ class Attachment:
         self._dummy: set[torch.optim.Optimizer] = set()  # those inside a dummy step at the moment
         self._handles = []
         # Traced into a compiled step the hooks would break its graph in three.
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
+        after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
         for optimizer in self._optimizers:
             self._handles += [
                 optimizer.register_step_pre_hook(before),

@@ -38,9 +38,9 @@ class ShardedEMA:
         every: move the average only at each `every`-th call, by the product of the decays.
         dtype: of the average.
         compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds away.
-        rounding: `"nearest"`, or for bfloat16 averages on CUDA `"stochastic"` with `seed`.
-        offload: keep the average in pinned host memory; True lets it move while training goes on, `"sync"` does
-            not. Without CUDA it changes nothing.
+        rounding: `"nearest"`; `"stochastic"` (with `seed`) raises, there is no engine for it yet.
+        offload: keep the average in host memory. Without CUDA that is where it is; with CUDA it raises, there is
+            no engine for it yet.
         shard_replicas: divide the average over the replicas that a wrapper declares (DDP, HSDP, hybrid FSDP). None
             does so where there are any.
         buffers: `"copy"` saves the live buffers with the average, `"average"` averages floating ones, `"skip"`
@@ -86,6 +86,8 @@ class ShardedEMA:
         with torch.inference_mode(False), torch.no_grad():
             found = census(model)
             chosen, live_buffers = choose(found, self.settings)
+            if offload and any(h.shard.local.is_cuda for h in chosen):
+                raise UsageError("unsupported", "offload on CUDA needs an engine that this version does not have yet")
             slots = make(chosen, self.settings)
             self._take(Averages(tuple(slots), tuple(chosen), tuple(live_buffers), found.edges))
 
@@ -98,6 +100,8 @@ class ShardedEMA:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
         """
         swap.refuse_inside(self, "update()")
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            raise StateError("unsupported", "update() inside a CUDA graph: the counter would stand still on replay")
         with torch.inference_mode(False), torch.no_grad():
             self.follow()
             weight = self.counter.count(samples)
@@ -197,6 +201,15 @@ class ShardedEMA:
         self.synchronise()
         return gather_full(self, complete, timeout)
 
+    def wait(self, host: bool = False) -> None:
+        """Return once nothing that `update` began is pending: later work on the device, and with `host` the caller.
+
+        Without `offload` updates run in the stream of the caller, so that only `host=True` has anything to wait for.
+        """
+        if host:
+            for device in {slot.shadow.device for slot in self.averages.slots if slot.shadow.is_cuda}:
+                torch.cuda.synchronize(device)
+
     # Facts
 
     @property
@@ -243,6 +256,7 @@ class ShardedEMA:
     def _take(self, averages: Averages) -> None:
         """Work with `averages` from now on."""
         self.averages = averages
+        self._on_cuda = any(slot.shadow.is_cuda for slot in averages.slots)
         self._watch = Watch(averages.held, averages.edges)
         self._steps: list[Step] | None = None
         self._sources: list[torch.Tensor] = []

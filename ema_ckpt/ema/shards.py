@@ -18,79 +18,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ema_ckpt.box import Box, whole
+from ema_ckpt.box import whole
+from ema_ckpt.ema.slots import ReplicaGroup, Shard, Slot, part_boxes
 from ema_ckpt.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Census", "Held", "ReplicaGroup", "Shard", "Slot", "Watch", "census", "is_state_init", "reshard"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplicaGroup:
-    """The ranks that, by the wrapper's own declaration, hold equal copies of a shard."""
-
-    group: ProcessGroup
-    index: int  # of this rank in the group
-    count: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shard:
-    """One parameter or buffer as this rank holds it.
-
-    `boxes`, in elements of the global tensor, concatenated row-major are `local` in order; () if it is empty.
-    """
-
-    fqn: str  # canonical
-    aliases: tuple[str, ...]  # the other canonical names of a tied tensor
-    shape: tuple[int, ...]  # global
-    dtype: torch.dtype  # of the live tensor
-    local: torch.Tensor  # live elements: in the shape of the one box, or 1-D for a flat piece of FSDP1
-    boxes: tuple[Box, ...]
-    is_parameter: bool
-    replica: ReplicaGroup | None
-    mesh: DeviceMesh | None = None  # with `placements`: of the live DTensor, None for other tensors
-    placements: tuple[Placement, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """The average of one shard, or of this replica's part of it.
-
-    The average covers elements [start, start + numel) of the flattened local shard. `shadow` has the local
-    shard's shape, or is 1-D if the shard is split over replicas; `residual` (see `compensate`) has the shadow's.
-    """
-
-    shard: Shard
-    start: int
-    numel: int
-    shadow: torch.Tensor
-    residual: torch.Tensor | None = None
-    is_split: bool = False  # over the shard's replicas; of a small shard one part may be all, the others nothing
-
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """What the shadow covers, in elements of the global tensor; concatenated row-major it is the shadow."""
-        return self.shard.boxes if not self.is_split else part_boxes(self.shard.boxes, self.start, self.numel)
-
-
-def part_boxes(boxes: tuple[Box, ...], start: int, numel: int) -> tuple[Box, ...]:
-    """The boxes of elements [start, start + numel) of `boxes` read one after the other in row-major order."""
-    from ema_ckpt.ema.placement import flat_boxes
-
-    pieces: list[Box] = []
-    position = 0
-    for box in boxes:
-        first, last = max(start, position), min(start + numel, position + box.numel)
-        if first < last:
-            inner = flat_boxes(box.sizes, first - position, last - first)
-            pieces += [Box(tuple(map(sum, zip(box.offsets, b.offsets, strict=True))), b.sizes) for b in inner]
-        position += box.numel
-    return tuple(pieces)
+__all__ = [
+    "Census",
+    "Held",
+    "ReplicaGroup",
+    "Shard",
+    "Slot",
+    "Watch",
+    "census",
+    "is_state_init",
+    "part_boxes",
+    "reshard",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +131,10 @@ def reshard(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()
+            for group in _fsdp2_groups(module):
+                # The public reshard() does nothing to a module whose last forward ended in an exception.
+                group.wait_for_unshard()
+                group._to_sharded()
         elif isinstance(module, FullyShardedDataParallel):
             _reshard_flat(module._handle)
     torch.clear_autocast_cache()
@@ -274,10 +223,14 @@ def _managed(model: nn.Module) -> _Managed:
 
 
 def _fsdp2_params(module: Any) -> list[Any]:
+    return [fsdp_param for group in _fsdp2_groups(module) for fsdp_param in group.fsdp_params]
+
+
+def _fsdp2_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     # Older releases have one group per module, not a list of them.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [fsdp_param for group in groups if group is not None for fsdp_param in group.fsdp_params]
+    return [group for group in groups if group is not None]
 
 
 def _add_flat(found: dict[int, dict[str, Any]], fsdp: Any) -> None:

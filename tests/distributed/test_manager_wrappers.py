@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.errors import CollectiveError, StateError
 from tests.distributed.launcher import run
-from tests.distributed.layouts import Block, Model, batch, flat, make_model
+from tests.distributed.layouts import Block, Model, batch, flat, fsdp2, make_model
 from tests.distributed.test_update_layouts import train_step, whole_average, whole_live
 
 
@@ -104,6 +106,66 @@ def test_wrappers_that_come_after_the_manager() -> None:
 
 def test_an_hsdp_wrapper_that_comes_after_the_manager() -> None:
     run(4, late_fully_shard, (2, 2), timeout=60)
+
+
+# Evaluation that goes wrong
+
+
+def interrupted_forward(wrap: Callable[[], nn.Module]) -> None:
+    """An exception inside a forward inside the block: the next forward uses the live weights."""
+    model = wrap()
+    ema = ShardedEMA(model, 0.9)
+    for _ in range(2):
+        shake(model)
+        ema.update()
+    with torch.no_grad():
+        before = model(batch(1))
+    last = [module for module in model.modules() if isinstance(module, Block)][-1]
+
+    def fails(*_: object) -> None:
+        raise ValueError("evaluation failed")
+
+    for grad in (False, True):
+        hook = last.register_forward_hook(fails)
+        with pytest.raises(ValueError, match="evaluation failed"), ema.swap(), torch.set_grad_enabled(grad):
+            model(batch(1))
+        hook.remove()
+        with torch.no_grad():
+            assert torch.equal(model(batch(1)), before)
+    shake(model)
+    ema.update()
+
+
+def gathered_ahead() -> None:
+    """Parameters gathered before the block and not used yet are gathered anew inside it."""
+    model = fsdp2()
+    ema = ShardedEMA(model, 0.9)
+    shake(model)
+    ema.update()
+    with torch.no_grad():
+        before = model(batch(1))
+        with ema.swap():
+            inside = model(batch(1))
+        model.unshard(async_op=True)
+        with ema.swap():
+            assert torch.equal(model(batch(1)), inside)
+            model.unshard(async_op=True)
+        assert torch.equal(model(batch(1)), before)
+
+
+def evaluation_goes_wrong() -> None:
+    for wrap in (
+        fsdp2,
+        partial(fsdp2, reshard=False),
+        flat(strategy=ShardingStrategy.SHARD_GRAD_OP, original=True),
+        flat(strategy=ShardingStrategy.FULL_SHARD, original=False),
+    ):
+        interrupted_forward(wrap)
+    gathered_ahead()
+
+
+def test_evaluation_that_goes_wrong() -> None:
+    run(2, evaluation_goes_wrong, timeout=60)
 
 
 # Replicas
