@@ -89,7 +89,7 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
             _check_apart(path, Path(os.path.realpath(source)))
     parent = path.parent
     if not os.path.lexists(parent):
-        hint = " (an URL loses a slash when it becomes a Path)" if re.search(r"[a-z0-9]:/", str(parent)) else ""
+        hint = " (a URL loses a slash when it becomes a Path)" if re.search(r"[a-z0-9]:/", str(parent)) else ""
         raise TargetError("not-found", f"{path}: the directory {parent} does not exist{hint}; create it first")
     if not parent.is_dir():
         raise TargetError("usage", f"{path}: {parent} is not a directory")

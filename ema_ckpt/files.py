@@ -13,13 +13,21 @@ from ema_ckpt.errors import SourceError, UnsafeError
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
-__all__ = ["Files", "LocalFiles", "RemoteFiles", "is_url", "open_files", "safe_name"]
+__all__ = ["Files", "LocalFiles", "RemoteFiles", "is_url", "local_path", "open_files", "safe_name"]
 
 
 def is_url(path: str) -> bool:
     """Whether `path` names a place behind fsspec (`s3://…`, `memory://…`) rather than on this machine."""
     scheme, found, _ = path.partition("://")
     return bool(found) and scheme.replace("+", "").isalnum() and len(scheme) > 1
+
+
+def local_path(path: str) -> str | None:
+    """Where on this machine `path` lies, `file://` URLs included; None for a place elsewhere."""
+    if not is_url(path):
+        return path
+    scheme, _, rest = path.partition("://")
+    return rest if scheme in ("file", "local") else None
 
 
 def safe_name(name: str) -> str:

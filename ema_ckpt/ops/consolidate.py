@@ -18,6 +18,7 @@ from ema_ckpt.ops.writing import (
     WriterArgs,
     check_sources,
     payload_nbytes,
+    place_of,
     request_of,
     timer,
     write,
@@ -62,6 +63,7 @@ def consolidate(
     request = request_of(args)
     shard_nbytes = parse_size(max_shard_size)
     _check_basename(basename)
+    place = place_of(out)
     catalog = open_catalog(path)
     known = trees(catalog)
     picked = _pick(catalog, known, tree, path, out)
@@ -71,7 +73,6 @@ def consolidate(
     skipped += [Skipped(t.name, t.chunks[0].file if t.chunks else "", "not averaged") for t in picked.left_out]
     refuse_skipped(skipped, request.strict)
     check_sources(catalog, (entry.source for entry in selection.entries))
-    place = Path(out)
     target, kind, ties = _lay_out(selection.entries, place, shard_nbytes, basename, request.expand_ties)
     job = Job(catalog, place, kind == "directory", target, keep_foreign=kind == "directory", warnings=warnings)
     write(job, request)

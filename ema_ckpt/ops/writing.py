@@ -12,9 +12,10 @@ from typing import TypedDict
 
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.coverage import prove
+from ema_ckpt.destination import resolve_target
 from ema_ckpt.errors import SourceError, UsageError, shown
 from ema_ckpt.execute import MIN_BUDGET_NBYTES, Outcome, Settings, run
-from ema_ckpt.files import is_url
+from ema_ckpt.files import is_url, local_path
 from ema_ckpt.selection import Options, options
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.staging import check_target, stage
@@ -27,6 +28,7 @@ __all__ = [
     "WriterArgs",
     "check_sources",
     "payload_nbytes",
+    "place_of",
     "request_of",
     "timer",
     "write",
@@ -102,7 +104,8 @@ class Job:
     @property
     def sources(self) -> list[str]:
         """Local places that are read, which the target may not touch."""
-        return [] if is_url(self.catalog.resolved) else [self.catalog.resolved]
+        read = local_path(self.catalog.resolved)
+        return [] if read is None else [read]
 
 
 def usable_cpus() -> int:
@@ -146,6 +149,16 @@ def request_of(args: WriterArgs) -> Request:
         expand_ties=args.get("expand_ties", False),
         progress=args.get("progress"),
     )
+
+
+def place_of(out: str | os.PathLike[str]) -> Path:
+    """The path of a target as it was given.
+
+    Raises:
+        UsageError: `usage` where nothing can be written: URLs, `/`, the current directory, mount points.
+    """
+    resolve_target(out)  # before a Path takes a slash from a URL
+    return Path(out)
 
 
 def payload_nbytes(entries: Iterable[Entry]) -> int:
