@@ -186,11 +186,19 @@ def _check(layout: str, nbytes: int, source: Path, folder: Path) -> None:
 def _print(layout: str, source: Path, contenders: list[Contender]) -> None:
     by_name = {contender.name: contender for contender in contenders}
     cp, synced, quick = (by_name.get(name) for name in ("cp -r", "cp -r, fsync", "ours --no-fsync"))
-    rows = [["", "seconds (min-max)", "peak RSS MB", "x cp -r", "x cp+fsync", "x ours"]]
+    rows = [["", "seconds (min-max)", "CPU s", "peak RSS MB", "x cp -r", "x cp+fsync", "x ours"]]
     for c in contenders:
         seconds = sorted(run.seconds for run in c.results)
         ratios = [f"{c.seconds / other.seconds:.2f}" if other else "" for other in (cp, synced, quick)]
-        rows.append([c.name, f"{c.seconds:.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f})", f"{c.peak_mb:.0f}", *ratios])
+        rows.append(
+            [
+                c.name,
+                f"{c.seconds:.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f})",
+                f"{c.cpu_seconds:.2f}",
+                f"{c.peak_mb:.0f}",
+                *ratios,
+            ]
+        )
     nbytes = sum(file.stat().st_size for file in source.iterdir())
     print(f"{layout}: {nbytes / 1e9:.2f} GB in {len(list(source.iterdir()))} files, medians of {contenders[0].runs}\n")
     print(table(rows), end="\n\n", flush=True)

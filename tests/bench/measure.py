@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Forks, executes and waits; prints wall seconds, peak RSS in KiB and the exit status.
+# Forks, executes and waits; prints wall seconds, peak RSS in KiB, the exit status and CPU seconds.
 _HELPER = """
 import posix, sys, time
 out, argv = sys.argv[1], sys.argv[2:]
@@ -42,7 +42,8 @@ if not pid:
     finally:
         posix._exit(127)
 _, status, usage = posix.wait4(pid, 0)
-print(time.perf_counter() - begin, usage.ru_maxrss, posix.waitstatus_to_exitcode(status))
+print(time.perf_counter() - begin, usage.ru_maxrss, posix.waitstatus_to_exitcode(status),
+      usage.ru_utime + usage.ru_stime)
 """
 
 
@@ -53,6 +54,7 @@ class Run:
     seconds: float
     peak_kb: int
     code: int
+    cpu_seconds: float
 
 
 @dataclass
@@ -72,6 +74,11 @@ class Contender:
         return statistics.median(run.seconds for run in self.results)
 
     @property
+    def cpu_seconds(self) -> float:
+        """Median CPU time of all threads, user and system: tells work from waiting on a busy machine."""
+        return statistics.median(run.cpu_seconds for run in self.results)
+
+    @property
     def peak_mb(self) -> float:
         """Median peak RSS, in units of 1000 kB of 1024 bytes each as the kernel counts, given as MB of 10^6."""
         return statistics.median(run.peak_kb for run in self.results) * 1024 / 1e6
@@ -85,8 +92,8 @@ def run_once(command: Sequence[str], log: Path, env: dict[str, str] | None = Non
     """
     helper = [sys.executable, "-S", "-E", "-c", _HELPER, str(log), *map(str, command)]
     done = subprocess.run(helper, capture_output=True, text=True, check=True, env={**os.environ, **(env or {})})
-    seconds, peak, code = done.stdout.split()
-    result = Run(float(seconds), int(peak), int(code))
+    seconds, peak, code, cpu = done.stdout.split()
+    result = Run(float(seconds), int(peak), int(code), float(cpu))
     if result.code:
         tail = log.read_text(errors="replace")[-2000:]
         raise SystemExit(f"{' '.join(map(str, command))[:300]}\nended with {result.code}:\n{tail}")
@@ -179,5 +186,5 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def save_json(path: Path, contenders: Sequence[Contender], notes: dict[str, object]) -> None:
     """Every single result, for whoever doubts a median."""
-    results = {c.name: [[r.seconds, r.peak_kb] for r in c.results] for c in contenders}
+    results = {c.name: [[r.seconds, r.peak_kb, r.cpu_seconds] for r in c.results] for c in contenders}
     path.write_text(json.dumps({"notes": notes, "results": results}, indent=1) + "\n")
