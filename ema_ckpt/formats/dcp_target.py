@@ -105,8 +105,8 @@ def lay_out(
             chunks.append(ranks[0].put(entry, whole(entry.source.shape)))
             continue
         for rank, box in enumerate(split_rows(entry.source.shape, world_size)):
-            # Ranks without rows share one offset, and torch keeps the item of one of them.
-            if box.numel or not chunks or 0 not in chunks[-1].sizes:
+            # Ranks without rows share one offset; of their items torch's metadata names the last one.
+            if box.sizes[0] or rank == world_size - 1:
                 chunks.append(ranks[rank].put(entry, box))
     return _assemble(entries, objects, ranks, places, source)
 

@@ -182,13 +182,14 @@ def _fitting(entries: Sequence[Entry], form: str) -> tuple[list[Entry], list[Ski
 def _beside(catalog: Catalog) -> list[Skipped]:
     """What is private to single ranks: in rank files, or in files beside a DCP checkpoint, where trainers leave it."""
     private = catalog.extra.get("private")
-    if isinstance(private, tuple) and private:
-        return [Skipped(".".join(map(str, path)), file, reason) for path, file, reason in private]
+    told = private if isinstance(private, tuple) else ()
+    found = [Skipped(".".join(map(str, path)), file, reason) for path, file, reason in told]
     if catalog.format != "dcp":
-        return []
+        return found
     reason = "a file beside the checkpoint, not part of it"
-    names = [name for name in catalog.source.listing() if name not in catalog.files and not _OWN_FILES.fullmatch(name)]
-    return [Skipped(name, name, reason) for name in names if not name.startswith(".")]
+    own = {file.partition("/")[0] for file in catalog.files}
+    names = [name for name in catalog.source.listing() if name not in own and not _OWN_FILES.fullmatch(name)]
+    return [*found, *(Skipped(name, name, reason) for name in names if not name.startswith("."))]
 
 
 def _low_precision(entries: Sequence[Entry], known: Sequence[Tree]) -> list[Warn]:

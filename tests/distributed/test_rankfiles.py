@@ -109,7 +109,8 @@ WHOLE = [*(f"mesh-{name}" for name in MESHES), "fsdp2", "hsdp-2x2", "fsdp2-tp-2x
 
 def assert_equal(path: Path, truth: dict[str, torch.Tensor]) -> None:
     with ema_ckpt.open(path) as ckpt:
-        found = {name: ckpt[name] for name in ckpt.keys()}
+        names = ckpt.keys()
+        found = {name: ckpt[name] for name in names}
     assert found.keys() >= truth.keys()
     for name, tensor in truth.items():
         assert found[name].dtype == tensor.dtype
@@ -151,7 +152,7 @@ def test_parts_of_rank_files_and_private_state(written: Path, tmp_path: Path) ->
     assert private.keys() == {"extra_state.rng.cpu", "extra_state.rng.seed"}
     assert all("private to each rank" in reason for reason in private.values())
     assert_equal(tmp_path / "dcp", truth)
-    with pytest.raises(ema_ckpt.EmaCkptError, match="extra_state.rng.cpu"):
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"extra_state\.rng\.cpu"):
         ema_ckpt.reshard(written / "verl", tmp_path / "strict", 2, strict=True)
     assert not (tmp_path / "strict").exists()
 
@@ -159,7 +160,7 @@ def test_parts_of_rank_files_and_private_state(written: Path, tmp_path: Path) ->
 def test_missing_ranks_are_named(written: Path, tmp_path: Path) -> None:
     for rank in (0, 2):
         shutil.copy(written / "fsdp2" / f"model_world_size_4_rank_{rank}.pt", tmp_path)
-    with pytest.raises(ema_ckpt.EmaCkptError, match="rank 1, 3 of 4 are missing.*one directory") as caught:
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"rank 1, 3 of 4 are missing.*one directory") as caught:
         ema_ckpt.consolidate(tmp_path, tmp_path.parent / "out.safetensors")
     assert caught.value.code == "incomplete"
 
@@ -173,7 +174,7 @@ def test_missing_ranks_are_told_by_the_mesh_alone(written: Path, tmp_path: Path)
 
 
 def test_local_pieces_without_shapes_are_refused(written: Path) -> None:
-    with pytest.raises(ema_ckpt.EmaCkptError, match="names and shapes of the parameters|shape of the whole") as caught:
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"names and shapes of the parameters|shape of the whole") as caught:
         ema_ckpt.inspect(written / "fsdp1-local")
     assert caught.value.code == "unsupported"
 
