@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from ema_ckpt.box import Box, whole
 from ema_ckpt.catalog import Catalog, Payload, Tensor
@@ -14,7 +15,9 @@ from ema_ckpt.regions import BandCutter, BandReader, Share, find_shares
 
 __all__ = ["Stream", "StreamReader", "band_jobs", "locate"]
 
-SEGMENT_NBYTES = 16 << 20
+_SEGMENT_NBYTES = 16 << 20
+
+Hand = TypeVar("Hand")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +63,20 @@ class StreamReader:
         return view
 
 
-Take = Callable[[StreamReader, BandCutter, int, int], None]
-
-
 def band_jobs(
-    shape: Sequence[int], itemsize: int, block_nbytes: int, take: Take
-) -> Iterator[Callable[[StreamReader], None]]:
-    """Jobs that hand all bands of a tensor of `shape` to `take(reader, cutter, first, stop)`, a range at a time.
+    shape: Sequence[int], itemsize: int, block_nbytes: int, take: Callable[[Hand, BandCutter, int, int], None]
+) -> Iterator[Callable[[Hand], None]]:
+    """Jobs that hand all bands of a tensor of `shape` to `take(hand, cutter, first, stop)`, a range at a time.
 
     `itemsize` is that of the widest of the tensors read side by side.
     """
     cutter = BandCutter(whole(tuple(shape)), itemsize, block_nbytes)
-    step = max(1, SEGMENT_NBYTES // block_nbytes)
+    step = max(1, _SEGMENT_NBYTES // block_nbytes)
     for first in range(0, cutter.count, step):
-        yield partial(_run, take=take, cutter=cutter, first=first, stop=min(first + step, cutter.count))
+        yield partial(_run, take, cutter, first, min(first + step, cutter.count))
 
 
-def _run(reader: StreamReader, take: Take, cutter: BandCutter, first: int, stop: int) -> None:
-    take(reader, cutter, first, stop)
+def _run(
+    take: Callable[[Hand, BandCutter, int, int], None], cutter: BandCutter, first: int, stop: int, hand: Hand
+) -> None:
+    take(hand, cutter, first, stop)

@@ -9,6 +9,7 @@ import click
 
 from ema_ckpt import __version__, notices
 from ema_ckpt.cli.command import Command, style_of
+from ema_ckpt.cli.diff_command import diff_command
 from ema_ckpt.cli.options import general, writer
 from ema_ckpt.cli.text import clean
 from ema_ckpt.cli.verify_command import verify_command
@@ -102,6 +103,7 @@ def convert_command(src: str, dst: str, **given: Any) -> None:
     output.written(written, style)
 
 
+cli.add_command(diff_command)
 cli.add_command(verify_command)
 
 

@@ -13,7 +13,7 @@ from ema_ckpt.cli.text import clean
 from ema_ckpt.ops.results import Inspected, Verified, Written, as_json
 from ema_ckpt.sizes import format_size
 
-__all__ = ["Style", "inspected", "progress", "verified", "written"]
+__all__ = ["Style", "document", "inspected", "progress", "verified", "written"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Style:
         return not self.json and not self.quiet
 
 
-def _document(value: object) -> None:
+def document(value: object) -> None:
+    """Print a result as one JSON document."""
     text = jsonlib.dumps(as_json(value), ensure_ascii=True, allow_nan=False)
     print(text)
 
@@ -44,7 +45,7 @@ def written(result: Written, style: Style) -> None:
     """What a writing verb did."""
     _warn(result.warnings, style)
     if style.json:
-        _document(result)
+        document(result)
     if not style.talks:
         return
     for before, after in list(result.renamed.items())[:10]:
@@ -67,7 +68,7 @@ def inspected(result: Inspected, style: Style, depth: int | None, shards: bool) 
     """What a checkpoint holds."""
     _warn(result.warnings, style)
     if style.json:
-        _document(result)
+        document(result)
     if style.talks:
         from ema_ckpt.cli.tables import print_inspected
 
@@ -78,7 +79,7 @@ def verified(result: Verified, style: Style) -> None:
     """What is wrong with a checkpoint, and what that makes of it."""
     _warn(result.warnings, style)
     if style.json:
-        _document(result)
+        document(result)
     if not style.talks:
         return
     for problem in result.problems:

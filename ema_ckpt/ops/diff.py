@@ -1,0 +1,222 @@
+"""`diff`: how two trees of weights differ, tensor by tensor; by default an EMA and its live weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from ema_ckpt.catalog import Tensor
+from ema_ckpt.compare import FAST_NUMEL, Comparer, Sums
+from ema_ckpt.errors import UsageError
+from ema_ckpt.files import is_url
+from ema_ckpt.ops.diff_findings import Compared, find
+from ema_ckpt.ops.diff_sides import Pairing, Side, open_sides, pair
+from ema_ckpt.ops.results import Diffed, DiffSummary, DiffTensor, Mismatch, ShapeEntry
+from ema_ckpt.regions import BandCutter
+from ema_ckpt.sizes import parse_size
+from ema_ckpt.streams import Stream, StreamReader, band_jobs, locate
+from ema_ckpt.workers import run_jobs, worker_count
+
+__all__ = ["compare_trees", "diff", "result_of"]
+
+_MIN_BUDGET_NBYTES = 4 << 20
+_BUDGET_NBYTES = 16 << 20
+_REMOTE_BUDGET_NBYTES = 256 << 20
+_BLOCK_NBYTES = 512 << 10
+_REMOTE_BLOCK_NBYTES = 8 << 20
+
+
+def diff(
+    path: str | os.PathLike[str],
+    other: str | os.PathLike[str] | None = None,
+    tree: str | None = None,
+    against: str | None = None,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    html: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Diffed:
+    """Compare two trees of weights; every selected byte is read.
+
+    With one path, a is its EMA and b the live tree it averages. With two, a is from `path` and b from `other`.
+
+    Args:
+        path, other: checkpoints, directories that hold one, or fsspec URLs.
+        tree: a's tree. against: b's tree.
+        rtol, atol: an element has changed if |a − b| > atol + rtol·|b|.
+        html: a file to write a self-contained page to.
+        max_memory: bytes of buffers in flight. progress: is told the bytes that were read of both sides.
+
+    Raises:
+        EmaCkptError: `ambiguous-tree unknown-tree usage`, and whatever keeps a side from being read.
+    """
+    compared = compare_trees(
+        path,
+        other,
+        tree,
+        against,
+        rtol=rtol,
+        atol=atol,
+        threads=threads,
+        max_memory=max_memory,
+        progress=progress,
+    )
+    result = result_of(compared)
+    if html is not None:
+        from ema_ckpt.ops.diff_page import write_page
+
+        write_page(html, result)
+    return result
+
+
+def compare_trees(
+    path: str | os.PathLike[str],
+    other: str | os.PathLike[str] | None = None,
+    tree: str | None = None,
+    against: str | None = None,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Compared:
+    """The work of `diff`: both sides, paired, and what each pair gave. Arguments and errors are those of `diff`."""
+    if not (0 <= rtol < math.inf and 0 <= atol < math.inf):
+        raise UsageError("usage", f"--rtol {rtol} --atol {atol}: expected 0 or more")
+    if threads is not None and threads < 1:
+        raise UsageError("usage", f"--threads {threads}: expected 1 or more")
+    a, b = open_sides(path, other, tree, against)
+    try:
+        workers = worker_count(threads)
+        remote = any(is_url(side.catalog.source.root) for side in (a, b))
+        block_nbytes = _block_nbytes(max_memory, workers, remote)
+        pairing = pair(a.tree, b.tree)
+        sums = _Pairs(a, b, pairing, rtol, atol, progress).run(workers, block_nbytes)
+        compared = Compared(a, b, pairing, sums, is_pair=other is None or against is not None)
+        return replace(compared, findings=find(compared))
+    finally:
+        a.catalog.source.close()
+        b.catalog.source.close()
+
+
+def _block_nbytes(max_memory: int | str | None, workers: int, remote: bool) -> int:
+    """Bytes of one buffer: two of them and as much scratch for each worker fit the budget."""
+    budget = (_REMOTE_BUDGET_NBYTES if remote else _BUDGET_NBYTES) if max_memory is None else parse_size(max_memory)
+    if budget < _MIN_BUDGET_NBYTES:
+        raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
+    largest = _REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES
+    return max(64 << 10, min(budget // (4 * workers), largest)) & ~4095
+
+
+class _Pairs:
+    """Streams all pairs through the workers and collects what each segment gave."""
+
+    def __init__(
+        self, a: Side, b: Side, pairing: Pairing, rtol: float, atol: float, progress: Callable[[int], None] | None
+    ) -> None:
+        self._a = a
+        self._b = b
+        self._pairing = pairing
+        self._rtol = rtol
+        self._atol = atol
+        self._progress = progress
+        self._parts: dict[str, list[Sums]] = {name: [] for name, _, _ in pairing.pairs}
+        self._lock = threading.Lock()
+
+    def run(self, workers: int, block_nbytes: int) -> dict[str, Sums]:
+        """The sums of each pair, by name, in the order of the pairs."""
+        run_jobs(self._jobs(block_nbytes), workers, lambda: _Hand(block_nbytes, self._rtol, self._atol))
+        return {name: Sums.total(parts) for name, parts in self._parts.items()}
+
+    def _jobs(self, block_nbytes: int) -> Iterator[Callable[[_Hand], None]]:
+        for name, a, b in self._pairing.pairs:
+            streams = locate(self._a.catalog, a), locate(self._b.catalog, b)
+            if a.numel:
+                take = partial(self._segment, name, streams)
+                yield from band_jobs(a.shape, max(a.dtype.itemsize, b.dtype.itemsize), block_nbytes, take)
+
+    def _segment(
+        self, name: str, streams: tuple[Stream, Stream], hand: _Hand, cutter: BandCutter, first: int, stop: int
+    ) -> None:
+        a, b = streams
+        comparer = hand.comparer(a.tensor, b.tensor)
+        fast = a.tensor.numel >= FAST_NUMEL
+        parts, nbytes = [], 0
+        for index in range(first, stop):
+            band = cutter.band(index)
+            x, y = hand.reader.read(0, a, band), hand.reader.read(1, b, band)
+            parts.append(comparer.compare(x, y, fast=fast))
+            nbytes += len(x) + len(y)
+        found = Sums.total(parts)
+        with self._lock:
+            self._parts[name].append(found)
+            if self._progress is not None:
+                self._progress(nbytes)
+
+
+class _Hand:
+    """One worker's buffers."""
+
+    def __init__(self, block_nbytes: int, rtol: float, atol: float) -> None:
+        self.reader = StreamReader(block_nbytes)
+        self._tolerance = (rtol, atol)
+        self._comparers: dict[tuple[str, str], Comparer] = {}
+
+    def comparer(self, a: Tensor, b: Tensor) -> Comparer:
+        """The comparer of two element types."""
+        key = (a.dtype.name, b.dtype.name)
+        if key not in self._comparers:
+            self._comparers[key] = Comparer(a.dtype, b.dtype, *self._tolerance)
+        return self._comparers[key]
+
+
+# From sums to numbers.
+
+
+def result_of(compared: Compared) -> Diffed:
+    """What a comparison gave, as `diff` returns it."""
+    a, b, pairing = compared.a, compared.b, compared.pairing
+    total = compared.total
+    return Diffed(
+        a=a.catalog.resolved,
+        b=b.catalog.resolved,
+        tree_a=a.tree.name,
+        tree_b=b.tree.name,
+        compared=len(pairing.pairs),
+        identical=sum(not sums.unequal for sums in compared.sums.values()),
+        only_in_a=pairing.only_in_a,
+        only_in_b=pairing.only_in_b,
+        mismatched=tuple(Mismatch(name, _shape(x), _shape(y)) for name, x, y in pairing.mismatched),
+        tensors=tuple(_entry(name, x, y, compared.sums[name]) for name, x, y in pairing.pairs),
+        summary=DiffSummary(total.rel_l2, total.largest, total.cosine, total.changed),
+        findings=compared.findings,
+    )
+
+
+def _shape(tensor: Tensor) -> ShapeEntry:
+    return ShapeEntry(tensor.shape, tensor.dtype.name)
+
+
+def _entry(name: str, a: Tensor, b: Tensor, sums: Sums) -> DiffTensor:
+    numbers = a.numel * (2 if "complex" in (a.dtype.kind, b.dtype.kind) else 1)
+    return DiffTensor(
+        name=name,
+        numel=a.numel,
+        rel_l2=sums.rel_l2,
+        max_abs=sums.largest,
+        mean_abs=sums.absolute / numbers if numbers else 0.0,
+        cosine=sums.cosine,
+        changed=sums.changed,
+        nan_a=sums.nan_a,
+        nan_b=sums.nan_b,
+        inf_a=sums.inf_a,
+        inf_b=sums.inf_b,
+    )

@@ -1,0 +1,160 @@
+"""What a comparison means: the findings, each with what to do. Silence when all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ema_ckpt.box import whole
+from ema_ckpt.catalog import Catalog, Object, Tensor, Warn
+from ema_ckpt.compare import Sums
+from ema_ckpt.errors import shown
+from ema_ckpt.naming import EMA, LIVE
+from ema_ckpt.ops.diff_sides import Pairing, Side
+from ema_ckpt.settings import ema_settings
+from ema_ckpt.streams import StreamReader, locate
+
+__all__ = ["Compared", "find"]
+
+_MARKS = frozenset({"swapped", "is_swapped", "ema_swapped"})
+_UNRELATED_COSINE = 0.5
+_UNRELATED_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Both sides, how they pair, and what each pair gave, by name. `is_pair` tells that b is a's live tree."""
+
+    a: Side
+    b: Side
+    pairing: Pairing
+    sums: Mapping[str, Sums]
+    is_pair: bool
+    findings: tuple[Warn, ...] = ()
+
+    @property
+    def total(self) -> Sums:
+        """All pairs together."""
+        return Sums.total(list(self.sums.values()))
+
+
+def find(compared: Compared) -> tuple[Warn, ...]:
+    """All findings, the gravest first."""
+    a, b = compared.a, compared.b
+    found: list[Warn] = []
+    if a.tree.role == EMA:
+        found += _swapped(a)
+        found += _unrelated(compared)
+    for side in (a, b) if (a.catalog, a.tree.name) != (b.catalog, b.tree.name) else (a,):
+        if side.tree.role == EMA:
+            found += _stalled(side)
+    found += _equal(compared)
+    found += _non_finite(compared)
+    if a.tree.role == EMA:
+        found += _low_precision(a)
+    found += _names(compared)
+    return tuple(found)
+
+
+def _swapped(side: Side) -> Iterator[Warn]:
+    """A mark that the live weights lay in the EMA's place when the checkpoint was saved."""
+    for item in (*side.catalog.tensors, *side.catalog.objects):
+        if str(item.path[-1]).rpartition(".")[2] in _MARKS and _is_set(side.catalog, item):
+            message = (
+                f"{side.catalog.resolved} is marked as swapped ({item.name!r}): its EMA tree {side.tree.name!r} holds "
+                "the live weights and its live tree the averages; exchange them before use"
+            )
+            yield Warn("ema-swapped", message)
+            return
+
+
+def _is_set(catalog: Catalog, item: Tensor | Object) -> bool:
+    if isinstance(item, Object):
+        return item.is_inline and bool(item.inline)  # objects of a DCP are not opened here
+    if item.numel != 1:
+        return False
+    reader = StreamReader(max(item.nbytes, 16))
+    return any(reader.read(0, locate(catalog, item), whole(item.shape)))
+
+
+def _unrelated(compared: Compared) -> Iterator[Warn]:
+    pairing = compared.pairing
+    named = f"EMA {compared.a.tree.name!r} and {compared.b.tree.name!r} of {compared.b.catalog.resolved}"
+    remedy = "is this the EMA of another model, or of another run? Name the right pair with --tree and --against"
+    shared = len(pairing.pairs) + len(pairing.mismatched)
+    floats = [compared.sums[name] for name, t, _ in pairing.pairs if t.dtype.kind not in ("int", "bool")]
+    total = Sums.total(floats) if floats else Sums()
+    both = total.aa > 0 and total.bb > 0
+    if len(pairing.mismatched) > _UNRELATED_SHARE * shared:
+        what = f"{len(pairing.mismatched)} of their {shared} common names have other shapes"
+        yield Warn("ema-unrelated", f"{named} do not fit: {what}; {remedy}")
+    elif not shared and pairing.only_in_a and pairing.only_in_b:
+        yield Warn("ema-unrelated", f"{named} have no name in common; {remedy}")
+    elif both and total.ab < _UNRELATED_COSINE * (total.aa * total.bb) ** 0.5:
+        cosine = total.ab / (total.aa * total.bb) ** 0.5
+        yield Warn("ema-unrelated", f"{named} point in different directions (cosine {cosine:.3f}); {remedy}")
+
+
+def _stalled(side: Side) -> Iterator[Warn]:
+    if _updates(side) == 0:
+        message = (
+            f"EMA {side.tree.name!r} was never updated (num_updates is 0): it is still the weights it began with; "
+            "call update() after each optimizer step"
+        )
+        yield Warn("ema-stalled", message)
+
+
+def _updates(side: Side) -> int | None:
+    return ema_settings(side.catalog, side.tree, open_objects=False).num_updates
+
+
+def _equal(compared: Compared) -> Iterator[Warn]:
+    a, b, pairing = compared.a, compared.b, compared.pairing
+    if not (compared.is_pair and a.tree.role == EMA and b.tree.role == LIVE and pairing.pairs):
+        return
+    floating = any(t.dtype.kind not in ("int", "bool") and t.numel for _, t, _ in pairing.pairs)
+    if floating and all(sums.same_bits for sums in compared.sums.values()) and not pairing.mismatched:
+        updates = _updates(a)
+        if updates != 0:
+            count = "an unknown number of" if updates is None else f"{updates}"
+            message = (
+                f"EMA {a.tree.name!r} equals the live weights bit for bit after {count} updates: it was seeded again "
+                "at resume, or decay is 0; restore it from its own state"
+            )
+            yield Warn("ema-equals-live", message)
+
+
+def _non_finite(compared: Compared) -> Iterator[Warn]:
+    for letter, side in (("a", compared.a), ("b", compared.b)):
+        bad = [n for n, s in compared.sums.items() if getattr(s, f"nan_{letter}") or getattr(s, f"inf_{letter}")]
+        if bad:
+            message = f"{side.tree.name or 'the root'!r} of {side.catalog.resolved} holds NaN or Inf in {shown(bad)}"
+            yield Warn("non-finite", f"{message}; go back to a checkpoint before that")
+
+
+def _low_precision(side: Side) -> Iterator[Warn]:
+    low = [n for n, t in side.tree.weights.items() if t.dtype.is_floating and t.dtype.itemsize < 4]
+    if low:
+        kinds = sorted({side.tree.weights[name].dtype.name for name in low})
+        message = (
+            f"EMA {side.tree.name!r} is stored in {' and '.join(kinds)}, where most updates round to nothing: "
+            f"{shown(low)}; keep the average in float32"
+        )
+        yield Warn("ema-low-precision", message)
+
+
+def _names(compared: Compared) -> Iterator[Warn]:
+    a, b, pairing = compared.a, compared.b, compared.pairing
+    if pairing.only_in_a:
+        yield Warn("keys-differ", f"only in {_where(a)}: {_listed(pairing.only_in_a)}")
+    if pairing.only_in_b and a.tree.role == EMA:
+        message = f"EMA {a.tree.name!r} lacks {len(pairing.only_in_b)} names of {_where(b)}"
+        yield Warn("ema-partial", f"{message}: {shown(pairing.only_in_b)}; consolidate --fill takes them from there")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names)} names, {shown(names)}"
+
+
+def _where(side: Side) -> str:
+    return f"{side.tree.name!r} of {side.catalog.resolved}"

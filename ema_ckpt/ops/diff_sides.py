@@ -1,0 +1,105 @@
+"""What is compared with what: the two trees, and their tensors paired by name."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ema_ckpt.catalog import Catalog, Tensor
+from ema_ckpt.errors import UsageError, shown
+from ema_ckpt.naming import EMA, canonical
+from ema_ckpt.opening import open_catalog
+from ema_ckpt.trees import Tree, default_tree, find_tree, live_of, trees
+
+__all__ = ["Pairing", "Side", "open_sides", "pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side: a checkpoint, and the tree of it that is compared."""
+
+    catalog: Catalog
+    tree: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Tensors by name: those of both sides in a's order, and the names that one side alone has."""
+
+    pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()
+    mismatched: tuple[tuple[str, Tensor, Tensor], ...] = ()
+    only_in_a: tuple[str, ...] = ()
+    only_in_b: tuple[str, ...] = field(default=())
+
+
+def open_sides(
+    path: str | os.PathLike[str], other: str | os.PathLike[str] | None, tree: str | None, against: str | None
+) -> tuple[Side, Side]:
+    """Open both sides; where there is one path, one checkpoint with its EMA and its live tree.
+
+    Raises:
+        UsageError: `ambiguous-tree`, `unknown-tree` if a side cannot be told.
+        SourceError: what opening raises.
+    """
+    catalog = open_catalog(path)
+    known = trees(catalog)
+    command = f"ema-ckpt diff {shlex.quote(os.fspath(path))}"
+    if other is not None:
+        command += f" {shlex.quote(os.fspath(other))}"
+    a = find_tree(known, tree, catalog.resolved) if tree is not None else default_tree(known, command, catalog.resolved)
+    if other is None:
+        return Side(catalog, a), Side(catalog, _partner(catalog, known, a, against))
+    beside = open_catalog(other)
+    return Side(catalog, a), Side(beside, _other_tree(beside, tree, against, command))
+
+
+def _partner(catalog: Catalog, known: tuple[Tree, ...], a: Tree, against: str | None) -> Tree:
+    if against is not None:
+        return find_tree(known, against, catalog.resolved)
+    live = live_of(known, a) if a.role == EMA else None
+    if live is not None:
+        return live
+    others = shown([tree.name for tree in known if tree.tensors and tree.name != a.name])
+    lacks = "no live tree to compare its EMA with" if a.role == EMA else f"no EMA; its tree {a.name!r} is {a.role}"
+    message = f"{catalog.resolved} has {lacks}; give a second path, or name the sides with --tree and --against"
+    raise UsageError("unknown-tree", f"{message} ({others or 'it has no other tree'})")
+
+
+def _other_tree(catalog: Catalog, tree: str | None, against: str | None, command: str) -> Tree:
+    """The tree of a second checkpoint: the one named, else that of a's name if it was named, else the default."""
+    known = trees(catalog)
+    if against is not None:
+        return find_tree(known, against, catalog.resolved)
+    same = next((found for found in known if found.name == tree), None) if tree is not None else None
+    if same is not None:
+        return same
+    try:
+        return default_tree(known, command, catalog.resolved)
+    except UsageError as error:
+        raise UsageError(error.code, str(error).replace(" --tree ", " --against ")) from None
+
+
+def pair(a: Tree, b: Tree) -> Pairing:
+    """Pair the weights of two trees by name, wrapper prefixes aside."""
+    left, right = _named(a), _named(b)
+    pairs, mismatched = [], []
+    for name, tensor in left.items():
+        partner = right.get(name)
+        if partner is not None:
+            (pairs if partner.shape == tensor.shape else mismatched).append((name, tensor, partner))
+    return Pairing(
+        tuple(pairs),
+        tuple(mismatched),
+        tuple(name for name in left if name not in right),
+        tuple(name for name in right if name not in left),
+    )
+
+
+def _named(tree: Tree) -> Mapping[str, Tensor]:
+    """Weights by name without wrapper prefixes, which stay where two names would become one."""
+    weights = tree.weights
+    count = Counter(map(canonical, weights))
+    return {(plain if count[plain := canonical(name)] == 1 else name): tensor for name, tensor in weights.items()}

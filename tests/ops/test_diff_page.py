@@ -1,0 +1,153 @@
+"""The page of a comparison: complete in itself, right in its numbers, and alive in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ema_ckpt import TargetError, diff
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+class Page(HTMLParser):
+    """Tags, attributes, table rows and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "input", "br"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and any(tag in ("td", "th") for tag in self.open):
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def written(fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    diff(fixtures / "tiny-lm", html=path)
+    return path
+
+
+def test_it_needs_nothing_else(written: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    page = Page(text)
+    assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe", "object", "embed")]
+    assert not [attrs for _, attrs in page.tags if attrs.keys() & {"src", "href", "srcset", "action"}]
+    assert "://" not in text.replace("http-equiv", "")
+    assert "url(" not in text
+    assert "@import" not in text
+    policy = next(a["content"] for t, a in page.tags if t == "meta" and a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'")
+
+
+def test_every_tensor_is_a_row_with_its_numbers(written: Path, fixtures: Path) -> None:
+    result = diff(fixtures / "tiny-lm")
+    rows = {row[0]: row for row in Page(written.read_text(encoding="utf-8")).rows[1:]}
+    assert set(rows) == {entry.name for entry in result.tensors}
+    for entry in result.tensors:
+        assert rows[entry.name][1:4] == [f"{entry.numel:,}", f"{entry.rel_l2:.3g}", f"{entry.max_abs:.3g}"]
+
+
+def test_charts_show_all_tensors(written: Path, fixtures: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    bars = re.findall(r'<rect class="bar".*?<title>(\d+) tensors', text, re.DOTALL)
+    assert sum(map(int, bars)) == len(diff(fixtures / "tiny-lm").tensors)
+    assert text.count('<polyline class="line') == 8
+    assert "model.layers.*.mlp.up_proj.weight" in text
+
+
+def test_names_and_undefined_numbers_do_no_harm(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>\x07\"'&"
+    save_file({name: torch.tensor([1.0, float("nan")]), "x": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({name: torch.ones(2), "y": torch.ones(2)}, tmp_path / "b.safetensors")
+    diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", html=tmp_path / "p.html")
+    text = (tmp_path / "p.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    assert page.rows[1][:3] == ["<script>alert(1)</script>\\x07\"'&", "2", "–"]
+    assert "non-finite" in text
+    assert "names only in b" in text
+
+
+def test_nothing_to_compare_is_a_page_too(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"y": torch.ones(2)}, tmp_path / "b.safetensors")
+    diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", html=tmp_path / "p.html")
+    assert Page((tmp_path / "p.html").read_text(encoding="utf-8")).rows[1:] == []
+
+
+def test_where_it_cannot_be_written(tmp_path: Path, fixtures: Path) -> None:
+    with pytest.raises(TargetError, match="--html"):
+        diff(fixtures / "tiny-lm", html=tmp_path / "absent" / "p.html")
+    assert not list(tmp_path.iterdir())
+
+
+_PROBE = """<script>
+const names = () => [...document.querySelectorAll("#tensors tbody tr")].filter(r => !r.hidden).map(r => r.cells[0].textContent);
+const log = [];
+const buttons = document.querySelectorAll("#tensors button");
+log.push(["start", names()]);
+buttons[0].click(); log.push(["name up", names()]);
+buttons[0].click(); log.push(["name down", names()]);
+buttons[1].click(); log.push(["elements", [...document.querySelectorAll("#tensors tbody tr")].map(r => r.cells[1].dataset.value)]);
+const field = document.querySelector("#filter");
+field.value = "LM_HEAD"; field.dispatchEvent(new Event("input")); log.push(["filter", names()]);
+const chart = document.querySelector("svg").getBoundingClientRect();
+log.push(["chart", [chart.width, chart.height]]);
+document.title = JSON.stringify(log);
+</script></html>"""
+
+
+@pytest.mark.slow
+def test_sorting_and_filtering_in_a_browser(written: Path, fixtures: Path, tmp_path: Path) -> None:
+    """In headless Chromium, which has to be installed: `apt-get install chromium`."""
+    import html
+    import json
+
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    assert browser is not None, "this test needs a browser: apt-get install chromium"
+    probe = tmp_path / "probe.html"
+    probe.write_text(written.read_text(encoding="utf-8").replace("</html>", _PROBE), encoding="utf-8")
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --virtual-time-budget=5000 --dump-dom"
+    )
+    command = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", probe.as_uri()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    log = dict(json.loads(html.unescape(re.search(r"<title>(.*?)</title>", ended.stdout, re.DOTALL)[1])))
+    tensors = diff(fixtures / "tiny-lm").tensors
+    names = sorted(entry.name for entry in tensors)
+    assert log["start"] == [e.name for e in sorted(tensors, key=lambda e: -e.rel_l2)]
+    assert log["name up"] == names
+    assert log["name down"] == names[::-1]
+    assert log["elements"] == [str(n) for n in sorted((entry.numel for entry in tensors), reverse=True)]
+    assert log["filter"] == ["lm_head.weight"]
+    assert log["chart"][0] > 300
+    assert log["chart"][1] > 100
