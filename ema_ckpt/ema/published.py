@@ -34,6 +34,7 @@ def publish(
     shape: Sequence[int],
     local: torch.Tensor,
     dtensor_like: DTensor | Layout | None = None,
+    replicas: int = 1,
 ) -> torch.Tensor:
     """A tensor of global `shape` whose elements in `boxes` are `local`'s; it shares `local`'s memory.
 
@@ -42,7 +43,8 @@ def publish(
         shape: global, in elements.
         local: of one box's shape, or 1-D.
         dtensor_like: mesh and placements of the live tensor. With them the result is a `DTensor` where torch
-            computes right offsets on every rank; replicas that split a shard count as one more `Shard`.
+            computes right offsets on every rank. All ranks decide alike.
+        replicas: how many ranks divide each shard between them; in a `DTensor` they count as one more `Shard`.
 
     Returns:
         `local` itself if it is the whole tensor and no layout is given.
@@ -55,7 +57,7 @@ def publish(
         raise StateError("internal", f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}")
     if dtensor_like is not None:
         layout = _layout(dtensor_like)
-        placements = _placements_for(boxes, shape, local, *layout)
+        placements = _placements_for(boxes, shape, local, layout, replicas)
         if placements is not None:
             return _as_dtensor(shape, local, layout[0], placements, dtensor_like)
     elif tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
@@ -163,18 +165,15 @@ def _layout(like: DTensor | Layout) -> Layout:
 
 
 def _placements_for(
-    boxes: tuple[Box, ...],
-    shape: tuple[int, ...],
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
+    boxes: tuple[Box, ...], shape: tuple[int, ...], local: torch.Tensor, layout: Layout, replicas: int
 ) -> Sequence[Placement] | None:
-    """Placements under which torch finds `local` at its box, on this rank and every other; None if there are none."""
+    """Placements under which torch finds every rank's elements at their boxes; None if there are none."""
+    mesh, placements = layout
     # DTensor.from_local would move a host tensor to the mesh's device, and so break the alias.
-    at = mesh.get_coordinate()
-    if at is None or len(boxes) > 1 or local.device.type != mesh.device_type:
+    if mesh.get_coordinate() is None or len(boxes) > 1 or local.device.type != mesh.device_type:
         return None
-    for candidate in [placements, *_split_over_replicas(shape, mesh.shape, placements)]:
+    candidates = [placements] if replicas == 1 else _split_over_replicas(shape, mesh.shape, placements, replicas)
+    for candidate in candidates:
         if torch_computes_offsets(shape, mesh.shape, candidate) and _is_local(boxes, shape, local, mesh, candidate):
             return candidate
     return None
@@ -195,7 +194,7 @@ def _is_local(
 
 
 def _split_over_replicas(
-    shape: tuple[int, ...], mesh_sizes: Sequence[int], placements: Sequence[Placement]
+    shape: tuple[int, ...], mesh_sizes: Sequence[int], placements: Sequence[Placement], replicas: int
 ) -> list[Sequence[Placement]]:
     """`placements` with one replicated mesh dimension cutting the rows inside all other cuts.
 
@@ -207,7 +206,8 @@ def _split_over_replicas(
         for size, p in zip(mesh_sizes, placements, strict=True)
     ]
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Replicate) and shape and shape[0] % (prod(row_cuts) * mesh_sizes[axis]) == 0:
+        even = bool(shape) and shape[0] % (prod(row_cuts) * replicas) == 0
+        if isinstance(placement, Replicate) and mesh_sizes[axis] == replicas and even:
             factor = prod(row_cuts[axis + 1 :])
             cut = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
             found.append([*placements[:axis], cut, *placements[axis + 1 :]])
@@ -223,8 +223,26 @@ def _as_dtensor(
 ) -> DTensor:
     stride = like.stride() if isinstance(like, DTensor) else row_major_strides(shape)
     return DTensor.from_local(
-        local.detach(), mesh, tuple(placements), run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        _rebased(local.detach()),
+        mesh,
+        tuple(placements),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
     )
+
+
+def _rebased(local: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor with storage offset 0.
+
+    A DTensor takes over the offset of its local tensor; then its data pointer is not 0, and the staging of
+    `dcp.async_save` tries to copy a storage that it does not have (torch 2.13, `_state_dict_stager.py`).
+    """
+    if not local.storage_offset():
+        return local
+    if not local.numel():
+        return torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    return torch.utils.dlpack.from_dlpack(local)
 
 
 def _mapped(tensor: Published, change: Callable[[torch.Tensor], torch.Tensor]) -> Published:

@@ -27,7 +27,9 @@ _VERSION = 1
 
 def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, Any]:
     """The state, its averages aliased; buffers that are not averaged are copies of the live ones."""
-    weights = {slot.shard.fqn: _published(slot, slot.shadow) for slot in averages.slots if _is_saved(averages, slot)}
+    weights = {
+        slot.shard.fqn: _published(slot, slot.shadow, settings) for slot in averages.slots if _is_saved(averages, slot)
+    }
     weights.update((h.shard.fqn, _live_copy(h)) for h in averages.live_buffers if h.persistent)
     state: dict[str, Any] = {
         "weights": weights,
@@ -37,7 +39,9 @@ def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, 
     }
     if settings.compensate:
         state["residual"] = {
-            slot.shard.fqn: _published(slot, slot.residual) for slot in averages.slots if slot.residual is not None
+            slot.shard.fqn: _published(slot, slot.residual, settings)
+            for slot in averages.slots
+            if slot.residual is not None
         }
     return state
 
@@ -95,10 +99,11 @@ def _is_saved(averages: Averages, slot: Slot) -> bool:
     return slot.shard.is_parameter or averages.held[averages.slots.index(slot)].persistent
 
 
-def _published(slot: Slot, local: torch.Tensor) -> torch.Tensor:
+def _published(slot: Slot, local: torch.Tensor, settings: Settings) -> torch.Tensor:
     shard = slot.shard
     layout = None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
-    return publish(slot.boxes, shard.shape, local, layout)
+    splits = settings.shard_replicas is not False and shard.replica is not None and bool(shard.shape)
+    return publish(slot.boxes, shard.shape, local, layout, shard.replica.count if splits and shard.replica else 1)
 
 
 def _live_copy(held: Held) -> torch.Tensor:
