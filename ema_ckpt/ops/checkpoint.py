@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
@@ -11,11 +11,12 @@ from ema_ckpt.box import whole
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.checks import Checks
 from ema_ckpt.coverage import prove
-from ema_ckpt.errors import shown
+from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import nearest
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.results import TreeEntry
 from ema_ckpt.regions import BandCutter, BandReader, find_shares
+from ema_ckpt.selection import cast_target
 from ema_ckpt.trees import Tree, default_tree, find_tree, find_trees, trees
 
 if TYPE_CHECKING:
@@ -38,6 +39,18 @@ def tree_entry(tree: Tree) -> TreeEntry:
         nbytes=sum(tensor.nbytes for tensor in tree.tensors),
         dtypes=dict(Counter(tensor.dtype.name for tensor in tree.tensors)),
     )
+
+
+def _float_kind(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """What `dtype` asks floating-point tensors to become; None to keep them as they are."""
+    import torch
+
+    if isinstance(dtype, str):
+        target = cast_target(dtype)
+        dtype = None if target is None else getattr(torch, target.name)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise UsageError("usage", f"dtype {dtype!r}: expected a floating-point type of 16 bits or more")
+    return dtype
 
 
 class Checkpoint:
@@ -80,23 +93,31 @@ class Checkpoint:
             raise KeyError(f"no tensor {name!r}; names there are like {shown(near)}")
         return self._read(tensor)
 
-    def state_dict(self, tree: str | None = None, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def state_dict(self, tree: str | None = None, dtype: torch.dtype | str | None = None) -> dict[str, torch.Tensor]:
         """The weights of one tree by their names inside it: by default of the only EMA, or only live tree.
 
-        `dtype` casts floating-point tensors.
+        `dtype`, one of torch's or `keep fp32 bf16 fp16`, casts floating-point tensors, those of 8 bits excepted.
 
         Raises:
-            UsageError: `unknown-tree`, `ambiguous-tree`.
+            UsageError: `unknown-tree`, `ambiguous-tree`; `usage` for another dtype.
             SourceError: as for a single tensor.
         """
         if tree is None:
             picked = default_tree(self._known, f"ema_ckpt.open({self.path!r}).state_dict", self.path)
         else:
             picked = find_tree(self._known, tree, self.path)
-        tensors = {name: self._read(tensor) for name, tensor in picked.weights.items()}
-        if dtype is None:
-            return tensors
-        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+        kind = _float_kind(dtype)
+        return {name: self._read_as(tensor, kind) for name, tensor in picked.weights.items()}
+
+    def _read_as(self, tensor: Tensor, kind: torch.dtype | None) -> torch.Tensor:
+        value = self._read(tensor)
+        return value if kind is None or not tensor.dtype.is_castable else value.to(kind)
 
     def _read(self, tensor: Tensor) -> torch.Tensor:
         import torch
