@@ -125,5 +125,5 @@ def run(argv: list[str]) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"; try `{context.command_path} --help`" if context is not None else ""
-        raise UsageError("usage", f"{error.format_message()}{hint}") from None
+        raise UsageError("usage", f"{error.format_message().rstrip('.')}{hint}") from None
     return result if isinstance(result, int) else 0

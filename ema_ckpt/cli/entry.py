@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import os
 import signal
@@ -34,13 +36,28 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
         signal.signal(signal.SIGINT, _stop)
-    code = _run(list(sys.argv[1:] if argv is None else argv))
+    _open_closed_streams()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _run(arguments)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_BROKEN_PIPE
+    except OSError as error:
+        code = _cut_off(arguments, error)
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Let what is printed go nowhere where a caller closed a stream: `print(file=None)` would go to the other one."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _cut_off(argv: list[str], error: OSError) -> int:
+    """Output that nobody takes: silence for a pipe whose reader left, one line for a full disk."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes, and fails, once more
+    return EXIT_BROKEN_PIPE if isinstance(error, BrokenPipeError) else _failed(argv, error)
 
 
 def _run(argv: list[str]) -> int:
@@ -52,9 +69,8 @@ def _run(argv: list[str]) -> int:
         interrupted = error.args == (signal.SIGINT,)
         word = "interrupted" if interrupted else "terminated"
         return _report(argv, word, word, EXIT_INTERRUPTED if interrupted else EXIT_TERMINATED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+    except BrokenPipeError as error:
+        return _cut_off(argv, error)
     except Exception as error:  # noqa: BLE001 - whatever it is, a user gets one line
         return _failed(argv, error)
 
@@ -69,6 +85,9 @@ def _failed(argv: list[str], error: Exception) -> int:
     if isinstance(error, EmaCkptError):
         internal = error.code == "internal"
         return _report(argv, error.code, str(error), EXIT_INTERNAL if internal else EXIT_TROUBLE)
+    if isinstance(error, OSError) and error.strerror:  # the machine's trouble, not a bug
+        code = "no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unreadable"
+        return _report(argv, code, f"{error.filename or 'standard output'}: {error.strerror}", EXIT_TROUBLE)
     message = f"{type(error).__name__}: {error} (a bug of ema-ckpt; --debug shows where)"
     return _report(argv, "internal", message, EXIT_INTERNAL)
 
@@ -78,9 +97,11 @@ def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:
     from ema_ckpt.cli.text import clean
 
     line = clean(" ".join(message.splitlines()))
-    print(f"Error: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody listens; the exit code still tells
+        print(f"Error: {line}", file=sys.stderr)
     if "--json" in argv:
         import json
 
-        print(json.dumps({"error": {"code": code, "message": line}}))
+        with contextlib.suppress(OSError):
+            print(json.dumps({"error": {"code": code, "message": line}}), flush=True)
     return exit_code
