@@ -131,10 +131,10 @@ def fsdp2_tied() -> nn.Module:
 
 
 def fsdp2_checkpointed() -> nn.Module:
-    model = make_model()
+    model, mesh = make_model(), _mesh(dist.get_world_size())
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = fully_shard(checkpoint_wrapper(block))
-    return fully_shard(model)
+        model.blocks[index] = fully_shard(checkpoint_wrapper(block), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def fsdp2_compiled() -> nn.Module:
