@@ -25,7 +25,7 @@ EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
 
 # Read by name, or refused by name: what happens to these is told in the table of fixtures/README.md.
 REFUSED = {
-    *("odd/safetensors-serialization-w2", "odd/zstd-w2", "odd/legacy.pt", "rank-files/replicas"),
+    *("odd/safetensors-serialization-w2", "odd/zstd-w2", "odd/legacy.pt"),
     *("odd/lazy-bits", "odd/lazy-bits.pt"),
 }
 SETTINGS = {"decay", "num_updates", "samples_seen", "config"}
@@ -147,7 +147,7 @@ def test_a_dtype_that_safetensors_lacks_is_refused_by_name(case: Case, tmp_path:
 
 def test_every_kind_of_checkpoint_is_among_the_cases() -> None:
     seen = {case.fixture.partition("/")[0] for case in CASES}
-    assert seen == {"dcp", "hf", "nasty", "odd", "safetensors", "tiny-lm", "torch"}
+    assert seen == {"dcp", "hf", "nasty", "odd", "rank-files", "safetensors", "tiny-lm", "torch"}
     assert {EXPECTED[c.fixture]["world_size"] for c in CASES if c.fixture.startswith("dcp/")} == {1, 2, 4, 8}
 
 
