@@ -43,7 +43,8 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
     """
     metadata = _read(source, names)
     tensors, objects, required = [], [], dict[str, int]()
-    for name in _in_order(metadata):
+    order = tuple(_in_order(metadata))
+    for name in order:
         entries = metadata[name]
         first, dotted = entries[0], entries[0].paths.get(name, (name,))
         if first.entries[name] is None:
@@ -66,6 +67,7 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         files=required,
         digests=_digests(source, tensors),
         warnings=tuple(warnings),
+        extra={"order": order},
     )
 
 

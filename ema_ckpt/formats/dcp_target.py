@@ -17,6 +17,7 @@ from ema_ckpt.files import Files
 from ema_ckpt.formats import record
 from ema_ckpt.formats.dcp import METADATA_NAME
 from ema_ckpt.formats.dcp_pickle import StoredItem, StoredTensor, dump_metadata
+from ema_ckpt.formats.dcp_plan import PlannedItem, idle_homes
 from ema_ckpt.formats.picklewriter import dumps
 from ema_ckpt.formats.tensorpickle import StorageRef, TensorRef
 from ema_ckpt.formats.torchzip import Member, ZipLayout
@@ -85,17 +86,21 @@ def lay_out(
     split: Sequence[bool],
     world_size: int,
     source: Files,
+    order: Sequence[str] = (),
 ) -> DcpTarget:
     """Lay out a checkpoint for `world_size` ranks.
 
     Args:
         entries: tensors in the order of the state dict; `split[i]` tells whether `entries[i]` is cut on dim 0.
         objects: copied whole to rank 0's file; `source` is where their archives are read from.
+        order: names in the source of tensors and objects together, as the state dict has them, if that is known.
 
     Raises:
         TargetError: `unsupported` for an object that cannot be written so that it loads safely.
     """
     ranks = [_RankFile(f"__{rank}_0.distcp") for rank in range(world_size)]
+    planned = _planned(entries, objects, split, order)
+    idle = idle_homes(planned, world_size)
     places: dict[str, list[StoredItem]] = {}
     for held in objects:
         places[held.name] = [ranks[0].put_object(held)]
@@ -105,10 +110,22 @@ def lay_out(
             chunks.append(ranks[0].put(entry, whole(entry.source.shape)))
             continue
         for rank, box in enumerate(split_rows(entry.source.shape, world_size)):
-            # Ranks without rows share one offset; of their items torch's metadata names the last one.
-            if box.sizes[0] or rank == world_size - 1:
+            if box.sizes[0] or rank == idle[entry.name]:
                 chunks.append(ranks[rank].put(entry, box))
-    return _assemble(entries, objects, ranks, places, source)
+    return _assemble(entries, objects, ranks, places, source, [item.name for item in planned])
+
+
+def _planned(
+    entries: Sequence[Entry], objects: Sequence[StoredObject], split: Sequence[bool], order: Sequence[str]
+) -> list[PlannedItem]:
+    """Tensors and objects in the order of the state dict."""
+    items = {}
+    for entry, cut in zip(entries, split, strict=True):
+        rows = entry.source.shape[0] if cut and entry.source.shape else None
+        items[entry.source.name] = PlannedItem(entry.name, entry.nbytes, rows)
+    items |= {held.source.name: PlannedItem(held.name, 0, None) for held in objects}
+    place = {name: at for at, name in enumerate(order)}
+    return [items[name] for name in sorted(items, key=lambda name: place.get(name, len(place)))]
 
 
 def _assemble(
@@ -117,10 +134,12 @@ def _assemble(
     ranks: Sequence[_RankFile],
     places: Mapping[str, list[StoredItem]],
     source: Files,
+    order: Sequence[str],
 ) -> DcpTarget:
     named: dict[str, StoredTensor | None] = {e.name: StoredTensor(e.dtype, e.source.shape) for e in entries}
     named |= {held.name: None for held in objects}
     paths = {e.name: e.path for e in entries} | {held.name: held.path for held in objects}
+    named, paths = {name: named[name] for name in order}, {name: paths[name] for name in order}
     metadata = dump_metadata(named, {name: tuple(chunks) for name, chunks in places.items()}, paths)
     pieces: list[Piece] = []
     items: list[_Item] = []

@@ -216,7 +216,9 @@ def _lay_out(
         split = _split(catalog, known, entries)
         stored = [StoredObject(held.name, held.path, held.source) for held in objects]
         ranks = order.world_size or catalog.world_size or 1
-        return lay_out(entries, stored, split, ranks, catalog.source), {}
+        known_order = catalog.extra.get("order")
+        names = known_order if isinstance(known_order, tuple) else ()
+        return lay_out(entries, stored, split, ranks, catalog.source, names), {}
     inline = [Object(o.name, o.path, o.source.file, inline=o.source.inline, is_inline=True) for o in objects]
     nesting = catalog.extra.get("nesting")
     nested = nesting if isinstance(nesting, Nesting) else Nesting()
