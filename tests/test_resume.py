@@ -222,7 +222,9 @@ def test_some_averages_that_are_missing(run: Run, tmp_path: Path) -> None:
     assert other.ema.num_updates == 1
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch", "torch-nested", "dcp", "diffusers", "averaged-model"])
+@pytest.mark.parametrize(
+    "form", ["safetensors", "torch", "torch-nested", "dcp", "diffusers", "averaged-model", "lit-ema"]
+)
 def test_foreign_averages(run: Run, tmp_path: Path, form: str) -> None:
     live = save(tmp_path / "c", model=run.model, optimizer=run.optimizer)
     weights = {f"module.{name}": torch.full_like(p.detach(), 2.5) for name, p in run.model.named_parameters()}
@@ -238,6 +240,10 @@ def test_foreign_averages(run: Run, tmp_path: Path, form: str) -> None:
     elif form == "diffusers":
         torch.save({"shadow_params": list(names.values()), "optimization_step": 7, "decay": 0.99}, file)
         expected = 7
+    elif form == "lit-ema":
+        dotless = {name.replace(".", ""): value for name, value in names.items()}
+        torch.save({"model_ema": {**dotless, "decay": torch.tensor(0.9), "num_updates": torch.tensor(4)}}, file)
+        expected = 4
     elif form == "averaged-model":
         torch.save({"model": names, "ema": {"n_averaged": torch.tensor(5), **weights}}, file)
         expected = 5
@@ -245,15 +251,11 @@ def test_foreign_averages(run: Run, tmp_path: Path, form: str) -> None:
         file = tmp_path / "averages"
         dcp.save({"net": names, "net_ema": weights}, checkpoint_id=file)
     other = Run(seed=9)
-    if form == "diffusers":
-        # Positions need the live parameters beside them to be named.
-        refused(other, live, EmaCkptError, ema_path=file)
-        return
     report = other.restore(live, ema_path=file)
     assert all(torch.equal(other.ema.state_dict()["weights"][name], value) for name, value in names.items())
     assert torch.equal(other.model.enter.weight, run.model.enter.weight)
     assert other.ema.num_updates == expected
-    if form != "averaged-model":
+    if form not in ("averaged-model", "diffusers", "lit-ema"):
         assert "ema.weights.enter.weight" in report.renamed.values()
 
 
@@ -509,3 +511,33 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
         name for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata if name.startswith("model.")
     ]
     assert names == [f"model.{name}".replace("_extra_state", "_extra_state.count") for name in model.state_dict()]
+
+
+def test_a_checkpoint_saved_while_swapped_is_put_right(run: Run, tmp_path: Path) -> None:
+    live = {name: value.clone() for name, value in run.model.state_dict().items()}
+    state = run.ema.state_dict()
+    averages = {name: value.clone() for name, value in state["weights"].items()}
+    parameters = {name for name, _ in run.model.named_parameters()}
+    exchanged = {
+        "model": {name: averages[name] if name in parameters else value for name, value in live.items()},
+        "ema": {**state, "weights": {name: live[name] for name in averages}},
+        "swapped": True,
+    }
+    dcp.save(exchanged, checkpoint_id=tmp_path / "c")
+    other = Run(seed=9)
+    with pytest.warns(UserWarning, match="marked as swapped"):
+        other.restore(tmp_path / "c", optimizer=None)
+    for name in parameters:
+        assert torch.equal(other.model.state_dict()[name], live[name])
+        assert torch.equal(other.ema.state_dict()["weights"][name], averages[name])
+    assert not torch.equal(live["enter.weight"], averages["enter.weight"])
+
+
+def test_settings_in_a_dict_are_read(run: Run, tmp_path: Path) -> None:
+    state = run.ema.state_dict()
+    config = {**json.loads(state["config"]), "every": 5, "num_updates": 9}
+    old = {"weights": state["weights"], "config": config}
+    dcp.save({"model": run.model.state_dict(), "ema": old}, checkpoint_id=tmp_path / "c")
+    other = Run(seed=9)
+    assert other.restore(tmp_path / "c", optimizer=None).changed_settings == {"ema.every": (5, 1)}
+    assert other.ema.num_updates == 9

@@ -12,10 +12,11 @@ from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.ema.averages import live_part
 from ema_ckpt.ema.state import parse_config
 from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.resume.foreign import named_by_model
 from ema_ckpt.resume.leaves import pieces
 from ema_ckpt.resume.matching import Match, Target, match
-from ema_ckpt.resume.parts import Part, Staged, put, refuse_unfit, stage_pairs, tensors_of
-from ema_ckpt.resume.sources import Checkpoint, average_tree, setting
+from ema_ckpt.resume.parts import Part, Staged, put, refuse_unfit, stage_pairs
+from ema_ckpt.resume.sources import Checkpoint, average_tree, average_weights, loaded, nested, setting, tensors_of
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
@@ -59,7 +60,9 @@ class AveragePart(Part):
         self.warnings.append(f"{where} holds no averages {self._label!r}: they start from the restored live weights")
 
     def _compare(self, tree: Tree, *, strict: bool) -> None:
-        stored = dict(tree.weights)
+        ordered = self._checkpoint.catalog.format != "safetensors"
+        named = named_by_model(tree, self._manager.model, ordered=ordered)
+        stored = average_weights(self._checkpoint, named)
         self._weights = match(self._weights.tree, self._targets("weights"), stored, strict=strict)
         # Buffers that are not averaged have no value of their own here: the live ones count.
         known = {h.shard.fqn for h in self._manager.averages.live_buffers}
@@ -113,11 +116,14 @@ class AveragePart(Part):
 
 
 def _settings(checkpoint: Checkpoint, settings: Mapping[str, Tensor | Object]) -> dict[str, Any]:
-    """Counter and configuration, as far as the source has them."""
+    """Counter and configuration, as far as the source has them; a configuration that is a dict was flattened."""
+    config = parse_config(setting(checkpoint.source, settings, "config"))
+    entries = [(name.split(".")[1:], item) for name, item in settings.items() if name.startswith("config.")]
+    config |= {str(name): loaded(checkpoint.source, item) for name, item in nested(entries).items()}
     count = setting(checkpoint.source, settings, *_COUNTERS)
     seen = setting(checkpoint.source, settings, "samples_seen")
     return {
-        "num_updates": int(count or 0),
+        "num_updates": int(config.get("num_updates", 0) if count is None else count),
         "samples_seen": int(seen or 0),
-        "config": parse_config(setting(checkpoint.source, settings, "config")),
+        "config": config,
     }

@@ -14,10 +14,10 @@ from ema_ckpt.ema.shards import census
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.leaves import pieces
 from ema_ckpt.resume.matching import Match, Target, match
-from ema_ckpt.resume.sources import Checkpoint, live_tree_of, loaded, nested
+from ema_ckpt.resume.sources import Checkpoint, live_tree_of, live_weights, loaded, nested
 from ema_ckpt.trees import Tree
 
-__all__ = ["LivePart", "Part", "Staged", "put", "refuse_unfit", "stage_pairs", "tensors_of"]
+__all__ = ["LivePart", "Part", "Staged", "put", "refuse_unfit", "stage_pairs"]
 
 Staged = list[tuple[torch.Tensor, torch.Tensor]]  # live view, host value
 
@@ -103,11 +103,16 @@ class LivePart(Part):
         held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
         targets = [Target((h.shard.fqn, *h.shard.aliases), pieces(published(h.shard))) for h in held]
         extra_state = _extra_state_of(tree)
-        sources = {n: t for n, t in {**tensors_of(tree), **tree.weights}.items() if not _is_extra_state(t)}
+        sources = {name: t for name, t in live_weights(checkpoint).items() if not _is_extra_state(t)}
         self._match = match("model", targets, sources, strict=strict)
         refuse_unfit(checkpoint.where, self._match, strict=strict)
         self.note(self._match)
         self.missing += [self._match.full(target) for target in self._match.missing]
+        if checkpoint.is_exchanged:
+            self.warnings.append(
+                f"{checkpoint.where} is marked as swapped: it was saved with averages in the model's place, and its "
+                "trees were exchanged back"
+            )
         self._extra_state = extra_state
         self._staged: Staged = []
         self._values: dict[str, Any] = {}
@@ -132,8 +137,3 @@ def _extra_state_of(tree: Tree) -> dict[str, Any]:
     depth = len(tree.name.split(".")) if tree.name else 0
     items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
     return {str(k): v for k, v in nested([(i.path[depth:], i) for i in items if _is_extra_state(i)]).items()}
-
-
-def tensors_of(tree: Tree) -> dict[str, Tensor]:
-    """Every tensor of a tree by its name inside."""
-    return {tensor.name.removeprefix(f"{tree.name}.") if tree.name else tensor.name: tensor for tensor in tree.tensors}

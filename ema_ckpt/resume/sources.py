@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from ema_ckpt.catalog import Object, Tensor
@@ -11,9 +12,22 @@ from ema_ckpt.naming import EMA, LIVE, OPTIMIZER
 from ema_ckpt.resume.reading import Source
 from ema_ckpt.trees import Tree, trees
 
-__all__ = ["Checkpoint", "average_tree", "live_tree_of", "loaded", "nested", "optimizer_entries", "setting"]
+__all__ = [
+    "Checkpoint",
+    "average_tree",
+    "average_weights",
+    "live_tree_of",
+    "live_weights",
+    "loaded",
+    "nested",
+    "optimizer_entries",
+    "setting",
+    "tensors_of",
+]
 
 Nested = dict[str | int, Any]
+
+_MARKS = ("swapped", "is_swapped", "ema_swapped")
 
 
 class Checkpoint:
@@ -25,6 +39,13 @@ class Checkpoint:
         self.catalog = open_catalog(path)
         self.source = Source(self.catalog)
         self.trees = trees(self.catalog)
+
+    @cached_property
+    def is_exchanged(self) -> bool:
+        """Whether a mark says that it was saved with averages in the model's place and live weights in theirs."""
+        items: list[Tensor | Object] = [*self.catalog.tensors, *self.catalog.objects]
+        marks = {str(item.path[-1]).rpartition(".")[2]: item for item in items}
+        return any(bool(setting(self.source, marks, name)) for name in _MARKS)
 
     @property
     def where(self) -> str:
@@ -43,6 +64,29 @@ def live_tree_of(checkpoint: Checkpoint) -> Tree:
         UsageError: `unknown-tree` or `ambiguous-tree`.
     """
     return _one_of(checkpoint, [tree for tree in checkpoint.trees if tree.role == LIVE], "model", "live weights")
+
+
+def live_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Stored live tensors by name; from the averages' place if the checkpoint was saved while they were exchanged."""
+    tree = live_tree_of(checkpoint)
+    found = {**tensors_of(tree), **tree.weights}
+    averages = average_tree(checkpoint, "ema", foreign=False) if checkpoint.is_exchanged else None
+    return found if averages is None else found | {n: t for n, t in averages.weights.items() if n in found}
+
+
+def average_weights(checkpoint: Checkpoint, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stored averages by name; from the live weights' place if the checkpoint was saved while they were exchanged."""
+    found = dict(named)
+    return (
+        found
+        if not checkpoint.is_exchanged
+        else found | {name: tensor for name, tensor in live_tree_of(checkpoint).weights.items() if name in found}
+    )
+
+
+def tensors_of(tree: Tree) -> dict[str, Tensor]:
+    """Every tensor of a tree by its name inside."""
+    return {tensor.name.removeprefix(f"{tree.name}.") if tree.name else tensor.name: tensor for tensor in tree.tensors}
 
 
 def average_tree(checkpoint: Checkpoint, name: str, *, foreign: bool) -> Tree | None:
