@@ -19,11 +19,11 @@ FAMILIES = (
     ("base", 0, "errors dtypes naming sizes crc notices"),
     ("catalog", 1, "box catalog files families coverage stagedir target ties"),
     ("formats", 2, "formats"),
-    ("plan", 2, "selection trees grouping ema_forms"),
+    ("plan", 2, "selection trees grouping ema_forms phema"),
     ("ema", 2, "ema"),
     ("opening", 3, "opening joining discover complete folders found settings"),
     ("engine", 3, "cast checks regions workers hands outputs execute"),
-    ("engine", 3, "streams values digests stored sums audit lowprecision compare"),
+    ("engine", 3, "streams values digests stored sums audit lowprecision compare blend phema blend"),
     ("engine", 3, "staging destination journal publish"),
     ("ops", 4, "ops"),
     ("resume", 4, "resume"),
@@ -118,6 +118,14 @@ def test_imports_point_downwards(path: Path) -> None:
             if other != family and other_layer >= layer:
                 wrong.append(f"line {line}: {family} (layer {layer}) imports {target} ({other}, layer {other_layer})")
     assert not wrong
+
+
+def test_the_table_is_the_documented_one() -> None:
+    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for family, layer, members in FAMILIES:
+        shown = [members, f"{members}/*", members.split()[0] + "/*"]
+        if family != "facade":
+            assert any(f"| {layer} | {family} | `{form}` |" in text for form in shown), (family, members)
 
 
 @each(MODULES)
