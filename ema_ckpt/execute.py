@@ -23,6 +23,7 @@ from ema_ckpt.journal import Journal
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, Share, find_runs, find_shares, row_runs
 from ema_ckpt.target import Piece, Target
+from ema_ckpt.workers import run_jobs
 
 if TYPE_CHECKING:
     pass
@@ -103,45 +104,16 @@ class _Engine:
         self.journals = journal is not None
         self.lock = threading.Lock()
         self._parts: dict[str, list[Interval]] = {}
-        self._jobs = self._cut()
-        self._jobs_lock = threading.Lock()
-        self._error: BaseException | None = None
         # Where a tensor goes to several files its pieces come far apart, each after a file's worth of others.
         self._recurs = len({piece.entry.name for piece in target.pieces}) < len(target.pieces)
         self._located: dict[str, tuple[tuple[Payload, ...], list[int]]] = {}
 
     def run(self) -> Outcome:
         """Do all jobs, then compare what was only read in part."""
-        threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(self.settings.threads - 1)]
-        for thread in threads:
-            thread.start()
-        try:
-            self._serve()
-        except BaseException as error:
-            self._error = self._error or error
-            raise
-        finally:
-            for thread in threads:
-                thread.join()
-        if self._error is not None:
-            raise self._error
+        run_jobs(self._cut(), self.settings.threads, lambda: Hands(self))
         self.checks.finish()
         self._digest()
         return self.outcome
-
-    def _serve(self) -> None:
-        """Work until there is nothing left, or somebody failed."""
-        try:
-            hands = Hands(self)
-            while self._error is None:
-                with self._jobs_lock:
-                    job = next(self._jobs, None)
-                if job is None:
-                    return
-                job(hands)
-        except BaseException as error:  # noqa: BLE001 - reported by `run`, in the thread that called it
-            if self._error is None:
-                self._error = error
 
     def _cut(self) -> Iterator[Callable[[Hands], None]]:
         batch: list[int] = []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["Global", "Maker", "Opaque", "Standin", "is_executor"]
+__all__ = ["Global", "Maker", "Opaque", "Standin", "is_executor", "parts_of", "within"]
 
 Maker = Callable[..., object]
 
@@ -90,3 +90,25 @@ class Global:
 
     def __repr__(self) -> str:
         return f"<global {self.module}.{self.name}>"
+
+
+def parts_of(value: object) -> Iterable[object]:
+    """What lies directly in a value that was read from a pickle, placeholders included."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    return [value.args, value.state, value.entries] if isinstance(value, Opaque) else ()
+
+
+def within(value: object) -> Iterator[object]:
+    """A value and all that is in it, each once, however often it is referred to."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        inner = todo.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        yield inner
+        todo += parts_of(inner)

@@ -15,7 +15,7 @@ from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, chec
 from ema_ckpt.errors import SourceError, UnsafeError, shown
 from ema_ckpt.files import Files
 from ema_ckpt.formats import record
-from ema_ckpt.formats.globals import Global, Maker, Opaque, is_executor
+from ema_ckpt.formats.globals import Global, Maker, Opaque, is_executor, parts_of, within
 from ema_ckpt.formats.nesting import Nesting, flatten
 from ema_ckpt.formats.tensorpickle import TensorRef, load_value
 from ema_ckpt.formats.torchzip import Archive, read_archive
@@ -318,16 +318,16 @@ def object_warnings(name: str, value: object, file: str) -> Iterator[Warn]:
     if unsafe is not None:
         yield Warn("unsafe-pickle", f"{name!r}: {unsafe.reason}")
         return
-    opaque = next((inner for inner in _within(value) if isinstance(inner, Opaque)), None)
+    opaque = next((inner for inner in within(value) if isinstance(inner, Opaque)), None)
     if opaque is not None:
-        held = sum(isinstance(inner, TensorRef) for inner in _within(value))
+        held = sum(isinstance(inner, TensorRef) for inner in within(value))
         lost = f"; {held} tensors in it are not read" if held else ""
         yield Warn("opaque", f"{name!r} holds a {opaque.module}.{opaque.name}, unknown to ema_ckpt{lost}")
 
 
 def refuse_discarded(unsafe: Sequence[Refused], objects: Sequence[Object], file: str) -> None:
     """A call whose result is in no object was hidden on purpose."""
-    listed = {id(inner) for item in objects for inner in _within(item.inline)} if unsafe else set()
+    listed = {id(inner) for item in objects for inner in within(item.inline)} if unsafe else set()
     for found in unsafe:
         if id(found) not in listed:
             refuse(found, "the pickle throws away what it calls", file)
@@ -346,35 +346,13 @@ def _caller_of_tensors(value: object) -> Opaque | None:
             return caller
         if isinstance(inner, Opaque) and inner.called:
             caller = inner
-        todo += [(part, caller) for part in _parts(inner)]
+        todo += [(part, caller) for part in parts_of(inner)]
     return None
 
 
 def unsafe_within(value: object) -> Refused | None:
     """Something in a value that unpickling would run, or None."""
-    return next((i for i in _within(value) if isinstance(i, Refused) and i.code == "unsafe-pickle"), None)
-
-
-def _within(value: object) -> Iterator[object]:
-    """A value and all that is in it, opaque things included, each once."""
-    seen: set[int] = set()
-    todo = [value]
-    while todo:
-        inner = todo.pop()
-        if id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        yield inner
-        todo += _parts(inner)
-
-
-def _parts(value: object) -> Iterable[object]:
-    """What lies directly in a value."""
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
-    return [value.args, value.state, value.entries] if isinstance(value, Opaque) else ()
+    return next((i for i in within(value) if isinstance(i, Refused) and i.code == "unsafe-pickle"), None)
 
 
 def _digests(archive: Archive, tensors: Sequence[Tensor]) -> Mapping[str, int]:

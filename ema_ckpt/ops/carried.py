@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ema_ckpt.catalog import Catalog, Object, Warn
 from ema_ckpt.errors import UnsafeError, UsageError, shown
 from ema_ckpt.formats import record
-from ema_ckpt.formats.globals import Opaque
+from ema_ckpt.formats.globals import Opaque, within
 from ema_ckpt.formats.picklewriter import is_plain
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.selection import KeptObject
@@ -100,18 +100,6 @@ def _fits(value: object, form: str) -> bool:
 
 
 def _opaque(value: object) -> str | None:
-    """The name of something of an unknown class in a value, containers searched, or None."""
-    seen: set[int] = set()
-    todo = [value]
-    while todo:
-        inner = todo.pop()
-        if id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        if isinstance(inner, Opaque):
-            return f"{inner.module}.{inner.name}"
-        if isinstance(inner, dict):
-            todo += [*inner, *inner.values()]
-        elif isinstance(inner, list | tuple | set | frozenset):
-            todo += inner
-    return None
+    """The name of something of an unknown class in a value, or None."""
+    found = next((inner for inner in within(value) if isinstance(inner, Opaque)), None)
+    return None if found is None else f"{found.module}.{found.name}"
