@@ -7,6 +7,7 @@ written can be read with plain `dcp.load` and has the tree structure in its meta
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +35,15 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """One entry of a flattened state: its dotted name, its path, and a tensor or a pickled object."""
+    """One entry of a flattened state: its dotted name, its path, and a tensor or a pickled object.
+
+    `mark` is equal for objects that print alike: pickles of equal values may differ.
+    """
 
     name: str
     path: Path
     value: Pieces | bytes
+    mark: int = 0
 
 
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
@@ -52,7 +57,10 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
         name = ".".join(map(str, path))
         if name in leaves:
             raise UsageError("name-collision", f"two entries of the state are called {name!r}; rename one of them")
-        leaves[name] = Leaf(name, path, pieces(value) if isinstance(value, torch.Tensor) else _pickled(name, value))
+        if isinstance(value, torch.Tensor):
+            leaves[name] = Leaf(name, path, pieces(value))
+        else:
+            leaves[name] = Leaf(name, path, _pickled(name, value), _mark(value) if path[0] == "extra" else 0)
     return list(leaves.values())
 
 
@@ -108,6 +116,11 @@ def _is_terminal(value: Any) -> bool:
     if not isinstance(value, list):
         return not isinstance(value, torch.Tensor | DTensor | Published)
     return all(_is_terminal(item) for item in value)
+
+
+def _mark(value: Any) -> int:
+    text = repr(value)
+    return 0 if " at 0x" in text else zlib.crc32(text.encode())
 
 
 def _pickled(name: str, value: Any) -> bytes:

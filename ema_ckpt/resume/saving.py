@@ -106,7 +106,7 @@ def save(
     ours = channel("save")
     target = _agreed_target(path, ours)
     leaves = agreed(ours, _CALL, lambda: flatten(_state(model, ema, optimizer, extra)))
-    loose = _buffer_leaves(model, ema)
+    loose = _buffer_names(model, ema) | {leaf.name for leaf in leaves if leaf.path[0] == "extra"}
     _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in loose], ours)
     planned = plan(leaves, loose, ours, _CALL)
     if not async_save:
@@ -146,7 +146,7 @@ def _state(
     return state
 
 
-def _buffer_leaves(model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] | None) -> frozenset[str]:
+def _buffer_names(model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] | None) -> frozenset[str]:
     """Full names of buffers wherever they are saved."""
     trees = ["model"]
     if isinstance(ema, Mapping):
@@ -157,14 +157,10 @@ def _buffer_leaves(model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] 
 
 
 def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
-    """Compare, by CRC-32, pieces that several ranks hold; rank 0 warns of tensors in which they differ."""
+    """Compare, by CRC-32, what several ranks hold; rank 0 warns by name of what differs."""
     if ours.size == 1:
         return
-    mine = [
-        [leaf.name, [[box.offsets, _crc(view)] for box, view in leaf.value.held]]
-        for leaf in leaves
-        if isinstance(leaf.value, Pieces)
-    ]
+    mine = [[leaf.name, _marks(leaf)] for leaf in leaves]
     found: dict[tuple[str, tuple[int, ...]], set[int]] = {}
     for data in ours.gather(json.dumps(mine).encode()):
         for name, held in json.loads(data):
@@ -173,9 +169,17 @@ def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
     differing = sorted({name for (name, _), crcs in found.items() if len(crcs) > 1})
     if differing:
         warnings.warn(
-            f"replicas-differ: ranks hold different values of {shown(differing)}; the lowest rank's are saved",
+            f"replicas-differ: ranks hold different values of {shown(differing)}; the lowest rank's are saved. What each rank "
+            "has of its own goes into extra under names that tell the rank",
             stacklevel=3,
         )
+
+
+def _marks(leaf: Leaf) -> list[tuple[tuple[int, ...], int]]:
+    """Offsets and CRC-32 of each piece; of an object its mark."""
+    if isinstance(leaf.value, Pieces):
+        return [(box.offsets, _crc(view)) for box, view in leaf.value.held]
+    return [((), leaf.mark)]
 
 
 def _crc(view: torch.Tensor) -> int:

@@ -217,11 +217,12 @@ def _drifting(parent: str) -> tuple[list[str], list[str], float]:
         plain.weight.fill_(float(rank))
     with warnings.catch_warnings(record=True) as first:
         warnings.simplefilter("always")
-        save(Path(parent, "a"), model=model, ema=ema)
+        save(Path(parent, "a"), model=model, ema=ema, extra={"seen": rank, "same": {"a": 1.5}, "t": torch.tensor(rank)})
     with warnings.catch_warnings(record=True) as second:
         warnings.simplefilter("always")
         save(Path(parent, "b"), model=plain, check_replicas=True)
-    restore(Path(parent, "a"), model=model, ema=ema)
+    extra = restore(Path(parent, "a"), model=model, ema=ema, extra={"seen": None, "t": None}).extra
+    assert extra["seen"] == extra["t"] == 0
     return [str(w.message) for w in first], [str(w.message) for w in second], float(model[1].running_mean[0])
 
 
@@ -231,7 +232,9 @@ def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     assert len(buffers) == 1
     assert buffers[0].startswith("replicas-differ: ")
     assert "'model.1.running_mean'" in buffers[0]
+    assert "'extra.seen', 'extra.t'" in buffers[0]
     assert "running_var" not in buffers[0]
+    assert "same" not in buffers[0]
     assert "'model.weight'" in replicas[0]
     assert everyone[1][:2] == ([], [])
     assert [mean for *_, mean in everyone] == [1.0, 1.0]
