@@ -114,7 +114,7 @@ def _in_order(metadata: Mapping[str, list[Metadata]]) -> Iterable[str]:
     `planner_data` keeps that order. The entries lie by the rank that wrote them, so that replicated tensors, which
     DCP spreads over the ranks, come out shuffled; EMAs that are lists depend on the order.
     """
-    told = {name: None for part in _parts(metadata) for name in part.paths}
+    told = {name: None for part in _parts(metadata) for name in part.paths if name in metadata}
     return {**told, **dict.fromkeys(metadata)}
 
 
