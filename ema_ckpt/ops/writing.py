@@ -92,7 +92,7 @@ class Request:
 
 @dataclass(slots=True)
 class Job:
-    """A write that is laid out: from where, to where, what."""
+    """A write that is laid out: from where, to where, what. `beside` are further local places that are read."""
 
     catalog: Catalog
     out: Path
@@ -100,12 +100,13 @@ class Job:
     target: Target
     keep_foreign: bool = False
     warnings: list[Warn] = field(default_factory=list)
+    beside: Sequence[str] = ()
 
     @property
     def sources(self) -> list[str]:
         """Local places that are read, which the target may not touch."""
         read = local_path(self.catalog.resolved)
-        return [] if read is None else [read]
+        return [*([] if read is None else [read]), *self.beside]
 
 
 def usable_cpus() -> int:
@@ -178,6 +179,7 @@ def check_sources(catalog: Catalog, tensors: Iterable[Tensor]) -> None:
             held = users.setdefault(tensor.chunks[index].file, [])
             if not held or held[-1] != tensor.name:
                 held.append(tensor.name)
+    _refuse_missing(catalog, users)
     for file, names in users.items():
         try:
             size = catalog.source.size(file)
@@ -188,6 +190,27 @@ def check_sources(catalog: Catalog, tensors: Iterable[Tensor]) -> None:
         if size < expected:
             message = f"{file}: expected at least {expected} bytes, found {size}: the file is truncated"
             raise SourceError("truncated-file", f"{message}; it holds {shown(names)}", tensor=names[0], file=file)
+
+
+def _refuse_missing(catalog: Catalog, users: Mapping[str, Sequence[str]]) -> None:
+    """Name every file that is not there: on several nodes with disks of their own each has a part of them."""
+    missing = [file for file in users if _is_missing(catalog, file)]
+    if not missing:
+        return
+    names = list(dict.fromkeys(name for file in missing for name in users[file]))
+    several = f"{catalog.resolved}: {len(missing)} of {len(users)} files are missing: {shown(missing)}"
+    what = several if len(missing) > 1 else f"{missing[0]}: no such file in {catalog.resolved}"
+    message = f"{what}, with parts of {shown(names)}"
+    hint = "copy all files of the checkpoint into one directory (each node may have saved its own)"
+    raise SourceError("missing-file", f"{message}; {hint}", tensor=names[0], file=missing[0])
+
+
+def _is_missing(catalog: Catalog, file: str) -> bool:
+    try:
+        catalog.source.size(file)
+    except SourceError as error:
+        return error.code == "missing-file"
+    return False
 
 
 def write(job: Job, request: Request) -> Outcome | None:
@@ -207,6 +230,7 @@ def write(job: Job, request: Request) -> Outcome | None:
             nbytes=nbytes,
         )
         return None
+    stamps = _stamps(job.catalog)
     with stage(
         job.out,
         is_directory=job.is_directory,
@@ -216,15 +240,21 @@ def write(job: Job, request: Request) -> Outcome | None:
         nbytes=nbytes,
         fsync=request.fsync,
         resume=request.resume,
-        identity=_identity(job),
+        identity=_identity(job, stamps),
     ) as staged:
         outcome = run(job.catalog, job.target, staged.path, _settings(job, request), staged.journal)
+        _refuse_changed(job.catalog, stamps)
     job.warnings += staged.warnings
-    job.warnings += [
-        Warn("overflow", f"{count} finite values of {name!r} became infinite in the cast")
-        for name, count in outcome.overflow.items()
-    ]
+    job.warnings += _overflows(job, outcome)
     return outcome
+
+
+def _overflows(job: Job, outcome: Outcome) -> Iterable[Warn]:
+    names = dict.fromkeys(piece.entry.name for piece in job.target.pieces) if outcome.overflow else {}
+    for name in names:  # workers end in any order, the warnings stand in that of the tensors
+        if name in outcome.overflow:
+            count = outcome.overflow[name]
+            yield Warn("overflow", f"{count:,} finite values of {name!r} became infinite in the cast; keep its dtype")
 
 
 def _settings(job: Job, request: Request) -> Settings:
@@ -232,17 +262,24 @@ def _settings(job: Job, request: Request) -> Settings:
     return Settings(request.threads, request.budget_nbytes or default, request.verify, request.progress)
 
 
-def _identity(job: Job) -> dict[str, str]:
+def _identity(job: Job, stamps: Mapping[str, str]) -> dict[str, str]:
     """What is written from what: an interrupted run is continued only if both are the same."""
-    return {"source": _source_identity(job.catalog), "plan": _plan_hash(job.target)}
+    source = hashlib.sha256()
+    for file, stamp in stamps.items():
+        source.update(f"{file}\0{stamp}\0".encode("utf-8", "surrogatepass"))
+    return {"source": source.hexdigest(), "plan": _plan_hash(job.target)}
 
 
-def _source_identity(catalog: Catalog) -> str:
-    known = hashlib.sha256()
-    root = catalog.source.root
-    for file in sorted(catalog.files):
-        known.update(f"{file}\0{_stamp(root, file)}\0".encode("utf-8", "surrogatepass"))
-    return known.hexdigest()
+def _stamps(catalog: Catalog) -> dict[str, str]:
+    """Size and time of change of every file of the source."""
+    return {file: _stamp(catalog.source.root, file) for file in sorted(catalog.files)}
+
+
+def _refuse_changed(catalog: Catalog, before: Mapping[str, str]) -> None:
+    changed = [file for file, stamp in _stamps(catalog).items() if stamp != before[file]]
+    if changed:
+        message = f"{catalog.resolved}: {shown(changed)} changed while being read; let the writer finish and try again"
+        raise SourceError("source-changed", message, file=changed[0])
 
 
 def _stamp(root: str, file: str) -> str:
