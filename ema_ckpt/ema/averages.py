@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from ema_ckpt.box import Box, whole
+from ema_ckpt.ema.pinned import pinned_zeros
 from ema_ckpt.ema.placement import replica_part
 from ema_ckpt.ema.settings import Settings, Source
 from ema_ckpt.ema.shards import Census, Edge, Held, Slot
@@ -116,10 +117,11 @@ def _allocate(held: Sequence[Held], parts: Sequence[_Part], settings: Settings) 
     dtypes = [settings.dtype.to_complex() if s.dtype.is_complex else settings.dtype for s in shards]
     devices = [s.local.device for s in shards]
     shapes = [torch.Size([n]) if split else s.local.shape for s, (_, n, split) in zip(shards, parts, strict=True)]
-    shadows = _arenas(shapes, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)))
+    shadows = _zeros(shapes, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)), settings)
     residuals: Sequence[torch.Tensor | None] = [None] * len(shards)
     if settings.compensate:
-        residuals = _arenas(shapes, [(torch.bfloat16, d, s.dtype) for d, s in zip(devices, shards, strict=True)])
+        kinds = [(torch.bfloat16, d, s.dtype) for d, s in zip(devices, shards, strict=True)]
+        residuals = _zeros(shapes, kinds, settings)
     return [
         Slot(shard, start, numel, shadow, residual, split)
         for shard, (start, numel, split), shadow, residual in zip(shards, parts, shadows, residuals, strict=True)
@@ -127,6 +129,22 @@ def _allocate(held: Sequence[Held], parts: Sequence[_Part], settings: Settings) 
 
 
 _Kind = tuple[torch.dtype, torch.device, torch.dtype]  # of the average, its device, and of what it follows
+
+
+def _is_offloaded(device: torch.device, settings: Settings) -> bool:
+    """Whether averages of what is on `device` are kept in pinned host memory."""
+    return bool(settings.offload) and device.type == "cuda"
+
+
+def _zeros(shapes: Sequence[torch.Size], kinds: Sequence[_Kind], settings: Settings) -> list[torch.Tensor]:
+    """Zeros of each shape where averages live: beside what they follow, or in one slab of host memory per kind."""
+    away = [i for i, kind in enumerate(kinds) if _is_offloaded(kind[1], settings)]
+    here = [i for i in range(len(kinds)) if i not in set(away)]
+    made = dict(zip(here, _arenas([shapes[i] for i in here], [kinds[i] for i in here]), strict=True))
+    for kind in dict.fromkeys(kinds[i] for i in away):
+        members = [i for i in away if kinds[i] == kind]
+        made.update(zip(members, pinned_zeros([shapes[i] for i in members], kind[0]), strict=True))
+    return [made[i] for i in range(len(kinds))]
 
 
 def _arenas(shapes: Sequence[torch.Size], kinds: Sequence[_Kind]) -> list[torch.Tensor]:
@@ -198,8 +216,8 @@ def fit(averages: Averages, census: Census, settings: Settings) -> Averages:
     held = [_renamed(found[slot.shard.fqn], slot) for slot in averages.slots]
     for slot, h in zip(averages.slots, held, strict=True):
         _refuse_change(slot, h)
-    if all(_same_cut(slot, h) for slot, h in zip(averages.slots, held, strict=True)):
-        slots = [_relinked(slot, h) for slot, h in zip(averages.slots, held, strict=True)]
+    if all(_same_cut(slot, h) and _stays(slot, h, settings) for slot, h in zip(averages.slots, held, strict=True)):
+        slots = [_relinked(slot, h, settings) for slot, h in zip(averages.slots, held, strict=True)]
     else:
         slots = _narrowed(averages.slots, held, settings)
     live = [found[h.shard.fqn] for h in averages.live_buffers if h.shard.fqn in found]
@@ -227,11 +245,17 @@ def _same_cut(slot: Slot, held: Held) -> bool:
     return slot.shard.boxes == held.shard.boxes and slot.shard.local.numel() == held.shard.local.numel()
 
 
-def _relinked(slot: Slot, held: Held) -> Slot:
+def _stays(slot: Slot, held: Held, settings: Settings) -> bool:
+    """Whether the average need not be moved into pinned memory now that the model is on a device."""
+    return not _is_offloaded(held.shard.local.device, settings) or not slot.numel or slot.shadow.is_pinned()
+
+
+def _relinked(slot: Slot, held: Held, settings: Settings) -> Slot:
     local = held.shard.local
+    home = torch.device("cpu") if _is_offloaded(local.device, settings) else local.device
     shape = slot.shadow.shape if slot.is_split else local.shape
-    rest = None if slot.residual is None else slot.residual.to(local.device).view(shape)
-    return replace(slot, shard=held.shard, shadow=slot.shadow.to(local.device).view(shape), residual=rest)
+    rest = None if slot.residual is None else slot.residual.to(home).view(shape)
+    return replace(slot, shard=held.shard, shadow=slot.shadow.to(home).view(shape), residual=rest)
 
 
 def _narrowed(old: Sequence[Slot], held: Sequence[Held], settings: Settings) -> list[Slot]:

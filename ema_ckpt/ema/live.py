@@ -10,7 +10,7 @@ from torch import nn
 
 from ema_ckpt.ema import swap
 from ema_ckpt.ema.published import publish
-from ema_ckpt.ema.shards import Held, Shard, _walk, census
+from ema_ckpt.ema.shards import Held, Shard, canonical_modules, census
 from ema_ckpt.errors import StateError
 
 __all__ = ["buffer_names", "live_tree", "published", "refuse_swapped", "set_extra_state"]
@@ -32,7 +32,7 @@ def live_tree(model: nn.Module) -> dict[str, Any]:
                 entries.update(dict.fromkeys((held.shard.fqn, *held.shard.aliases), (kind, tensor)))
     entries.update({name: (2, module.get_extra_state()) for name, module in _with_extra_state(model)})
     places: dict[str, int] = {}
-    for place, (prefix, _, _) in enumerate(_walk(model, "", None)):
+    for place, (prefix, _) in enumerate(canonical_modules(model)):
         places.setdefault(prefix, place)
     order = sorted(entries, key=lambda name: (places.get(_prefix(name), len(places)), entries[name][0]))
     return {name: entries[name][1] for name in order}
@@ -71,7 +71,7 @@ def _buffers(model: nn.Module) -> list[Held]:
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for prefix, module, _ in _walk(model, "", None):
+    for prefix, module in canonical_modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield prefix + _EXTRA, module
 

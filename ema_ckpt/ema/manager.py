@@ -12,10 +12,13 @@ from torch import nn
 from ema_ckpt.ema import attach, state, swap
 from ema_ckpt.ema.averages import Averages, choose, fit, live_part, make, value_of
 from ema_ckpt.ema.decay import Schedule, as_schedule
-from ema_ckpt.ema.engines.lists import Lists, Step
+from ema_ckpt.ema.engines.lists import Step
+from ema_ckpt.ema.engines.offload import OffloadStep
 from ema_ckpt.ema.engines.select import prepare
+from ema_ckpt.ema.graphs import Recording
+from ema_ckpt.ema.pairs import lists_of
 from ema_ckpt.ema.settings import Counter, Settings, Source, globs
-from ema_ckpt.ema.shards import Slot, Watch, census
+from ema_ckpt.ema.shards import Watch, census
 from ema_ckpt.errors import StateError, UsageError
 
 __all__ = ["ShardedEMA"]
@@ -38,9 +41,10 @@ class ShardedEMA:
         every: move the average only at each `every`-th call, by the product of the decays.
         dtype: of the average.
         compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds away.
-        rounding: `"nearest"`; `"stochastic"` (with `seed`) raises, there is no engine for it yet.
-        offload: keep the average in host memory. Without CUDA that is where it is; with CUDA it raises, there is
-            no engine for it yet.
+        rounding: `"nearest"`, or for bfloat16 averages `"stochastic"`: the bits drawn depend on `seed`, the number of
+            the call and the element, not on how the model is cut.
+        offload: keep the average in pinned host memory; True lets it move while training goes on (`wait` says what
+            that asks for), `"sync"` makes later work on the device wait. Without CUDA it changes nothing.
         shard_replicas: divide the average over the replicas that a wrapper declares (DDP, HSDP, hybrid FSDP). None
             does so where there are any.
         buffers: `"copy"` saves the live buffers with the average, `"average"` averages floating ones, `"skip"`
@@ -82,32 +86,49 @@ class ShardedEMA:
         self.model = model
         self._events: dict[torch.device, torch.Tensor] = {}
         self._events_reported = 0
+        self._recording = Recording()
         self._attachment: attach.Attachment | None = None
         with torch.inference_mode(False), torch.no_grad():
             found = census(model)
             chosen, live_buffers = choose(found, self.settings)
-            if offload and any(h.shard.local.is_cuda for h in chosen):
-                raise UsageError("unsupported", "offload on CUDA needs an engine that this version does not have yet")
             slots = make(chosen, self.settings)
             self._take(Averages(tuple(slots), tuple(chosen), tuple(live_buffers), found.edges))
+            if self._on_cuda and not offload:
+                self._ready_steps()  # so that the first update may already be one inside a CUDA graph
 
     # Averaging
 
     def update(self, samples: int | None = None) -> None:
         """Count one step of the optimizer and move the average. No collective, no host synchronisation.
 
+        While a CUDA graph is captured the arithmetic is recorded and nothing is counted: see `advance`.
+
         Args:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
         """
         swap.refuse_inside(self, "update()")
-        if self._on_cuda and torch.cuda.is_current_stream_capturing():
-            raise StateError("unsupported", "update() inside a CUDA graph: the counter would stand still on replay")
         with torch.inference_mode(False), torch.no_grad():
             self.follow()
+            if self._on_cuda and torch.cuda.is_current_stream_capturing():
+                self._recording.add(self._steps)
+                return
             weight = self.counter.count(samples)
             if weight is not None:
                 for step in self._ready_steps():
                     step(weight)
+                if self.settings.offload == "sync":
+                    self.wait()
+
+    def advance(self, samples: int | None = None) -> None:
+        """Count the next replay of a CUDA graph that recorded `update()`: call it before each replay.
+
+        Raises:
+            StateError: no update was recorded.
+        """
+        swap.refuse_inside(self, "advance()")
+        with torch.inference_mode(False), torch.no_grad():
+            weight = self.counter.count(samples)
+            self._recording.advance(0.0 if weight is None else weight)
 
     def attach(self, *optimizers: torch.optim.Optimizer, samples: int | Callable[[], int] | None = None) -> None:
         """Update by itself, once each of `optimizers` has stepped since the last update.
@@ -134,6 +155,7 @@ class ShardedEMA:
         swap.refuse_inside(self, "reset()")
         with torch.inference_mode(False), torch.no_grad():
             self.follow()
+            self._settle()
             for slot, held in zip(self.averages.slots, self.averages.held, strict=True):
                 slot.shadow.copy_(live_part(slot, value_of(held, self.settings.source)))
                 if slot.residual is not None:
@@ -148,6 +170,7 @@ class ShardedEMA:
         """
         swap.refuse_inside(self, "rebind()")
         with torch.inference_mode(False), torch.no_grad():
+            self._settle()
             self._take(fit(self.averages, census(model), self.settings))
             self.model = model
 
@@ -202,10 +225,17 @@ class ShardedEMA:
         return gather_full(self, complete, timeout)
 
     def wait(self, host: bool = False) -> None:
-        """Return once nothing that `update` began is pending: later work on the device, and with `host` the caller.
+        """Make later work in the current stream, and with `host` the caller, wait for what `update` began.
 
-        Without `offload` updates run in the stream of the caller, so that only `host=True` has anything to wait for.
+        With `offload=True` parameters are read after `update` has returned. Steps of optimizers and all calls of
+        this manager wait by themselves; call this before writing parameters in any other way. Without `offload`
+        updates run in the stream of the caller, so that only `host=True` has anything to wait for.
         """
+        for step in self._steps or ():
+            if isinstance(step, OffloadStep):
+                step.join()
+                if host:
+                    step.wait()
         if host:
             for device in {slot.shadow.device for slot in self.averages.slots if slot.shadow.is_cuda}:
                 torch.cuda.synchronize(device)
@@ -236,6 +266,7 @@ class ShardedEMA:
     @property
     def nonfinite_events(self) -> int:
         """Updates in which this rank kept an element because its new value was not finite. Waits for the device."""
+        self.wait()
         return sum(int(events) for events in self._events.values())
 
     # Plumbing
@@ -247,16 +278,23 @@ class ShardedEMA:
             StateError: `non-finite`: with `nonfinite="raise"`, new values were not finite since the last call.
         """
         self.follow()
+        self._settle()
+        self._recording.check()
         if self.settings.nonfinite == "raise" and (events := self.nonfinite_events) > self._events_reported:
             since, self._events_reported = events - self._events_reported, events
             raise StateError(
                 "non-finite", f"new averages were not finite in {since} updates on this rank; those elements were kept"
             )
 
+    def _settle(self) -> None:
+        """Let host memory come to rest, if that is where averages are."""
+        if self.settings.offload:
+            self.wait(host=True)
+
     def _take(self, averages: Averages) -> None:
         """Work with `averages` from now on."""
         self.averages = averages
-        self._on_cuda = any(slot.shadow.is_cuda for slot in averages.slots)
+        self._on_cuda = any(slot.shard.local.is_cuda for slot in averages.slots)
         self._watch = Watch(averages.held, averages.edges)
         self._steps: list[Step] | None = None
         self._sources: list[torch.Tensor] = []
@@ -264,6 +302,7 @@ class ShardedEMA:
     def follow(self) -> None:
         """Find the live shards anew if the model's tensors were exchanged since: `.to()`, a late wrapper."""
         if not self._watch.unchanged():
+            self._settle()
             self._take(fit(self.averages, census(self.model), self.settings))
 
     def _ready_steps(self) -> list[Step]:
@@ -273,26 +312,20 @@ class ShardedEMA:
         else:
             values = [value_of(held, self.settings.source) for held in self.averages.held]
         if self._steps is None or not _same_memory(values, self._sources):
-            self._steps, self._sources = [prepare(lists) for lists in self._lists(values)], values
+            lists = lists_of(self.averages.slots, values, self.settings, self._event_counts(values), self._call)
+            self._settle()
+            self._steps, self._sources = [prepare(each) for each in lists], values
         return self._steps
 
-    def _lists(self, values: list[torch.Tensor]) -> list[Lists]:
-        """Pairs of average and value, sorted by device and dtypes."""
-        kinds: dict[tuple[Any, ...], list[tuple[Slot, torch.Tensor]]] = {}
-        for slot, value in zip(self.averages.slots, values, strict=True):
-            if slot.numel:
-                kind = (slot.shadow.device, slot.shadow.dtype, value.device, value.dtype)
-                kinds.setdefault(kind, []).append((slot, live_part(slot, value)))
-        return [self._list(pairs) for pairs in kinds.values()]
-
-    def _list(self, pairs: list[tuple[Slot, torch.Tensor]]) -> Lists:
-        shadows, params = [slot.shadow for slot, _ in pairs], [value for _, value in pairs]
-        residuals = [slot.residual for slot, _ in pairs if slot.residual is not None]
-        events = None
+    def _event_counts(self, values: list[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+        """Where each device counts updates that kept an element; empty if they take values as they come."""
         if self.settings.nonfinite != "ignore":
-            device = shadows[0].device
-            events = self._events.setdefault(device, torch.zeros((), dtype=torch.int64, device=device))
-        return Lists(shadows, params, residuals or None, events)
+            for device in {value.device for value in values} - self._events.keys():
+                self._events[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return self._events
+
+    def _call(self) -> int:
+        return self.counter.num_updates
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

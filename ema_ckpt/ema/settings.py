@@ -52,8 +52,8 @@ class Settings:
             raise UsageError("usage", f"every is a number of calls, 1 or more; found {self.every!r}")
         if self.compensate and self.dtype is not torch.float32:
             raise UsageError("usage", f"compensate=True carries a residual beside float32 averages, not {self.dtype}")
-        if self.rounding == "stochastic":
-            raise UsageError("unsupported", "rounding='stochastic' needs an engine that this version does not have yet")
+        if self.rounding == "stochastic" and self.dtype is not torch.bfloat16:
+            raise UsageError("usage", f"rounding='stochastic' is for dtype=torch.bfloat16, not {self.dtype}")
 
     def warn_of_lost_updates(self) -> None:
         """Warn if a step of the average is below half the spacing of the shadow's dtype, so that all may round away."""

@@ -32,6 +32,7 @@ __all__ = [
     "Shard",
     "Slot",
     "Watch",
+    "canonical_modules",
     "census",
     "is_state_init",
     "part_boxes",
@@ -160,6 +161,11 @@ class _Ddp:
 
     replica: ReplicaGroup | None
     ignored: frozenset[str]
+
+
+def canonical_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(canonical prefix, module) for each module in the order of `model.state_dict()`, as often as it is registered."""
+    return ((prefix, module) for prefix, module, _ in _walk(model, "", None))
 
 
 def _walk(module: nn.Module, prefix: str, ddp: _Ddp | None) -> Iterator[tuple[str, nn.Module, _Ddp | None]]:

@@ -146,4 +146,4 @@ def _warn(ema: ShardedEMA) -> None:
 
 def _equals_live(slots: tuple[Slot, ...]) -> bool:
     pairs = [(s.shadow, live_part(s, s.shard.local)) for s in slots if s.numel and s.shard.is_parameter]
-    return bool(pairs) and all(torch.equal(shadow, live.to(shadow.dtype)) for shadow, live in pairs)
+    return bool(pairs) and all(torch.equal(shadow.to(live.device), live.to(shadow.dtype)) for shadow, live in pairs)

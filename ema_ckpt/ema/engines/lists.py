@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ema_ckpt.ema.engines.noise import Noise
+
 __all__ = ["Lists", "Step"]
 
 # Moves all averages of a list by one weight, 1 - β; made once, called every update.
@@ -15,16 +17,19 @@ Step = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lists:
-    """Averages and what they follow: same device, one shadow dtype, one parameter dtype; shapes equal pairwise.
+    """Averages and what they follow: one shadow dtype, one parameter dtype; shapes equal pairwise.
 
-    `events`, a 0-dim int64 tensor on that device, counts updates in which an element was kept because its new
-    value was not finite; None takes such values as they come. `residuals` are bfloat16, one per shadow.
+    All on one device, or the averages and residuals in pinned host memory and the rest on one device.
+    `events`, a 0-dim int64 tensor on the parameters' device, counts updates in which an element was kept because its
+    new value was not finite; None takes such values as they come. `residuals` are bfloat16, one per shadow. With
+    `noise` the new averages are rounded stochastically.
     """
 
     shadows: Sequence[torch.Tensor]
     params: Sequence[torch.Tensor]
     residuals: Sequence[torch.Tensor] | None = None
     events: torch.Tensor | None = field(default=None)
+    noise: Noise | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -36,3 +41,14 @@ class Lists:
         """The dtype of the arithmetic: the shadow's, but at least float32."""
         dtype = self.shadows[0].dtype
         return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+    def subset(self, indices: Sequence[int]) -> Lists:
+        """Some of the pairs."""
+        noise = self.noise
+        return Lists(
+            [self.shadows[i] for i in indices],
+            [self.params[i] for i in indices],
+            None if self.residuals is None else [self.residuals[i] for i in indices],
+            self.events,
+            None if noise is None else Noise(noise.seed, noise.call, [noise.positions[i] for i in indices]),
+        )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from ema_ckpt.ema.engines import blocked, foreach
+from ema_ckpt.ema.engines import blocked, stochastic
 from ema_ckpt.ema.engines.lists import Lists, Step
 
 __all__ = ["prepare"]
 
 
 def prepare(lists: Lists) -> Step:
-    """The step of the fastest engine for the device that holds `lists`."""
-    return blocked.prepare(lists) if lists.shadows[0].device.type == "cpu" else foreach.prepare(lists)
+    """The step of the fastest engine for where `lists` are."""
+    device = lists.params[0].device.type
+    if device == "cuda":
+        from ema_ckpt.ema.engines import offload, triton
+
+        return triton.prepare(lists) if lists.shadows[0].is_cuda else offload.OffloadStep(lists)
+    return blocked.prepare(lists) if lists.noise is None else stochastic.prepare(lists, lists.noise)
