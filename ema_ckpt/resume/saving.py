@@ -169,8 +169,8 @@ def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
     differing = sorted({name for (name, _), crcs in found.items() if len(crcs) > 1})
     if differing:
         warnings.warn(
-            f"replicas-differ: ranks hold different values of {shown(differing)}; the lowest rank's are saved. What each rank "
-            "has of its own goes into extra under names that tell the rank",
+            f"replicas-differ: ranks hold different values of {shown(differing)}; the lowest rank's are saved. What "
+            "each rank has of its own goes into extra under names that tell the rank",
             stacklevel=3,
         )
 
