@@ -315,7 +315,8 @@ def _metadata(fields: dict[str, object], where: str) -> Metadata:
         bound = len(entries) + 65536  # a list index far beyond the number of entries asks for a list of that length
         result.paths = {name: _path(path, name, bound, where) for name, path in paths.items() if name in entries}
     for key, place in items.items():
-        result.items[_key(key)] = _place(place)
+        item = _key(key)
+        result.items[item] = _place(place, item[0], where)
     return result
 
 
@@ -363,14 +364,17 @@ def _key(key: object) -> Key:
     return key.fields["fqn"], None if offset is None else _ints(offset)
 
 
-def _place(place: object) -> ItemPlace:
+def _place(place: object, name: str, where: str) -> ItemPlace:
     if isinstance(place, ItemPlace):
         return place
     if not isinstance(place, _Info):
         raise ValueError("an item has no place")
     file, offset, nbytes = (place.fields[key] for key in ("relative_path", "offset", "length"))
-    if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
-        raise ValueError("an item has an impossible place")
+    if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int:
+        raise ValueError("an item has no place")
+    if offset < 0 or nbytes < 0:
+        message = f"{where}: {name!r} is said to be {nbytes} bytes at {offset} of {file}"
+        raise SourceError("out-of-bounds", message, tensor=name, file=where)
     transforms = place.fields.get("transform_descriptors") or ()
     return ItemPlace(file, offset, nbytes, tuple(map(str, transforms)))  # type: ignore[call-overload]
 

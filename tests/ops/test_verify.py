@@ -65,7 +65,7 @@ DAMAGED = {
     "item-of-other-dtype": ("index-mismatch", W, FILE),
     "item-reads-past-storage": ("out-of-bounds", W, FILE),
     "item-beyond-file": ("truncated-file", W, FILE),
-    "item-negative-offset": ("truncated-file", W, FILE),
+    "item-negative-offset": ("out-of-bounds", W, ".metadata"),
     "huge-list-index": ("out-of-bounds", W, ".metadata"),
     "huge-size": ("index-mismatch", W, "__0_0.distcp"),
     "overflowing-size": ("out-of-bounds", W, ".metadata"),
