@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree as Drawn
 
-from ema_ckpt.cli.text import clean
+from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.compare import Sums
 from ema_ckpt.ops.diff_findings import Compared
 from ema_ckpt.ops.results import Diffed, DiffTensor
@@ -25,7 +24,7 @@ _INFORMATION = ("ema-partial",)
 
 def print_diff(result: Diffed, compared: Compared, top: int) -> None:
     """Print a summary, the findings, the modules and the `top` tensors by relative difference."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = terminal()
     console.print(f"a: tree {_safe(repr(result.tree_a))} of {_safe(result.a)}")
     console.print(f"b: tree {_safe(repr(result.tree_b))} of {_safe(result.b)}")
     console.print(_summary(result))

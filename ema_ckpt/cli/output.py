@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ema_ckpt.catalog import Warn
-from ema_ckpt.cli.text import clean
+from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.ops.results import Inspected, Verified, Written, as_json
 from ema_ckpt.sizes import format_size
 
@@ -97,10 +97,9 @@ def progress(style: Style, doing: str = "writing") -> Iterator[Callable[[int], N
     if not style.talks or not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import FileSizeColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=terminal(stderr=True), transient=True) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree as Drawn
 
-from ema_ckpt.cli.text import clean
+from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.ops.results import Inspected, TensorEntry
 from ema_ckpt.sizes import format_size
 
@@ -23,7 +22,7 @@ def _safe(text: str) -> str:
 
 def print_inspected(result: Inspected, depth: int | None, shards: bool) -> None:
     """Trees, EMA settings, then modules (to `depth`) or tensors with their shards."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = terminal()
     world = f", saved by {result.world_size} ranks" if result.world_size else ""
     console.print(f"[bold]{_safe(result.resolved)}[/bold]: {result.format}, {format_size(result.nbytes)}{world}")
     console.print(_trees(result))

@@ -171,5 +171,8 @@ def loads(
         raise type(error)(error.code, f"{where}: {error}", file=where) from None
     except RecursionError:
         raise SourceError("unreadable", f"{where}: the pickle is nested too deeply", file=where) from None
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, struct.error, OverflowError) as error:
+    except (IndexError, struct.error) as error:
+        message = f"{where}: a damaged pickle, or one cut short at {len(data)} bytes ({error}); use another copy"
+        raise SourceError("unreadable", message, file=where) from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise SourceError("unreadable", f"{where}: damaged pickle ({error})", file=where) from None

@@ -67,12 +67,13 @@ def consolidate(
     catalog = open_catalog(path)
     known = trees(catalog)
     picked = _pick(catalog, known, tree, path, out)
-    warnings = [*catalog.warnings, *_stalled(catalog, picked)]
+    warnings = [*catalog.warnings]
     selection = select_tree(picked, request.selection, _filling(catalog, known, picked, fill, warnings))
     skipped = unknown_objects(catalog, catalog.objects) if catalog.format == "torch" else []
     skipped += [Skipped(t.name, t.chunks[0].file if t.chunks else "", "not averaged") for t in picked.left_out]
     refuse_skipped(skipped, request.strict)
     check_sources(catalog, (entry.source for entry in selection.entries))
+    warnings += _stalled(catalog, picked)
     target, kind, ties = _lay_out(selection.entries, place, shard_nbytes, basename, request.expand_ties)
     job = Job(catalog, place, kind == "directory", target, keep_foreign=kind == "directory", warnings=warnings)
     write(job, request)

@@ -54,14 +54,19 @@ def inspect(path: str | os.PathLike[str], tree: str | None = None, match: Sequen
 
 
 def _missing_files(catalog: Catalog) -> Iterable[Warn]:
+    told = {warning.message.partition(":")[0] for warning in catalog.warnings}  # by a reader that met it first
     for file, expected in catalog.files.items():
+        if file in told:
+            continue
         try:
             found = catalog.source.size(file)
         except (SourceError, UnsafeError) as error:
             yield Warn(error.code, str(error))
             continue
         if found < expected:
-            yield Warn("truncated-file", f"{file}: expected at least {expected} bytes, found {found}")
+            yield Warn(
+                "truncated-file", f"{file}: expected at least {expected} bytes, found {found}: the file is truncated"
+            )
 
 
 def _geometry(catalog: Catalog) -> Iterable[Warn]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,49 @@ def test_usage_errors_are_a_document_too(words: list[str]) -> None:
     assert done.stderr.startswith("Error: ")
     assert done.stderr.count("\n") == 1
     assert ".;" not in done.stderr
+
+
+def _on_a_terminal(words: list[str], **environment: str) -> str:
+    """What the command prints where both its streams are a terminal."""
+    import pty
+
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "ema_ckpt", *words],
+        stdout=terminal,
+        stderr=terminal,
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm-256color", **environment},
+    ) as process:
+        os.close(terminal)
+        text = b""
+        while True:
+            try:
+                part = os.read(controller, 65536)
+            except OSError:  # the last writer closed it
+                break
+            text += part
+        assert process.wait(timeout=60) == 0
+    os.close(controller)
+    return text.decode()
+
+
+def test_styles_on_a_terminal_unless_no_color_is_set(tmp_path: Path) -> None:
+    path = dcp_at(tmp_path / "run")
+    style = re.compile(r"\x1b\[[0-9;]*m")
+    assert style.search(_on_a_terminal(["inspect", str(path)], NO_COLOR=""))
+    for words in (["inspect", str(path)], ["inspect", str(path), "--shards"], ["diff", str(path)]):
+        plain = _on_a_terminal(words, NO_COLOR="1")
+        assert not style.search(plain)
+        assert "ema" in plain
+
+
+def test_progress_is_for_terminals_and_for_those_who_listen(tmp_path: Path) -> None:
+    path = dcp_at(tmp_path / "run")
+    assert "writing" in _on_a_terminal(["consolidate", str(path), str(tmp_path / "a.pt")])
+    assert _on_a_terminal(["consolidate", str(path), str(tmp_path / "b.pt"), "-q"]) == ""
+    document = _on_a_terminal(["consolidate", str(path), str(tmp_path / "c.pt"), "--json"])
+    assert json.loads(document)["tree"] == "ema"
+    piped = _shell('"$@"', "consolidate", str(path), str(tmp_path / "d.pt"))
+    assert (piped.returncode, piped.stderr) == (0, "")
+    assert "writing" not in piped.stdout
