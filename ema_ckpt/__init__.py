@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.convert import convert, reshard
     from ema_ckpt.ops.diff import diff
     from ema_ckpt.ops.inspect import inspect
+    from ema_ckpt.ops.synthesize import synthesize
     from ema_ckpt.ops.verify import verify
     from ema_ckpt.resume import RestoreReport, latest, restore, rng_state, save
 
@@ -49,6 +50,7 @@ _MODULES = {
     "ema_ckpt.ops.convert": ("convert", "reshard"),
     "ema_ckpt.ops.diff": ("diff",),
     "ema_ckpt.ops.inspect": ("inspect",),
+    "ema_ckpt.ops.synthesize": ("synthesize",),
     "ema_ckpt.ops.verify": ("verify",),
     "ema_ckpt.resume.newest": ("latest",),
     "ema_ckpt.resume.report": ("RestoreReport",),
@@ -85,6 +87,7 @@ __all__ = [
     "restore",
     "rng_state",
     "save",
+    "synthesize",
     "verify",
 ]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = ["FAST_NUMEL", "Comparer", "Sums"]
+__all__ = ["FAST_NUMEL", "Comparer", "Sums", "decode"]
 
 FAST_NUMEL = 1 << 22
 """Elements of a tensor from which on the fast way is taken."""
@@ -222,7 +222,7 @@ class Comparer:
 
         # The significand of numpy's long double has 64 bits: enough for every integer, signed or not.
         wide = np.longdouble if _has_long(self._a) or _has_long(self._b) else np.float64
-        a, b = _decode(x, self._a, wide), _decode(y, self._b, wide)
+        a, b = decode(x, self._a, wide), decode(y, self._b, wide)
         if a.size < b.size:
             a = _with_zeros(a)
         elif b.size < a.size:
@@ -269,7 +269,7 @@ def _has_long(dtype: DType) -> bool:
     return dtype.kind == "int" and dtype.itemsize == 8
 
 
-def _decode(block: memoryview, dtype: DType, wide: Any) -> Array:
+def decode(block: memoryview, dtype: DType, wide: Any) -> Array:
     """The values of a block as a new array of `wide`; complex numbers as pairs."""
     import numpy as np
 

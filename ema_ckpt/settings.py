@@ -30,6 +30,7 @@ class EmaSettings:
     decay: float | None = None
     schedule: object = None
     dtype: str | None = None
+    samples_seen: int | None = None
 
 
 def ema_settings(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> EmaSettings:
@@ -50,13 +51,28 @@ def ema_settings(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> 
             config.update(_document(value) if not key else {key: value})
     counters = (_value(catalog, entries[name], open_objects) for name in _COUNTERS if name in entries)
     decay = _value(catalog, entries["decay"], open_objects) if "decay" in entries else config.get("decay")
-    counted = next((value for value in counters if _is_count(value)), config.get("num_updates"))
+    counted = next((value for value in counters if _is_count(value)), config.get("num_updates", config.get("decay_steps")))
+    samples = _value(catalog, entries["samples_seen"], open_objects) if "samples_seen" in entries else None
     return EmaSettings(
-        num_updates=int(counted) if isinstance(counted, (int, float)) and _is_count(counted) else None,
+        num_updates=_count(counted),
         decay=float(decay) if isinstance(decay, (int, float)) and not isinstance(decay, bool) else None,
-        schedule=config.get("schedule"),
+        schedule=config.get("schedule", _ramp(config)),
         dtype=_dtype(tree),
+        samples_seen=_count(samples),
     )
+
+
+def _ramp(config: Mapping[str, object]) -> dict[str, object] | None:
+    """The warm-up of DistEMA's configuration as a schedule of this package; its first two calls both count as 0."""
+    if config.get("warmup") is not True:
+        return None
+    kept = {key: config[key] for key in ("decay", "inv_gamma", "power", "min_decay") if key in config}
+    after = config.get("update_after_step", 0)
+    return {"kind": "warmup", **kept, "start": after + 1 if isinstance(after, int) else 1}
+
+
+def _count(value: object) -> int | None:
+    return int(value) if isinstance(value, (int, float)) and _is_count(value) else None
 
 
 def _is_count(value: object) -> bool:

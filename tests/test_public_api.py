@@ -14,7 +14,7 @@ import ema_ckpt
 
 PACKAGE = Path(ema_ckpt.__file__).parent
 
-VERBS = {"consolidate", "convert", "diff", "inspect", "reshard", "verify"}
+VERBS = {"consolidate", "convert", "diff", "inspect", "reshard", "synthesize", "verify"}
 ERRORS = {"EmaCkptError", "UsageError", "SourceError", "UnsafeError", "TargetError", "CollectiveError", "StateError"}
 TRAINING = {
     "HalfLife", "PowerFunction", "RestoreReport", "ShardedEMA", "Warmup",

@@ -16,7 +16,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Spread such values, then parse as click does."""
-        positionals = sum(isinstance(p, click.Argument) for p in self.params)
+        positionals = sum(1 for p in self.params if isinstance(p, click.Argument) and p.required)
         valued = [
             name
             for p in self.params

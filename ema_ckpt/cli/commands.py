@@ -11,6 +11,7 @@ from ema_ckpt import __version__, notices
 from ema_ckpt.cli.command import Command, style_of
 from ema_ckpt.cli.diff_command import diff_command
 from ema_ckpt.cli.options import general, writer
+from ema_ckpt.cli.synthesize_command import synthesize_command
 from ema_ckpt.cli.text import clean
 from ema_ckpt.cli.verify_command import verify_command
 from ema_ckpt.errors import UsageError
@@ -105,6 +106,7 @@ def convert_command(src: str, dst: str, **given: Any) -> None:
 
 cli.add_command(diff_command)
 cli.add_command(verify_command)
+cli.add_command(synthesize_command)
 
 
 def run(argv: list[str]) -> int:

@@ -1,0 +1,173 @@
+"""What is added up: the snapshots' trees, their profiles, and a weight for each."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ema_ckpt.blend import Part
+from ema_ckpt.catalog import Catalog, Tensor, Warn
+from ema_ckpt.errors import EmaCkptError, UsageError, shown
+from ema_ckpt.naming import canonical
+from ema_ckpt.opening import open_catalog
+from ema_ckpt.phema import Profile, mismatch, solve
+from ema_ckpt.settings import ema_settings
+from ema_ckpt.trees import Tree, default_tree, find_tree, trees
+
+__all__ = ["Snapshot", "match_names", "open_snapshots", "weights_for"]
+
+_POOR = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One average: the checkpoint that holds it, and its tree."""
+
+    catalog: Catalog
+    tree: Tree
+
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+        return f"{self.tree.name!r} of {self.catalog.resolved}"
+
+
+def open_snapshots(paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> list[Snapshot]:
+    """Open every snapshot; of each the trees `names`, or its only EMA.
+
+    Raises:
+        UsageError: `ambiguous-tree`, `unknown-tree`. SourceError: what opening raises.
+    """
+    found = []
+    for path in paths:
+        catalog = open_catalog(path)
+        known = trees(catalog)
+        command = f"ema-ckpt synthesize {' '.join(shlex.quote(os.fspath(p)) for p in paths)} OUT"
+        picked = [find_tree(known, name, catalog.resolved) for name in names]
+        found += [Snapshot(catalog, tree) for tree in picked or [default_tree(known, command, catalog.resolved)]]
+    return found
+
+
+def match_names(snapshots: Sequence[Snapshot]) -> dict[str, list[Tensor]]:
+    """The tensors of all snapshots by name, in the order of the last one.
+
+    Raises:
+        UsageError: `usage` unless names and shapes are equal everywhere.
+    """
+    named = [{canonical(name): tensor for name, tensor in s.tree.weights.items()} for s in snapshots]
+    last = named[-1]
+    for snapshot, tensors in zip(snapshots[:-1], named[:-1], strict=True):
+        odd = sorted(tensors.keys() ^ last.keys())
+        if odd:
+            where = f"{snapshot.label} and {snapshots[-1].label}"
+            raise UsageError("usage", f"{where} do not hold the same names: only one has {shown(odd)}")
+        for name, tensor in tensors.items():
+            if tensor.shape != last[name].shape:
+                shapes = f"{list(tensor.shape)} in {snapshot.label}, {list(last[name].shape)} in {snapshots[-1].label}"
+                raise UsageError("usage", f"tensor {name!r} has other shapes: {shapes}", tensor=name)
+            _refuse_unlike(name, tensor, last[name], snapshot)
+    return {name: [tensors[name] for tensors in named] for name in last}
+
+
+def _refuse_unlike(name: str, tensor: Tensor, last: Tensor, snapshot: Snapshot) -> None:
+    if tensor.dtype == last.dtype or (tensor.dtype.is_castable and last.dtype.is_castable):
+        return
+    message = f"tensor {name!r} is {tensor.dtype.name} in {snapshot.label} and {last.dtype.name} in the last snapshot"
+    raise UsageError("usage", f"{message}; they cannot be added", tensor=name)
+
+
+def parts_of(tensors: Sequence[Tensor], snapshots: Sequence[Snapshot], weights: Sequence[float]) -> list[Part]:
+    """What makes up one tensor: all snapshots, or for what is not averaged (integers, say) the last alone."""
+    pairs = list(zip(snapshots, tensors, weights, strict=True))
+    if tensors[-1].dtype.kind == "float" or tensors[-1].dtype.name in ("complex64", "complex128"):
+        return [Part(snapshot.catalog, tensor, weight) for snapshot, tensor, weight in pairs]
+    snapshot, tensor, _ = pairs[-1]
+    return [Part(snapshot.catalog, tensor, 1.0)]
+
+
+# Weights.
+
+
+def weights_for(
+    snapshots: Sequence[Snapshot],
+    *,
+    sigma_rel: float | None,
+    weights: Sequence[float] | None,
+    sigma_rels: Sequence[float] | None,
+    steps: Sequence[float] | None,
+) -> tuple[list[float], list[Warn]]:
+    """One weight for each snapshot: those given, or those that make an average of relative width `sigma_rel`.
+
+    Raises:
+        UsageError: `usage` if numbers are missing, do not fit, or contradict each other.
+    """
+    if (sigma_rel is None) == (weights is None):
+        raise UsageError("usage", "give either --sigma-rel, for another averaging length, or --weights")
+    if weights is not None:
+        if sigma_rels or steps:
+            raise UsageError("usage", "--sigma-rels and --steps go with --sigma-rel, not with --weights")
+        return _given(snapshots, weights)
+    profiles = _profiles(snapshots, sigma_rels, steps)
+    target = Profile(max(profile.time for profile in profiles), sigma_rel or 0.0)
+    found = solve(profiles, target)
+    return found, list(_quality(profiles, found, target))
+
+
+def _given(snapshots: Sequence[Snapshot], weights: Sequence[float]) -> tuple[list[float], list[Warn]]:
+    if len(weights) != len(snapshots):
+        raise UsageError("usage", f"--weights has {len(weights)} numbers for {len(snapshots)} snapshots")
+    if not all(map(math.isfinite, weights)):
+        raise UsageError("usage", f"--weights {', '.join(map(str, weights))}: expected finite numbers")
+    total = math.fsum(weights)
+    message = f"the weights sum to {total:.6g}, not 1: the result is no average, its scale is changed"
+    return list(weights), [] if abs(total - 1) <= 1e-6 else [Warn("weights-sum", message)]
+
+
+def _quality(profiles: Sequence[Profile], weights: Sequence[float], target: Profile) -> Iterator[Warn]:
+    distance = mismatch(profiles, weights, target)
+    if distance > _POOR:
+        widths = ", ".join(f"{width:g}" for width in sorted({profile.sigma_rel for profile in profiles}))
+        message = (
+            f"the profile of relative width {target.sigma_rel:g} is met to {distance:.1%} only; take more snapshots, "
+            f"or a width nearer to those that were tracked ({widths})"
+        )
+        yield Warn("profile-missed", message)
+
+
+def _profiles(
+    snapshots: Sequence[Snapshot], sigma_rels: Sequence[float] | None, steps: Sequence[float] | None
+) -> list[Profile]:
+    """Width and time of each snapshot: as given, else as its own settings tell."""
+    for flag, values in (("--sigma-rels", sigma_rels), ("--steps", steps)):
+        if values and len(values) != len(snapshots):
+            raise UsageError("usage", f"{flag} has {len(values)} numbers for {len(snapshots)} snapshots")
+    told = [(None, None, None)] * len(snapshots) if sigma_rels and steps else list(map(_recorded, snapshots))
+    units = {unit for _, _, unit in told if unit is not None}
+    if len(units) > 1 and not steps:
+        raise UsageError("usage", "some snapshots count updates and others samples; give --steps in one unit")
+    profiles = []
+    for index, (snapshot, (width, time, _)) in enumerate(zip(snapshots, told, strict=True)):
+        sigma = sigma_rels[index] if sigma_rels else width
+        step = steps[index] if steps else time
+        if sigma is None or step is None:
+            lacks = "no power-function schedule" if sigma is None else "no step"
+            hint = "give --sigma-rels and --steps, one number for each snapshot"
+            raise UsageError("usage", f"{snapshot.label} records {lacks}; {hint}")
+        profiles.append(Profile(step, sigma))
+    return profiles
+
+
+def _recorded(snapshot: Snapshot) -> tuple[float | None, float | None, str | None]:
+    """Relative width, time and unit as the EMA's own settings tell; None for what they do not."""
+    try:
+        settings = ema_settings(snapshot.catalog, snapshot.tree)
+    except EmaCkptError as error:
+        raise type(error)(error.code, f"{snapshot.label}: {error}", tensor=error.tensor, file=error.file) from None
+    schedule = settings.schedule if isinstance(settings.schedule, dict) else {}
+    width, unit = schedule.get("sigma_rel"), str(schedule.get("unit", "updates"))
+    time = settings.samples_seen if unit == "samples" else settings.num_updates
+    is_power = schedule.get("kind") == "power-function" and isinstance(width, int | float)
+    return (float(width) if is_power else None), time, unit
