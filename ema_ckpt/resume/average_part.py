@@ -123,7 +123,7 @@ def _settings(checkpoint: Checkpoint, settings: Mapping[str, Tensor | Object]) -
     count = setting(checkpoint.source, settings, *_COUNTERS)
     seen = setting(checkpoint.source, settings, "samples_seen")
     return {
-        "num_updates": int(config.get("num_updates", 0) if count is None else count),
+        "num_updates": int(config.get("num_updates", config.get("decay_steps", 0)) if count is None else count),
         "samples_seen": int(seen or 0),
         "config": config,
     }

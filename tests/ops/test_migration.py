@@ -177,6 +177,12 @@ SEEDS = [
 by_seed = pytest.mark.parametrize("seed", SEEDS, ids=[seed.write.__name__ for seed in SEEDS])
 
 
+def place(parent: Path) -> Path:
+    """A directory in which nothing else will be written."""
+    (parent / "src").mkdir()
+    return parent / "src"
+
+
 def assert_state(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -200,7 +206,7 @@ def test_inspected(tmp_path: Path, seed: Seed) -> None:
 
 @by_seed
 def test_consolidated(tmp_path: Path, seed: Seed) -> None:
-    source = seed.write(tmp_path)
+    source = seed.write(place(tmp_path))
     done = ema_ckpt.consolidate(source, tmp_path / "ema.safetensors")
     assert done.tree == seed.ema
     assert_state(load_file(tmp_path / "ema.safetensors"), under(seed.prefix, average()))
@@ -210,7 +216,7 @@ def test_consolidated(tmp_path: Path, seed: Seed) -> None:
 
 @by_seed
 def test_converted_and_compared(tmp_path: Path, seed: Seed) -> None:
-    source = seed.write(tmp_path / "src") if (tmp_path / "src").mkdir() is None else tmp_path
+    source = seed.write(place(tmp_path))
     ema_ckpt.convert(source, tmp_path / "dcp", to="dcp", world_size=3)
     ema_ckpt.consolidate(tmp_path / "dcp", tmp_path / "ema.safetensors", tree=seed.ema)
     assert_state(load_file(tmp_path / "ema.safetensors"), under(seed.prefix, average()))
@@ -248,7 +254,12 @@ def test_decay_settings_of_dist_ema_become_ours(tmp_path: Path) -> None:
 def test_litema_inside_a_state_dict(tmp_path: Path) -> None:
     """Latent diffusion keeps `model_ema.*` among the live weights of `state_dict`."""
     bare = {f"model_ema.{name.replace('.', '')}": tensor for name, tensor in average().items()}
-    tree = {**live(), **bare, "model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(4)}
+    tree = {
+        **under("model.", live()),
+        **bare,
+        "model_ema.decay": torch.tensor(0.9999),
+        "model_ema.num_updates": torch.tensor(4),
+    }
     torch.save({"state_dict": tree}, tmp_path / "ldm.ckpt")
     ema_ckpt.consolidate(tmp_path / "ldm.ckpt", tmp_path / "out.safetensors", tree="state_dict.model_ema")
     assert_state(load_file(tmp_path / "out.safetensors"), average())
