@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Dimensions of 1, 2, 3, 5, 7, 10 and 13; a frozen layer; a tied layer; a parameter without elements."""
+    """Dimensions of 1, 2, 3, 5, 7, 10 and 13, and a frozen layer."""
 
     def __init__(self, wide: tuple[int, int] = (13, 10)) -> None:
         super().__init__()
@@ -74,6 +74,19 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scale * self.back(self.head(self.middle(self.embed(x))))
+
+
+class Odd(nn.Module):
+    """Shapes that leave some ranks with less or with nothing, and a parameter without elements."""
+
+    SHAPES = ((6,), (5, 2), (4, 2, 2), (0, 8), (7, 3), (1,), (13, 1), (2, 3, 5), (3, 1, 1, 2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in self.SHAPES])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * torch.stack([weight.sin().sum() for weight in self.weights])
 
 
 def make_model(wide: tuple[int, int] = (13, 10), kind: type[nn.Module] = Model) -> nn.Module:
@@ -128,6 +141,13 @@ def fsdp2(
 def fsdp2_tied() -> nn.Module:
     model = make_model(kind=Tied)
     return fully_shard(model, mesh=_mesh(dist.get_world_size()), ignored_params={model.scale})
+
+
+def fsdp2_odd(*mesh: int) -> nn.Module:
+    """torch 2.13 cannot train a parameter without elements under FSDP2, so that one is left alone."""
+    model = make_model(kind=Odd)
+    empty = {parameter for parameter in model.parameters() if not parameter.numel()}
+    return fully_shard(model, mesh=_mesh(*(mesh or (dist.get_world_size(),))), ignored_params=empty)
 
 
 def fsdp2_checkpointed() -> nn.Module:
@@ -221,6 +241,9 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
         "ddp": ddp,
         "fsdp2": fsdp2,
         "fsdp2-mixed": partial(fsdp2, mixed=True),
+        "fsdp2-odd": fsdp2_odd,
+        "fsdp1-odd": flat(strategy=ShardingStrategy.FULL_SHARD, original=True, kind=Odd),
+        "fsdp1-odd-flat": flat(strategy=ShardingStrategy.FULL_SHARD, original=False, kind=Odd),
         "fsdp2-offload": partial(fsdp2, offload=True),
         "fsdp1-grad-op": flat(strategy=ShardingStrategy.SHARD_GRAD_OP, original=True),
         "fsdp1-grad-op-flat": flat(strategy=ShardingStrategy.SHARD_GRAD_OP, original=False),
@@ -232,6 +255,8 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
     4: {
         "fsdp2": fsdp2,
         "hsdp-2x2": partial(fsdp2, mesh=(2, 2)),
+        "fsdp2-odd": fsdp2_odd,
+        "hsdp-odd": partial(fsdp2_odd, 2, 2),
         "fsdp2-tp-2x2": partial(fsdp2_tp, 2, 2),
         "fsdp2-tp-2x2-uneven": partial(fsdp2_tp, 2, 2, wide=(14, 6)),
         "fsdp1-hybrid": flat(strategy=ShardingStrategy.HYBRID_SHARD, original=True, mesh=(2, 2)),

@@ -100,6 +100,12 @@ def _check_swap(model: nn.Module, ema: ShardedEMA, expected: dict[str, torch.Ten
             inside, shown = model(batch(9)), whole_live(model)
             model(batch(9))
         after, again = model(batch(9)), whole_live(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            low = model(batch(9))
+            with ema.swap():
+                low_inside = model(batch(9))
+            assert torch.equal(model(batch(9)), low)
+            assert not torch.equal(low, low_inside)
     for name, tensor in expected.items():
         assert torch.equal(shown[name], tensor.to(shown[name].dtype)), f"{name} inside"
     for name, tensor in live.items():
