@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
+from ema_ckpt.aliases import with_aliases
 from ema_ckpt.box import whole
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.checks import Checks
@@ -102,7 +103,8 @@ class Checkpoint:
     def state_dict(self, tree: str | None = None, dtype: torch.dtype | str | None = None) -> dict[str, torch.Tensor]:
         """The weights of one tree by their names inside it: by default of the only EMA, or only live tree.
 
-        `dtype`, one of torch's or `keep fp32 bf16 fp16`, casts floating-point tensors, those of 8 bits excepted.
+        Tied weights are one tensor under several names. `dtype`, one of torch's or `keep fp32 bf16 fp16`, casts
+        floating-point tensors, those of 8 bits excepted.
 
         Raises:
             UsageError: `unknown-tree`, `ambiguous-tree`; `usage` for another dtype.
@@ -113,7 +115,15 @@ class Checkpoint:
         else:
             picked = find_tree(self._known, tree, self.path)
         kind = _float_kind(dtype)
-        return {name: self._read_as(tensor, kind) for name, tensor in picked.weights.items()}
+        weights = with_aliases(self._catalog, picked).weights
+        shared: dict[object, torch.Tensor] = {}
+        found = {}
+        for name, tensor in weights.items():
+            key = (tensor.storage or id(tensor), tensor.shape, tensor.dtype.name)
+            if key not in shared:
+                shared[key] = self._read_as(tensor, kind)
+            found[name] = shared[key]
+        return found
 
     def _read_as(self, tensor: Tensor, kind: torch.dtype | None) -> torch.Tensor:
         value = self._read(tensor)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from ema_ckpt.aliases import with_aliases
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
@@ -68,7 +69,8 @@ def consolidate(
     known = trees(catalog)
     picked = _pick(catalog, known, tree, path, out)
     warnings = [*catalog.warnings]
-    selection = select_tree(picked, request.selection, _filling(catalog, known, picked, fill, warnings))
+    whole = with_aliases(catalog, picked)
+    selection = select_tree(whole, request.selection, _filling(catalog, known, whole, fill, warnings))
     skipped = unknown_objects(catalog, catalog.objects) if catalog.format == "torch" else []
     skipped += [Skipped(t.name, t.chunks[0].file if t.chunks else "", "not averaged") for t in picked.left_out]
     refuse_skipped(skipped, request.strict)

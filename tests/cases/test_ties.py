@@ -1,0 +1,131 @@
+"""Tied weights come out under every name they need, with the average's values (deepspeedai/DeepSpeed#1896)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+import ema_ckpt
+from tests.checkpoints import save_dcp, torch_at
+
+
+class Tied(torch.nn.Module):
+    """A head that shares the embedding, as language models have it, and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.mid = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of a tied model whose average is not its live weights, and the average in full."""
+    torch.manual_seed(0)
+    model = Tied()
+    ema = ema_ckpt.ShardedEMA(model, decay=0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    ema.update()
+    ema_ckpt.save(tmp_path / "run", model=model, ema=ema)
+    return tmp_path / "run", ema.full_state_dict()
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "hf"])
+@pytest.mark.parametrize("fill", [False, True])
+def test_an_average_of_a_tied_model_loads_strictly_and_is_the_average(
+    trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, out: str, fill: bool
+) -> None:
+    source, truth = trained
+    written = ema_ckpt.consolidate(source, tmp_path / out, fill=fill)
+    # The live head is no remedy: loaded after the shared average it would overwrite it.
+    assert written.filled == ()
+    assert [warning.code for warning in written.warnings] == []
+    path = tmp_path / out / "model.safetensors" if out == "hf" else tmp_path / out
+    state = torch.load(path, weights_only=True) if out.endswith(".pt") else load_file(path)
+    fresh = Tied()
+    fresh.load_state_dict(state, strict=True)
+    assert torch.equal(fresh.head.weight, truth["embed.weight"])
+    assert all(torch.equal(state[name], value) for name, value in truth.items())
+
+
+def test_the_opened_average_of_a_tied_model_is_one_tensor_under_two_names(
+    trained: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    source, truth = trained
+    with ema_ckpt.open(source) as opened:
+        state = opened.state_dict("ema")
+    assert list(state) == ["embed.weight", "head.weight", "mid.weight", "mid.bias"]
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    assert all(torch.equal(state[name], value) for name, value in truth.items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "",
+        "not JSON",
+        json.dumps({"tied": 3}),
+        json.dumps({"tied": {"layer.w": "b"}}),
+        json.dumps({"tied": {"layer.w": ["b", 3], "gone": ["x"]}}),
+        json.dumps(["tied"]),
+        "[" * 60_000,
+        {"tied": {"layer.w": [["b"]]}},
+    ],
+)
+def test_a_config_that_records_no_tie_adds_no_name(tmp_path: Path, config: object) -> None:
+    weights = {"layer.w": torch.ones(2, 3), "b": torch.zeros(2)}
+    ema = {"weights": weights, "num_updates": torch.tensor(1), "config": config}
+    ema_ckpt.consolidate(torch_at(tmp_path / "run.pt", {"ema": ema}), tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert list(found) == ["layer.w", "b"]
+    assert torch.equal(found["b"], weights["b"])
+
+
+def test_ties_of_a_torch_file_are_kept_once_and_recorded(tmp_path: Path) -> None:
+    model = Tied()
+    source = torch_at(tmp_path / "model.pt", model.state_dict())
+    once = ema_ckpt.consolidate(source, tmp_path / "once.safetensors")
+    both = ema_ckpt.consolidate(source, tmp_path / "both.safetensors", expand_ties=True)
+    shared = ema_ckpt.consolidate(source, tmp_path / "shared.pt")
+    assert once.ties == {"head.weight": "embed.weight"}
+    assert both.nbytes - once.nbytes == 6 * 4 * 4
+    assert shared.nbytes == once.nbytes
+    with safe_open(tmp_path / "once.safetensors", "pt") as file:
+        assert file.metadata()["head.weight"] == "embed.weight"
+    fresh = Tied()
+    missing, unexpected = load_model(fresh, tmp_path / "once.safetensors")
+    assert not missing
+    assert not unexpected
+    assert torch.equal(fresh.head.weight, model.head.weight)
+    Tied().load_state_dict(load_file(tmp_path / "both.safetensors"), strict=True)
+    state = torch.load(tmp_path / "shared.pt", weights_only=True, mmap=True)
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    Tied().load_state_dict(state, strict=True)
+
+
+def test_slices_of_one_buffer_are_two_tensors_written_in_full(tmp_path: Path) -> None:
+    buffer = torch.arange(12.0)
+    tensors = {"low": buffer[:8], "high": buffer[4:], "turned": buffer.view(3, 4).t(), "all": buffer}
+    source = torch_at(tmp_path / "slices.pt", tensors)
+    for out in ("out.safetensors", "out.pt"):
+        assert ema_ckpt.consolidate(source, tmp_path / out).ties == {}
+    for found in (load_file(tmp_path / "out.safetensors"), torch.load(tmp_path / "out.pt", weights_only=True)):
+        assert sorted(found) == sorted(tensors)
+        assert all(torch.equal(found[name], value) for name, value in tensors.items())
+
+
+def test_a_sharded_checkpoint_writes_every_stored_name(tmp_path: Path) -> None:
+    model = Tied()
+    source = save_dcp(tmp_path / "run", {"model": model.state_dict()})
+    written = ema_ckpt.consolidate(source, tmp_path / "out.safetensors")
+    assert written.ties == {}
+    Tied().load_state_dict(load_file(tmp_path / "out.safetensors"), strict=True)
