@@ -13,7 +13,7 @@ from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, canonical_modules, census
 from ema_ckpt.errors import StateError
 
-__all__ = ["buffer_names", "live_tree", "published", "refuse_swapped", "set_extra_state"]
+__all__ = ["buffer_names", "live_shards", "live_tree", "published", "refuse_swapped", "set_extra_state"]
 
 _EXTRA = "_extra_state"
 
@@ -23,13 +23,22 @@ def live_tree(model: nn.Module) -> dict[str, Any]:
 
     Tensors have their global shape and share the live memory; a tied one appears under each of its names.
     """
+    tensors: dict[int, torch.Tensor] = {}
+    tree = live_shards(model)
+    for value in tree.values():
+        if isinstance(value, Shard) and id(value) not in tensors:
+            tensors[id(value)] = published(value)
+    return {name: tensors.get(id(value), value) for name, value in tree.items()}
+
+
+def live_shards(model: nn.Module) -> dict[str, Any]:
+    """As `live_tree`, with shards in place of tensors."""
     found = census(model)
     entries: dict[str, tuple[int, Any]] = {}  # kind, value
     for kind, group in enumerate((found.parameters, found.buffers)):
         for held in group:
             if held.persistent:
-                tensor = published(held.shard)
-                entries.update(dict.fromkeys((held.shard.fqn, *held.shard.aliases), (kind, tensor)))
+                entries.update(dict.fromkeys((held.shard.fqn, *held.shard.aliases), (kind, held.shard)))
     entries.update({name: (2, module.get_extra_state()) for name, module in _with_extra_state(model)})
     places: dict[str, int] = {}
     for place, (prefix, _) in enumerate(canonical_modules(model)):

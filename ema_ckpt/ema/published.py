@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "Published", "pieces_of", "publish"]
+__all__ = ["Layout", "Published", "box_views", "pieces_of", "publish"]
 
 Layout = tuple["DeviceMesh", Sequence[Placement]]  # of the live DTensor
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def publish(
             return _as_dtensor(shape, local, layout[0], placements, dtensor_like)
     elif tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
         return local
-    return Published(shape, boxes, _views(boxes, local), local)
+    return Published(shape, boxes, box_views(boxes, local), local)
 
 
 def pieces_of(tensor: torch.Tensor) -> tuple[tuple[Box, torch.Tensor], ...]:
@@ -73,7 +73,7 @@ def pieces_of(tensor: torch.Tensor) -> tuple[tuple[Box, torch.Tensor], ...]:
         mesh, local = tensor.device_mesh, tensor.to_local().detach()
         at = mesh.get_coordinate()
         boxes = () if at is None else dtensor_boxes(tensor.shape, mesh.shape, at, tensor.placements)
-        return tuple(zip(boxes, _views(boxes, local), strict=True))
+        return tuple(zip(boxes, box_views(boxes, local), strict=True))
     return ((whole(tensor.shape), tensor),)
 
 
@@ -150,7 +150,7 @@ class Published(torch.Tensor):
         raise StateError("internal", f"this rank holds no piece of {index.fqn!r} at {index.offset}")
 
 
-def _views(boxes: Sequence[Box], local: torch.Tensor) -> list[torch.Tensor]:
+def box_views(boxes: Sequence[Box], local: torch.Tensor) -> list[torch.Tensor]:
     """`local` in pieces of the boxes' shapes, without a copy."""
     if len(boxes) == 1 and tuple(local.shape) == boxes[0].sizes:
         return [local]

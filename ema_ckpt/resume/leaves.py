@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ema_ckpt.box import Box, whole
-from ema_ckpt.ema.published import Published, pieces_of
+from ema_ckpt.ema.published import Published, box_views, pieces_of
+from ema_ckpt.ema.shards import Shard
 from ema_ckpt.errors import UsageError
 
-__all__ = ["Leaf", "Path", "Pieces", "flatten", "pieces"]
+__all__ = ["Leaf", "Path", "Pieces", "flatten", "pieces", "shard_pieces"]
 
 Path = tuple[str | int, ...]
 
@@ -57,7 +58,9 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
         name = ".".join(map(str, path))
         if name in leaves:
             raise UsageError("name-collision", f"two entries of the state are called {name!r}; rename one of them")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Shard):
+            leaves[name] = Leaf(name, path, shard_pieces(value))
+        elif isinstance(value, torch.Tensor):
             leaves[name] = Leaf(name, path, pieces(value))
         else:
             leaves[name] = Leaf(name, path, _pickled(name, value), _mark(value) if path[0] == "extra" else 0)
@@ -67,11 +70,19 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
 def pieces(tensor: torch.Tensor) -> Pieces:
     """What this rank holds of a tensor of a state: published, distributed, sharded or whole."""
     held = _sharded(tensor) if hasattr(tensor, "local_shards") else pieces_of(tensor)
-    if not tensor.numel() and not held:
+    return _pieces(tuple(tensor.shape), tensor.dtype, held)
+
+
+def shard_pieces(shard: Shard) -> Pieces:
+    """What this rank holds of a live parameter or buffer."""
+    return _pieces(shard.shape, shard.dtype, zip(shard.boxes, box_views(shard.boxes, shard.local), strict=True))
+
+
+def _pieces(shape: tuple[int, ...], dtype: torch.dtype, held: Iterable[tuple[Box, torch.Tensor]]) -> Pieces:
+    if 0 in shape:
         # Kept on every rank, so that its shape survives whichever rank writes it.
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-        held = ((whole(tensor.shape), empty),)
-    return Pieces(tuple(tensor.shape), tensor.dtype, tuple((box, view.detach()) for box, view in held))
+        held = [(whole(shape), torch.empty(shape, dtype=dtype))]
+    return Pieces(shape, dtype, tuple((box, view.detach()) for box, view in held))
 
 
 def _sharded(tensor: Any) -> tuple[tuple[Box, torch.Tensor], ...]:

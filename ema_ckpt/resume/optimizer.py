@@ -122,8 +122,7 @@ def _part_of(value: Any, one: _Stepped, shard: Shard) -> Any:
         local = _slice(local, one, shard)
     elif local.shape != shard.local.shape:
         return value
-    layout = None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
-    return publish(shard.boxes, shard.shape, local, layout)
+    return publish(shard.boxes, shard.shape, local)
 
 
 def _slice(local: torch.Tensor, one: _Stepped, shard: Shard) -> torch.Tensor:

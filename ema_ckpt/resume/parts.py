@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ema_ckpt.catalog import Object, Tensor
-from ema_ckpt.ema.live import published, set_extra_state
+from ema_ckpt.ema.live import set_extra_state
 from ema_ckpt.ema.shards import census
 from ema_ckpt.errors import SourceError, shown
-from ema_ckpt.resume.leaves import pieces
+from ema_ckpt.resume.leaves import shard_pieces
 from ema_ckpt.resume.matching import Match, Target, match
 from ema_ckpt.resume.sources import Checkpoint, live_tree_of, live_weights, loaded, nested
 from ema_ckpt.trees import Tree
@@ -101,7 +101,7 @@ class LivePart(Part):
         self._checkpoint, self._model = checkpoint, model
         found = census(model)
         held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
-        targets = [Target((h.shard.fqn, *h.shard.aliases), pieces(published(h.shard))) for h in held]
+        targets = [Target((h.shard.fqn, *h.shard.aliases), shard_pieces(h.shard)) for h in held]
         extra_state = _extra_state_of(tree)
         sources = {name: t for name, t in live_weights(checkpoint).items() if not _is_extra_state(t)}
         self._match = match("model", targets, sources, strict=strict)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ema_ckpt.crc import crc32
 from ema_ckpt.destination import resolve_target
-from ema_ckpt.ema.live import buffer_names, live_tree, refuse_swapped
+from ema_ckpt.ema.live import buffer_names, live_shards, refuse_swapped
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.resume.agreement import agreed
@@ -132,7 +132,7 @@ def _state(
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     refuse_swapped(model, "save()")
-    state: dict[str, Any] = {"model": live_tree(model)}
+    state: dict[str, Any] = {"model": live_shards(model)}
     if isinstance(ema, Mapping):
         state["ema"] = {name: manager.state_dict() for name, manager in ema.items()}
     elif ema is not None:
@@ -153,7 +153,8 @@ def _buffer_names(model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] |
         trees += [f"ema.{name}.weights" for name in ema]
     elif ema is not None:
         trees.append("ema.weights")
-    return frozenset(f"{tree}.{name}" for tree in trees for name in buffer_names(model))
+    names = buffer_names(model)
+    return frozenset(f"{tree}.{name}" for tree in trees for name in names)
 
 
 def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
