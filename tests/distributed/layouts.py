@@ -53,7 +53,7 @@ class Model(nn.Module):
         self.two = nn.Linear(1, 2, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        x = self.enter(x.to(self.enter.weight.dtype))
         for block in self.blocks:
             x = block(x)
         return self.two(self.one(self.leave(self.frozen(x))))
@@ -113,6 +113,15 @@ def plain() -> nn.Module:
 
 def ddp() -> nn.Module:
     return DistributedDataParallel(make_model())
+
+
+def in_bfloat16(wrap: Wrap) -> nn.Module:
+    """A layout with parameters in bfloat16, beside which averages are float32."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return wrap()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def ddp_compiled_outside() -> nn.Module:
@@ -224,6 +233,9 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
     1: {"plain": plain, "fsdp2": fsdp2},
     2: {
         "ddp": ddp,
+        "ddp-bfloat16": partial(in_bfloat16, ddp),
+        "fsdp2-bfloat16": partial(in_bfloat16, partial(fsdp2, reshard=False)),
+        "fsdp1-bfloat16": partial(in_bfloat16, flat(strategy=ShardingStrategy.FULL_SHARD, original=True)),
         "ddp-compiled-outside": ddp_compiled_outside,
         "ddp-compiled-inside": ddp_compiled_inside,
         "fsdp2": fsdp2,

@@ -63,7 +63,7 @@ def check_layout(wrap: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(trained, lr=0.05) if trained else None
     ema = ShardedEMA(model, DECAY)
     names = set(whole_average(ema)) - {n for n in whole_live(model) if n.endswith(".seen")}
-    expected = {name: tensor for name, tensor in whole_live(model).items() if name in names}
+    expected = {name: tensor.float() for name, tensor in whole_live(model).items() if name in names}
     _train(model, optimizer, ema, expected)
     average = whole_average(ema)
     for name in names:
