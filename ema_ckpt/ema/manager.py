@@ -18,7 +18,8 @@ from ema_ckpt.ema.engines.select import prepare
 from ema_ckpt.ema.graphs import Recording
 from ema_ckpt.ema.pairs import lists_of
 from ema_ckpt.ema.settings import Counter, Settings, Source, globs
-from ema_ckpt.ema.shards import Watch, census
+from ema_ckpt.ema.shards import census
+from ema_ckpt.ema.watch import Watch
 from ema_ckpt.errors import StateError, UsageError
 
 __all__ = ["ShardedEMA"]

@@ -1,6 +1,6 @@
 """Which elements of a model this rank holds: its parameters and buffers as local shards under canonical names.
 
-The only module that touches private names of torch; `tests/ema/test_private_names.py` asserts that they exist.
+With `watch` the only module that touches private names of torch; `tests/ema/test_private_names.py` asserts them.
 What is found is always what the optimizer steps, whether or not a wrapper shows something else at the moment:
 FSDP2's `FSDPParam.sharded_param`, FSDP1's `_local_shard` (before the first forward `flat_param.data`).
 """
@@ -8,10 +8,9 @@ FSDP2's `FSDPParam.sharded_param`, FSDP1's `_local_shard` (before the first forw
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import is_
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ __all__ = [
     "ReplicaGroup",
     "Shard",
     "Slot",
-    "Watch",
     "canonical_modules",
     "census",
     "is_state_init",
@@ -71,35 +69,6 @@ class Census:
     parameters: tuple[Held, ...]
     buffers: tuple[Held, ...]
     edges: tuple[Edge, ...]
-
-
-class Watch:
-    """Notices that a module or the memory behind a shard was exchanged: `.to()`, `load_state_dict(assign=True)`, a
-    late wrapper.
-
-    Costs about 0.1 µs a tensor, so that it can be asked before each update.
-    """
-
-    __slots__ = ("_addresses", "_dtensors", "_keys", "_places", "_pointed", "_seen")
-
-    def __init__(self, held: Iterable[Held], edges: Iterable[Edge]) -> None:
-        held = list(held)
-        watched = [*((h.place, h.key, h.seen) for h in held), *edges]
-        self._places = [place for place, _, _ in watched]
-        self._keys = [key for _, key, _ in watched]
-        self._seen = [seen for _, _, seen in watched]
-        self._pointed = [h.pointed for h in held if h.pointed is not None]
-        self._addresses = [tensor.data_ptr() for tensor in self._pointed]
-        self._dtensors = [(h.seen, h.seen._local_tensor) for h in held if hasattr(h.seen, "_local_tensor")]
-
-    def unchanged(self) -> bool:
-        """Whether every shard's `local` is still the live memory."""
-        return (
-            all(map(is_, map(dict.get, self._places, self._keys), self._seen))
-            and list(map(torch.Tensor.data_ptr, self._pointed)) == self._addresses
-            # Conversions swap the insides of a DTensor and keep the object.
-            and all(dtensor._local_tensor is local for dtensor, local in self._dtensors)
-        )
 
 
 def census(model: nn.Module) -> Census:

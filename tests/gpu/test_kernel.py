@@ -38,7 +38,9 @@ def _unaligned(values: list[torch.Tensor]) -> list[torch.Tensor]:
 def _lists(
     shadow: torch.dtype, param: torch.dtype, *, compensate: bool = False, skip: bool = False, aligned: bool = True
 ) -> Lists:
-    shadows, params = [s.to(shadow) for s in _values(param, 0)], _values(param, 1)
+    params = _values(param, 1)
+    # What float16 cannot hold becomes infinite, and then NaN of no certain bits.
+    shadows = [s.clamp(-6e4, 6e4).to(shadow) if shadow is torch.float16 else s.to(shadow) for s in _values(param, 0)]
     residuals = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES] if compensate else None
     if not aligned:
         shadows, params = _unaligned(shadows), _unaligned(params)
@@ -48,7 +50,7 @@ def _lists(
 
 def _feed(lists: Lists, seed: int) -> None:
     for param, value in zip(lists.params, _values(lists.params[0].dtype, seed), strict=True):
-        param.copy_(value)
+        param.copy_(value.clamp(-6e4, 6e4) if lists.shadows[0].dtype is torch.float16 else value)
 
 
 def _same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:

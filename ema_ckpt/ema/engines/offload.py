@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ema_ckpt.ema.engines import triton
 from ema_ckpt.ema.engines.lists import Lists, Step
@@ -77,7 +78,7 @@ class OffloadStep:
         _steps.add(self)
         if not _hook:
             hook = torch.compiler.disable(_before_any_step)  # type: ignore[no-untyped-call]
-            _hook.append(torch.optim.optimizer.register_optimizer_step_pre_hook(hook))
+            _hook.append(register_optimizer_step_pre_hook(hook))
 
     def __call__(self, weight: float) -> None:
         with torch.cuda.device(self.device):
