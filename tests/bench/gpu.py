@@ -264,6 +264,7 @@ def offload_table(layers: int) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     model = made(layers, torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     begin = time.perf_counter()
     ema = ShardedEMA(model, DECAY, offload=True)
@@ -313,7 +314,12 @@ def step_table(layers: int, pairs: int, tokens: int) -> None:
             update()
 
     variants = _variants(model)
-    counts = {"offload": pairs, "offload, 8 MiB slots": pairs // 2, "offload, every=4": pairs // 2, "device": 3}
+    counts = {
+        "offload": pairs,
+        "offload, 8 MiB slots": pairs // 3,
+        "offload, every=4": pairs // 2,
+        "device": pairs // 3,
+    }
     for update in variants.values():
         step(None)
         update()
