@@ -1,9 +1,10 @@
-"""Writes the checkpoints that are benchmarked: `python checkpoints.py LAYOUT NBYTES TARGET [--hf]`.
+"""Writes the checkpoints that are benchmarked: `python checkpoints.py LAYOUT NBYTES TARGET [--hf] [--ema]`.
 
 Eight gloo processes save one state dict {"model": {...}} through `torch.distributed.checkpoint`. Layouts:
 `row` and `column` (all matrices split on dim 0 or dim 1), `2d` (tensor parallel 2, FSDP2 4 inside it) and
 `small` (20 000 tensors of 64 x 16). With `--hf` the same tensors go through `HuggingFaceStorageWriter`, flat,
-as torch's own consolidator wants them.
+as torch's own consolidator wants them. With `--ema` a second tree of the same size lies beside the model, its
+averages, each element a little off the live one.
 
 Element i of tensor k holds `block[(i + 977 k) mod len(block)]` of a fixed random block, so that a reader can
 check any of it without a second copy.
@@ -78,7 +79,7 @@ def _sharded(layout: str, name: str, tensor, mesh):
     )
 
 
-def _save(rank: int, layout: str, nbytes: int, target: str, hugging_face: bool) -> None:
+def _save(rank: int, layout: str, nbytes: int, target: str, hugging_face: bool, ema: bool) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
@@ -95,7 +96,19 @@ def _save(rank: int, layout: str, nbytes: int, target: str, hugging_face: bool) 
         writer = dcp.HuggingFaceStorageWriter(target, save_distributed=True)
         dcp.save(local, storage_writer=writer)
     else:
-        dcp.save({"model": local}, storage_writer=dcp.FileSystemWriter(target, sync_files=False))
+        state = {"model": local, "ema": _averages(local)} if ema else {"model": local}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(target, sync_files=False))
+
+
+def _averages(local):
+    import torch
+
+    torch.manual_seed(int(os.environ["RANK"]))
+    weights = {name: tensor.clone() for name, tensor in local.items()}
+    for tensor in weights.values():
+        shard = tensor.to_local()
+        shard.add_(torch.randn_like(shard), alpha=1e-3)
+    return {"weights": weights, "num_updates": torch.tensor(1000)}
 
 
 def _rank_main(rank: int, store: str, *job: object) -> None:
@@ -113,7 +126,9 @@ def _rank_main(rank: int, store: str, *job: object) -> None:
     os._exit(code)
 
 
-def build(layout: str, nbytes: int, target: Path, hugging_face: bool = False, timeout: float = 600.0) -> None:
+def build(
+    layout: str, nbytes: int, target: Path, hugging_face: bool = False, timeout: float = 600.0, *, ema: bool = False
+) -> None:
     """Save the checkpoint of `layout` to `target` from eight processes.
 
     Raises:
@@ -124,7 +139,7 @@ def build(layout: str, nbytes: int, target: Path, hugging_face: bool = False, ti
 
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        job = (f"{folder}/store", layout, nbytes, str(target), hugging_face)
+        job = (f"{folder}/store", layout, nbytes, str(target), hugging_face, ema)
         ranks = [context.Process(target=_rank_main, args=(rank, *job), daemon=True) for rank in range(WORLD)]
         for process in ranks:
             process.start()
@@ -138,4 +153,4 @@ def build(layout: str, nbytes: int, target: Path, hugging_face: bool = False, ti
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), "--hf" in sys.argv)
+    build(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), "--hf" in sys.argv, ema="--ema" in sys.argv)
