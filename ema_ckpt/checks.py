@@ -10,10 +10,12 @@ from ema_ckpt.crc import combine, crc32
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import Files
 
-__all__ = ["Checks", "joined", "mismatch", "storage_crc"]
+__all__ = ["Checks", "Pending", "joined", "mismatch", "storage_crc"]
 
 _BLOCK_NBYTES = 1 << 19
 Interval = tuple[int, int, int]  # start and length in bytes, CRC-32
+Pending = dict[tuple[str, int], tuple[str, Payload, list[Interval], int]]
+"""Storages read in part, by file and offset: tensor, payload, what was read, and how many bytes that is."""
 
 
 def mismatch(tensor: str, payload: Payload, found: int) -> SourceError:
@@ -52,7 +54,7 @@ class Checks:
         self._source = source
         self._enabled = enabled
         self._lock = threading.Lock()
-        self._open: dict[tuple[str, int], tuple[str, Payload, list[Interval], int]] = {}
+        self._open: Pending = {}
 
     def read(self, tensor: str, payload: Payload, start: int, nbytes: int, crc: int) -> None:
         """Tell that `nbytes` bytes from `start` (relative to the storage) were read and have this CRC-32.
@@ -93,6 +95,16 @@ class Checks:
                 if found != payload.crc:
                     raise mismatch(tensor, payload, found)
         self._open.clear()
+
+    def pending(self) -> Pending:
+        """What was read of storages that are not complete yet."""
+        return self._open
+
+    def absorb(self, others: Pending) -> None:
+        """Take over what another process read."""
+        for key, (tensor, payload, intervals, total) in others.items():
+            _, _, known, before = self._open.get(key, (tensor, payload, [], 0))
+            self._open[key] = (tensor, payload, known + intervals, before + total)
 
     def _compare(self, tensor: str, payload: Payload, intervals: list[Interval]) -> bool:
         found = joined(intervals, payload.nbytes)

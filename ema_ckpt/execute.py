@@ -22,6 +22,7 @@ from ema_ckpt.hands import Hands, Work
 from ema_ckpt.journal import Journal
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, Share, find_runs, find_shares, row_runs
+from ema_ckpt.shares import Begun, Crew, Part
 from ema_ckpt.target import Piece, Target
 from ema_ckpt.workers import run_jobs
 
@@ -62,13 +63,21 @@ class Outcome:
     overflow: dict[str, int] = field(default_factory=dict)
 
 
-def run(catalog: Catalog, target: Target, root: Path, settings: Settings, journal: Journal | None = None) -> Outcome:
+def run(
+    catalog: Catalog,
+    target: Target,
+    root: Path,
+    settings: Settings,
+    journal: Journal | None = None,
+    crew: Crew | None = None,
+) -> Outcome:
     """Write a target below `root` (or to the file `root` itself) and return its checksums.
 
     Args:
         catalog: where the bytes come from.
         target: what goes where; all its tensors are from `catalog`.
         journal: ranges that an earlier run finished, and where this one records its own.
+        crew: the processes that write this target together, each its share; the first one gets the whole outcome.
 
     Raises:
         SourceError: `checksum truncated-file missing-file unsupported …`, naming file and tensor.
@@ -77,8 +86,8 @@ def run(catalog: Catalog, target: Target, root: Path, settings: Settings, journa
     outputs = Outputs(root, target.files)
     try:
         engine = _Engine(catalog, target, outputs, settings, journal)
-        outcome = engine.run()
-        for frame in target.frames(outcome.crcs, outcome.digests):
+        outcome = engine.run(crew)
+        for frame in target.frames(outcome.crcs, outcome.digests) if crew is None or crew.rank == 0 else ():
             outputs.write(frame.file, frame.offset, frame.data)
     finally:
         outputs.close()
@@ -107,15 +116,56 @@ class _Engine:
         # Where a tensor goes to several files its pieces come far apart, each after a file's worth of others.
         self._recurs = len({piece.entry.name for piece in target.pieces}) < len(target.pieces)
         self._located: dict[str, tuple[tuple[Payload, ...], list[int]]] = {}
+        self._divided: dict[int, tuple[Work, int]] = {}
 
-    def run(self) -> Outcome:
-        """Do all jobs, then compare what was only read in part."""
-        run_jobs(self._cut(), self.settings.threads, lambda: Hands(self))
+    def run(self, crew: Crew | None = None) -> Outcome:
+        """Do all jobs, or this process' share of them, then compare what was only read in part."""
+        run_jobs(self._jobs(crew), self.settings.threads, lambda: Hands(self))
+        if crew is not None:
+            if crew.rank:
+                self.outputs.close()  # on a network file system this is what lets the first process see it
+            shares = crew.pool(self._part())
+            if crew.rank:
+                return self.outcome
+            for part in shares[1:]:
+                self._absorb(part)
         self.checks.finish()
         self._digest()
         return self.outcome
 
-    def _cut(self) -> Iterator[Callable[[Hands], None]]:
+    def _jobs(self, crew: Crew | None) -> Iterator[Callable[[Hands], None]]:
+        """All jobs, or those that begin in this process' share of the bytes."""
+        rank, size = (crew.rank, crew.size) if crew else (0, 1)
+        at, total = 0, max(sum(piece.nbytes for piece in self.pieces), 1)
+        for nbytes, job in self._cut():
+            if min(at * size // total, size - 1) == rank:
+                yield job
+            at += nbytes
+
+    def _part(self) -> Part:
+        begun = [
+            Begun(index, jobs - work.pending, work.intervals, work.source_intervals)
+            for index, (work, jobs) in self._divided.items()
+            if 0 < work.pending < jobs
+        ]
+        crcs = {index: crc for index, crc in enumerate(self.outcome.crcs) if crc}
+        return Part(crcs, self._parts, self.overflow, begun, self.checks.pending())
+
+    def _absorb(self, part: Part) -> None:
+        """Take over what another process did."""
+        for index, crc in part.crcs.items():
+            self.outcome.crcs[index] = crc
+        for name, intervals in part.intervals.items():
+            self._parts.setdefault(name, []).extend(intervals)
+        for name, count in part.overflow.items():
+            self.overflow[name] = self.overflow.get(name, 0) + count
+        self.checks.absorb(part.pending)
+        for begun in part.begun:
+            work = self._divided[begun.index][0]
+            work.pending -= begun.jobs - 1
+            self.complete(work, begun.intervals, begun.source_intervals)
+
+    def _cut(self) -> Iterator[tuple[int, Callable[[Hands], None]]]:
         batch: list[int] = []
         for index, piece in enumerate(self.pieces):
             widest = max(piece.entry.dtype.itemsize, piece.entry.source.dtype.itemsize)
@@ -135,23 +185,29 @@ class _Engine:
         room = piece.offset + piece.nbytes - first.offset <= self.block_nbytes
         return piece.file == first.file and near and room and len(batch) < _MAX_BATCH
 
-    def _batch_job(self, batch: Sequence[int]) -> Callable[[Hands], None]:
-        return lambda hands: hands.batch(batch)
+    def _batch_job(self, batch: Sequence[int]) -> tuple[int, Callable[[Hands], None]]:
+        return sum(self.pieces[index].nbytes for index in batch), lambda hands: hands.batch(batch)
 
-    def _segments(self, work: Work) -> Iterator[Callable[[Hands], None]]:
+    def _segments(self, work: Work) -> Iterator[tuple[int, Callable[[Hands], None]]]:
         if work.runs is not None:
             nbytes = work.piece.nbytes
             cuts = [(at, min(at + _SEGMENT_NBYTES, nbytes)) for at in range(0, nbytes, _SEGMENT_NBYTES)]
-            work.pending = len(cuts)
+            self._divide(work, len(cuts))
             for start, stop in cuts:
-                yield lambda hands, start=start, stop=stop: hands.move(work, start, stop)  # type: ignore[misc]
+                yield stop - start, lambda hands, start=start, stop=stop: hands.move(work, start, stop)  # type: ignore[misc]
             return
         cutter = BandCutter(work.piece.box, work.tensor.dtype.itemsize, self.block_nbytes)
         step = max(1, _SEGMENT_NBYTES // self.block_nbytes)
-        work.pending = -(-cutter.count // step)
+        self._divide(work, -(-cutter.count // step))
         for first in range(0, cutter.count, step):
             stop = min(first + step, cutter.count)
-            yield lambda hands, first=first, stop=stop: hands.bands(work, cutter, first, stop)  # type: ignore[misc]
+            nbytes = work.piece.nbytes * (stop - first) // cutter.count
+            yield nbytes, lambda hands, first=first, stop=stop: hands.bands(work, cutter, first, stop)  # type: ignore[misc]
+
+    def _divide(self, work: Work, jobs: int) -> None:
+        work.pending = jobs
+        if jobs > 1:
+            self._divided[work.index] = (work, jobs)
 
     def _locate(self, tensor: Tensor) -> tuple[tuple[Payload, ...], list[int]]:
         located = self._located.get(tensor.name)

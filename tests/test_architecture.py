@@ -17,12 +17,12 @@ PACKAGE = REPO / "ema_ckpt"
 # A package stands for all in it. Families of one layer do not know each other.
 FAMILIES = (
     ("base", 0, "errors dtypes naming sizes crc notices"),
-    ("catalog", 1, "box catalog files families coverage stagedir target ties"),
+    ("catalog", 1, "box catalog files families coverage stagedir target ties distributed"),
     ("formats", 2, "formats"),
     ("plan", 2, "selection trees grouping ema_forms"),
     ("ema", 2, "ema"),
     ("opening", 3, "opening joining discover complete folders found settings aliases"),
-    ("engine", 3, "cast checks regions workers hands outputs execute"),
+    ("engine", 3, "cast checks regions workers hands outputs shares execute"),
     ("engine", 3, "streams values digests stored sums audit lowprecision compare phema blend"),
     ("engine", 3, "staging destination journal publish"),
     ("ops", 4, "ops"),

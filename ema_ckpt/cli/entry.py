@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
         signal.signal(signal.SIGINT, _stop)
     _open_closed_streams()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    from ema_ckpt.cli.launched import silenced
+
+    arguments = silenced(sys.argv[1:] if argv is None else argv)
     code = _run(arguments)
     try:
         sys.stdout.flush()
@@ -63,8 +65,9 @@ def _cut_off(argv: list[str], error: OSError) -> int:
 def _run(argv: list[str]) -> int:
     try:
         from ema_ckpt.cli.commands import run
+        from ema_ckpt.cli.launched import run_launched
 
-        return run(argv)
+        return run_launched(argv, run)
     except _StoppedError as error:
         interrupted = error.args == (signal.SIGINT,)
         word = "interrupted" if interrupted else "terminated"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -13,9 +14,11 @@ from typing import TypedDict
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.coverage import prove
 from ema_ckpt.destination import resolve_target
-from ema_ckpt.errors import SourceError, UsageError, shown
+from ema_ckpt.distributed import Meeting, current
+from ema_ckpt.errors import SourceError, TargetError, UsageError, shown
 from ema_ckpt.execute import MIN_BUDGET_NBYTES, Outcome, Settings, run
 from ema_ckpt.files import is_url, local_path
+from ema_ckpt.journal import Journal
 from ema_ckpt.selection import Options, options
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.staging import check_target, stage
@@ -231,6 +234,9 @@ def write(job: Job, request: Request) -> Outcome | None:
         )
         return None
     stamps = _stamps(job.catalog)
+    crew = current()
+    if crew is not None and crew.rank:
+        return _take_part(job, request, stamps, crew)
     with stage(
         job.out,
         is_directory=job.is_directory,
@@ -242,11 +248,31 @@ def write(job: Job, request: Request) -> Outcome | None:
         resume=request.resume,
         identity=_identity(job, stamps),
     ) as staged:
-        outcome = run(job.catalog, job.target, staged.path, _settings(job, request), staged.journal)
+        if crew is not None:
+            crew.exchange((_identity(job, stamps), str(staged.path)))
+            crew.exchange("the journal is open")
+        outcome = run(job.catalog, job.target, staged.path, _settings(job, request), staged.journal, crew)
         _refuse_changed(job.catalog, stamps)
     job.warnings += staged.warnings
     job.warnings += _overflows(job, outcome)
     return outcome
+
+
+def _take_part(job: Job, request: Request, stamps: Mapping[str, str], crew: Meeting) -> Outcome:
+    """Write this process' share into the stage that the first one made."""
+    identity = _identity(job, stamps)
+    (expected, place), *_ = crew.exchange((identity, None))
+    if identity != expected:
+        message = f"{job.catalog.resolved}: not the same to all processes (is it on a file system that all share?)"
+        raise SourceError("source-changed", message)
+    payload = Path(place)
+    if not payload.parent.exists():
+        message = f"{payload.parent}: made by the first process, not there for this one; all must share the file system"
+        raise TargetError("not-found", message, file=place)
+    with contextlib.closing(Journal(payload.parent, payload, identity)) as journal:
+        # No line is written before everybody has read what an interrupted run left.
+        crew.exchange("the journal is open")
+        return run(job.catalog, job.target, payload, _settings(job, request), journal, crew)
 
 
 def _overflows(job: Job, outcome: Outcome) -> Iterable[Warn]:

@@ -1,0 +1,148 @@
+"""One command as several processes: the same bytes as from one, and one's failure reaches all."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ema_ckpt
+from ema_ckpt.stagedir import stages_of
+from tests.checkpoints import save_dcp
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tensors of several segments each, one of them stored transposed, and many small ones."""
+    generator = torch.Generator().manual_seed(0)
+    tree: dict[str, torch.Tensor] = {f"small{i}": torch.randn(7, i + 1, generator=generator) for i in range(40)}
+    tree["big"] = torch.randn(21_000, 1000, generator=generator)
+    tree["turned"] = torch.randn(1000, 17_000, generator=generator).t()
+    return save_dcp(tmp_path_factory.mktemp("source") / "step_1", {"model": tree})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(
+    size: int, *arguments: object, limits: dict[int, Callable[[], None]] | None = None
+) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each of `size` processes that a launcher would start."""
+    port = str(free_port())
+    processes = []
+    for rank in range(size):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": port, "PYTHONPATH": str(REPO)}
+        command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments)]
+        pipe = subprocess.PIPE
+        setup = (limits or {}).get(rank)
+        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, preexec_fn=setup))  # noqa: PLW1509
+    ends = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=60)
+            ends.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return ends
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    return {file.name: file.read_bytes() for file in files}
+
+
+def test_same_bytes_as_from_one_process(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "three").mkdir()
+    ends = launch(3, "reshard", source, tmp_path / "three" / "out", "--world-size", 4, "--json")
+    assert [code for code, *_ in ends] == [0, 0, 0], ends
+    assert json.loads(ends[0][1])["tensors"] == 42
+    assert [(out, err) for _, out, err in ends[1:]] == [("", ""), ("", "")]
+    ema_ckpt.reshard(source, tmp_path / "out", 4)
+    assert contents(tmp_path / "three" / "out") == contents(tmp_path / "out")
+    assert os.listdir(tmp_path / "three") == ["out"]
+
+
+def test_within_one_file_with_casts(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", "-m", "ema_ckpt", "consolidate"]
+    command += [source, tmp_path / "two" / "x.safetensors", "--dtype", "bf16"]
+    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    subprocess.run([str(part) for part in command], check=True, timeout=60, env=env, capture_output=True)
+    ema_ckpt.consolidate(source, tmp_path / "x.safetensors", dtype="bf16")
+    assert contents(tmp_path / "two" / "x.safetensors") == contents(tmp_path / "x.safetensors")
+
+
+def test_damage_that_no_process_sees_whole_is_found(source: Path, tmp_path: Path) -> None:
+    """The storage of `big` is read by both: its checksum can only be told from both shares."""
+    broken = tmp_path / "src"
+    broken.mkdir()
+    for file in source.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    big = next(t for t in ema_ckpt.inspect(broken).tensors if t.name == "model.big")
+    data = bytearray((broken / big.chunks[0].file).read_bytes())
+    with ema_ckpt.open(source) as ckpt:
+        row = ckpt["model.big"][10_500].numpy().tobytes()
+    at = data.find(row)
+    data[at] ^= 1
+    (broken / big.chunks[0].file).write_bytes(data)
+    ends = launch(2, "consolidate", broken, tmp_path / "x.safetensors")
+    assert [code for code, *_ in ends] == [2, 2]
+    assert all("'model.big'" in err and "CRC-32" in err for _, _, err in ends)
+    assert sorted(os.listdir(tmp_path)) == ["src"]
+
+
+def small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+
+def test_failure_of_one_reaches_all_with_its_cause(source: Path, tmp_path: Path) -> None:
+    ends = launch(2, "consolidate", source, tmp_path / "x.safetensors", "--json", limits={1: small_files})
+    assert [code for code, *_ in ends] == [2, 2]
+    error = json.loads(ends[0][1])["error"]
+    assert error["code"] == "rank-failed"
+    assert error["message"].startswith("rank 1: ") and "File too large" in error["message"]
+    assert "File too large" in ends[1][2] and "Traceback" not in ends[0][2] + ends[1][2]
+    assert os.listdir(tmp_path) == []
+
+
+class Stop(Exception):
+    """Ends a run as a crash would."""
+
+
+def test_continues_what_one_process_began(source: Path, tmp_path: Path) -> None:
+    def stop(nbytes: int) -> None:
+        if nbytes > 1 << 20:
+            raise Stop
+
+    (tmp_path / "a").mkdir()
+    target = tmp_path / "a" / "out"
+    with pytest.raises(Stop):
+        ema_ckpt.reshard(source, target, 2, resume=True, progress=stop)
+    assert stages_of(target)
+    ends = launch(2, "reshard", source, target, "--world-size", 2, "--resume")
+    assert [code for code, *_ in ends] == [0, 0], ends
+    ema_ckpt.reshard(source, tmp_path / "out", 2)
+    assert contents(target) == contents(tmp_path / "out")
+
+
+def test_other_verbs_are_done_by_the_first(source: Path) -> None:
+    ends = launch(2, "inspect", source, "--json")
+    assert [code for code, *_ in ends] == [0, 0]
+    assert json.loads(ends[0][1])["format"] == "dcp"
+    assert ends[1][1:] == ("", "")
