@@ -51,7 +51,8 @@ def ema_settings(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> 
             config.update(_document(value) if not key else {key: value})
     counters = (_value(catalog, entries[name], open_objects) for name in _COUNTERS if name in entries)
     decay = _value(catalog, entries["decay"], open_objects) if "decay" in entries else config.get("decay")
-    counted = next((value for value in counters if _is_count(value)), config.get("num_updates", config.get("decay_steps")))
+    told = config.get("num_updates", config.get("decay_steps"))  # DistEMA counts its steps in the configuration
+    counted = next((value for value in counters if _is_count(value)), told)
     samples = _value(catalog, entries["samples_seen"], open_objects) if "samples_seen" in entries else None
     return EmaSettings(
         num_updates=_count(counted),
