@@ -71,7 +71,7 @@ def consolidate(
     warnings = [*catalog.warnings]
     whole = with_aliases(catalog, picked)
     selection = select_tree(whole, request.selection, _filling(catalog, known, whole, fill, warnings))
-    skipped = unknown_objects(catalog, catalog.objects) if catalog.format == "torch" else []
+    skipped = unknown_objects(catalog, catalog.objects) if catalog.format in ("torch", "rank-files") else []
     skipped += [Skipped(t.name, t.chunks[0].file if t.chunks else "", "not averaged") for t in picked.left_out]
     refuse_skipped(skipped, request.strict)
     check_sources(catalog, (entry.source for entry in selection.entries))
