@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,9 +13,11 @@ from ema_ckpt.catalog import Tensor
 from ema_ckpt.compare import FAST_NUMEL, Comparer, Sums
 from ema_ckpt.errors import UsageError
 from ema_ckpt.files import is_url
+from ema_ckpt.ops.carried import unknown_objects
 from ema_ckpt.ops.diff_findings import Compared, find
 from ema_ckpt.ops.diff_sides import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.results import Diffed, DiffSummary, DiffTensor, Mismatch, ShapeEntry
+from ema_ckpt.ops.writing import check_sources
 from ema_ckpt.regions import BandCutter
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.streams import Stream, StreamReader, band_jobs, locate
@@ -99,12 +101,21 @@ def compare_trees(
         remote = any(is_url(side.catalog.source.root) for side in (a, b))
         block_nbytes = _block_nbytes(max_memory, workers, remote)
         pairing = pair(a.tree, b.tree)
+        _check(a, [x for _, x, _ in pairing.pairs])
+        _check(b, [y for _, _, y in pairing.pairs])
         sums = _Pairs(a, b, pairing, rtol, atol, progress).run(workers, block_nbytes)
         compared = Compared(a, b, pairing, sums, is_pair=other is None or against is not None)
         return replace(compared, findings=find(compared))
     finally:
         a.catalog.source.close()
         b.catalog.source.close()
+
+
+def _check(side: Side, tensors: Sequence[Tensor]) -> None:
+    """Refuse a side that is incomplete, or a torch file with an object that would run code, before all the reading."""
+    check_sources(side.catalog, tensors)
+    if side.catalog.format in ("torch", "rank-files"):
+        unknown_objects(side.catalog, side.catalog.objects)
 
 
 def _block_nbytes(max_memory: int | str | None, workers: int, remote: bool) -> int:

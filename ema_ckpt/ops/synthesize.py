@@ -13,7 +13,8 @@ from ema_ckpt.blend import Blend
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError
 from ema_ckpt.files import local_path
-from ema_ckpt.ops.results import FileEntry, Written
+from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
+from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.synthesize_parts import Snapshot, match_names, open_snapshots, parts_of, weights_for
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
@@ -104,8 +105,7 @@ def _write(
     last = held[-1].tree
     average = Tree(last.name, last.role, virtual.tensors, named={tensor.name: tensor for tensor in virtual.tensors})
     selection = select_tree(average, request.selection)
-    for snapshot in held:
-        check_sources(snapshot.catalog, snapshot.tree.weights.values())
+    skipped = _check(held, request.strict)
     target = _Checked(_lay_out(selection.entries, order, blend), blend)
     keep = order.is_directory and order.form == "safetensors"
     warnings = [*virtual.warnings, *warnings]
@@ -121,9 +121,21 @@ def _write(
         nbytes=payload_nbytes(selection.entries),
         seconds=elapsed(),
         renamed=dict(selection.renamed),
+        skipped=tuple(skipped),
         warnings=tuple(job.warnings),
         dry_run=request.dry_run,
     )
+
+
+def _check(held: Sequence[Snapshot], strict: bool) -> list[Skipped]:
+    """Refuse what is incomplete or unsafe; the objects of torch files that are left out."""
+    skipped: dict[Skipped, None] = {}
+    for snapshot in held:
+        check_sources(snapshot.catalog, snapshot.tree.weights.values())
+        if snapshot.catalog.format in ("torch", "rank-files"):
+            skipped |= dict.fromkeys(unknown_objects(snapshot.catalog, snapshot.catalog.objects))
+    refuse_skipped(list(skipped), strict)
+    return list(skipped)
 
 
 def _form(place: Path, to: str | None, world_size: int) -> str:

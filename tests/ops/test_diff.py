@@ -408,8 +408,28 @@ def test_large_tensors_take_the_fast_way_and_agree(tmp_path: Path, monkeypatch: 
         assert entry.changed == expected["changed"]
 
 
-@pytest.mark.parametrize("damage", ["missing-file", "hole", "hostile-metadata"])
-def test_damage_is_an_error(damage: str, fixtures: Path) -> None:
+DAMAGE = {
+    "missing-file": "missing-file",
+    "hole": "hole",
+    "truncated-by-half": "truncated-file",
+    "hostile-metadata": "unsafe-pickle",
+    "hostile-tensor-item": "unsafe-pickle",
+    "hostile.pt": "unsafe-pickle",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_an_error(damage: str, fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMA_CKPT_MARKER", str(tmp_path / "marker"))
+    path = fixtures / "nasty" / damage
     with pytest.raises(ema_ckpt.SourceError) as caught:
-        diff(fixtures / "nasty" / damage)
-    assert caught.value.code == {"hostile-metadata": "unsafe-pickle"}.get(damage, damage)
+        diff(path, path, *(("model", "model") if damage.endswith(".pt") else ()))
+    assert caught.value.code == DAMAGE[damage]
+    assert not (tmp_path / "marker").exists()
+
+
+def test_objects_of_a_dcp_are_not_opened(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMA_CKPT_MARKER", str(tmp_path / "marker"))
+    for name in ("hostile-object-item", "hostile-ema-config"):
+        assert diff(fixtures / "nasty" / name).compared == 2
+    assert not (tmp_path / "marker").exists()

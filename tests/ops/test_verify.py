@@ -32,7 +32,7 @@ UNPROVEN = {
 }  # fmt: skip
 HONEST = sorted(
     f"{folder}/{path.name}"
-    for folder in ("dcp", "hf", "safetensors", "torch")
+    for folder in ("dcp", "hf", "rank-files", "safetensors", "torch")
     for path in (REPO / "fixtures" / folder).iterdir()
 )
 
@@ -226,6 +226,13 @@ def test_every_flipped_bit_of_a_dcp_is_found(name: str, count: int, fixtures: Pa
 def test_every_flipped_bit_of_a_torch_file_is_found(name: str, fixtures: Path, tmp_path: Path) -> None:
     path = shutil.copy(fixtures / "torch" / name, tmp_path / name)
     flip_everywhere(path, [("", a, n) for a, n in zip_ranges(path.read_bytes())], 50, seed=3)
+
+
+def test_every_flipped_bit_of_rank_files_is_found(fixtures: Path, tmp_path: Path) -> None:
+    shutil.copytree(fixtures / "rank-files" / "replicas", tmp_path / "c")
+    files = sorted((tmp_path / "c").iterdir())
+    places = [(file.name, a, n) for file in files for a, n in zip_ranges(file.read_bytes())]
+    flip_everywhere(tmp_path / "c", places, 50, seed=6)
 
 
 def test_every_flipped_bit_of_our_safetensors_is_found(fixtures: Path, tmp_path: Path) -> None:
