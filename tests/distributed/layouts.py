@@ -233,9 +233,6 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
     1: {"plain": plain, "fsdp2": fsdp2},
     2: {
         "ddp": ddp,
-        "ddp-bfloat16": partial(in_bfloat16, ddp),
-        "fsdp2-bfloat16": partial(in_bfloat16, partial(fsdp2, reshard=False)),
-        "fsdp1-bfloat16": partial(in_bfloat16, flat(strategy=ShardingStrategy.FULL_SHARD, original=True)),
         "ddp-compiled-outside": ddp_compiled_outside,
         "ddp-compiled-inside": ddp_compiled_inside,
         "fsdp2": fsdp2,
@@ -253,9 +250,6 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
         "ddp": ddp,
         "fsdp2": fsdp2,
         "fsdp2-mixed": partial(fsdp2, mixed=True),
-        "fsdp2-odd": fsdp2_odd,
-        "fsdp1-odd": flat(strategy=ShardingStrategy.FULL_SHARD, original=True, kind=Odd),
-        "fsdp1-odd-flat": flat(strategy=ShardingStrategy.FULL_SHARD, original=False, kind=Odd),
         "fsdp2-offload": partial(fsdp2, offload=True),
         "fsdp1-grad-op": flat(strategy=ShardingStrategy.SHARD_GRAD_OP, original=True),
         "fsdp1-grad-op-flat": flat(strategy=ShardingStrategy.SHARD_GRAD_OP, original=False),
@@ -267,8 +261,6 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
     4: {
         "fsdp2": fsdp2,
         "hsdp-2x2": partial(fsdp2, mesh=(2, 2)),
-        "fsdp2-odd": fsdp2_odd,
-        "hsdp-odd": partial(fsdp2_odd, 2, 2),
         "fsdp2-tp-2x2": partial(fsdp2_tp, 2, 2),
         "fsdp2-tp-2x2-uneven": partial(fsdp2_tp, 2, 2, wide=(14, 6)),
         "fsdp1-hybrid": flat(strategy=ShardingStrategy.HYBRID_SHARD, original=True, mesh=(2, 2)),
@@ -280,4 +272,22 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
         "fsdp2-tp-3x2": partial(fsdp2_tp, 3, 2),
     },
     8: {"hsdp-tp-2x2x2": partial(fsdp2_tp, 2, 2, 2), "hsdp-tp-2x2x2-uneven": partial(fsdp2_tp, 2, 2, 2, wide=(10, 6))},
+}
+
+# The same wrappers around other shapes and dtypes; what these save does not fit into the layouts above.
+OTHERS: dict[int, dict[str, Wrap]] = {
+    2: {
+        "ddp-bfloat16": partial(in_bfloat16, ddp),
+        "fsdp2-bfloat16": partial(in_bfloat16, partial(fsdp2, reshard=False)),
+        "fsdp1-bfloat16": partial(in_bfloat16, flat(strategy=ShardingStrategy.FULL_SHARD, original=True)),
+    },
+    3: {
+        "fsdp2-odd": fsdp2_odd,
+        "fsdp1-odd": flat(strategy=ShardingStrategy.FULL_SHARD, original=True, kind=Odd),
+        "fsdp1-odd-flat": flat(strategy=ShardingStrategy.FULL_SHARD, original=False, kind=Odd),
+    },
+    4: {
+        "fsdp2-odd": fsdp2_odd,
+        "hsdp-odd": partial(fsdp2_odd, 2, 2),
+    },
 }

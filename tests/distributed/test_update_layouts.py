@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.published import pieces_of
 from tests.distributed.launcher import run
-from tests.distributed.layouts import LAYOUTS, batch, ddp_tp
+from tests.distributed.layouts import LAYOUTS, OTHERS, batch, ddp_tp
 
 DECAY = 0.9
 
@@ -114,17 +114,21 @@ def _check_swap(model: nn.Module, ema: ShardedEMA, expected: dict[str, torch.Ten
     assert not torch.equal(before, inside)
 
 
+def layouts_of(world_size: int) -> dict[str, Callable[[], nn.Module]]:
+    return {**LAYOUTS[world_size], **OTHERS.get(world_size, {})}
+
+
 def check_layouts(names: list[str]) -> None:
     for name in names:
         try:
-            check_layout(LAYOUTS[dist.get_world_size()][name])
+            check_layout(layouts_of(dist.get_world_size())[name])
         except Exception as error:
             raise AssertionError(f"layout {name}: {type(error).__name__}: {error}") from error
 
 
 @pytest.mark.parametrize("world_size", list(LAYOUTS))
 def test_update_and_swap_in_every_layout(world_size: int) -> None:
-    run(world_size, check_layouts, list(LAYOUTS[world_size]), timeout=150)
+    run(world_size, check_layouts, list(layouts_of(world_size)), timeout=150)
 
 
 def check_ddp_around_tensor_parallel() -> list[Any]:
