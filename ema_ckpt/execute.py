@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ema_ckpt.box import is_contiguous_in, linear, whole
 from ema_ckpt.catalog import Catalog, Payload, Tensor
@@ -25,9 +24,6 @@ from ema_ckpt.regions import BandCutter, Share, find_runs, find_shares, row_runs
 from ema_ckpt.shares import Begun, Crew, Part
 from ema_ckpt.target import Piece, Target
 from ema_ckpt.workers import run_jobs
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["MIN_BUDGET_NBYTES", "Outcome", "Settings", "run"]
 
@@ -46,6 +42,7 @@ class Settings:
     budget_nbytes: int = 16 << 20
     verify: bool = True
     progress: Callable[[int], None] | None = None
+    durable: bool = False  # the files will be synced at the end
 
     def block_nbytes(self, remote: bool) -> int:
         """Bytes of one buffer: four of them for each worker fit the budget."""
@@ -271,6 +268,8 @@ class _Engine:
 
     def wrote(self, file: str, offset: int, nbytes: int, crc: int) -> None:
         """Record a finished range."""
+        if self.settings.durable and nbytes > self.block_nbytes:
+            self.outputs.start_writeback(file, offset, nbytes)
         if self.journal is not None:
             self.journal.done(file, offset, nbytes, crc)
         if self.settings.progress is not None:

@@ -13,7 +13,7 @@ from ema_ckpt.errors import SourceError, UnsafeError
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
-__all__ = ["Files", "LocalFiles", "RemoteFiles", "is_url", "local_path", "open_files", "safe_name"]
+__all__ = ["Files", "LocalFiles", "RemoteFiles", "held_limit", "is_url", "local_path", "open_files", "safe_name"]
 
 
 def is_url(path: str) -> bool:
@@ -76,21 +76,37 @@ def _truncated(name: str, offset: int, expected: int, found: int) -> SourceError
     return SourceError("truncated-file", message, file=name)
 
 
+def held_limit() -> int:
+    """How many files one reader or writer may keep open: an eighth of what the process may, 16 to 4096."""
+    try:
+        import resource
+    except ImportError:  # no such limit to ask for
+        return 64
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if soft == resource.RLIM_INFINITY else min(max(soft // 8, 16), 4096)
+
+
 class LocalFiles:
-    """Files below a local directory, through `pread` on descriptors opened once."""
+    """Files below a local directory, through `pread`.
+
+    The first ones stay open; those beyond `held_limit` are opened for each read, because a checkpoint may have more
+    files than a process may open. No descriptor is ever closed that another thread may be reading from.
+    """
 
     def __init__(self, root: str | Path) -> None:
         self.root = str(root)
-        self._open: dict[str, tuple[int, int]] = {}
+        self._open: dict[str, tuple[int, int, bool]] = {}
+        self._sizes: dict[str, int] = {}
+        self._limit = held_limit()
         self._lock = threading.Lock()
 
-    def _descriptor(self, name: str) -> tuple[int, int]:
-        found = self._open.get(name)
-        if found is None:
-            with self._lock:
-                found = self._open.get(name) or self._open_regular(name)
-                self._open[name] = found
-        return found
+    def _take(self, name: str) -> tuple[int, int, bool]:
+        """A descriptor, the file's bytes, and whether it stays open; if not, the caller closes it."""
+        with self._lock:
+            found = self._open.get(name)
+            if found is None and len(self._open) < self._limit:
+                found = self._open[name] = (*self._open_regular(name), True)
+        return found or (*self._open_regular(name), False)
 
     def _open_regular(self, name: str) -> tuple[int, int]:
         path = os.path.join(self.root, safe_name(name))
@@ -109,14 +125,24 @@ class LocalFiles:
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
-        return self._descriptor(name)[1]
+        known = self._sizes.get(name)
+        if known is None:
+            fd, known, held = self._open.get(name) or self._take(name)
+            if not held:
+                os.close(fd)
+            self._sizes[name] = known
+        return known
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes at `offset`."""
-        fd, size = self._descriptor(name)
-        if offset < 0 or nbytes < 0 or offset + nbytes > size:
-            raise _truncated(name, offset, nbytes, max(size - offset, 0))
-        data = os.pread(fd, nbytes, offset)
+        fd, size, held = self._open.get(name) or self._take(name)
+        try:
+            if offset < 0 or nbytes < 0 or offset + nbytes > size:
+                raise _truncated(name, offset, nbytes, max(size - offset, 0))
+            data = os.pread(fd, nbytes, offset)
+        finally:
+            if not held:
+                os.close(fd)
         if len(data) == nbytes:
             return data
         buffer = bytearray(nbytes)
@@ -125,7 +151,14 @@ class LocalFiles:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
-        fd, _ = self._descriptor(name)
+        fd, _, held = self._open.get(name) or self._take(name)
+        try:
+            self._fill(fd, name, offset, buffer)
+        finally:
+            if not held:
+                os.close(fd)
+
+    def _fill(self, fd: int, name: str, offset: int, buffer: memoryview) -> None:
         done, nbytes = 0, len(buffer)
         while done < nbytes:
             try:
@@ -143,7 +176,7 @@ class LocalFiles:
     def close(self) -> None:
         """Close every descriptor."""
         with self._lock:
-            for fd, _ in self._open.values():
+            for fd, _, _ in self._open.values():
                 os.close(fd)
             self._open.clear()
 

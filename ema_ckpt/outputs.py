@@ -6,39 +6,75 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ema_ckpt.files import held_limit
 from ema_ckpt.staging import preallocate
 
 __all__ = ["Outputs"]
 
 
 class Outputs:
-    """The files being written, open and at their final size."""
+    """The files being written, at their final size; the first stay open, more than `held_limit` are opened per use."""
 
     def __init__(self, root: Path, files: Mapping[str, int]) -> None:
+        self._root = root
         self._fds: dict[str, int] = {}
+        limit = held_limit()
         try:
             for name, nbytes in files.items():
-                path = root / name if name else root
-                path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                self._fds[name] = fd
-                preallocate(fd, nbytes)
+                self._path(name).parent.mkdir(parents=True, exist_ok=True)
+                fd = self._open(name)
+                if len(self._fds) < limit:
+                    self._fds[name] = fd
+                try:
+                    preallocate(fd, nbytes)
+                finally:
+                    self._release(name, fd)
         except BaseException:
             self.close()
             raise
 
+    def _path(self, name: str) -> Path:
+        return self._root / name if name else self._root
+
+    def _open(self, name: str) -> int:
+        return os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def _take(self, name: str) -> int:
+        fd = self._fds.get(name)
+        return self._open(name) if fd is None else fd
+
+    def _release(self, name: str, fd: int) -> None:
+        if name not in self._fds:
+            os.close(fd)
+
     def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at `offset`."""
-        fd, view = self._fds[file], memoryview(data)
-        while view:
-            done = os.pwrite(fd, view, offset)
-            view, offset = view[done:], offset + done
+        fd, view = self._take(file), memoryview(data)
+        try:
+            while view:
+                done = os.pwrite(fd, view, offset)
+                view, offset = view[done:], offset + done
+        finally:
+            self._release(file, fd)
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Read back what an earlier run wrote."""
-        done = 0
-        while done < len(buffer):
-            done += os.preadv(self._fds[file], [buffer[done:]], offset + done) or len(buffer)
+        fd, done = self._take(file), 0
+        try:
+            while done < len(buffer):
+                done += os.preadv(fd, [buffer[done:]], offset + done) or len(buffer)
+        finally:
+            self._release(file, fd)
+
+    def start_writeback(self, file: str, offset: int, nbytes: int) -> None:
+        """Let the disk begin with a range: what `fsync` would have to wait for at the end is then done in passing.
+
+        Linux starts to write dirty pages when told that they are not needed soon (`fadvise64`, DONTNEED), and
+        keeps them in the page cache until they are clean.
+        """
+        fd = self._fds.get(file)
+        if fd is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close every file."""

@@ -285,7 +285,8 @@ def _overflows(job: Job, outcome: Outcome) -> Iterable[Warn]:
 
 def _settings(job: Job, request: Request) -> Settings:
     default = _REMOTE_BUDGET_NBYTES if is_url(job.catalog.source.root) else _LOCAL_BUDGET_NBYTES
-    return Settings(request.threads, request.budget_nbytes or default, request.verify, request.progress)
+    budget = request.budget_nbytes or default
+    return Settings(request.threads, budget, request.verify, request.progress, durable=request.fsync)
 
 
 def _identity(job: Job, stamps: Mapping[str, str]) -> dict[str, str]:
