@@ -11,7 +11,7 @@ from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
 from ema_ckpt.trees import Tree
 
-__all__ = ["EmaSettings", "ema_settings"]
+__all__ = ["EmaSettings", "ema_settings", "samples_seen"]
 
 _MAX_NBYTES = 64 * 1024
 _COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
@@ -30,7 +30,6 @@ class EmaSettings:
     decay: float | None = None
     schedule: object = None
     dtype: str | None = None
-    samples_seen: int | None = None
 
 
 def ema_settings(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> EmaSettings:
@@ -53,14 +52,22 @@ def ema_settings(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> 
     decay = _value(catalog, entries["decay"], open_objects) if "decay" in entries else config.get("decay")
     told = config.get("num_updates", config.get("decay_steps"))  # DistEMA counts its steps in the configuration
     counted = next((value for value in counters if _is_count(value)), told)
-    samples = _value(catalog, entries["samples_seen"], open_objects) if "samples_seen" in entries else None
     return EmaSettings(
         num_updates=_count(counted),
         decay=float(decay) if isinstance(decay, (int, float)) and not isinstance(decay, bool) else None,
         schedule=config.get("schedule", _ramp(config)),
         dtype=_dtype(tree),
-        samples_seen=_count(samples),
     )
+
+
+def samples_seen(catalog: Catalog, tree: Tree) -> int | None:
+    """Samples that the updates of an EMA tree counted, for schedules in that unit.
+
+    Raises:
+        SourceError, UnsafeError: as for the other settings.
+    """
+    entry = tree.settings.get("samples_seen")
+    return None if entry is None else _count(_value(catalog, entry, True))
 
 
 def _ramp(config: Mapping[str, object]) -> dict[str, object] | None:

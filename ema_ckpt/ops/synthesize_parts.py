@@ -14,7 +14,7 @@ from ema_ckpt.errors import EmaCkptError, UsageError, shown
 from ema_ckpt.naming import canonical
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.phema import Profile, mismatch, solve
-from ema_ckpt.settings import ema_settings
+from ema_ckpt.settings import ema_settings, samples_seen
 from ema_ckpt.trees import Tree, default_tree, find_tree, trees
 
 __all__ = ["Snapshot", "match_names", "open_snapshots", "weights_for"]
@@ -164,10 +164,11 @@ def _recorded(snapshot: Snapshot) -> tuple[float | None, float | None, str | Non
     """Relative width, time and unit as the EMA's own settings tell; None for what they do not."""
     try:
         settings = ema_settings(snapshot.catalog, snapshot.tree)
+        samples = samples_seen(snapshot.catalog, snapshot.tree)
     except EmaCkptError as error:
         raise type(error)(error.code, f"{snapshot.label}: {error}", tensor=error.tensor, file=error.file) from None
     schedule = settings.schedule if isinstance(settings.schedule, dict) else {}
     width, unit = schedule.get("sigma_rel"), str(schedule.get("unit", "updates"))
-    time = settings.samples_seen if unit == "samples" else settings.num_updates
+    time = samples if unit == "samples" else settings.num_updates
     is_power = schedule.get("kind") == "power-function" and isinstance(width, int | float)
     return (float(width) if is_power else None), time, unit
