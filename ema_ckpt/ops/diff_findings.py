@@ -40,20 +40,19 @@ class Compared:
 
 def find(compared: Compared) -> tuple[Warn, ...]:
     """All findings, the gravest first."""
-    a, b = compared.a, compared.b
     found: list[Warn] = []
-    if a.tree.role == EMA:
-        found += _swapped(a)
+    if compared.a.tree.role == EMA:
+        found += _swapped(compared.a)
         found += _unrelated(compared)
-    for side in (a, b) if (a.catalog, a.tree.name) != (b.catalog, b.tree.name) else (a,):
-        if side.tree.role == EMA:
-            found += _stalled(side)
+    averages = [side for side in (compared.a, compared.b) if side.tree.role == EMA]
+    for side in averages:
+        found += _stalled(side)
     found += _equal(compared)
     found += _non_finite(compared)
-    if a.tree.role == EMA:
-        found += _low_precision(a)
+    for side in averages:
+        found += _low_precision(side)
     found += _names(compared)
-    return tuple(found)
+    return tuple(dict.fromkeys(found))  # both sides may be the same tree
 
 
 def _swapped(side: Side) -> Iterator[Warn]:
