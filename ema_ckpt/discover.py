@@ -28,6 +28,8 @@ _RANK_METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 _NEVER = re.compile(
     r"scheduler\..*|.*random_state.*|rng_state.*|training_args\.bin|.*trainer_state.*|common\.pt", re.DOTALL
 )
+_ZERO_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt", re.ASCII)
+_ZERO_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt", re.ASCII)
 _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _LEVELS_BELOW = 2
 
@@ -145,7 +147,10 @@ def _alone(folder: Folder) -> Found | None:
 
 
 def _candidates(folder: Folder) -> list[str]:
-    return [name for name in folder.files if not _NEVER.fullmatch(name)]
+    names = [name for name in folder.files if not _NEVER.fullmatch(name)]
+    # ZeRO's optimizer files hold the weights in full precision; the model's file beside them is read along.
+    partitioned = any(_ZERO_OPTIMIZER.fullmatch(name) for name in names)
+    return [name for name in names if not (partitioned and _ZERO_MODEL.fullmatch(name))]
 
 
 def _parts(folder: Folder) -> list[tuple[str, Found]]:

@@ -15,7 +15,7 @@ from ema_ckpt.box import Box
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.formats.tensorpickle import TensorRef
 
-__all__ = ["FlatPiece", "Leaves", "boxes_of_run", "find_flat", "place_flat"]
+__all__ = ["FlatPiece", "Leaves", "Placed", "boxes_of_run", "find_flat", "place_flat"]
 
 Ints = tuple[int, ...]
 Path = tuple[str | int, ...]

@@ -8,15 +8,16 @@ Plain tensors under one name are replicas if their checksums say so; anything el
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ema_ckpt.box import Box, whole
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
+from ema_ckpt.dtypes import by_name
 from ema_ckpt.errors import SourceError, UnsafeError, shown
 from ema_ckpt.families import family_of, missing_ranks
 from ema_ckpt.files import Files
 from ema_ckpt.formats.dtensors import ShardRef, read_subclass
-from ema_ckpt.formats.flatpieces import FlatPiece, find_flat, place_flat
+from ema_ckpt.formats.flatpieces import FlatPiece, Placed, find_flat, place_flat
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.formats.tensorpickle import TensorRef
 from ema_ckpt.formats.torchfile import (
@@ -32,6 +33,7 @@ from ema_ckpt.formats.torchfile import (
     view_strides,
 )
 from ema_ckpt.formats.torchzip import Archive, Record
+from ema_ckpt.formats.zero import TREE, model_file, read_zero
 from ema_ckpt.naming import OTHER, part_role
 
 __all__ = ["open_rankfiles"]
@@ -88,6 +90,9 @@ def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: s
         raise _missing(missing, world_size, names, resolved)
     files = [_read(source, name) for name in names]
     merge = _Merge(files)
+    model = model_file(names, source.listing())
+    if model is not None:
+        return _open_zero(source, merge, _read(source, model), path, resolved)
     flat = _flat_homes(files)
     consumed = {path for pieces in flat.values() for piece in pieces for path in piece.used}
     for place in dict.fromkeys(place for file in files for place in file.leaves):
@@ -96,6 +101,10 @@ def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: s
     for home, pieces in flat.items():
         _merge_flat(merge, home, pieces)
     nested = any(len(place) > 1 for file in files for place in file.leaves if place not in consumed)
+    return _catalog(source, merge, names, path, resolved, nested=nested or any(flat))
+
+
+def _catalog(source: Files, merge: _Merge, names: Sequence[str], path: str, resolved: str, *, nested: bool) -> Catalog:
     return Catalog(
         path=path,
         resolved=resolved,
@@ -104,12 +113,33 @@ def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: s
         objects=tuple(merge.objects),
         source=source,
         reader=_Reader(merge.parts),
-        nested=nested or any(flat),
-        world_size=world_size,
+        nested=nested,
+        world_size=len(merge.files),
         files={name: source.size(name) for name in names},
         warnings=tuple(dict.fromkeys(merge.warnings)),
-        extra={"nesting": files[0].nesting, "private": tuple(merge.private)},
+        extra={"nesting": merge.files[0].nesting, "private": tuple(merge.private)},
     )
+
+
+def _open_zero(source: Files, merge: _Merge, model: _RankFile, path: str, resolved: str) -> Catalog:
+    """DeepSpeed's optimizer files, with the model's file that tells names and shapes."""
+    names = [file.name for file in merge.files]
+    found = read_zero(names, [file.leaves for file in merge.files], model.leaves, model.name)
+    for name, shape, boxes in found.placed:
+        _add_placed(merge, merge.files, (TREE, name), shape, boxes, "float32")
+    for name, ref in found.whole.items():
+        full = f"{TREE}.{name}"
+        part = _part(model, full, ref, whole(ref.shape), ref.start)
+        _add(merge, full, (TREE, name), ref.shape, ref.dtype.name, [part])
+    known = {tensor.name: tensor for tensor in merge.tensors}
+    for name, other in found.shared.items():
+        tensor = known.get(f"{TREE}.{other}")
+        if tensor is not None and f"{TREE}.{name}" not in known:
+            merge.parts[f"{TREE}.{name}"] = merge.parts[tensor.name]
+            merge.tensors.append(replace(tensor, name=f"{TREE}.{name}", path=(TREE, name)))
+    merge.private.append((("optimizer_state_dict",), names[0], "the optimizer's state in ZeRO partitions is not read"))
+    merge.private += [((name,), model.name, "not read from ZeRO's files") for name in found.left_out]
+    return _catalog(source, merge, [*names, model.name], path, resolved, nested=True)
 
 
 def _missing(missing: Sequence[int], world_size: int, names: Sequence[str], where: str) -> SourceError:
@@ -252,12 +282,25 @@ def _merge_flat(merge: _Merge, home: Path, pieces: Sequence[FlatPiece]) -> None:
     files, pieces = [file for file, _ in ordered], [piece for _, piece in ordered]
     shapes = {name: shape for piece in pieces for name, shape in piece.shapes.items()}
     for name, boxes in place_flat(pieces, [file.name for file in files]):
-        full = ".".join(map(str, (*home, name)))
-        parts = [_part(files[at], full, ref, box, ref.start + start) for box, at, ref, start in boxes]
-        kinds = {ref.dtype.name for _, _, ref, _ in boxes} or {_any_ref(pieces).dtype.name}
-        if len(kinds) > 1:
-            raise SourceError("unreadable", f"{full!r} has several dtypes: {shown(sorted(kinds))}", tensor=full)
-        _add(merge, full, (*home, name), shapes[name], kinds.pop(), parts)
+        _add_placed(merge, files, (*home, name), shapes[name], boxes, _any_ref(pieces).dtype.name)
+
+
+def _add_placed(
+    merge: _Merge,
+    files: Sequence[_RankFile],
+    place: Path,
+    shape: tuple[int, ...],
+    boxes: Sequence[Placed],
+    otherwise: str,
+) -> None:
+    """Add a tensor that lies in runs of flat pieces; without elements it is of dtype `otherwise`."""
+    name = ".".join(map(str, place))
+    parts = [_part(files[at], name, ref, box, ref.start + start) for box, at, ref, start in boxes]
+    kinds = {ref.dtype.name for _, _, ref, _ in boxes} or {otherwise}
+    if len(kinds) > 1:
+        raise SourceError("unreadable", f"{name!r} has several dtypes: {shown(sorted(kinds))}", tensor=name)
+    check_geometry(name, shape, by_name(next(iter(kinds))), files[0].name)
+    _add(merge, name, place, shape, kinds.pop(), parts)
 
 
 def _any_ref(pieces: Sequence[FlatPiece]) -> TensorRef:
@@ -276,8 +319,6 @@ def _part(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int) -> _
 
 
 def _add(merge: _Merge, name: str, place: Path, shape: tuple[int, ...], dtype: str, parts: Sequence[_Part]) -> None:
-    from ema_ckpt.dtypes import by_name
-
     chunks = [Chunk(p.box.offsets, p.box.sizes, p.file, p.record.offset, p.record.nbytes) for p in parts]
     identity = tuple((p.file, p.record.name, p.start, p.strides) for p in parts)
     merge.parts[name] = list(parts)
