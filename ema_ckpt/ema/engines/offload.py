@@ -1,9 +1,9 @@
 """The engine for averages in pinned host memory: they pass through small slots on the device, beside the training.
 
 Averages that follow each other in memory travel as one chunk: copied in, moved by the kernel, copied out. Three slots
-are in flight, each in a stream of its own and of high priority, so that short kernels do not queue behind long ones.
-All of it is recorded once as a CUDA graph: launching chunk by chunk from Python would take longer than the copies of
-small chunks, and takes time from the training loop.
+are in flight, each in a stream of its own. All of it is recorded once as a CUDA graph: launching chunk by chunk from
+Python takes longer than the copies of small chunks, and takes that time from the training loop. Streams of high
+priority make no measurable difference to the step beside them.
 
 An update starts after the work that its caller has queued (the optimizer's step) and reads parameters after it has
 returned. So whatever writes parameters has to wait: a global hook makes every `optimizer.step()` do so, other
@@ -28,7 +28,9 @@ from ema_ckpt.errors import StateError, UsageError
 
 __all__ = ["OffloadStep"]
 
-SLOT_NBYTES = 32 << 20
+# Three of them fit into the cache of an H100: larger ones go through its memory twice more and slow down what runs
+# beside them, smaller ones take longer to launch (docs/benchmarks-gpu.md).
+SLOT_NBYTES = 16 << 20
 _SLOTS = 3
 
 
@@ -38,11 +40,11 @@ class _Slots:
     def __init__(self, device: torch.device) -> None:
         self.memory = [torch.empty(SLOT_NBYTES, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
         stream: Any = torch.cuda.Stream
-        self.streams = [stream(device, priority=-1) for _ in range(_SLOTS)]
-        self.main = stream(device, priority=-1)
+        self.streams = [stream(device) for _ in range(_SLOTS)]
+        self.main = stream(device)
 
 
-_slots: WeakValueDictionary[torch.device, _Slots] = WeakValueDictionary()
+_slots: WeakValueDictionary[tuple[torch.device, int], _Slots] = WeakValueDictionary()
 _steps: WeakSet[OffloadStep] = WeakSet()
 _hook: list[Any] = []
 
@@ -68,8 +70,8 @@ class OffloadStep:
             )
         self.device = lists.params[0].device
         with torch.cuda.device(self.device):
-            slots = _slots.get(self.device) or _Slots(self.device)
-            _slots[self.device] = self._slots = slots
+            key = (self.device, SLOT_NBYTES)
+            _slots[key] = self._slots = slots = _slots.get(key) or _Slots(self.device)
             slots.main.wait_stream(torch.cuda.current_stream())
             self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(slots.main):
