@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.shards import census
 from ema_ckpt.resume.leaves import pieces
 from ema_ckpt.resume.optimizer import _by_owner, _part_of, _Stepped
-from tests.distributed.layouts import Model, Tied, make_model
+from tests.distributed.layouts import LAYOUTS, OTHERS, Model, Odd, Tied, Wrap, batch, in_bfloat16, make_model
 
 SCHEDULE = Warmup(0.9, inv_gamma=2.0, power=0.7)
 
@@ -86,7 +87,15 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "tensor-parallel-14-6": lambda: without_norms(make_model((14, 6))),
     "tensor-parallel-10-6": lambda: without_norms(make_model((10, 6))),
     "tied": lambda: make_model(kind=Tied),
+    "odd": lambda: make_model(kind=Odd),
+    "bfloat16": partial(in_bfloat16, make_model),
 }
+
+WRAPS: dict[int, dict[str, Wrap]] = {world: {**LAYOUTS[world], **OTHERS.get(world, {})} for world in LAYOUTS}
+
+
+def batch_for(layout: str, step: int) -> torch.Tensor:
+    return batch(step).to(torch.bfloat16 if family_of(layout) == "bfloat16" else torch.float32)
 
 
 def without_norms(model: Model) -> Model:
@@ -96,8 +105,9 @@ def without_norms(model: Model) -> Model:
 
 
 def family_of(layout: str) -> str:
-    if "tied" in layout:
-        return "tied"
+    for family in ("tied", "odd", "bfloat16"):
+        if family in layout:
+            return family
     if "tp" not in layout:
         return "standard"
     if "uneven" not in layout:
@@ -111,15 +121,15 @@ def truth(family: str, steps: int) -> Truth:
         parameter.requires_grad_(True)
     names = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(names.values(), lr=1e-2, betas=(0.8, 0.95))
-    average = {name: p.detach().clone() for name, p in names.items()}
+    average = {name: p.detach().float().clone() for name, p in names.items()}
     beta = 1.0
     for step in range(1, steps + 1):
         for name, parameter in names.items():
-            parameter.grad = gradient(name, tuple(parameter.shape), step)
+            parameter.grad = gradient(name, tuple(parameter.shape), step).to(parameter.dtype)
         optimizer.step()
         beta = min(0.9, max(0.0, 1 - (1 + max(0, step - 1) / 2.0) ** -0.7))
         for name, parameter in names.items():
-            average[name].lerp_(parameter.detach(), 1 - beta)
+            average[name].lerp_(parameter.detach().float(), 1 - beta)
     moments = {name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in names.items()}
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return Truth(weights, moments, average, beta)
