@@ -93,7 +93,7 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
         raise TargetError("not-found", f"{path}: the directory {parent} does not exist{hint}; create it first")
     if not parent.is_dir():
         raise TargetError("usage", f"{path}: {parent} is not a directory")
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise TargetError("usage", f"{path}: no permission to write in {parent}")
     if len(os.fsencode(stage_path(path, "00000000").name)) > os.pathconf(parent, "PC_NAME_MAX"):
         raise TargetError("usage", f"{path}: the name is too long to write beside it; use a shorter one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import io
 import os
 import signal
 import sys
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
         signal.signal(signal.SIGINT, _stop)
-    _open_closed_streams()
+    _prepare_streams()
     from ema_ckpt.cli.launched import silenced
 
     arguments = silenced(sys.argv[1:] if argv is None else argv)
@@ -48,11 +49,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _open_closed_streams() -> None:
-    """Let what is printed go nowhere where a caller closed a stream: `print(file=None)` would go to the other one."""
+def _prepare_streams() -> None:
+    """Let no name stop the output, and let what is printed go nowhere where a caller closed the stream."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
-    if sys.stderr is None:
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # no terminal or file name has to be UTF-8
+    if sys.stderr is None:  # `print(file=None)` would go to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -10,13 +11,16 @@ if TYPE_CHECKING:
 
 __all__ = ["clean", "terminal"]
 
+_UNLIMITED_COLUMNS = 100_000
+
 
 def terminal(*, stderr: bool = False) -> Console:
-    """What to draw on. `NO_COLOR` switches bold and dim off as well."""
+    """What to draw on. `NO_COLOR` switches bold and dim off as well; a pipe or file gets names uncut."""
     from rich.console import Console
 
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(stderr=stderr, soft_wrap=True, highlight=False, color_system=colours)
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else _UNLIMITED_COLUMNS
+    return Console(stderr=stderr, soft_wrap=True, highlight=False, color_system=colours, width=width)
 
 
 def clean(text: str) -> str:

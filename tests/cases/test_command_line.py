@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.checkpoints import dcp_at
+from tests.checkpoints import dcp_at, torch_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,3 +115,27 @@ def test_progress_is_for_terminals_and_for_those_who_listen(tmp_path: Path) -> N
     piped = _shell('"$@"', "consolidate", str(path), str(tmp_path / "d.pt"))
     assert (piped.returncode, piped.stderr) == (0, "")
     assert "writing" not in piped.stdout
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--shards"], ["diff"]])
+def test_an_encoding_without_the_signs_of_a_table_is_no_bug(tmp_path: Path, words: list[str]) -> None:
+    path = dcp_at(tmp_path / "run")
+    done = _shell('PYTHONIOENCODING=ascii "$@"', words[0], str(path), *words[1:])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "layer.w" in done.stdout or "layer" in done.stdout
+    assert done.stdout.isascii()
+
+
+def test_names_are_not_cut_where_no_terminal_limits_the_line(tmp_path: Path) -> None:
+    name = "a_long_name_of_a_block.and_a_layer_in_it." * 4 + "weight"
+    path = torch_at(tmp_path / "run.pt", {name: torch.ones(2)})
+    assert name in _shell('"$@"', "inspect", str(path), "--shards").stdout
+
+
+def test_a_target_whose_name_is_no_text(tmp_path: Path) -> None:
+    path = dcp_at(tmp_path / "run")
+    out = os.fsdecode(bytes(tmp_path) + b"/out\xff.pt")
+    done = _shell('"$@"', "consolidate", str(path), out)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "out\\udcff.pt" in done.stdout
+    assert os.path.exists(out)
