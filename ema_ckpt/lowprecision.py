@@ -57,4 +57,5 @@ def _decode(codes: NDArray[Any], mantissa_bits: int, bias: int) -> NDArray[Any]:
     exponent = (codes & 0x7F) >> mantissa_bits
     significand = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa)
     magnitude = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits)
-    return np.where(codes & 0x80, -magnitude, magnitude)
+    signed: NDArray[Any] = np.where(codes & 0x80, -magnitude, magnitude)
+    return signed

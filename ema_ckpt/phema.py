@@ -70,7 +70,8 @@ def inner_product(a: Profile, b: Profile) -> float:
     """∫ p_a(τ) p_b(τ) dτ (equation 151)."""
     first, last = (a, b) if a.time <= b.time else (b, a)
     x, y = first.exponent, last.exponent
-    return (x + 1) * (y + 1) * (first.time / last.time) ** y / ((x + y + 1) * last.time)
+    ratio = math.pow(first.time / last.time, y)
+    return (x + 1) * (y + 1) * ratio / ((x + y + 1) * last.time)
 
 
 def solve(snapshots: Sequence[Profile], target: Profile) -> list[float]:

@@ -13,28 +13,21 @@ from ema_ckpt.cli.options import general, writer
 __all__ = ["synthesize_command"]
 
 
-class _Numbers(click.ParamType):
+def _numbers(text: str) -> tuple[float, ...]:
     """Numbers with commas between them."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Split and read them."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(float(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not numbers with commas between them, as in 0.5,0.5", param, ctx)
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not numbers with commas between them, as in 0.5,0.5") from None
 
 
 @click.command("synthesize", cls=Command)
 @click.argument("snapshots", nargs=-1, required=True)
 @click.argument("out")
 @click.option("--sigma-rel", type=float, metavar="S", help="Relative width of the average that is wanted.")
-@click.option("--weights", type=_Numbers(), metavar="W1,W2,…", help="One for each snapshot, taken as they are.")
-@click.option("--sigma-rels", type=_Numbers(), metavar="S1,…", help="Widths of the snapshots, if they do not tell.")
-@click.option("--steps", type=_Numbers(), metavar="N1,…", help="Steps of the snapshots, if they do not tell.")
+@click.option("--weights", type=_numbers, metavar="W1,W2,…", help="One for each snapshot, taken as they are.")
+@click.option("--sigma-rels", type=_numbers, metavar="S1,…", help="Widths of the snapshots, if they do not tell.")
+@click.option("--steps", type=_numbers, metavar="N1,…", help="Steps of the snapshots, if they do not tell.")
 @click.option("--tree", multiple=True, metavar="T", help="The tree of each snapshot. Default: its only EMA.")
 @click.option("--to", metavar="dcp|safetensors|pt", help="What to write. Default: what the ending of OUT says.")
 @click.option("--world-size", type=int, default=1, metavar="N", help="Ranks of a DCP target.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ema_ckpt.box import whole
 from ema_ckpt.catalog import Catalog, Object, Tensor, Warn
@@ -57,7 +58,7 @@ def find(compared: Compared) -> tuple[Warn, ...]:
 
 def _swapped(side: Side) -> Iterator[Warn]:
     """A mark that the live weights lay in the EMA's place when the checkpoint was saved."""
-    for item in (*side.catalog.tensors, *side.catalog.objects):
+    for item in chain[Tensor | Object](side.catalog.tensors, side.catalog.objects):
         if str(item.path[-1]).rpartition(".")[2] in _MARKS and _is_set(side.catalog, item):
             message = (
                 f"{side.catalog.resolved} is marked as swapped ({item.name!r}): its EMA tree {side.tree.name!r} holds "

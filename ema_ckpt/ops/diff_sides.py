@@ -85,7 +85,8 @@ def _other_tree(catalog: Catalog, tree: str | None, against: str | None, command
 def pair(a: Tree, b: Tree) -> Pairing:
     """Pair the weights of two trees by name, wrapper prefixes aside."""
     left, right = _named(a), _named(b)
-    pairs, mismatched = [], []
+    pairs: list[tuple[str, Tensor, Tensor]] = []
+    mismatched: list[tuple[str, Tensor, Tensor]] = []
     for name, tensor in left.items():
         partner = right.get(name)
         if partner is not None:

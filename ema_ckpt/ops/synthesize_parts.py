@@ -170,5 +170,6 @@ def _recorded(snapshot: Snapshot) -> tuple[float | None, float | None, str | Non
     schedule = settings.schedule if isinstance(settings.schedule, dict) else {}
     width, unit = schedule.get("sigma_rel"), str(schedule.get("unit", "updates"))
     time = samples if unit == "samples" else settings.num_updates
-    is_power = schedule.get("kind") == "power-function" and isinstance(width, int | float)
-    return (float(width) if is_power else None), time, unit
+    if schedule.get("kind") != "power-function" or not isinstance(width, int | float):
+        return None, time, unit
+    return float(width), time, unit
