@@ -135,12 +135,13 @@ class BandReader:
         self._limit = limit_nbytes
         self._gap = limit_nbytes if is_url(source.root) else _GAP_NBYTES
         self._scratch = bytearray()
+        self._hint = 0
 
     def read(self, tensor: Tensor, shares: Sequence[Share], band: Box, out: memoryview) -> int | None:
         """Fill `out` with the band's bytes; their CRC-32 if it came about on the way."""
-        for share in shares:
-            if share.box == band and self._is_run(share, band):
-                return self._read_run(tensor, share, band, out)
+        share = self._holder(shares, band)
+        if share is not None and self._is_run(share, band):
+            return self._read_run(tensor, share, band, out)
         import numpy as np
 
         target = np.frombuffer(out, _UNITS[tensor.dtype.itemsize]).reshape(band.sizes)
@@ -150,6 +151,16 @@ class BandReader:
                 where = common.within(band)
                 slices = tuple(slice(o, o + s) for o, s in zip(where.offsets, where.sizes, strict=True))
                 self._read_share(tensor, share, common, target[slices])
+        return None
+
+    def _holder(self, shares: Sequence[Share], band: Box) -> Share | None:
+        """The share that holds the whole band, if one does; mostly it is that of the band before."""
+        if self._hint < len(shares) and _holds(shares[self._hint].box, band):
+            return shares[self._hint]
+        for index, share in enumerate(shares):
+            if _holds(share.box, band):
+                self._hint = index
+                return share
         return None
 
     def _is_run(self, share: Share, box: Box) -> bool:
@@ -255,6 +266,14 @@ def _start(share: Share, box: Box) -> int:
     """Element of the storage at which a box begins."""
     where = box.within(share.chunk).offsets
     return share.payload.start + sum(o * s for o, s in zip(where, _strides(share), strict=True))
+
+
+def _holds(outer: Box, inner: Box) -> bool:
+    """Whether `inner` lies in `outer`."""
+    for o, s, p, t in zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True):
+        if p < o or p + t > o + s:
+            return False
+    return True
 
 
 def _strides(share: Share) -> tuple[int, ...]:
