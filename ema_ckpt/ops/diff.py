@@ -13,7 +13,6 @@ from ema_ckpt.catalog import Tensor
 from ema_ckpt.compare import FAST_NUMEL, Comparer, Sums
 from ema_ckpt.errors import UsageError
 from ema_ckpt.files import is_url
-from ema_ckpt.ops.carried import unknown_objects
 from ema_ckpt.ops.diff_findings import Compared, find
 from ema_ckpt.ops.diff_sides import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.results import Diffed, DiffSummary, DiffTensor, Mismatch, ShapeEntry
@@ -115,6 +114,8 @@ def _check(side: Side, tensors: Sequence[Tensor]) -> None:
     """Refuse a side that is incomplete, or a torch file with an object that would run code, before all the reading."""
     check_sources(side.catalog, tensors)
     if side.catalog.format in ("torch", "rank-files"):
+        from ema_ckpt.ops.carried import unknown_objects
+
         unknown_objects(side.catalog, side.catalog.objects)
 
 
