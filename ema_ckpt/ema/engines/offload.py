@@ -3,7 +3,7 @@
 Averages that follow each other in memory travel as one chunk: copied in, moved by the kernel, copied out. Three slots
 are in flight, each in a stream of its own. All of it is recorded once as a CUDA graph: launching chunk by chunk from
 Python takes longer than the copies of small chunks, and takes that time from the training loop. Streams of high
-priority make no measurable difference to the step beside them.
+priority made no measurable difference to the step beside them.
 
 An update starts after the work that its caller has queued (the optimizer's step) and reads parameters after it has
 returned. So whatever writes parameters has to wait: a global hook makes every `optimizer.step()` do so, other
@@ -28,8 +28,8 @@ from ema_ckpt.errors import StateError, UsageError
 
 __all__ = ["OffloadStep"]
 
-# Three of them fit into the cache of an H100: larger ones go through its memory twice more and slow down what runs
-# beside them, smaller ones take longer to launch (docs/benchmarks-gpu.md).
+# By measurement on an H100: larger ones slow down more what runs beside them (three of these fit into its cache),
+# smaller ones take longer to launch (docs/benchmarks-gpu.md).
 SLOT_NBYTES = 16 << 20
 _SLOTS = 3
 
