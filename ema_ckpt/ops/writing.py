@@ -23,6 +23,7 @@ from ema_ckpt.selection import Options, options
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.staging import check_target, stage
 from ema_ckpt.target import Entry, Target
+from ema_ckpt.workers import worker_count
 
 __all__ = [
     "TORCH_SUFFIXES",
@@ -112,11 +113,6 @@ class Job:
         return [*([] if read is None else [read]), *self.beside]
 
 
-def usable_cpus() -> int:
-    """Processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def request_of(args: WriterArgs) -> Request:
     """Check the arguments of a writing verb.
 
@@ -142,7 +138,7 @@ def request_of(args: WriterArgs) -> Request:
             keep_dtype=args.get("keep_dtype", ()),
             keep_prefixes=args.get("keep_prefixes", False),
         ),
-        threads=threads or min(usable_cpus(), 8),
+        threads=worker_count(threads),
         budget_nbytes=budget,
         dry_run=args.get("dry_run", False),
         verify=not args.get("no_verify", False),
