@@ -25,8 +25,23 @@ class _StoppedError(BaseException):
     """A signal arrived: unwinds the stack, so that stages are removed."""
 
 
-def _stop(signum: int, _frame: object) -> NoReturn:
-    raise _StoppedError(signum)
+class _Signals:
+    """SIGTERM and SIGINT as one exception: raised once, and never when there is nothing left to undo.
+
+    A second signal would cut the removal of a stage short, and one that meets the interpreter as it
+    ends would print a traceback under a result that stands.
+    """
+
+    def __init__(self) -> None:
+        self.stops = True
+        signal.signal(signal.SIGTERM, self._arrived)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
+            signal.signal(signal.SIGINT, self._arrived)
+
+    def _arrived(self, signum: int, _frame: object) -> None:
+        if self.stops:
+            self.stops = False
+            raise _StoppedError(signum)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -34,13 +49,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # A checkpoint's catalog is hundreds of thousands of small objects that live to the end of the process:
     # tracing them again and again would take half of the time.
     gc.disable()
-    signal.signal(signal.SIGTERM, _stop)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
-        signal.signal(signal.SIGINT, _stop)
-    _prepare_streams()
-    from ema_ckpt.cli.launched import silenced
-
-    arguments = silenced(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     code = _run(arguments)
     try:
         sys.stdout.flush()
@@ -67,10 +76,15 @@ def _cut_off(argv: list[str], error: OSError) -> int:
 
 def _run(argv: list[str]) -> int:
     try:
+        signals = _Signals()
+        _prepare_streams()
         from ema_ckpt.cli.commands import run
-        from ema_ckpt.cli.launched import run_launched
+        from ema_ckpt.cli.launched import run_launched, silenced
 
-        return run_launched(argv, run)
+        argv[:] = silenced(argv)
+        code = run_launched(argv, run)
+        signals.stops = False
+        return code
     except _StoppedError as error:
         interrupted = error.args == (signal.SIGINT,)
         word = "interrupted" if interrupted else "terminated"
