@@ -43,7 +43,7 @@ class Box:
 
     def within(self, outer: Box) -> Box:
         """The same box in coordinates relative to `outer`'s corner."""
-        return Box(tuple(o - p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+        return Box(tuple([o - p for o, p in zip(self.offsets, outer.offsets, strict=True)]), self.sizes)
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -53,11 +53,14 @@ def whole(shape: Sequence[int]) -> Box:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes of one rank, or None if no element is in both."""
-    offsets = tuple(map(max, a.offsets, b.offsets))
-    sizes = tuple(
-        min(p + s, q + t) - o for p, s, q, t, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
-    )
-    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+    offsets, sizes = [], []
+    for p, s, q, t in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        start, stop = max(p, q), min(p + s, q + t)
+        if start >= stop:
+            return None
+        offsets.append(start)
+        sizes.append(stop - start)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def row_major_strides(shape: Sequence[int]) -> Ints:

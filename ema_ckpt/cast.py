@@ -1,9 +1,9 @@
-"""Casts between float64, float32, float16 and bfloat16 of raw little-endian bytes, in numpy alone.
+"""Casts between float64, float32, float16 and bfloat16 of raw little-endian bytes, in numpy and ml_dtypes.
 
 Results equal `torch.Tensor.to` on the CPU bit for bit: round to nearest, ties to even, and from float64 to
 the two 16-bit types by way of float32, as torch does. NaN stays NaN; its bits are those of torch's x86
 kernels (of float64 → bfloat16, of those that handle 16 elements at a time; the rest of a tensor gets another
-NaN there). Blocks of 256 KiB to 1 MiB keep all passes in the cache.
+NaN there). Blocks of 256 KiB to 2 MiB keep all passes in the cache.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Caster:
         self.source = source
         self.target = target
         self.overflow = 0
+        self._needs_scratch = "float32" not in (source.name, target.name)
         self._out: Array | None = None
         self._wide: Array | None = None
 
@@ -69,11 +70,13 @@ class Caster:
 
         values = np.frombuffer(block, self.source.numpy or "<u2")
         results = np.frombuffer(out, self.target.numpy or "<u2")
+        # Without an intermediate type there is no scratch to keep small: fewer, longer passes.
+        step = _PASS if self._needs_scratch else max(values.size, 1)
         if self._wide is None:
-            self._wide = np.empty((2, _PASS), np.float32)
+            self._wide = np.empty(_PASS if self._needs_scratch else 0, np.float32)
         with np.errstate(all="ignore"):
-            for start in range(0, values.size, _PASS):
-                self._cast(values[start : start + _PASS], results[start : start + _PASS], self._wide)
+            for start in range(0, values.size, step):
+                self._cast(values[start : start + step], results[start : start + step], self._wide)
 
     def _cast(self, values: Array, out: Array, wide: Array) -> None:
         """One pass, by way of float32, which holds every value of the 16-bit types."""
@@ -81,10 +84,10 @@ class Caster:
         if source == target:
             out[:] = values
             return
-        first = out if target == "float32" else wide[0, : values.size]
+        first = out if target == "float32" else wide[: values.size]
         single = _to_float32(values, source, first)
         if target == "bfloat16":
-            clean = _round_to_bfloat16(single, out, wide[1, : values.size], 0x7FC0 if source == "float16" else 0xFFFF)
+            clean = _round_to_bfloat16(single, out, 0x7FC0 if source == "float16" else 0xFFFF)
         elif target == "float16":
             clean = _round_to_float16(single, out)
         elif target == "float64":
@@ -114,20 +117,15 @@ def _to_float32(values: Array, source: str, out: Array) -> Array:
     return out
 
 
-def _round_to_bfloat16(values: Array, out: Array, scratch: Array, nan: int) -> bool:
-    """Nearest, ties to even: add half of what is cut off, less one if the last bit kept is even; then cut off.
+def _round_to_bfloat16(values: Array, out: Array, nan: int) -> bool:
+    """Nearest, ties to even, by the kernel of ml_dtypes; NaN as torch has it.
 
     Returns whether it is certain that no result is infinite or NaN.
     """
+    import ml_dtypes
     import numpy as np
 
-    bits, sums = values.view(np.uint32), scratch.view(np.uint32)
-    np.right_shift(bits, 16, out=sums)
-    np.bitwise_and(sums, 1, out=sums)
-    np.add(sums, bits, out=sums)
-    np.add(sums, 0x7FFF, out=sums)
-    np.right_shift(sums, 16, out=sums)
-    np.copyto(out, sums, casting="same_kind")
+    np.copyto(out.view(ml_dtypes.bfloat16), values, casting="unsafe")
     if _within(values, _LARGEST["bfloat16"]):
         return True
     out[np.isnan(values)] = nan

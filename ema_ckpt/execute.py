@@ -28,7 +28,9 @@ from ema_ckpt.workers import run_jobs
 __all__ = ["MIN_BUDGET_NBYTES", "Outcome", "Settings", "run"]
 
 MIN_BUDGET_NBYTES = 4 << 20
-_BLOCK_NBYTES = 512 << 10  # stays in the second-level cache between read, checksum and write
+# Stays in the second-level cache between read, checksum and write, and is long enough that two workers seldom
+# wait for each other's Python: at 512 KiB they hand the interpreter lock over ten times as often.
+_BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
 _SEGMENT_NBYTES = 32 << 20
 _MAX_BATCH = 4096
@@ -187,7 +189,7 @@ class _Engine:
 
     def _segments(self, work: Work) -> Iterator[tuple[int, Callable[[Hands], None]]]:
         if work.runs is not None:
-            nbytes = work.piece.nbytes
+            nbytes = work.source_nbytes
             cuts = [(at, min(at + _SEGMENT_NBYTES, nbytes)) for at in range(0, nbytes, _SEGMENT_NBYTES)]
             self._divide(work, len(cuts))
             for start, stop in cuts:
@@ -223,7 +225,7 @@ class _Engine:
         shares: list[Share] = []
         if runs is None or piece.entry.dtype != tensor.dtype:
             shares = find_shares(tensor, payloads, picked, piece.box)
-            runs = find_runs(shares, piece.box, tensor.dtype.itemsize) if piece.entry.dtype == tensor.dtype else None
+            runs = runs or find_runs(shares, piece.box, tensor.dtype.itemsize)
         return Work(index, piece, runs, shares)
 
     def complete(self, work: Work, intervals: Sequence[Interval], source_intervals: Sequence[Interval] = ()) -> None:

@@ -11,6 +11,7 @@ from ema_ckpt.box import Box, linear
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.crc import combine, crc32
+from ema_ckpt.lanes import Lane, LaneReader, find_lanes
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, BandReader, Run, Share
 from ema_ckpt.target import Piece
@@ -42,6 +43,15 @@ class Work:
     def casts(self) -> bool:
         """Whether values change on the way."""
         return self.piece.entry.dtype != self.tensor.dtype
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes of the piece as it is read."""
+        return self.piece.box.numel * self.tensor.dtype.itemsize
+
+    def written(self, source_nbytes: int) -> int:
+        """Bytes that so many bytes of the source become."""
+        return source_nbytes // self.tensor.dtype.itemsize * self.piece.entry.dtype.itemsize
 
 
 class Foreman(Protocol):
@@ -77,37 +87,48 @@ class Hands:
         self._source = engine.catalog.source
         self._block = memoryview(bytearray(engine.block_nbytes))
         self._reader = BandReader(self._source, engine.checks, engine.block_nbytes)
-        self._assembled: memoryview | None = None
+        self._second: memoryview | None = None
         self._casters: dict[tuple[str, str], Caster] = {}
 
     def move(self, work: Work, start: int, stop: int) -> None:
-        """Copy the bytes [start, stop) of a piece that consists of runs."""
+        """Bring the bytes [start, stop) of the source of a piece that consists of runs into the output."""
         engine, piece = self._engine, work.piece
-        known = engine.finished.get((piece.file, piece.offset + start, stop - start))
+        base = work.written(start)
+        nbytes = work.written(stop) - base
+        known = engine.finished.get((piece.file, piece.offset + base, nbytes))
         if known is not None:
-            engine.complete(work, [(start, stop - start, known)])
+            engine.complete(work, [(base, nbytes, known)])
             return
         intervals: list[Interval] = []
+        sources: list[Interval] = []
         for run in work.runs or ():
             first, last = max(run.dest, start), min(run.dest + run.nbytes, stop)
             if first < last:
-                intervals.append((first, last - first, self._move_run(work, run, first, last)))
-        shifted = [(at - start, nbytes, crc) for at, nbytes, crc in intervals]
-        engine.wrote(piece.file, piece.offset + start, stop - start, joined(shifted, stop - start) or 0)
-        engine.complete(work, intervals)
+                crc, source_crc = self._move_run(work, run, first, last)
+                at = work.written(first)
+                intervals.append((at, work.written(last) - at, crc))
+                sources.append((first, last - first, source_crc))
+        shifted = [(at - base, length, crc) for at, length, crc in intervals]
+        engine.wrote(piece.file, piece.offset + base, nbytes, joined(shifted, nbytes) or 0)
+        engine.complete(work, intervals, sources if work.casts else ())
 
-    def _move_run(self, work: Work, run: Run, first: int, last: int) -> int:
+    def _move_run(self, work: Work, run: Run, first: int, last: int) -> tuple[int, int]:
+        """CRC-32 of what was written, and of what was read."""
         source, outputs, block = self._source, self._engine.outputs, self._block
-        piece, payload, crc = work.piece, run.payload, 0
+        piece, payload, casts = work.piece, run.payload, work.casts
+        crc = source_crc = 0
         from_start = run.start + first - run.dest
         shift = payload.offset + from_start - first
         for at in range(first, last, len(block)):
             view = block[: last - at]
             source.read_into(payload.file, shift + at, view)
-            crc = crc32(view, crc)
-            outputs.write(piece.file, piece.offset + at, view)
-        self._engine.checks.read(work.tensor.name, payload, from_start, last - first, crc)
-        return crc
+            source_crc = crc32(view, source_crc)
+            if casts:
+                view = self._cast(work, view)
+                crc = crc32(view, crc)
+            outputs.write(piece.file, piece.offset + work.written(at), view)
+        self._engine.checks.read(work.tensor.name, payload, from_start, last - first, source_crc)
+        return crc if casts else source_crc, source_crc
 
     def bands(self, work: Work, cutter: BandCutter, first: int, stop: int) -> None:
         """Assemble the bands [first, stop) of a piece, cast them if asked, and write each."""
@@ -117,18 +138,47 @@ class Hands:
         if known is not None:
             engine.complete(work, [(start, nbytes, known)])
             return
-        at, source_at, crc = start, start // piece.entry.dtype.itemsize * work.tensor.dtype.itemsize, 0
+        lanes = find_lanes(work.shares, cutter, work.tensor.dtype.itemsize)
+        if lanes is None:
+            crc, sources = self._loose_bands(work, cutter, range(first, stop), piece.offset + start)
+        else:
+            crc, sources = self._lane_bands(work, cutter, lanes, range(first, stop), piece.offset + start)
+        engine.wrote(piece.file, piece.offset + start, nbytes, crc)
+        engine.complete(work, [(start, nbytes, crc)], sources if work.casts else ())
+
+    def _lane_bands(
+        self, work: Work, cutter: BandCutter, lanes: Sequence[Lane], indices: range, at: int
+    ) -> tuple[int, list[Interval]]:
+        """Write bands from `at` on; CRC-32 of them, and that of the bytes before a cast."""
+        engine, file, casts = self._engine, work.piece.file, work.casts
+        reader = LaneReader(self._source, lanes, cutter, work.tensor.dtype.itemsize)
+        scratch, crc, source_crc, source_nbytes = self._second_buffer(), 0, 0, 0
+        for index in indices:
+            view = reader.read(index, self._block, scratch)
+            if casts:
+                source_crc = crc32(view, source_crc)
+                source_nbytes += len(view)
+                view = self._cast(work, view)
+            crc = crc32(view, crc)
+            engine.outputs.write(file, at, view)
+            at += len(view)
+        reader.tell(work.tensor.name, engine.checks)
+        source_at = cutter.rows(indices[0])[0] * (work.source_nbytes // cutter.box.sizes[cutter.axis])
+        return crc, [(source_at, source_nbytes, source_crc)]
+
+    def _loose_bands(self, work: Work, cutter: BandCutter, indices: range, at: int) -> tuple[int, list[Interval]]:
+        """The same where chunks do not hold whole rows."""
+        crc, source_at = 0, (at - work.piece.offset) // work.piece.entry.dtype.itemsize * work.tensor.dtype.itemsize
         sources: list[Interval] = []
-        for index in range(first, stop):
+        for index in indices:
             band = cutter.band(index)
             data, part, source_crc = self._assemble(work, band)
-            engine.outputs.write(piece.file, piece.offset + at, data)
+            self._engine.outputs.write(work.piece.file, at, data)
             crc = combine(crc, part, len(data))
             at += len(data)
             sources.append((source_at, band.numel * work.tensor.dtype.itemsize, source_crc))
             source_at += band.numel * work.tensor.dtype.itemsize
-        engine.wrote(piece.file, piece.offset + start, nbytes, crc)
-        engine.complete(work, [(start, nbytes, crc)], sources if work.casts else ())
+        return crc, sources
 
     def _assemble(self, work: Work, band: Box) -> tuple[memoryview, int, int]:
         """The bytes of a band in the dtype to be written, their CRC-32, and that of the bytes before the cast."""
@@ -140,6 +190,11 @@ class Hands:
         source_crc = 0
         if tensor.name in self._engine.catalog.digests:
             source_crc = crc32(view) if crc is None else crc
+        data = self._cast(work, view)
+        return data, crc32(data), source_crc
+
+    def _cast(self, work: Work, view: memoryview) -> memoryview:
+        """The values of a block in the dtype to be written, valid until the next cast."""
         caster = self._caster(work)
         before = caster.overflow
         data = caster.cast(view)
@@ -147,7 +202,7 @@ class Hands:
             with self._engine.lock:
                 counts, name = self._engine.overflow, work.piece.entry.name
                 counts[name] = counts.get(name, 0) + caster.overflow - before
-        return data, crc32(data), source_crc
+        return data
 
     def _caster(self, work: Work) -> Caster:
         source, target = work.tensor.dtype, work.piece.entry.dtype
@@ -164,7 +219,7 @@ class Hands:
         works = [engine.prepare(index) for index in indices]
         base = works[0].piece.offset
         nbytes = works[-1].piece.offset + works[-1].piece.nbytes - base
-        view = self._batch_buffer()[:nbytes]
+        view = self._second_buffer()[:nbytes]
         file = works[0].piece.file
         if (file, base, nbytes) in engine.finished:
             engine.outputs.read_into(file, base, view)
@@ -175,19 +230,18 @@ class Hands:
             engine.outputs.write(file, base, view)
             engine.wrote(file, base, nbytes, crc32(view) if engine.journals else 0)
         for work, (crc, source_crc) in zip(works, results, strict=True):
-            source_nbytes = work.piece.box.numel * work.tensor.dtype.itemsize
-            engine.complete(work, [(0, work.piece.nbytes, crc)], [(0, source_nbytes, source_crc)])
+            engine.complete(work, [(0, work.piece.nbytes, crc)], [(0, work.source_nbytes, source_crc)])
 
-    def _batch_buffer(self) -> memoryview:
-        if self._assembled is None:
-            self._assembled = memoryview(bytearray(self._engine.block_nbytes))
-        return self._assembled
+    def _second_buffer(self) -> memoryview:
+        if self._second is None:
+            self._second = memoryview(bytearray(self._engine.block_nbytes))
+        return self._second
 
     def _fill(self, work: Work, view: memoryview) -> tuple[int, int]:
         """Fill `view` with a whole small piece; CRC-32 of it, and of its bytes before a cast."""
         if not view:
             return 0, 0
-        if work.runs is None:
+        if work.runs is None or work.casts:
             data, crc, source_crc = self._assemble(work, work.piece.box)
             view[:] = data
             return crc, source_crc

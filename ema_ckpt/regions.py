@@ -23,20 +23,28 @@ from ema_ckpt.files import Files, is_url
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BandCutter", "BandReader", "Run", "Share", "find_runs", "find_shares", "row_runs"]
+__all__ = ["UNITS", "BandCutter", "BandReader", "Run", "Share", "find_runs", "find_shares", "row_runs"]
 
 # numpy types of the same size as an element: bytes are moved, never interpreted.
-_UNITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+UNITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 _GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a box that one chunk holds: in tensor coordinates, with the chunk's own box and payload."""
+    """The part of a box that one chunk holds: in tensor coordinates, with the chunk's own box, payload and strides."""
 
     box: Box
     chunk: Box
     payload: Payload
+    strides: tuple[int, ...]
+
+    def start(self, box: Box) -> int:
+        """Element of the storage at which a box begins."""
+        at = self.payload.start
+        for offset, corner, stride in zip(box.offsets, self.chunk.offsets, self.strides, strict=True):
+            at += (offset - corner) * stride
+        return at
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,8 @@ def find_shares(tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[in
         chunk = tensor.chunks[index]
         common = intersect(chunk.box, box)
         if common is not None:
-            shares.append(Share(common, chunk.box, payloads[index]))
+            strides = payloads[index].strides or row_major_strides(chunk.sizes)
+            shares.append(Share(common, chunk.box, payloads[index], strides))
     return shares
 
 
@@ -67,7 +76,7 @@ def find_runs(shares: Sequence[Share], box: Box, itemsize: int) -> list[Run] | N
         row_major = share.payload.strides is None
         if not (row_major and is_contiguous_in(share.box, box) and is_contiguous_in(share.box, share.chunk)):
             return None
-        start = share.payload.start + linear(share.box.within(share.chunk).offsets, share.chunk.sizes)
+        start = share.start(share.box)
         dest = linear(share.box.within(box).offsets, box.sizes)
         runs.append(Run(dest * itemsize, start * itemsize, share.box.numel * itemsize, share.payload))
     runs.sort(key=lambda run: run.dest)
@@ -95,21 +104,26 @@ class BandCutter:
     """Cuts a box into bands of at most `nbytes` bytes (one element at least) that are runs of its row-major order."""
 
     def __init__(self, box: Box, itemsize: int, nbytes: int) -> None:
-        self._box = box
+        self.box = box
         axis, inner = len(box.sizes), itemsize
         while axis > 0 and inner * box.sizes[axis - 1] <= nbytes:
             axis -= 1
             inner *= box.sizes[axis]
-        self._axis = max(axis - 1, 0)
-        rows = box.sizes[self._axis] if box.sizes else 1
-        below = prod(box.sizes[self._axis + 1 :]) * itemsize
+        self.axis = max(axis - 1, 0)
+        rows = box.sizes[self.axis] if box.sizes else 1
+        below = prod(box.sizes[self.axis + 1 :]) * itemsize
         self._step = max(1, min(rows, nbytes // max(below, 1)))
         self._per_outer = -(-rows // self._step)
-        self.count = prod(box.sizes[: self._axis]) * self._per_outer
+        self.count = prod(box.sizes[: self.axis]) * self._per_outer
+
+    def rows(self, index: int) -> tuple[int, int]:
+        """Where the band with that index begins on `axis`, relative to the box, and how many rows it has."""
+        first = index % self._per_outer * self._step
+        return first, min(self._step, self.box.sizes[self.axis] - first)
 
     def band(self, index: int) -> Box:
         """The band with that index, in tensor coordinates."""
-        box, axis = self._box, self._axis
+        box, axis = self.box, self.axis
         if not box.sizes:
             return box
         outer, part = divmod(index, self._per_outer)
@@ -134,7 +148,7 @@ class BandReader:
         self._checks = checks
         self._limit = limit_nbytes
         self._gap = limit_nbytes if is_url(source.root) else _GAP_NBYTES
-        self._scratch = bytearray()
+        self._scratch = memoryview(b"")
         self._hint = 0
 
     def read(self, tensor: Tensor, shares: Sequence[Share], band: Box, out: memoryview) -> int | None:
@@ -144,13 +158,11 @@ class BandReader:
             return self._read_run(tensor, share, band, out)
         import numpy as np
 
-        target = np.frombuffer(out, _UNITS[tensor.dtype.itemsize]).reshape(band.sizes)
+        target = np.frombuffer(out, UNITS[tensor.dtype.itemsize]).reshape(band.sizes)
         for share in shares:
             common = intersect(share.box, band)
             if common is not None:
-                where = common.within(band)
-                slices = tuple(slice(o, o + s) for o, s in zip(where.offsets, where.sizes, strict=True))
-                self._read_share(tensor, share, common, target[slices])
+                self._read_share(tensor, share, common, target[_slices(common, band)])
         return None
 
     def _holder(self, shares: Sequence[Share], band: Box) -> Share | None:
@@ -168,7 +180,7 @@ class BandReader:
 
     def _read_run(self, tensor: Tensor, share: Share, box: Box, out: memoryview) -> int:
         payload, itemsize = share.payload, tensor.dtype.itemsize
-        start = (payload.start + linear(box.within(share.chunk).offsets, share.chunk.sizes)) * itemsize
+        start = share.start(box) * itemsize
         self._source.read_into(payload.file, payload.offset + start, out)
         if not self._sums:
             return 0
@@ -178,27 +190,25 @@ class BandReader:
 
     def _take(self, nbytes: int) -> memoryview:
         if len(self._scratch) < nbytes:
-            self._scratch = bytearray(nbytes)
-        return memoryview(self._scratch)[:nbytes]
+            self._scratch = memoryview(bytearray(nbytes))
+        return self._scratch[:nbytes]
 
     def _read_share(self, tensor: Tensor, share: Share, box: Box, target: NDArray[Any]) -> None:
         import numpy as np
 
         if self._is_run(share, box):
-            block = self._take(box.numel * tensor.dtype.itemsize)
+            block = self._take(target.nbytes)
             self._read_run(tensor, share, box, block)
             target[...] = np.frombuffer(block, target.dtype).reshape(box.sizes)
             return
         self._checks.partly(tensor.name, share.payload)
         self._check_reach(tensor, share, box)
-        for tile in _tiles(box, _strides(share), tensor.dtype.itemsize, self._limit, self._gap):
-            where = tile.box.within(box)
-            slices = tuple(slice(o, o + s) for o, s in zip(where.offsets, where.sizes, strict=True))
-            target[slices] = self._read_tile(share, tile, target.dtype)
+        for tile in _tiles(box, share.strides, tensor.dtype.itemsize, self._limit, self._gap):
+            target[_slices(tile.box, box)] = self._read_tile(share, tile, target.dtype)
 
     def _check_reach(self, tensor: Tensor, share: Share, box: Box) -> None:
-        strides, payload = _strides(share), share.payload
-        last = _start(share, box) + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+        payload = share.payload
+        last = share.start(box) + sum((size - 1) * step for size, step in zip(box.sizes, share.strides, strict=True))
         if (last + 1) * tensor.dtype.itemsize > payload.nbytes:
             message = f"{payload.file}: tensor {tensor.name!r} reaches beyond its storage"
             raise SourceError("out-of-bounds", message, tensor=tensor.name, file=payload.file)
@@ -207,8 +217,8 @@ class BandReader:
         """A tile as a view of the scratch buffer, its reads one behind the other there."""
         import numpy as np
 
-        payload, itemsize, strides = share.payload, kind.itemsize, list(_strides(share))
-        start, nbytes = _start(share, tile.box), tile.span * itemsize
+        payload, itemsize, strides = share.payload, kind.itemsize, list(share.strides)
+        start, nbytes = share.start(tile.box), tile.span * itemsize
         block = self._take(tile.reads * nbytes)
         for index in range(tile.reads):
             at = (start + index * strides[tile.axis]) * itemsize if tile.reads > 1 else start * itemsize
@@ -262,10 +272,9 @@ def _tiles(box: Box, strides: Sequence[int], itemsize: int, limit: int, gap: int
             yield _Tile(piece, span + (count - 1) * strides[axis], axis, 1) if over else _Tile(piece, span, axis, count)
 
 
-def _start(share: Share, box: Box) -> int:
-    """Element of the storage at which a box begins."""
-    where = box.within(share.chunk).offsets
-    return share.payload.start + sum(o * s for o, s in zip(where, _strides(share), strict=True))
+def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where `inner` lies in an array of `outer`'s elements."""
+    return tuple([slice(o - p, o - p + s) for o, s, p in zip(inner.offsets, inner.sizes, outer.offsets, strict=True)])
 
 
 def _holds(outer: Box, inner: Box) -> bool:
@@ -274,7 +283,3 @@ def _holds(outer: Box, inner: Box) -> bool:
         if p < o or p + t > o + s:
             return False
     return True
-
-
-def _strides(share: Share) -> tuple[int, ...]:
-    return share.payload.strides or row_major_strides(share.chunk.sizes)

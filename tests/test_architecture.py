@@ -22,7 +22,7 @@ FAMILIES = (
     ("plan", 2, "selection trees grouping ema_forms"),
     ("ema", 2, "ema"),
     ("opening", 3, "opening joining discover complete folders found settings aliases"),
-    ("engine", 3, "cast checks regions workers hands outputs shares execute"),
+    ("engine", 3, "cast checks regions lanes workers hands outputs shares execute"),
     ("engine", 3, "streams values digests stored sums audit lowprecision compare phema blend"),
     ("engine", 3, "staging destination journal publish"),
     ("ops", 4, "ops"),

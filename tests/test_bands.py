@@ -18,6 +18,7 @@ from ema_ckpt.coverage import prove
 from ema_ckpt.dtypes import by_name
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import LocalFiles
+from ema_ckpt.lanes import LaneReader, find_lanes
 from ema_ckpt.regions import BandCutter, BandReader, find_runs, find_shares, row_runs
 
 KINDS = {"int16": "<i2", "float32": "<f4", "complex128": "<c16", "uint8": "u1", "float64": "<f8"}
@@ -34,7 +35,7 @@ def cut_out(values: np.ndarray, box: Box) -> np.ndarray:
 
 
 @st.composite
-def stored(draw: st.DrawFn) -> tuple[np.ndarray, list[Chunk], list[Payload], bytes, str]:
+def stored(draw: st.DrawFn, row_major: bool = False) -> tuple[np.ndarray, list[Chunk], list[Payload], bytes, str]:
     """A tensor's values, a grid of chunks, each with its own axis order and slack around it, and the file."""
     dtype = draw(st.sampled_from(sorted(KINDS)))
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
@@ -45,7 +46,7 @@ def stored(draw: st.DrawFn) -> tuple[np.ndarray, list[Chunk], list[Payload], byt
         boxes = [Box((*b.offsets, o), (*b.sizes, s)) for b in boxes for o, s in parts]
     chunks, payloads, data = [], [], bytearray(b"\xee" * 5)
     for box in boxes:
-        order = tuple(draw(st.permutations(range(len(shape)))))
+        order = tuple(range(len(shape))) if row_major else tuple(draw(st.permutations(range(len(shape)))))
         slack = draw(st.integers(0, 3))
         laid = np.array(cut_out(values, box).transpose(order), order="C")
         strides = [0] * len(order)
@@ -119,3 +120,31 @@ def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(tmp_path: Path, case,
         checks.finish()
     assert (caught.value.code, caught.value.tensor, caught.value.file) == ("checksum", "t", "data")
     source.close()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@given(case=stored(row_major=True), rows=st.integers(1, 4), data=st.data())
+def test_lanes_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject) -> None:
+    values, chunks, payloads, raw, dtype = case
+    (tmp_path / "data").write_bytes(raw)
+    tensor = Tensor("t", ("t",), values.shape, by_name(dtype), tuple(chunks))
+    start = data.draw(st.integers(0, tensor.shape[0] - 1)) if tensor.shape else 0
+    box = Box((start, *(0,) * (len(tensor.shape) - 1))[: len(tensor.shape)], tensor.shape)
+    if tensor.shape:
+        box = Box(box.offsets, (tensor.shape[0] - start, *tensor.shape[1:]))
+    itemsize = tensor.dtype.itemsize
+    cutter = BandCutter(box, itemsize, rows * int(np.prod(tensor.shape[1:])) * itemsize)
+    lanes = find_lanes(find_shares(tensor, payloads, prove(tensor), box), cutter, itemsize)
+    if lanes is None:
+        assert cutter.axis > 0 or not tensor.shape
+        return
+    checks = Checks(LocalFiles(tmp_path), enabled=True)
+    out, half = bytearray(), cutter.count // 2
+    for job in (range(half), range(half, cutter.count)):
+        reader = LaneReader(LocalFiles(tmp_path), lanes, cutter, itemsize)
+        for index in job:
+            block, scratch = memoryview(bytearray(len(raw) + 16)), memoryview(bytearray(len(raw) + 16))
+            out += reader.read(index, block, scratch)
+        reader.tell("t", checks)
+    assert bytes(out) == cut_out(values, box).tobytes()
+    checks.finish()

@@ -12,7 +12,7 @@ from rich.tree import Tree as Drawn
 from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.compare import Sums
 from ema_ckpt.ops.diff_findings import Compared
-from ema_ckpt.ops.results import Diffed, DiffTensor
+from ema_ckpt.ops.diffed import Diffed, DiffTensor
 
 __all__ = ["print_diff"]
 

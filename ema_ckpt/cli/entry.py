@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # A checkpoint's catalog is hundreds of thousands of small objects that live to the end of the process:
     # tracing them again and again would take half of the time.
     gc.disable()
+    # No command multiplies matrices of any size; the threads that numpy's BLAS starts would only take time.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     code = _run(arguments)
     try:

@@ -7,11 +7,16 @@ import json as jsonlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ema_ckpt.catalog import Warn
 from ema_ckpt.cli.text import clean, terminal
-from ema_ckpt.ops.results import Inspected, Verified, Written, as_json
+from ema_ckpt.ops.results import Written, as_json
 from ema_ckpt.sizes import format_size
+
+if TYPE_CHECKING:
+    from ema_ckpt.ops.inspected import Inspected
+    from ema_ckpt.ops.verified import Verified
 
 __all__ = ["Style", "document", "inspected", "progress", "verified", "written"]
 

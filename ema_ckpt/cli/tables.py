@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.tree import Tree as Drawn
 
 from ema_ckpt.cli.text import clean, terminal
-from ema_ckpt.ops.results import Inspected, TensorEntry
+from ema_ckpt.ops.inspected import Inspected, TensorEntry
 from ema_ckpt.sizes import format_size
 
 __all__ = ["print_inspected"]

@@ -15,7 +15,7 @@ from ema_ckpt.coverage import prove
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import nearest
 from ema_ckpt.opening import open_catalog
-from ema_ckpt.ops.results import TreeEntry
+from ema_ckpt.ops.inspected import TreeEntry
 from ema_ckpt.regions import BandCutter, BandReader, find_shares
 from ema_ckpt.selection import cast_target
 from ema_ckpt.trees import Tree, default_tree, find_tree, find_trees, trees

@@ -15,7 +15,7 @@ from ema_ckpt.errors import UsageError
 from ema_ckpt.files import is_url
 from ema_ckpt.ops.diff_findings import Compared, find
 from ema_ckpt.ops.diff_sides import Pairing, Side, open_sides, pair
-from ema_ckpt.ops.results import Diffed, DiffSummary, DiffTensor, Mismatch, ShapeEntry
+from ema_ckpt.ops.diffed import Diffed, DiffSummary, DiffTensor, Mismatch, ShapeEntry
 from ema_ckpt.ops.writing import check_sources
 from ema_ckpt.regions import BandCutter
 from ema_ckpt.sizes import parse_size

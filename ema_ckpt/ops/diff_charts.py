@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ema_ckpt.ops.results import DiffTensor
+from ema_ckpt.ops.diffed import DiffTensor
 
 __all__ = ["Curve", "curves", "depth_chart", "histogram"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ema_ckpt.errors import TargetError
 from ema_ckpt.ops.diff_charts import Curve, curves, depth_chart, histogram
-from ema_ckpt.ops.results import Diffed, DiffTensor
+from ema_ckpt.ops.diffed import Diffed, DiffTensor
 
 __all__ = ["page", "write_page"]
 

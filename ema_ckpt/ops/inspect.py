@@ -11,7 +11,7 @@ from ema_ckpt.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.naming import EMA, glob_matcher
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.checkpoint import tree_entry
-from ema_ckpt.ops.results import ChunkEntry, Inspected, ObjectEntry, TensorEntry
+from ema_ckpt.ops.inspected import ChunkEntry, Inspected, ObjectEntry, TensorEntry
 from ema_ckpt.settings import ema_settings
 from ema_ckpt.trees import Tree, find_trees, inner_names, trees
 

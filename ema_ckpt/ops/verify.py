@@ -15,7 +15,7 @@ from ema_ckpt.files import is_url
 from ema_ckpt.folders import join, list_folder
 from ema_ckpt.found import PARTS, SAFETENSORS, TORCH, Found
 from ema_ckpt.opening import open_found
-from ema_ckpt.ops.results import Problem, Verified
+from ema_ckpt.ops.verified import Problem, Verified
 from ema_ckpt.ops.verify_against import compare_with
 from ema_ckpt.regions import BandCutter
 from ema_ckpt.streams import Stream, StreamReader, band_jobs, locate
