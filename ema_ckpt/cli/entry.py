@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-__all__ = ["main"]
+__all__ = ["main", "script"]
 
+EXIT_UNLIKE = 1
 EXIT_TROUBLE = 2
+EXIT_UNPROVEN = 3
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -42,6 +44,18 @@ class _Signals:
         if self.stops:
             self.stops = False
             raise _StoppedError(signum)
+
+
+def script() -> NoReturn:
+    """Run the process' own command line, and end without taking a large catalog apart object by object."""
+    try:
+        main()
+    except SystemExit as result:
+        # After an error, and where torch's process groups are, the usual ending: there may be hooks to run.
+        if result.code in (0, EXIT_UNLIKE, EXIT_UNPROVEN) and "torch" not in sys.modules:
+            sys.stderr.flush()
+            os._exit(result.code)
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
