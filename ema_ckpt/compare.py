@@ -154,13 +154,17 @@ class Comparer:
         if count % _RUN:
             return None
         d = np.subtract(a, b, out=self._take("d", count, "f4"))
-        aa, bb, dd = _inner_in_runs(a), _inner_in_runs(b), _inner_in_runs(d)
+        sums = self._take("sums", 4 * (count // _RUN), "f4").reshape(4, -1)
+        for values, into in zip((a, b, d), sums, strict=False):
+            runs = values.reshape(-1, _RUN)
+            _dots(runs, runs, into)
         np.abs(d, out=d)
-        # The difference of two floats is zero only where they are equal.
-        unequal = count - int(np.count_nonzero(np.equal(d, 0, out=self._take("eq", count, "?"))))
+        _dots(d.reshape(-1, _RUN), self._ones(), sums[3])
+        aa, bb, dd, absolute = sums.sum(axis=1, dtype="f8").tolist()
+        # The difference of two floats is zero only where they are equal; what is left of a zero here has no sign.
+        unequal = int(np.count_nonzero(d.view("i4")))
         if not _is_accurate(aa, bb, dd, count, unequal):
             return None
-        absolute = float(_dots(d.reshape(-1, _RUN), self._ones()).sum(dtype="f8"))
         same = not unequal and self._a == self._b and bytes(x) == bytes(y)
         ab = (aa + bb - dd) / 2
         return Sums(aa, bb, ab, dd, absolute, float(d.max()), unequal, unequal, same_bits=same)
@@ -282,12 +286,6 @@ def _set_aside(a: Array, b: Array) -> _Odd:
     return _Odd(*(int(np.count_nonzero(v)) for v in (nan_a, nan_b, inf_a, inf_b)))
 
 
-def _inner_in_runs(values: Array) -> float:
-    """Sum of squares, in float32 over runs and in float64 over these."""
-    runs = values.reshape(-1, _RUN)
-    return float(_dots(runs, runs).sum(dtype="f8"))
-
-
 def _is_accurate(aa: float, bb: float, dd: float, count: int, unequal: int) -> bool:
     """Whether sums by way of float32 are good: finite, not so small that bits were lost, norms not far apart."""
     least = count * _TINY
@@ -337,14 +335,14 @@ def _inner(a: Array, b: Array) -> float:
     return _defined(total)
 
 
-def _dots(a: Array, b: Array) -> Array:
+def _dots(a: Array, b: Array, out: Array | None = None) -> Array:
     """Inner product of each row."""
     import numpy as np
 
     if hasattr(np, "vecdot"):  # numpy 2
-        dots: Array = np.vecdot(a, b)
+        dots: Array = np.vecdot(a, b, out=out)
         return dots
-    sums: Array = np.einsum("ij,ij->i", a, np.broadcast_to(b, a.shape))
+    sums: Array = np.einsum("ij,ij->i", a, np.broadcast_to(b, a.shape), out=out)
     return sums
 
 
