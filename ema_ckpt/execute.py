@@ -22,7 +22,7 @@ from ema_ckpt.journal import Journal
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, Share, find_runs, find_shares, row_runs
 from ema_ckpt.shares import Begun, Crew, Part
-from ema_ckpt.target import Piece, Target
+from ema_ckpt.target import Frame, Piece, Target
 from ema_ckpt.workers import run_jobs
 
 __all__ = ["MIN_BUDGET_NBYTES", "Outcome", "Settings", "run"]
@@ -34,6 +34,7 @@ _BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
 _SEGMENT_NBYTES = 32 << 20
 _MAX_BATCH = 4096
+_MAX_JOINED_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,31 @@ def run(
     try:
         engine = _Engine(catalog, target, outputs, settings, journal)
         outcome = engine.run(crew)
-        for frame in target.frames(outcome.crcs, outcome.digests) if crew is None or crew.rank == 0 else ():
-            outputs.write(frame.file, frame.offset, frame.data)
+        if crew is None or crew.rank == 0:
+            for frame in _joined(target.frames(outcome.crcs, outcome.digests)):
+                outputs.write(frame.file, frame.offset, frame.data)
     finally:
         outputs.close()
     return outcome
+
+
+def _joined(frames: Iterator[Frame]) -> Iterator[Frame]:
+    """Put frames together that follow one another: the end of one archive and the beginning of the next."""
+    last: Frame | None = None
+    for frame in frames:
+        if last is None:
+            last = frame
+        elif _follows(frame, last) and len(last.data) + len(frame.data) <= _MAX_JOINED_NBYTES:
+            last = Frame(last.file, last.offset, last.data + frame.data)
+        else:
+            yield last
+            last = frame
+    if last is not None:
+        yield last
+
+
+def _follows(frame: Frame, last: Frame) -> bool:
+    return frame.file == last.file and frame.offset == last.offset + len(last.data)
 
 
 class _Engine:

@@ -8,14 +8,21 @@ protocol 4, so that whoever reads them fast reads these fast too.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from ema_ckpt.dtypes import DType
 
 __all__ = ["StoredItem", "StoredTensor", "dump_metadata"]
 
 Ints = tuple[int, ...]
+Item = TypeVar("Item")
+Write = Callable[[Any], None]
+Field = tuple[str, Write, Any]  # its name, how to write its value, and that
+_U2, _U4, _I4 = (struct.Struct(layout) for layout in ("<H", "<I", "<i"))
+_SHORT_TUPLES = (b")", b"\x85\x94", b"\x86\x94", b"\x87\x94")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
@@ -59,11 +66,11 @@ class _Emitter:
             self._known[key] = self._count
             self.memoize()
         else:
-            self.out += b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
+            self.out += b"h%c" % index if index < 256 else b"j" + _U4.pack(index)
 
     def _raw_text(self, text: str) -> None:
         data = text.encode("utf-8", "surrogatepass")
-        self.out += b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + struct.pack("<I", len(data))
+        self.out += b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + _U4.pack(len(data))
         self.out += data
 
     def text(self, text: str) -> None:
@@ -71,11 +78,11 @@ class _Emitter:
 
     def number(self, value: int) -> None:
         if 0 <= value < 256:
-            self.out += b"K" + bytes([value])
+            self.out += b"K%c" % value
         elif 0 <= value < 65536:
-            self.out += b"M" + struct.pack("<H", value)
+            self.out += b"M" + _U2.pack(value)
         elif -(2**31) <= value < 2**31:
-            self.out += b"J" + struct.pack("<i", value)
+            self.out += b"J" + _I4.pack(value)
         else:
             data = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
             self.out += b"\x8a" + bytes([len(data)]) + data
@@ -90,53 +97,61 @@ class _Emitter:
 
         self.once((module, name), write)
 
-    def tuple_of(self, parts: Iterable[Callable[[], None]]) -> None:
-        items = list(parts)
+    def tuple_of(self, write: Callable[[Item], None], items: Sequence[Item]) -> None:
+        """A tuple, each part through `write`."""
         if not items:
             self.out += b")"
             return
         if len(items) > 3:
             self.out += b"("
-        for write in items:
-            write()
-        self.out += b"t" if len(items) > 3 else bytes([0x84 + len(items)])
-        self.memoize()
+        for item in items:
+            write(item)
+        self.out += b"t\x94" if len(items) > 3 else _SHORT_TUPLES[len(items)]
+        self._count += 1
 
-    def call(self, module: str, name: str, *args: Callable[[], None]) -> None:
+    def call(self, module: str, name: str, write: Callable[[Item], None], *args: Item) -> None:
         """A global applied to arguments."""
         self.found(module, name)
-        self.tuple_of(args)
-        self.out += b"R"
-        self.memoize()
+        self.tuple_of(write, args)
+        self.out += b"R\x94"
+        self._count += 1
 
     def size(self, numbers: Ints) -> None:
         """A `torch.Size`."""
-        self.call("torch", "Size", lambda: self.tuple_of([lambda n=n: self.number(n) for n in numbers]))  # type: ignore[misc]
+        self.call("torch", "Size", self.numbers, numbers)
 
-    def instance(self, module: str, name: str, state: Mapping[str, Callable[[], None]]) -> None:
+    def numbers(self, numbers: Ints) -> None:
+        """A tuple of integers."""
+        self.tuple_of(self.number, numbers)
+
+    def instance(self, module: str, name: str, *state: Field) -> None:
         """An instance made without arguments and given its fields."""
         self.found(module, name)
-        self.out += b")\x81"
-        self.memoize()
+        self.out += b")\x81\x94"
+        self._count += 1
         if state:
-            self.mapping((lambda key=key: self.text(key), write) for key, write in state.items())  # type: ignore[misc]
-            self.out += b"b"
+            self.out += b"}\x94("
+            self._count += 1
+            for key, write, value in state:
+                self.text(key)
+                write(value)
+            self.out += b"ub"
 
-    def mapping(self, pairs: Iterable[tuple[Callable[[], None], Callable[[], None]]]) -> None:
-        self.out += b"}"
-        self.memoize()
-        self.out += b"("
-        for key, value in pairs:
-            key()
-            value()
+    def mapping(self, pairs: Iterable[tuple[Write, Any, Write, Any]]) -> None:
+        """A dict: for each pair, how to write the key and the key, how to write the value and the value."""
+        self.out += b"}\x94("
+        self._count += 1
+        for write_key, key, write_value, value in pairs:
+            write_key(key)
+            write_value(value)
         self.out += b"u"
 
-    def sequence(self, items: Iterable[Callable[[], None]]) -> None:
-        self.out += b"]"
-        self.memoize()
-        self.out += b"("
-        for write in items:
-            write()
+    def sequence(self, write: Callable[[Item], None], items: Sequence[Item]) -> None:
+        """A list, each part through `write`."""
+        self.out += b"]\x94("
+        self._count += 1
+        for item in items:
+            write(item)
         self.out += b"e"
 
     def constant(self, value: bool | None) -> None:
@@ -159,71 +174,64 @@ def dump_metadata(
     out.instance(
         _METADATA,
         "Metadata",
-        {
-            "state_dict_metadata": lambda: out.mapping(_entries(out, entries, items)),
-            "planner_data": lambda: out.mapping(_paths(out, paths)),
-            "storage_data": lambda: out.mapping(_places(out, entries, items)),
-            "storage_meta": lambda: _storage_meta(out),
-            "version": lambda: out.text("1.0.0"),
-        },
+        ("state_dict_metadata", out.mapping, _entries(out, entries, items)),
+        ("planner_data", out.mapping, _paths(out, paths)),
+        ("storage_data", out.mapping, _places(out, entries, items)),
+        ("storage_meta", _storage_meta, out),
+        ("version", out.text, "1.0.0"),
     )
     out.out += b"."
     return bytes(out.out)
 
 
-Pair = tuple[Callable[[], None], Callable[[], None]]
+Pair = tuple[Write, Any, Write, Any]
 
 
 def _entries(
     out: _Emitter, entries: Mapping[str, StoredTensor | None], items: Mapping[str, tuple[StoredItem, ...]]
 ) -> Iterable[Pair]:
     for name, entry in entries.items():
-        key = lambda name=name: out.text(name)  # noqa: E731
-        if entry is None:
-            yield key, lambda: out.instance(_METADATA, "BytesStorageMetadata", {})
-        else:
-            yield key, lambda entry=entry, name=name: _tensor(out, entry, items[name])  # type: ignore[misc]
+        yield out.text, name, partial(_entry, out), (entry, items[name] if entry else ())
 
 
-def _tensor(out: _Emitter, entry: StoredTensor, chunks: tuple[StoredItem, ...]) -> None:
+def _entry(out: _Emitter, held: tuple[StoredTensor | None, tuple[StoredItem, ...]]) -> None:
+    entry, chunks = held
+    if entry is None:
+        out.instance(_METADATA, "BytesStorageMetadata")
+        return
     out.instance(
         _METADATA,
         "TensorStorageMetadata",
-        {
-            "properties": lambda: _properties(out, entry.dtype),
-            "size": lambda: out.size(entry.shape),
-            "chunks": lambda: out.sequence([lambda chunk=chunk: _chunk(out, chunk) for chunk in chunks]),  # type: ignore[misc]
-        },
+        ("properties", partial(_properties, out), entry.dtype),
+        ("size", out.size, entry.shape),
+        ("chunks", partial(out.sequence, partial(_chunk, out)), chunks),
     )
 
 
 def _chunk(out: _Emitter, chunk: StoredItem) -> None:
-    state = {"offsets": lambda: out.size(chunk.offsets or ()), "sizes": lambda: out.size(chunk.sizes)}
-    out.instance(_METADATA, "ChunkStorageMetadata", state)
+    state = ("offsets", out.size, chunk.offsets or ()), ("sizes", out.size, chunk.sizes)
+    out.instance(_METADATA, "ChunkStorageMetadata", *state)
 
 
 def _properties(out: _Emitter, dtype: DType) -> None:
     out.found(_METADATA, "TensorProperties")
     out.out += b")\x81"
     out.memoize()
-    out.tuple_of(
-        [
-            lambda: out.found("torch", dtype.name),
-            lambda: out.call("torch.serialization", "_get_layout", lambda: out.text("torch.strided")),
-            lambda: out.constant(False),
-            lambda: out.call(_METADATA, "_MEM_FORMAT_ENCODING", lambda: out.number(0)),
-            lambda: out.constant(False),
-        ]
-    )
+    parts: list[Callable[[], None]] = [
+        lambda: out.found("torch", dtype.name),
+        lambda: out.call("torch.serialization", "_get_layout", out.text, "torch.strided"),
+        lambda: out.constant(False),
+        lambda: out.call(_METADATA, "_MEM_FORMAT_ENCODING", out.number, 0),
+        lambda: out.constant(False),
+    ]
+    out.tuple_of(lambda write: write(), parts)
     out.out += b"b"
 
 
 def _paths(out: _Emitter, paths: Mapping[str, tuple[str | int, ...]]) -> Iterable[Pair]:
+    part = partial(_part, out)
     for name, path in paths.items():
-        yield (
-            lambda name=name: out.text(name),  # type: ignore[misc]
-            lambda path=path: out.tuple_of([lambda part=part: _part(out, part) for part in path]),  # type: ignore[misc]
-        )
+        yield out.text, name, partial(out.tuple_of, part), path
 
 
 def _part(out: _Emitter, part: str | int) -> None:
@@ -236,39 +244,37 @@ def _part(out: _Emitter, part: str | int) -> None:
 def _places(
     out: _Emitter, entries: Mapping[str, StoredTensor | None], items: Mapping[str, tuple[StoredItem, ...]]
 ) -> Iterable[Pair]:
+    write_index, write_place = partial(_index, out), partial(_place, out)
     for name in entries:
         for index, item in enumerate(items[name]):
-            yield (
-                lambda name=name, item=item, index=index: _index(out, name, item, index),  # type: ignore[misc]
-                lambda item=item: _place(out, item),  # type: ignore[misc]
-            )
+            yield write_index, (name, index, item.offsets), write_place, item
 
 
-def _index(out: _Emitter, name: str, item: StoredItem, index: int) -> None:
-    offsets = item.offsets
-    state: dict[str, Callable[[], None]] = {"fqn": lambda: out.text(name)}
+def _index(out: _Emitter, key: tuple[str, int, Ints | None]) -> None:
+    name, index, offsets = key
+    rest: tuple[Field, Field] = ("index", out.number, index), ("offset", out.size, offsets)
     if offsets is None:
-        state |= {"offset": lambda: out.constant(None), "index": lambda: out.constant(None)}
-    else:
-        state |= {"index": lambda: out.number(index), "offset": lambda: out.size(offsets)}
-    out.instance(_METADATA, "MetadataIndex", state)
+        rest = ("offset", out.constant, None), ("index", out.constant, None)
+    out.instance(_METADATA, "MetadataIndex", ("fqn", out.text, name), *rest)
 
 
 def _place(out: _Emitter, item: StoredItem) -> None:
-    state: dict[str, Callable[[], None]] = {
-        "relative_path": lambda: out.text(item.file),
-        "offset": lambda: out.number(item.offset),
-        "length": lambda: out.number(item.nbytes),
-    }
-    out.instance(_FILESYSTEM, "_StorageInfo", state)
+    out.instance(
+        _FILESYSTEM,
+        "_StorageInfo",
+        ("relative_path", out.text, item.file),
+        ("offset", out.number, item.offset),
+        ("length", out.number, item.nbytes),
+    )
 
 
 def _storage_meta(out: _Emitter) -> None:
     # torch notes the path of the training job here; a checkpoint that is passed on should not.
-    state: dict[str, Callable[[], None]] = {
-        "checkpoint_id": lambda: out.constant(None),
-        "save_id": lambda: out.constant(None),
-        "load_id": lambda: out.constant(None),
-        "modules": lambda: out.sequence([]),
-    }
-    out.instance(_METADATA, "StorageMeta", state)
+    out.instance(
+        _METADATA,
+        "StorageMeta",
+        ("checkpoint_id", out.constant, None),
+        ("save_id", out.constant, None),
+        ("load_id", out.constant, None),
+        ("modules", partial(out.sequence, out.text), ()),
+    )

@@ -24,6 +24,9 @@ _CENTRAL = struct.Struct("<4sHHHHHHLLLHHHHHLL")
 _END = struct.Struct("<4sHHHHLLH")
 _END64 = struct.Struct("<4sQHHLLQQQQ")
 _LOCATOR64 = struct.Struct("<4sLQL")
+_CRC = struct.Struct("<L")
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where in these records the checksum is
+_Blank = tuple[int, bytes, tuple[tuple[int, int], ...]]
 _U32 = 0xFFFFFFFF
 _U16 = 0xFFFF
 _PEEK_NBYTES = 4096
@@ -268,6 +271,7 @@ class ZipLayout:
         self.members = tuple(members)
         self._names = tuple(f"{folder}/{member.name}".encode() for member in members)
         self._headers: list[int] = []
+        self._blank: list[_Blank] | None = None
         self.offsets: list[int] = []
         at = 0
         for member, name in zip(self.members, self._names, strict=True):
@@ -280,16 +284,38 @@ class ZipLayout:
         self.nbytes = at + sum(map(self._central_nbytes, range(len(members)))) + self._end_nbytes()
 
     def frames(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """All bytes but the payloads, as (offset from the archive's start, bytes).
+        """All bytes but the payloads, as (offset from the archive's start, bytes), none next to another.
 
         `crcs` has one CRC-32 for each member without data, in order.
         """
-        given = iter(crcs)
-        known = [next(given) if m.data is None else crc32(m.data) for m in self.members]
+        if self._blank is None:
+            self._blank = self._blanks()
+        for at, blank, gaps in self._blank:
+            filled = bytearray(blank)
+            for gap, payload in gaps:
+                _CRC.pack_into(filled, gap, crcs[payload])
+            yield at, bytes(filled)
+
+    def _blanks(self) -> list[_Blank]:
+        """The frames with zeros for the checksums of payloads, and where these go. Many items share a layout."""
+        payloads = {index: n for n, index in enumerate(i for i, m in enumerate(self.members) if m.data is None)}
+        out: list[_Blank] = []
+        data, gaps, at = bytearray(), list[tuple[int, int]](), 0
         for index, member in enumerate(self.members):
-            yield self._headers[index], self._local(index, known[index]) + (member.data or b"")
-        directory = b"".join(self._central(index, crc) for index, crc in enumerate(known))
-        yield self.directory_offset, directory + self._end(len(directory))
+            if member.data is None:
+                gaps.append((len(data) + _LOCAL_CRC, payloads[index]))
+            data += self._local(index, crc32(member.data or b"")) + (member.data or b"")
+            if member.data is None:
+                out.append((at, bytes(data), tuple(gaps)))
+                data, gaps, at = bytearray(), [], self.offsets[index] + member.nbytes
+        start = len(data)
+        for index, member in enumerate(self.members):
+            if member.data is None:
+                gaps.append((len(data) + _CENTRAL_CRC, payloads[index]))
+            data += self._central(index, crc32(member.data or b""))
+        data += self._end(len(data) - start)
+        out.append((at, bytes(data), tuple(gaps)))
+        return out
 
     def _local(self, index: int, crc: int) -> bytes:
         nbytes, name = self.members[index].nbytes, self._names[index]
