@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ema_ckpt.ema.decay import HalfLife, PowerFunction, Warmup
     from ema_ckpt.ema.manager import ShardedEMA
+    from ema_ckpt.ema.optimizer import OffloadedOptimizer, offload_optimizer
     from ema_ckpt.ema.sources import master_weights
     from ema_ckpt.errors import (
         CollectiveError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "ema_ckpt.ema.decay": ("HalfLife", "PowerFunction", "Warmup"),
     "ema_ckpt.ema.manager": ("ShardedEMA",),
+    "ema_ckpt.ema.optimizer": ("OffloadedOptimizer", "offload_optimizer"),
     "ema_ckpt.ema.sources": ("master_weights",),
     "ema_ckpt.errors": (
         "CollectiveError",
@@ -66,6 +68,7 @@ __all__ = [
     "CollectiveError",
     "EmaCkptError",
     "HalfLife",
+    "OffloadedOptimizer",
     "PowerFunction",
     "RestoreReport",
     "ShardedEMA",
@@ -82,6 +85,7 @@ __all__ = [
     "inspect",
     "latest",
     "master_weights",
+    "offload_optimizer",
     "open",
     "reshard",
     "restore",

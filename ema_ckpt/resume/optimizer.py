@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ema_ckpt.ema.optimizer import handle_of
 from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, census
 from ema_ckpt.errors import UsageError
@@ -51,6 +52,9 @@ def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in listed(optimizers):
+        offloaded = handle_of(optimizer)
+        if offloaded is not None:
+            offloaded.wait()
         for group in optimizer.param_groups:
             stepped = [_Stepped(optimizer, tensor, _parts(known, tensor)) for tensor in group["params"]]
             fqns = [held.shard.fqn for one in stepped for held in one.parts]
@@ -143,7 +147,9 @@ def _make(one: _Stepped, wanted: Mapping[str, Mapping[str, Any]]) -> None:
             if not isinstance(value, tuple):
                 state[name] = value
             elif value[0] == held.shard.shape != ():
-                state[name] = torch.zeros_like(one.tensor, dtype=value[1], requires_grad=False)
+                offloaded = handle_of(one.optimizer)
+                make = torch.zeros_like if offloaded is None else offloaded.zeros
+                state[name] = make(one.tensor, dtype=value[1]).requires_grad_(False)
             else:
                 state[name] = torch.zeros(value[0], dtype=value[1], device=_device_of(one, name))
     if not state:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ema_ckpt.box import Box, whole
 from ema_ckpt.catalog import Tensor
+from ema_ckpt.ema.optimizer import handle_of
 from ema_ckpt.ema.shards import Shard, census
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.leaves import pieces
@@ -99,6 +100,9 @@ class OptimizerPart(Part):
 
     def write(self) -> None:
         """Put state and options in place; state that the checkpoint lacks is dropped."""
+        offloaded = [handle for handle in map(handle_of, self._optimizers) if handle is not None]
+        for handle in offloaded:
+            handle.wait()
         for optimizer in self._optimizers:
             optimizer.state.clear()
         wanted = {
@@ -111,6 +115,8 @@ class OptimizerPart(Part):
             for view, value in self._pairs(tree["state"]):
                 view.copy_(value)
         fill(self._optimizers, self._options)
+        for handle in offloaded:
+            handle.settle()
 
     def _pairs(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for fqn, values in self._values.items():

@@ -2,6 +2,7 @@
 
     python -m tests.bench.gpu update [--layers 24]      one table, the card's copy bandwidth measured in the same run
     python -m tests.bench.gpu offload [--layers 24]     the two-way PCIe rate, and an offloaded update alone
+    python -m tests.bench.gpu optimizer [--layers 24]   AdamW's state on the device and in host memory
     python -m tests.bench.gpu step [--pairs 10]         alternating blocks of 20 steps
     torchrun --nproc-per-node 2 -m tests.bench.gpu step
 
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from ema_ckpt import offload_optimizer
 from ema_ckpt.ema.engines import offload
 from ema_ckpt.ema.manager import ShardedEMA
 
@@ -292,6 +294,46 @@ def offload_table(layers: int) -> None:
         print(f"{make.__doc__} {(time.perf_counter() - begin) / repeats * 1e3:.0f} ms")
 
 
+def optimizer_table(layers: int) -> None:
+    """Fused AdamW over float32 parameters: its state on the device and in pinned host memory."""
+    rate = two_way_rate()
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = made(layers)
+    count = sum(param.numel() for param in model.parameters())
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    bare = torch.cuda.memory_allocated()
+    moments = 8 * count
+    print(
+        f"{count / 1e9:.3f} G parameters, {moments / 1e9:.2f} GB of moments; two-way PCIe {rate / 1e6:.1f} GB/s each way"
+    )
+    for slot_bytes in (None, 64 << 20, 32 << 20, 128 << 20):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        begin = time.perf_counter()
+        handle = None if slot_bytes is None else offload_optimizer(optimizer, slot_bytes)
+        optimizer.step()
+        torch.cuda.synchronize()
+        first = time.perf_counter() - begin
+        held = torch.cuda.memory_allocated() - bare
+        times = []
+        for _ in range(7):  # until the state is back, as the next step's copies would find it
+            begin = time.perf_counter()
+            optimizer.step()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+        host = host_microseconds(optimizer.step, 5) / 1e3
+        name = "on the device" if slot_bytes is None else f"offloaded, slots of {slot_bytes >> 20} MiB"
+        took, wanted = statistics.median(times), moments / rate
+        print(
+            f"{name}: step {took:.1f} ms = {took / wanted:.2f} x two-way PCIe time ({wanted:.1f} ms), host {host:.1f} ms, "
+            f"first step {first:.1f} s, device memory held {held / 1e9:.2f} GB"
+        )
+        del optimizer, handle
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def step_table(layers: int, pairs: int, tokens: int) -> None:
     """The step of a training, in blocks of 20 that alternate between without and with an average."""
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -364,7 +406,7 @@ def _block(step: Callable[[Update | None], None], update: Update | None) -> floa
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("table", choices=["update", "offload", "step"])
+    parser.add_argument("table", choices=["update", "offload", "optimizer", "step"])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=12_288)
@@ -374,7 +416,8 @@ def main() -> None:
     if options.table == "step":
         step_table(options.layers, options.pairs, options.tokens)
     else:
-        {"update": update_table, "offload": offload_table}[options.table](options.layers)
+        tables = {"update": update_table, "offload": offload_table, "optimizer": optimizer_table}
+        tables[options.table](options.layers)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ema_ckpt import restore, save
 from ema_ckpt.ema.averages import live_part
 from ema_ckpt.ema.manager import ShardedEMA
+from tests.distributed import test_offload_optimizer as offloaded_optimizer
 from tests.distributed.launcher import run
 
 DECAY = 0.9
@@ -121,3 +122,16 @@ def test_training_over_nccl(kind: str, tmp_path: Path) -> None:
             restore(tmp_path / "saved", model=model, ema=ema)
             state = ema.state_dict()["weights"]
             assert all(torch.equal(state[name].cpu(), whole[name]) for name in state)
+
+
+def _check_optimizer(kind: str, folder: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    offloaded_optimizer.check(kind, "cuda", folder)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp1-flat", "fsdp2"])
+def test_optimizer_state_in_host_memory(kind: str, tmp_path: Path) -> None:
+    run(min(2, torch.cuda.device_count()), _check_optimizer, kind, str(tmp_path), timeout=240)

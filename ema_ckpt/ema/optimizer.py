@@ -1,0 +1,462 @@
+"""Optimizer state in pinned host memory: it passes through two slots on the device while the optimizer steps.
+
+The parameters' moments (and float32 master weights, where an optimizer keeps them) lie in slabs of host memory.
+A step brings a chunk of them into a slot, lets the optimizer's own code work on just these parameters, and takes
+the chunk back, while the next one is on its way into the other slot. Every kernel that runs is the optimizer's
+own, on flat parts of the local tensors: all of them work element by element, so that bits are those of the
+plain optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from ema_ckpt.ema.pinned import pinned_zeros
+from ema_ckpt.errors import UsageError
+
+__all__ = ["OffloadedOptimizer", "handle_of", "offload_optimizer"]
+
+_OVERHEAD_NBYTES = 4 << 10  # gaps between the tensors of a slab, and between slabs in a slot, are less
+_REFUSED = ("amsgrad", "capturable", "differentiable")
+_HANDLE = "_ema_ckpt_offloaded"
+
+
+def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 64 << 20) -> OffloadedOptimizer:
+    """Keep the state of an Adam or AdamW in pinned host memory instead of on the device.
+
+    Saves the bytes of the state on the device (8 for each float32 parameter of this rank) for twice `slot_bytes`;
+    `step` then takes the time of copying the state in and out at once. Results are those of the plain optimizer,
+    bit for bit. For plain, DDP, FSDP1 and FSDP2 parameters. State that is there already is moved; without CUDA
+    it stays in ordinary memory.
+
+    Args:
+        optimizer: a `torch.optim.Adam` or `AdamW`, or of a class derived from one of them.
+        slot_bytes: bytes of each of the two slots on the device.
+
+    Raises:
+        UsageError: `unsupported` for another optimizer, for amsgrad, capturable, differentiable, for parameters
+            that are not contiguous or on several devices; `usage` if it is offloaded already.
+    """
+    if not isinstance(optimizer, Adam | AdamW):
+        raise UsageError("unsupported", f"offload_optimizer: {type(optimizer).__name__} is neither Adam nor AdamW")
+    if handle_of(optimizer) is not None:
+        raise UsageError("usage", "offload_optimizer: the state of this optimizer is offloaded already")
+    if slot_bytes < 1 << 16:
+        raise UsageError("usage", f"offload_optimizer: slot_bytes={slot_bytes}: expected 65536 or more")
+    return OffloadedOptimizer(optimizer, slot_bytes)
+
+
+def handle_of(optimizer: Optimizer) -> OffloadedOptimizer | None:
+    """The handle of an offloaded optimizer; None for others."""
+    handle: OffloadedOptimizer | None = vars(optimizer).get(_HANDLE)
+    return handle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Elements [start, stop) of the flattened local part of `bank.params[index]`."""
+
+    index: int
+    start: int
+    stop: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """What passes through a slot at once: per state name the host memory from the first to the last piece."""
+
+    bank: _Bank
+    pieces: tuple[_Piece, ...]
+    hosts: Mapping[str, torch.Tensor]
+    first: int  # element of the slabs at which it begins
+
+
+class _Bank:
+    """The state of some parameters in slabs, one for each name; what the optimizer shows are views of these."""
+
+    def __init__(
+        self, optimizer: Optimizer, params: Sequence[torch.Tensor], names: tuple[str, ...], slot_nbytes: int
+    ) -> None:
+        self.params = list(params)
+        self.names = names
+        self.shown: list[dict[str, torch.Tensor]] = [{} for _ in params]
+        self.starts: list[int] = []
+        shapes = [_local(param).shape for param in params]
+        on_device = _local(params[0]).is_cuda
+        bases = {}
+        for name in names:
+            dtype = optimizer.state[params[0]][name].dtype
+            hosts = pinned_zeros(shapes, dtype) if on_device else [torch.zeros(shape, dtype=dtype) for shape in shapes]
+            bases[name] = hosts
+            for host, param, shown in zip(hosts, params, self.shown, strict=True):
+                value = optimizer.state[param][name]
+                host.copy_(_local(value))
+                optimizer.state[param][name] = shown[name] = _like(value, host)
+        if on_device:
+            self.starts = [int(host.storage_offset()) for host in bases[names[0]]]
+        self.chunks = list(self._cut(bases, slot_nbytes, on_device))
+
+    def is_whole(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer still shows this state, and nobody has put another in its place."""
+        return all(
+            optimizer.state.get(param, {}).get(name) is tensor
+            for param, shown in zip(self.params, self.shown, strict=True)
+            for name, tensor in shown.items()
+        )
+
+    def _cut(self, bases: Mapping[str, list[torch.Tensor]], slot_nbytes: int, on_device: bool) -> Iterator[_Chunk]:
+        sizes = [host.numel() for host in bases[self.names[0]]]
+        pieces = tuple(_Piece(i, 0, size, is_last=True) for i, size in enumerate(sizes))
+        if not on_device:
+            yield _Chunk(self, pieces, {}, 0)
+            return
+        stop = self.starts[-1] + sizes[-1] - self.starts[0]
+        whole = {name: _span(hosts, 0, stop) for name, hosts in bases.items()}
+        if len(sizes) > 1 or sum(map(_slot_nbytes, whole.values())) <= slot_nbytes:
+            yield _Chunk(self, pieces, whole, 0)
+            return
+        room = slot_nbytes // sum(host.element_size() for host in whole.values()) // 256 * 256 - 256
+        for start in range(0, stop, room):
+            end = min(start + room, stop)
+            piece = _Piece(0, start, end, is_last=end == stop)
+            yield _Chunk(self, (piece,), {name: _span(hosts, start, end) for name, hosts in bases.items()}, start)
+
+
+def _span(hosts: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    return hosts[0].as_strided((stop - start,), (1,), hosts[0].storage_offset() + start)
+
+
+def _slot_nbytes(host: torch.Tensor) -> int:
+    """Bytes that a span takes in a slot."""
+    return -(-host.numel() * host.element_size() // 256) * 256
+
+
+class _Slot:
+    """Device memory for one chunk, and the events that tell when it is full, worked on, and empty again."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        event: Any = torch.cuda.Event
+        self.full, self.worked, self.free = event(), event(), event()
+
+    def views(self, chunk: _Chunk) -> dict[str, torch.Tensor]:
+        """A flat tensor for each of the chunk's state names."""
+        views, at = {}, 0
+        for name, host in chunk.hosts.items():
+            views[name] = self.memory[at : at + host.numel() * host.element_size()].view(host.dtype)
+            at += _slot_nbytes(host)
+        return views
+
+
+class _Traffic:
+    """The way of chunks through the two slots of a device."""
+
+    def __init__(self, device: torch.device, slot_nbytes: int) -> None:
+        stream: Any = torch.cuda.Stream
+        self.device = device
+        self.slots = [_Slot(slot_nbytes, device) for _ in range(2)]
+        self.inward, self.outward = stream(device), stream(device)
+        self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def begin(self) -> None:
+        """What comes in must have gone out: the last step's chunks, and slots that an allocator gave us."""
+        if not self._turn:
+            self.inward.wait_stream(torch.cuda.current_stream(self.device))
+        self.inward.wait_event(self.done)
+
+    def work(self, chunk: _Chunk, job: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+        """Bring a chunk in, do `job` with it in the current stream, and take it out."""
+        slot = self.slots[self._turn % 2]
+        self._turn += 1
+        views, current = slot.views(chunk), torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.inward):
+            self.inward.wait_event(slot.free)
+            for name, view in views.items():
+                view.copy_(chunk.hosts[name], non_blocking=True)
+            slot.full.record(self.inward)
+        current.wait_event(slot.full)
+        job(views)
+        slot.worked.record(current)
+        with torch.cuda.stream(self.outward):
+            self.outward.wait_event(slot.worked)
+            for name, view in views.items():
+                chunk.hosts[name].copy_(view, non_blocking=True)
+            slot.free.record(self.outward)
+            self.done.record(self.outward)
+
+
+class OffloadedOptimizer:
+    """An optimizer whose state is in host memory; made by `offload_optimizer`.
+
+    `optimizer.state_dict()`, `ema_ckpt.save` and `ema_ckpt.restore` wait for the last step's copies by themselves;
+    whoever reads `optimizer.state` on his own calls `wait()` first.
+    """
+
+    def __init__(self, optimizer: Optimizer, slot_nbytes: int) -> None:
+        self._optimizer = optimizer
+        self._slot_nbytes = slot_nbytes
+        self._banks: list[_Bank] = []
+        self._bank_of: dict[torch.Tensor, _Bank] = {}
+        self._traffic: _Traffic | None = None
+        self._class = type(optimizer)
+        self._raw = _without_hooks(self._class)
+        self._check()
+        if "step" in vars(optimizer):
+            if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+                raise UsageError("unsupported", "offload_optimizer: something has replaced this optimizer's step()")
+            del optimizer.step  # a scheduler's note that a step was made: ours leaves the same
+        optimizer.__class__ = _offloaded(self._class)  # type: ignore[arg-type]
+        setattr(optimizer, _HANDLE, self)
+        before: Any = lambda _: self.wait()  # noqa: E731
+        after: Any = lambda _: self.settle()  # noqa: E731
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(before),
+            optimizer.register_load_state_dict_post_hook(after),
+        ]
+        self.settle()
+
+    def wait(self) -> None:
+        """Return once host memory holds what the last step left."""
+        if self._traffic is not None:
+            self._traffic.done.synchronize()
+
+    def settle(self) -> None:
+        """Move state to host memory that is not there, as a checkpoint that was loaded or other code put it."""
+        self.wait()
+        kept = [bank for bank in self._banks if bank.is_whole(self._optimizer)]
+        if len(kept) < len(self._banks):
+            self._banks = kept
+            self._bank_of = {param: bank for bank in kept for param in bank.params}
+        for group in self._optimizer.param_groups:
+            self._adopt([p for p in group["params"] if p not in self._bank_of and self._optimizer.state.get(p)])
+
+    @staticmethod
+    def zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """State of a parameter in host memory, to be filled and then taken over by `settle`."""
+        return _like(param, torch.zeros(_local(param).shape, dtype=dtype))
+
+    def detach(self) -> None:
+        """Move the state back to the parameters' devices and make the optimizer what it was."""
+        optimizer = self._optimizer
+        if handle_of(optimizer) is not self:
+            return
+        self.settle()
+        for bank in self._banks:
+            for param, shown in zip(bank.params, bank.shown, strict=True):
+                for name, value in shown.items():
+                    device = _local(param).device
+                    optimizer.state[param][name] = _like(value, _local(value).to(device, copy=True))
+        for hook in self._hooks:
+            hook.remove()
+        delattr(optimizer, _HANDLE)
+        optimizer.__class__ = self._class
+        self._banks, self._bank_of, self._traffic = [], {}, None
+
+    def step(self) -> None:
+        """What the optimizer's `step` does."""
+        self._check()
+        if any(not bank.is_whole(self._optimizer) for bank in self._banks):
+            self.settle()
+        for group in self._optimizer.param_groups:
+            live = [param for param in group["params"] if param.grad is not None]
+            options = {key: value for key, value in group.items() if key != "params"}
+            if options.get("foreach") is None and options.get("fused") is None and any(map(_is_wrapped, live)):
+                options["foreach"] = False  # what torch chooses for tensors that are not plain
+            fresh = [param for param in live if param not in self._bank_of]
+            stepped = self._first_steps(fresh, options)
+            banks = dict.fromkeys(self._bank_of[param] for param in live if param not in stepped)
+            if banks and self._traffic is not None:
+                self._traffic.begin()
+            for bank in banks:
+                for chunk in bank.chunks:
+                    self._work(chunk, options)
+
+    def _check(self) -> None:
+        devices = set()
+        for group in self._optimizer.param_groups:
+            for option in _REFUSED:
+                if group.get(option):
+                    raise UsageError("unsupported", f"offload_optimizer: {option}=True is not supported")
+            for param in group["params"]:
+                local = _local(param)
+                devices.add(local.device)
+                if not local.is_contiguous():
+                    message = f"a parameter of shape {tuple(param.shape)} is not contiguous"
+                    raise UsageError("unsupported", f"offload_optimizer: {message}; call .contiguous() on it")
+        if len(devices) > 1:
+            found = ", ".join(sorted(map(str, devices)))
+            raise UsageError("unsupported", f"offload_optimizer: parameters on several devices: {found}")
+
+    def _first_steps(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> set[torch.Tensor]:
+        """Step parameters that have no state: the optimizer makes it on the device, some at a time, and it moves."""
+        for batch in self._batches(params):
+            pieces = [_whole_piece(param) for param in batch]
+            states: dict[torch.Tensor, dict[str, Any]] = {piece: {} for piece in pieces}
+            self._run(options, states)
+            for param, piece in zip(batch, pieces, strict=True):
+                self._optimizer.state[param] = {
+                    name: _like(param, value.view(_local(param).shape)) if _is_moment(name, value, piece) else value
+                    for name, value in states[piece].items()
+                }
+            self._adopt(batch)
+        return set(params)
+
+    def _batches(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Parameters in order, of one dtype, so many that two moments of theirs fit into a slot; one at least."""
+        batch: list[torch.Tensor] = []
+        nbytes = 0
+        for param in params:
+            local = _local(param)
+            own = _state_nbytes(self._optimizer, param) + _OVERHEAD_NBYTES
+            if batch and (nbytes + own > self._slot_nbytes or local.dtype != batch[0].dtype):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(param)
+            nbytes += own
+        if batch:
+            yield batch
+
+    def _adopt(self, params: Sequence[torch.Tensor]) -> None:
+        for batch in self._batches(params):
+            kinds: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+            for param in batch:
+                state = self._optimizer.state[param]
+                names = tuple(name for name, value in state.items() if _is_moment(name, value, param))
+                kinds.setdefault((names, *(state[name].dtype for name in names)), []).append(param)
+            for (names, *_), members in kinds.items():
+                if names:
+                    self._keep(_Bank(self._optimizer, members, names, self._slot_nbytes))
+
+    def _keep(self, bank: _Bank) -> None:
+        self._banks.append(bank)
+        self._bank_of.update(dict.fromkeys(bank.params, bank))
+        device = _local(bank.params[0]).device
+        if device.type == "cuda" and self._traffic is None:
+            self._traffic = _Traffic(device, self._slot_nbytes)
+
+    def _work(self, chunk: _Chunk, options: Mapping[str, Any]) -> None:
+        if self._traffic is None:
+            self._on_chunk(chunk, options, {})
+        else:
+            self._traffic.work(chunk, lambda views: self._on_chunk(chunk, options, views))
+
+    def _on_chunk(self, chunk: _Chunk, options: Mapping[str, Any], views: Mapping[str, torch.Tensor]) -> None:
+        bank, states = chunk.bank, {}
+        for piece in chunk.pieces:
+            param = bank.params[piece.index]
+            if param.grad is None:
+                continue
+            flat = _flat(param, piece.start, piece.stop)
+            state = dict(self._optimizer.state[param])
+            for name in bank.names:
+                if views:
+                    at = bank.starts[piece.index] + piece.start - chunk.first - bank.starts[0]
+                    state[name] = views[name][at : at + piece.stop - piece.start]
+                else:
+                    state[name] = _local(state[name]).view(-1)[piece.start : piece.stop]
+            if not piece.is_last:  # counts are shared by the pieces of a parameter; the last one moves them on
+                state = {k: v if k in bank.names or not torch.is_tensor(v) else v.clone() for k, v in state.items()}
+            states[flat] = state
+        if states:
+            self._run(options, states)
+
+    def _run(self, options: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Let the optimizer's own code step these tensors alone."""
+        optimizer = self._optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        optimizer.param_groups = [{**options, "params": list(states)}]
+        optimizer.state = defaultdict(dict, states)
+        try:
+            self._raw(optimizer)
+        finally:
+            optimizer.param_groups, optimizer.state = groups, state
+
+
+def _without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """A class' `step` without the hooks that torch puts around it."""
+    step: Any = kind.step
+    unhooked: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return unhooked
+
+
+@functools.cache
+def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
+    """The class of an offloaded optimizer: the same but for `step`."""
+
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> None:
+        if closure is not None:
+            raise UsageError("unsupported", "offload_optimizer: step() with a closure is not supported")
+        handle: OffloadedOptimizer = getattr(self, _HANDLE)
+        handle.step()
+        self._opt_called = True  # type: ignore[attr-defined]
+
+    hooked: Any = torch.compiler.disable(Optimizer.profile_hook_step(step))  # type: ignore[no-untyped-call]
+    hooked.hooked = True  # torch wraps a step that is not
+    hooked._wrapped_by_lr_sched = True
+    return type(kind.__name__, (kind,), {"step": hooked, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as a tensor of the same mesh and placements; `DTensor.from_local` would move it to the mesh's device."""
+    if not isinstance(like, DTensor):
+        return local
+    shown = DTensor.from_local(
+        local.new_empty(0).to(like.device_mesh.device_type),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    ).detach()
+    shown._local_tensor = local  # type: ignore[attr-defined]
+    return shown
+
+
+def _flat(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Part of the local parameter with its gradient, as a plain tensor."""
+    grad: Any = param.grad
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    flat = _local(param).view(-1)[start:stop]
+    flat.grad = _local(grad).reshape(-1)[start:stop]
+    return flat
+
+
+def _whole_piece(param: torch.Tensor) -> torch.Tensor:
+    return _flat(param, 0, _local(param).numel())
+
+
+def _is_wrapped(param: torch.Tensor) -> bool:
+    return type(param) not in (torch.Tensor, nn.Parameter)
+
+
+def _is_moment(name: str, value: object, param: torch.Tensor) -> bool:
+    """Whether a state entry has a number for each element of the parameter."""
+    if name == "step" or not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        return False
+    return value.is_floating_point() or value.is_complex()
+
+
+def _state_nbytes(optimizer: Optimizer, param: torch.Tensor) -> int:
+    """Bytes of a parameter's state, or of the two moments that it will have."""
+    local = _local(param)
+    state = optimizer.state.get(param)
+    if not state:
+        return 2 * local.numel() * local.element_size()
+    moments = [value for name, value in state.items() if _is_moment(name, value, param)]
+    return sum(local.numel() * value.element_size() for value in moments)
