@@ -34,6 +34,7 @@ _BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
 _SEGMENT_NBYTES = 32 << 20
 _MAX_BATCH = 4096
+_WORTH_NBYTES = 48 << 10  # of one read, for a second worker to be of use
 _MAX_JOINED_NBYTES = 64 << 10
 
 
@@ -140,7 +141,7 @@ class _Engine:
 
     def run(self, crew: Crew | None = None) -> Outcome:
         """Do all jobs, or this process' share of them, then compare what was only read in part."""
-        run_jobs(self._jobs(crew), self.settings.threads, lambda: Hands(self))
+        run_jobs(self._jobs(crew), self._workers(), lambda: Hands(self))
         if crew is not None:
             if crew.rank:
                 self.outputs.close()  # on a network file system this is what lets the first process see it
@@ -152,6 +153,14 @@ class _Engine:
         self.checks.finish()
         self._digest()
         return self.outcome
+
+    def _workers(self) -> int:
+        """One where there is more to interpret than to move: two would only hand the interpreter lock to and fro."""
+        if self.settings.threads == 1 or "://" in self.catalog.source.root:
+            return self.settings.threads
+        reads = sum(len(piece.entry.source.chunks) for piece in self.pieces)
+        nbytes = sum(piece.nbytes for piece in self.pieces)
+        return self.settings.threads if nbytes >= reads * _WORTH_NBYTES else 1
 
     def _jobs(self, crew: Crew | None) -> Iterator[Callable[[Hands], None]]:
         """All jobs, or those that begin in this process' share of the bytes."""
@@ -244,9 +253,9 @@ class _Engine:
         payloads, picked = self._locate(tensor)
         runs = row_runs(tensor, payloads, picked, piece.box)
         shares: list[Share] = []
-        if runs is None or piece.entry.dtype != tensor.dtype:
+        if runs is None:
             shares = find_shares(tensor, payloads, picked, piece.box)
-            runs = runs or find_runs(shares, piece.box, tensor.dtype.itemsize)
+            runs = find_runs(shares, piece.box, tensor.dtype.itemsize)
         return Work(index, piece, runs, shares)
 
     def complete(self, work: Work, intervals: Sequence[Interval], source_intervals: Sequence[Interval] = ()) -> None:

@@ -241,18 +241,22 @@ class Hands:
         """Fill `view` with a whole small piece; CRC-32 of it, and of its bytes before a cast."""
         if not view:
             return 0, 0
-        if work.runs is None or work.casts:
+        if work.runs is None:
             data, crc, source_crc = self._assemble(work, work.piece.box)
             view[:] = data
             return crc, source_crc
+        target = self._block[: work.source_nbytes] if work.casts else view
         crc = 0
         for run in work.runs:
-            part = view[run.dest : run.dest + run.nbytes]
+            part = target[run.dest : run.dest + run.nbytes]
             self._source.read_into(run.payload.file, run.payload.offset + run.start, part)
             crc = crc32(part)
             self._engine.checks.read(work.tensor.name, run.payload, run.start, run.nbytes, crc)
-        crc = crc if len(work.runs) == 1 else crc32(view)
-        return crc, crc
+        crc = crc if len(work.runs) == 1 else crc32(target)
+        if not work.casts:
+            return crc, crc
+        view[:] = self._cast(work, target)
+        return crc32(view), crc
 
 
 def _extent(work: Work, cutter: BandCutter, first: int, stop: int) -> tuple[int, int]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.optimizer import _foreach_supported_types
 
 from ema_ckpt.ema.pinned import pinned_zeros
 from ema_ckpt.errors import UsageError
@@ -26,11 +26,12 @@ from ema_ckpt.errors import UsageError
 __all__ = ["OffloadedOptimizer", "handle_of", "offload_optimizer"]
 
 _OVERHEAD_NBYTES = 4 << 10  # gaps between the tensors of a slab, and between slabs in a slot, are less
+_SLOTS = 2
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _HANDLE = "_ema_ckpt_offloaded"
 
 
-def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 64 << 20) -> OffloadedOptimizer:
+def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 128 << 20) -> OffloadedOptimizer:
     """Keep the state of an Adam or AdamW in pinned host memory instead of on the device.
 
     Saves the bytes of the state on the device (8 for each float32 parameter of this rank) for twice `slot_bytes`;
@@ -164,7 +165,7 @@ class _Traffic:
     def __init__(self, device: torch.device, slot_nbytes: int) -> None:
         stream: Any = torch.cuda.Stream
         self.device = device
-        self.slots = [_Slot(slot_nbytes, device) for _ in range(2)]
+        self.slots = [_Slot(slot_nbytes, device) for _ in range(_SLOTS)]
         self.inward, self.outward = stream(device), stream(device)
         self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn = 0
@@ -177,7 +178,7 @@ class _Traffic:
 
     def work(self, chunk: _Chunk, job: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
         """Bring a chunk in, do `job` with it in the current stream, and take it out."""
-        slot = self.slots[self._turn % 2]
+        slot = self.slots[self._turn % _SLOTS]
         self._turn += 1
         views, current = slot.views(chunk), torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.inward):
@@ -271,8 +272,8 @@ class OffloadedOptimizer:
         for group in self._optimizer.param_groups:
             live = [param for param in group["params"] if param.grad is not None]
             options = {key: value for key, value in group.items() if key != "params"}
-            if options.get("foreach") is None and options.get("fused") is None and any(map(_is_wrapped, live)):
-                options["foreach"] = False  # what torch chooses for tensors that are not plain
+            if options.get("foreach") is None and options.get("fused") is None and any(map(_is_foreign, live)):
+                options["foreach"] = False  # as torch chooses; what it is given here are plain tensors
             fresh = [param for param in live if param not in self._bank_of]
             stepped = self._first_steps(fresh, options)
             banks = dict.fromkeys(self._bank_of[param] for param in live if param not in stepped)
@@ -441,8 +442,9 @@ def _whole_piece(param: torch.Tensor) -> torch.Tensor:
     return _flat(param, 0, _local(param).numel())
 
 
-def _is_wrapped(param: torch.Tensor) -> bool:
-    return type(param) not in (torch.Tensor, nn.Parameter)
+def _is_foreign(param: torch.Tensor) -> bool:
+    """Whether torch does not take its foreach way for tensors of this type by itself."""
+    return type(param) not in _foreach_supported_types
 
 
 def _is_moment(name: str, value: object, param: torch.Tensor) -> bool:

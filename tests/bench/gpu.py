@@ -308,7 +308,7 @@ def optimizer_table(layers: int) -> None:
     print(
         f"{count / 1e9:.3f} G parameters, {moments / 1e9:.2f} GB of moments; two-way PCIe {rate / 1e6:.1f} GB/s each way"
     )
-    for slot_bytes in (None, 64 << 20, 32 << 20, 128 << 20):
+    for slot_bytes in (None, 128 << 20, 64 << 20, 32 << 20):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         begin = time.perf_counter()
         handle = None if slot_bytes is None else offload_optimizer(optimizer, slot_bytes)
