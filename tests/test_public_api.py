@@ -17,8 +17,8 @@ PACKAGE = Path(ema_ckpt.__file__).parent
 VERBS = {"consolidate", "convert", "diff", "inspect", "reshard", "synthesize", "verify"}
 ERRORS = {"EmaCkptError", "UsageError", "SourceError", "UnsafeError", "TargetError", "CollectiveError", "StateError"}
 TRAINING = {
-    "HalfLife", "PowerFunction", "RestoreReport", "ShardedEMA", "Warmup",
-    "latest", "master_weights", "restore", "rng_state", "save",
+    "HalfLife", "OffloadedOptimizer", "PowerFunction", "RestoreReport", "ShardedEMA", "Warmup",
+    "latest", "master_weights", "offload_optimizer", "restore", "rng_state", "save",
 }  # fmt: skip
 PUBLIC = VERBS | ERRORS | TRAINING | {"Checkpoint", "__version__", "open"}
 

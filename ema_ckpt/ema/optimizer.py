@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
-from ema_ckpt.ema.pinned import pinned_zeros
+from ema_ckpt.ema.banks import Bank, Chunk, Traffic, is_moment, local_of, shown_like, state_nbytes
 from ema_ckpt.errors import UsageError
 
 __all__ = ["OffloadedOptimizer", "handle_of", "offload_optimizer"]
 
 _OVERHEAD_NBYTES = 4 << 10  # gaps between the tensors of a slab, and between slabs in a slot, are less
-_SLOTS = 2
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _HANDLE = "_ema_ckpt_offloaded"
 
@@ -62,141 +60,6 @@ def handle_of(optimizer: Optimizer) -> OffloadedOptimizer | None:
     return handle
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """Elements [start, stop) of the flattened local part of `bank.params[index]`."""
-
-    index: int
-    start: int
-    stop: int
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    """What passes through a slot at once: per state name the host memory from the first to the last piece."""
-
-    bank: _Bank
-    pieces: tuple[_Piece, ...]
-    hosts: Mapping[str, torch.Tensor]
-    first: int  # element of the slabs at which it begins
-
-
-class _Bank:
-    """The state of some parameters in slabs, one for each name; what the optimizer shows are views of these."""
-
-    def __init__(
-        self, optimizer: Optimizer, params: Sequence[torch.Tensor], names: tuple[str, ...], slot_nbytes: int
-    ) -> None:
-        self.params = list(params)
-        self.names = names
-        self.shown: list[dict[str, torch.Tensor]] = [{} for _ in params]
-        self.starts: list[int] = []
-        shapes = [_local(param).shape for param in params]
-        on_device = _local(params[0]).is_cuda
-        bases = {}
-        for name in names:
-            dtype = optimizer.state[params[0]][name].dtype
-            hosts = pinned_zeros(shapes, dtype) if on_device else [torch.zeros(shape, dtype=dtype) for shape in shapes]
-            bases[name] = hosts
-            for host, param, shown in zip(hosts, params, self.shown, strict=True):
-                value = optimizer.state[param][name]
-                host.copy_(_local(value))
-                optimizer.state[param][name] = shown[name] = _like(value, host)
-        if on_device:
-            self.starts = [int(host.storage_offset()) for host in bases[names[0]]]
-        self.chunks = list(self._cut(bases, slot_nbytes, on_device))
-
-    def is_whole(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer still shows this state, and nobody has put another in its place."""
-        return all(
-            optimizer.state.get(param, {}).get(name) is tensor
-            for param, shown in zip(self.params, self.shown, strict=True)
-            for name, tensor in shown.items()
-        )
-
-    def _cut(self, bases: Mapping[str, list[torch.Tensor]], slot_nbytes: int, on_device: bool) -> Iterator[_Chunk]:
-        sizes = [host.numel() for host in bases[self.names[0]]]
-        pieces = tuple(_Piece(i, 0, size, is_last=True) for i, size in enumerate(sizes))
-        if not on_device:
-            yield _Chunk(self, pieces, {}, 0)
-            return
-        stop = self.starts[-1] + sizes[-1] - self.starts[0]
-        whole = {name: _span(hosts, 0, stop) for name, hosts in bases.items()}
-        if len(sizes) > 1 or sum(map(_slot_nbytes, whole.values())) <= slot_nbytes:
-            yield _Chunk(self, pieces, whole, 0)
-            return
-        room = slot_nbytes // sum(host.element_size() for host in whole.values()) // 256 * 256 - 256
-        for start in range(0, stop, room):
-            end = min(start + room, stop)
-            piece = _Piece(0, start, end, is_last=end == stop)
-            yield _Chunk(self, (piece,), {name: _span(hosts, start, end) for name, hosts in bases.items()}, start)
-
-
-def _span(hosts: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
-    return hosts[0].as_strided((stop - start,), (1,), hosts[0].storage_offset() + start)
-
-
-def _slot_nbytes(host: torch.Tensor) -> int:
-    """Bytes that a span takes in a slot."""
-    return -(-host.numel() * host.element_size() // 256) * 256
-
-
-class _Slot:
-    """Device memory for one chunk, and the events that tell when it is full, worked on, and empty again."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        event: Any = torch.cuda.Event
-        self.full, self.worked, self.free = event(), event(), event()
-
-    def views(self, chunk: _Chunk) -> dict[str, torch.Tensor]:
-        """A flat tensor for each of the chunk's state names."""
-        views, at = {}, 0
-        for name, host in chunk.hosts.items():
-            views[name] = self.memory[at : at + host.numel() * host.element_size()].view(host.dtype)
-            at += _slot_nbytes(host)
-        return views
-
-
-class _Traffic:
-    """The way of chunks through the two slots of a device."""
-
-    def __init__(self, device: torch.device, slot_nbytes: int) -> None:
-        stream: Any = torch.cuda.Stream
-        self.device = device
-        self.slots = [_Slot(slot_nbytes, device) for _ in range(_SLOTS)]
-        self.inward, self.outward = stream(device), stream(device)
-        self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._turn = 0
-
-    def begin(self) -> None:
-        """What comes in must have gone out: the last step's chunks, and slots that an allocator gave us."""
-        if not self._turn:
-            self.inward.wait_stream(torch.cuda.current_stream(self.device))
-        self.inward.wait_event(self.done)
-
-    def work(self, chunk: _Chunk, job: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
-        """Bring a chunk in, do `job` with it in the current stream, and take it out."""
-        slot = self.slots[self._turn % _SLOTS]
-        self._turn += 1
-        views, current = slot.views(chunk), torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self.inward):
-            self.inward.wait_event(slot.free)
-            for name, view in views.items():
-                view.copy_(chunk.hosts[name], non_blocking=True)
-            slot.full.record(self.inward)
-        current.wait_event(slot.full)
-        job(views)
-        slot.worked.record(current)
-        with torch.cuda.stream(self.outward):
-            self.outward.wait_event(slot.worked)
-            for name, view in views.items():
-                chunk.hosts[name].copy_(view, non_blocking=True)
-            slot.free.record(self.outward)
-            self.done.record(self.outward)
-
-
 class OffloadedOptimizer:
     """An optimizer whose state is in host memory; made by `offload_optimizer`.
 
@@ -207,9 +70,9 @@ class OffloadedOptimizer:
     def __init__(self, optimizer: Optimizer, slot_nbytes: int) -> None:
         self._optimizer = optimizer
         self._slot_nbytes = slot_nbytes
-        self._banks: list[_Bank] = []
-        self._bank_of: dict[torch.Tensor, _Bank] = {}
-        self._traffic: _Traffic | None = None
+        self._banks: list[Bank] = []
+        self._bank_of: dict[torch.Tensor, Bank] = {}
+        self._traffic: Traffic | None = None
         self._class = type(optimizer)
         self._raw = _without_hooks(self._class)
         self._check()
@@ -245,7 +108,7 @@ class OffloadedOptimizer:
     @staticmethod
     def zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """State of a parameter in host memory, to be filled and then taken over by `settle`."""
-        return _like(param, torch.zeros(_local(param).shape, dtype=dtype))
+        return shown_like(param, torch.zeros(local_of(param).shape, dtype=dtype))
 
     def detach(self) -> None:
         """Move the state back to the parameters' devices and make the optimizer what it was."""
@@ -256,8 +119,8 @@ class OffloadedOptimizer:
         for bank in self._banks:
             for param, shown in zip(bank.params, bank.shown, strict=True):
                 for name, value in shown.items():
-                    device = _local(param).device
-                    optimizer.state[param][name] = _like(value, _local(value).to(device, copy=True))
+                    device = local_of(param).device
+                    optimizer.state[param][name] = shown_like(value, local_of(value).to(device, copy=True))
         for hook in self._hooks:
             hook.remove()
         delattr(optimizer, _HANDLE)
@@ -290,7 +153,7 @@ class OffloadedOptimizer:
                 if group.get(option):
                     raise UsageError("unsupported", f"offload_optimizer: {option}=True is not supported")
             for param in group["params"]:
-                local = _local(param)
+                local = local_of(param)
                 devices.add(local.device)
                 if not local.is_contiguous():
                     message = f"a parameter of shape {tuple(param.shape)} is not contiguous"
@@ -306,10 +169,12 @@ class OffloadedOptimizer:
             states: dict[torch.Tensor, dict[str, Any]] = {piece: {} for piece in pieces}
             self._run(options, states)
             for param, piece in zip(batch, pieces, strict=True):
-                self._optimizer.state[param] = {
-                    name: _like(param, value.view(_local(param).shape)) if _is_moment(name, value, piece) else value
+                shape = local_of(param).shape
+                made = {
+                    name: shown_like(param, value.view(shape)) if is_moment(name, value, piece) else value
                     for name, value in states[piece].items()
                 }
+                self._optimizer.state[param] = made
             self._adopt(batch)
         return set(params)
 
@@ -318,8 +183,8 @@ class OffloadedOptimizer:
         batch: list[torch.Tensor] = []
         nbytes = 0
         for param in params:
-            local = _local(param)
-            own = _state_nbytes(self._optimizer, param) + _OVERHEAD_NBYTES
+            local = local_of(param)
+            own = state_nbytes(self._optimizer, param) + _OVERHEAD_NBYTES
             if batch and (nbytes + own > self._slot_nbytes or local.dtype != batch[0].dtype):
                 yield batch
                 batch, nbytes = [], 0
@@ -333,26 +198,26 @@ class OffloadedOptimizer:
             kinds: dict[tuple[Any, ...], list[torch.Tensor]] = {}
             for param in batch:
                 state = self._optimizer.state[param]
-                names = tuple(name for name, value in state.items() if _is_moment(name, value, param))
+                names = tuple(name for name, value in state.items() if is_moment(name, value, param))
                 kinds.setdefault((names, *(state[name].dtype for name in names)), []).append(param)
             for (names, *_), members in kinds.items():
                 if names:
-                    self._keep(_Bank(self._optimizer, members, names, self._slot_nbytes))
+                    self._keep(Bank(self._optimizer, members, names, self._slot_nbytes))
 
-    def _keep(self, bank: _Bank) -> None:
+    def _keep(self, bank: Bank) -> None:
         self._banks.append(bank)
         self._bank_of.update(dict.fromkeys(bank.params, bank))
-        device = _local(bank.params[0]).device
+        device = local_of(bank.params[0]).device
         if device.type == "cuda" and self._traffic is None:
-            self._traffic = _Traffic(device, self._slot_nbytes)
+            self._traffic = Traffic(device, self._slot_nbytes)
 
-    def _work(self, chunk: _Chunk, options: Mapping[str, Any]) -> None:
+    def _work(self, chunk: Chunk, options: Mapping[str, Any]) -> None:
         if self._traffic is None:
             self._on_chunk(chunk, options, {})
         else:
             self._traffic.work(chunk, lambda views: self._on_chunk(chunk, options, views))
 
-    def _on_chunk(self, chunk: _Chunk, options: Mapping[str, Any], views: Mapping[str, torch.Tensor]) -> None:
+    def _on_chunk(self, chunk: Chunk, options: Mapping[str, Any], views: Mapping[str, torch.Tensor]) -> None:
         bank, states = chunk.bank, {}
         for piece in chunk.pieces:
             param = bank.params[piece.index]
@@ -365,7 +230,7 @@ class OffloadedOptimizer:
                     at = bank.starts[piece.index] + piece.start - chunk.first - bank.starts[0]
                     state[name] = views[name][at : at + piece.stop - piece.start]
                 else:
-                    state[name] = _local(state[name]).view(-1)[piece.start : piece.stop]
+                    state[name] = local_of(state[name]).view(-1)[piece.start : piece.stop]
             if not piece.is_last:  # counts are shared by the pieces of a parameter; the last one moves them on
                 state = {k: v if k in bank.names or not torch.is_tensor(v) else v.clone() for k, v in state.items()}
             states[flat] = state
@@ -408,57 +273,20 @@ def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
     return type(kind.__name__, (kind,), {"step": hooked, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as a tensor of the same mesh and placements; `DTensor.from_local` would move it to the mesh's device."""
-    if not isinstance(like, DTensor):
-        return local
-    shown = DTensor.from_local(
-        local.new_empty(0).to(like.device_mesh.device_type),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    ).detach()
-    shown._local_tensor = local  # type: ignore[attr-defined]
-    return shown
-
-
 def _flat(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Part of the local parameter with its gradient, as a plain tensor."""
     grad: Any = param.grad
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
-    flat = _local(param).view(-1)[start:stop]
-    flat.grad = _local(grad).reshape(-1)[start:stop]
+    flat = local_of(param).view(-1)[start:stop]
+    flat.grad = local_of(grad).reshape(-1)[start:stop]
     return flat
 
 
 def _whole_piece(param: torch.Tensor) -> torch.Tensor:
-    return _flat(param, 0, _local(param).numel())
+    return _flat(param, 0, local_of(param).numel())
 
 
 def _is_foreign(param: torch.Tensor) -> bool:
     """Whether torch does not take its foreach way for tensors of this type by itself."""
     return type(param) not in _foreach_supported_types
-
-
-def _is_moment(name: str, value: object, param: torch.Tensor) -> bool:
-    """Whether a state entry has a number for each element of the parameter."""
-    if name == "step" or not isinstance(value, torch.Tensor) or value.shape != param.shape:
-        return False
-    return value.is_floating_point() or value.is_complex()
-
-
-def _state_nbytes(optimizer: Optimizer, param: torch.Tensor) -> int:
-    """Bytes of a parameter's state, or of the two moments that it will have."""
-    local = _local(param)
-    state = optimizer.state.get(param)
-    if not state:
-        return 2 * local.numel() * local.element_size()
-    moments = [value for name, value in state.items() if _is_moment(name, value, param)]
-    return sum(local.numel() * value.element_size() for value in moments)

@@ -22,6 +22,7 @@ from ema_ckpt.ops.writing import (
     WriterArgs,
     check_sources,
     payload_nbytes,
+    place_of,
     request_of,
     timer,
     write,
@@ -71,7 +72,7 @@ def reshard(
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
     request = request_of(args)
-    order = _Order(Path(out), "dcp", _ranks(world_size), verb="reshard")
+    order = _Order(place_of(out), "dcp", _ranks(world_size), verb="reshard")
     return _transfer(path, order, tree, request)
 
 
@@ -99,7 +100,7 @@ def convert(
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
     request = request_of(args)
-    place = Path(dst)
+    place = place_of(dst)
     form = _form(place, to)
     if world_size is not None and form != "dcp":
         raise UsageError("usage", f"--world-size goes with a DCP target, and {place} is to be {form}")
