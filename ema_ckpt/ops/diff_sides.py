@@ -6,8 +6,9 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ema_ckpt.aliases import with_aliases
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import EMA, canonical
@@ -50,10 +51,15 @@ def open_sides(
     if other is not None:
         command += f" {shlex.quote(os.fspath(other))}"
     a = find_tree(known, tree, catalog.resolved) if tree is not None else default_tree(known, command, catalog.resolved)
-    if other is None:
-        return Side(catalog, a), Side(catalog, _partner(catalog, known, a, against))
-    beside = open_catalog(other)
-    return Side(catalog, a), Side(beside, _other_tree(beside, tree, against, command))
+    beside = catalog if other is None else open_catalog(other)
+    b = _partner(catalog, known, a, against) if other is None else _other_tree(beside, tree, against, command)
+    return Side(catalog, _under_names_of(b, catalog, a)), Side(beside, _under_names_of(a, beside, b))
+
+
+def _under_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:
+    """A tree with its tied weights also under the other names that `other` has: an EMA keeps them once."""
+    whole = with_aliases(catalog, tree).named
+    return replace(tree, named={name: t for name, t in whole.items() if name in tree.named or name in other.named})
 
 
 def _partner(catalog: Catalog, known: tuple[Tree, ...], a: Tree, against: str | None) -> Tree:

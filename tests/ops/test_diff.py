@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ema_ckpt
-from ema_ckpt import UsageError, diff
+from ema_ckpt import UsageError, diff, save
 from ema_ckpt.ema.manager import ShardedEMA
 from tests.checkpoints import save_dcp
 
@@ -433,3 +433,18 @@ def test_objects_of_a_dcp_are_not_opened(fixtures: Path, tmp_path: Path, monkeyp
     for name in ("hostile-object-item", "hostile-ema-config"):
         assert diff(fixtures / "nasty" / name).compared == 2
     assert not (tmp_path / "marker").exists()
+
+
+def test_a_tied_weight_is_compared_under_both_names(tmp_path: Path) -> None:
+    """An EMA keeps it once; nothing is missing from it, and `--fill` would do harm."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(7, 3), "head": torch.nn.Linear(3, 7, bias=False)})
+    model["head"].weight = model["embed"].weight
+    ema = ShardedEMA(model, 0.5)
+    with torch.no_grad():
+        model["embed"].weight.add_(1)
+    ema.update()
+    save(tmp_path / "step", model=model, ema=ema)
+    result = diff(tmp_path / "step")
+    assert result.only_in_a == result.only_in_b == ()
+    assert {entry.name for entry in result.tensors} == {"embed.weight", "head.weight"}
+    assert "ema-partial" not in {finding.code for finding in result.findings}
