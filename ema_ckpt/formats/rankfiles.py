@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ema_ckpt.box import Box, whole
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
 from ema_ckpt.dtypes import by_name
-from ema_ckpt.errors import SourceError, UnsafeError, shown
+from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.families import family_of, missing_ranks
 from ema_ckpt.files import Files
 from ema_ckpt.formats.dtensors import ShardRef, read_subclass
@@ -26,6 +26,7 @@ from ema_ckpt.formats.torchfile import (
     is_tensor,
     object_warnings,
     open_archive,
+    read_before,
     read_leaves,
     refuse,
     refuse_discarded,
@@ -361,8 +362,4 @@ class _Reader:
         Raises:
             UnsafeError: `unsafe-pickle` if unpickling it would run code.
         """
-        unsafe = unsafe_within(item.inline)
-        if unsafe is not None:
-            message = f"{item.file}: object {item.name!r}: {unsafe.reason}"
-            raise UnsafeError(unsafe.code, message, tensor=item.name, file=item.file)
-        return item.inline
+        return read_before(item)

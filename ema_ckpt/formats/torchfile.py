@@ -28,6 +28,7 @@ __all__ = [
     "object_warnings",
     "open_archive",
     "open_torchfile",
+    "read_before",
     "read_leaves",
     "refuse",
     "refuse_discarded",
@@ -145,11 +146,7 @@ class TorchReader:
         Raises:
             UnsafeError: `unsafe-pickle` if unpickling it would run code.
         """
-        unsafe = unsafe_within(item.inline)
-        if unsafe is not None:
-            message = f"{item.file}: object {item.name!r}: {unsafe.reason}"
-            raise UnsafeError(unsafe.code, message, tensor=item.name, file=item.file)
-        return item.inline
+        return read_before(item)
 
 
 def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: str) -> Catalog:
@@ -353,6 +350,19 @@ def _caller_of_tensors(value: object) -> Opaque | None:
 def unsafe_within(value: object) -> Refused | None:
     """Something in a value that unpickling would run, or None."""
     return next((i for i in within(value) if isinstance(i, Refused) and i.code == "unsafe-pickle"), None)
+
+
+def read_before(item: Object) -> object:
+    """The value of an object that was read along with its file.
+
+    Raises:
+        UnsafeError: `unsafe-pickle` if unpickling it would run code.
+    """
+    unsafe = unsafe_within(item.inline)
+    if unsafe is not None:
+        message = f"{item.file}: object {item.name!r}: {unsafe.reason}"
+        raise UnsafeError(unsafe.code, message, tensor=item.name, file=item.file)
+    return item.inline
 
 
 def _digests(archive: Archive, tensors: Sequence[Tensor]) -> Mapping[str, int]:
