@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Attachment"]
 
+# What torch puts around `step`; every class' has the same code.
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 Samples = int | Callable[[], int] | None
 
 
@@ -46,12 +49,16 @@ class Attachment:
             handle.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        if _is_nested(optimizer):
+            return
         swap.refuse_inside(self._ema, "a step of the attached optimizer")
         # Only a fresh optimizer is ever initialised, so that the stack need not be looked at on later steps.
         if not optimizer.state and is_state_init():
             self._dummy.add(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        if _is_nested(optimizer):
+            return
         if optimizer in self._dummy:
             self._dummy.discard(optimizer)
             return
@@ -63,3 +70,14 @@ class Attachment:
         if not self._waiting_for:
             self._waiting_for = set(self._optimizers)
             self._ema.update(self._samples() if callable(self._samples) else self._samples)
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether these hooks run inside a `step` of the same optimizer: torch hooks the `step` of every class, so that one
+    that calls its base class' runs them twice. Counted on the stack, since a step may end by raising."""
+    steps, frame = 0, sys._getframe(1)
+    while frame is not None and steps < 2:
+        if frame.f_code is _HOOKED:
+            steps += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return steps > 1

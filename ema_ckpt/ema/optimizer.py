@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
-from ema_ckpt.ema.banks import Bank, Chunk, Traffic, is_moment, local_of, shown_like, state_nbytes
+from ema_ckpt.ema.banks import Bank, Chunk, Piece, Traffic, is_moment, local_of, shown_like, state_nbytes
 from ema_ckpt.errors import UsageError
 
 __all__ = ["OffloadedOptimizer", "handle_of", "offload_optimizer"]
@@ -38,7 +38,8 @@ def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 128 << 20) -> Offl
     it stays in ordinary memory.
 
     Args:
-        optimizer: a `torch.optim.Adam` or `AdamW`, or of a class derived from one of them.
+        optimizer: a `torch.optim.Adam` or `AdamW`, or of a class derived from one of them whose `step` treats each
+            element and each parameter by itself, and leaves its parameter groups alone.
         slot_bytes: bytes of each of the two slots on the device.
 
     Raises:
@@ -167,12 +168,12 @@ class OffloadedOptimizer:
         for batch in self._batches(params):
             pieces = [_whole_piece(param) for param in batch]
             states: dict[torch.Tensor, dict[str, Any]] = {piece: {} for piece in pieces}
-            self._run(options, states)
+            left = self._run(options, states)
             for param, piece in zip(batch, pieces, strict=True):
                 shape = local_of(param).shape
                 made = {
                     name: shown_like(param, value.view(shape)) if is_moment(name, value, piece) else value
-                    for name, value in states[piece].items()
+                    for name, value in left[piece].items()
                 }
                 self._optimizer.state[param] = made
             self._adopt(batch)
@@ -218,7 +219,8 @@ class OffloadedOptimizer:
             self._traffic.work(chunk, lambda views: self._on_chunk(chunk, options, views))
 
     def _on_chunk(self, chunk: Chunk, options: Mapping[str, Any], views: Mapping[str, torch.Tensor]) -> None:
-        bank, states = chunk.bank, {}
+        bank, states = chunk.bank, dict[torch.Tensor, dict[str, Any]]()
+        given: list[tuple[Piece, torch.Tensor, dict[str, torch.Tensor]]] = []
         for piece in chunk.pieces:
             param = bank.params[piece.index]
             if param.grad is None:
@@ -234,19 +236,37 @@ class OffloadedOptimizer:
             if not piece.is_last:  # counts are shared by the pieces of a parameter; the last one moves them on
                 state = {k: v if k in bank.names or not torch.is_tensor(v) else v.clone() for k, v in state.items()}
             states[flat] = state
-        if states:
-            self._run(options, states)
+            given.append((piece, flat, {name: state[name] for name in bank.names}))
+        if not states:
+            return
+        left = self._run(options, states)
+        for piece, flat, moments in given:
+            for name, value in left[flat].items():
+                if name not in moments:
+                    if piece.is_last:
+                        self._optimizer.state[bank.params[piece.index]][name] = value
+                elif value is not moments[name]:  # put in its place instead of written into it
+                    moments[name].copy_(value)
 
-    def _run(self, options: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Let the optimizer's own code step these tensors alone."""
+    def _run(
+        self, options: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """Let the optimizer's own code step these tensors alone; returns their state after that."""
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
-        optimizer.param_groups = [{**options, "params": list(states)}]
+        own = {**options, "params": list(states)}
+        optimizer.param_groups = [own]
         optimizer.state = defaultdict(dict, states)
         try:
             self._raw(optimizer)
+            left = optimizer.state
         finally:
             optimizer.param_groups, optimizer.state = groups, state
+        changed = [name for name in own if name != "params" and own[name] is not options.get(name)]
+        if changed:
+            message = f"{self._class.__name__}.step() changes {', '.join(map(repr, changed))} of its parameter groups"
+            raise UsageError("unsupported", f"offload_optimizer: {message}, which it would do several times a step")
+        return left
 
 
 def _without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
@@ -267,10 +287,20 @@ def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
         handle.step()
         self._opt_called = True  # type: ignore[attr-defined]
 
+    def refuse(self: Optimizer, protocol: int) -> None:
+        del self, protocol
+        raise UsageError(
+            "unsupported", "offload_optimizer: detach() the handle before copying or pickling the optimizer"
+        )
+
     hooked: Any = torch.compiler.disable(Optimizer.profile_hook_step(step))  # type: ignore[no-untyped-call]
     hooked.hooked = True  # torch wraps a step that is not
     hooked._wrapped_by_lr_sched = True
-    return type(kind.__name__, (kind,), {"step": hooked, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(
+        kind.__name__,
+        (kind,),
+        {"step": hooked, "__reduce_ex__": refuse, "__module__": kind.__module__, "__doc__": kind.__doc__},
+    )
 
 
 def _flat(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:

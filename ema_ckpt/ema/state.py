@@ -89,6 +89,8 @@ def _config(averages: Averages, counter: Counter, settings: Settings) -> dict[st
         "dtype": str(settings.dtype).removeprefix("torch."),
         "compensate": settings.compensate,
         "rounding": settings.rounding,
+        "seed": settings.seed,
+        "nonfinite": settings.nonfinite,
         "buffers": settings.buffers,
         "tied": {shard.fqn: list(shard.aliases) for shard in everything if shard.aliases},
         "counter": {"moved_at": counter.moved_at, "pending": counter.pending, "applied": counter.applied},

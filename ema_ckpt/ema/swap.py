@@ -23,7 +23,8 @@ __all__ = ["copy_to", "refuse_inside", "swapped"]
 _SCRATCH_NBYTES = 16 << 20
 _MANY_UPDATES = 100
 
-# Ids of the parameters that hold averages at the moment. The managers inside their blocks keep them alive.
+# Ids of the parameters that hold averages at the moment, and of the modules' dicts in which they are. The managers
+# inside their blocks keep them alive.
 _swapped: set[int] = set()
 
 Backups = dict[str, torch.Tensor | None]  # the live values by name; None where the shadow holds them meanwhile
@@ -35,8 +36,14 @@ def refuse_inside(ema: ShardedEMA, call: str) -> None:
     Raises:
         StateError: it does.
     """
-    if _swapped and not _swapped.isdisjoint(id(held.owner) for held in ema.averages.held):
+    if _swapped and not _swapped.isdisjoint(_places(ema.model)):
         raise StateError("usage", f"{call} inside swap(): the model holds averaged weights; leave the block first")
+
+
+def _places(model: nn.Module) -> Iterator[int]:
+    for module in model.modules():
+        yield id(module._parameters)
+        yield from map(id, module._parameters.values())
 
 
 @contextmanager
@@ -49,18 +56,20 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
         meet_replicas(ema.averages.slots, "swap()", timeout)
         reshard(ema.model)
         ema.follow()
-        owners = {id(held.owner) for held in ema.averages.held}
+        places = {id(held.place) for held in ema.averages.held} | {id(held.owner) for held in ema.averages.held}
         backups = _enter(ema)
-        _swapped.update(owners)
+        _swapped.update(places)
     try:
         yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
-            _swapped.difference_update(owners)
+            _swapped.difference_update(places)
             # What the last forward gathered are averages; and a first forward inside may have moved the shards.
             reshard(ema.model)
-            ema.follow()
-            _leave(ema, backups)
+            try:
+                ema.follow()
+            finally:  # where that fails, the averages at least come back from the memory that the model has left
+                _leave(ema, backups)
             torch.clear_autocast_cache()
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["AveragePart"]
 
 _COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
-_COMPARED = ("schedule", "decay", "every", "dtype", "compensate", "rounding", "buffers")
+_COMPARED = ("schedule", "decay", "every", "dtype", "compensate", "rounding", "buffers", "seed", "nonfinite")
 
 
 class AveragePart(Part):

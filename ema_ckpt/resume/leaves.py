@@ -112,12 +112,21 @@ def _is_one_value(path: Path, value: Mapping[Any, Any]) -> bool:
     """
     if len(path) < 2 or not (path[0] == "extra" or any(str(part).endswith("_extra_state") for part in path)):
         return False
-    return (not value or not all(isinstance(key, str) for key in value)) and not _holds_tensors(value)
+    if value and all(isinstance(key, str) for key in value):
+        return False
+    if _holds_shards(value):
+        raise UsageError(
+            "usage",
+            f"{'.'.join(map(str, path))!r}: a dict with keys that are no text holds sharded tensors, which could not be"
+            " put back under their keys; an optimizer belongs in save(optimizer=…)",
+        )
+    return True
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_shards(value: Any) -> bool:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return isinstance(value, torch.Tensor) or any(map(_holds_tensors, inner))
+    shards = isinstance(value, DTensor | Published) or hasattr(value, "local_shards")
+    return shards or any(map(_holds_shards, inner))
 
 
 def _is_terminal(value: Any) -> bool:

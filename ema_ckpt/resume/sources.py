@@ -43,8 +43,18 @@ class Checkpoint:
     @cached_property
     def is_exchanged(self) -> bool:
         """Whether a mark says that it was saved with averages in the model's place and live weights in theirs."""
+        averages = [tree for tree in self.trees if tree.role == EMA]
+        # Ours are never saved while exchanged; weights and a user's own values may bear any name.
+        if any("config" in tree.settings for tree in averages):
+            return False
+        weights = {id(tensor) for tree in self.trees if tree.role == LIVE for tensor in tree.tensors}
+        homes = {"", *(tree.name for tree in averages)}
+        marks: dict[str, Tensor | Object] = {}
         items: list[Tensor | Object] = [*self.catalog.tensors, *self.catalog.objects]
-        marks = {str(item.path[-1]).rpartition(".")[2]: item for item in items}
+        for item in items:
+            home, _, last = ".".join(map(str, item.path)).rpartition(".")
+            if home in homes and id(item) not in weights:
+                marks[last] = item
         return any(bool(setting(self.source, marks, name)) for name in _MARKS)
 
     @property

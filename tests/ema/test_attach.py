@@ -168,3 +168,30 @@ def test_hooks_do_not_break_a_compiled_step() -> None:
     with_hooks, updates = compiled_steps(attach=True)
     assert updates == 3
     assert with_hooks == without
+
+
+class Derived(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_base_class_counts_once() -> None:
+    """torch hooks `step` of the derived class and of the base class: their hooks run twice in one step."""
+    model = nn.Linear(2, 2)
+    torch.optim.AdamW(model.parameters())  # the base class is hooked with its first instance
+    optimizer = Derived(model.parameters())
+    ema = ShardedEMA(model, 0.5)
+    ema.attach(optimizer)
+    live = []
+    for _ in range(3):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        live.append(model.weight.detach().clone())
+    assert ema.num_updates == 3
+    want = live[0]
+    model.weight.grad.fill_(torch.nan)
+    optimizer.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
+    with pytest.raises(RuntimeError, match="stop"):
+        optimizer.step()
+    assert ema.num_updates == 3
+    assert not torch.equal(want, live[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -178,3 +179,56 @@ def test_what_is_refused() -> None:
     optimizer.param_groups[0]["capturable"] = True
     with pytest.raises(EmaCkptError, match="capturable=True is not supported"):
         optimizer.step()
+
+
+class Counting(torch.optim.AdamW):
+    """Counts in plain numbers, and puts new tensors in the place of moments."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state["exp_avg"] = state.get("exp_avg", torch.zeros_like(param)) * 0.5 + param.grad
+                param.sub_(state["exp_avg"] / state["count"])
+
+
+def test_state_that_a_derived_class_replaces_is_kept(device: str) -> None:
+    mine, plain = Bag(device), Bag(device)
+    x, y = Counting(mine.parameters()), Counting(plain.parameters())
+    offload_optimizer(x, slot_bytes=1 << 16)
+    for step in range(4):
+        for model, optimizer in ((mine, x), (plain, y)):
+            give_gradients(model, step)
+            optimizer.step()
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert x.state[a]["count"] == y.state[b]["count"] == 4
+        x.state_dict()
+        assert torch.equal(x.state[a]["exp_avg"], y.state[b]["exp_avg"].cpu())
+
+
+class GroupCounting(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["t"] = group.get("t", 0) + 1
+
+
+def test_a_derived_class_that_changes_its_groups_is_refused() -> None:
+    model = Bag("cpu")
+    optimizer = GroupCounting(model.parameters())
+    offload_optimizer(optimizer)
+    give_gradients(model, 0)
+    with pytest.raises(EmaCkptError, match=r"GroupCounting.step\(\) changes 't'"):
+        optimizer.step()
+
+
+def test_an_offloaded_optimizer_is_neither_copied_nor_pickled() -> None:
+    optimizer = torch.optim.AdamW(Bag("cpu").parameters())
+    handle = offload_optimizer(optimizer)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(EmaCkptError, match="detach"):
+            attempt(optimizer)
+    handle.detach()
+    copy.deepcopy(optimizer).step()

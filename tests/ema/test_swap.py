@@ -197,3 +197,29 @@ def test_warnings() -> None:
         ema.update()
     with pytest.warns(UserWarning, match="equals the live weights in every element"), ema.swap():
         pass
+
+
+def test_managers_of_other_parameters_of_the_model_see_a_swap() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, second = ShardedEMA(model, 0.5, include="0.*"), ShardedEMA(model, 0.5, include="1.*")
+    first.update()
+    second.update()
+    with first.swap():
+        for call in (second.update, second.state_dict, second.full_state_dict, second.reset):
+            with pytest.raises(StateError, match="inside swap"):
+                call()
+        with pytest.raises(StateError, match="inside swap"), second.swap():
+            pass
+    second.update()
+
+
+def test_averages_survive_a_change_of_dtype_inside() -> None:
+    model = nn.Linear(3, 3)
+    ema = ShardedEMA(model, 0.5)
+    with torch.no_grad():
+        model.weight.add_(1)
+    ema.update()
+    before = [slot.shadow.clone() for slot in ema.averages.slots]
+    with pytest.raises(StateError), ema.swap():
+        model.bfloat16()
+    assert all(torch.equal(slot.shadow, kept) for slot, kept in zip(ema.averages.slots, before, strict=True))

@@ -79,7 +79,7 @@ def _move(block: _Block, weight: float, scratch: Sequence[torch.Tensor], *, skip
     if not skip:
         block.shadow.copy_(new)
         return new if residual is None else residual.copy_(rest)
-    good = torch.isfinite(new)
+    good = torch.isfinite(new if block.shadow.dtype is new.dtype else new.to(block.shadow.dtype))
     if residual is not None:
         residual.copy_(torch.where(good, rest, residual.to(rest.dtype)))
     block.shadow.copy_(torch.where(good, new, old))

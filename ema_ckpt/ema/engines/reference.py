@@ -25,7 +25,9 @@ def update(lists: Lists, weight: float) -> None:
             new = torch.lerp(old, new_value, weight)
         else:
             new, rest = compensated(old, residual, new_value, weight)
-        good = torch.isfinite(new) if lists.events is not None else torch.ones_like(new, dtype=torch.bool)
+        good = (
+            torch.isfinite(new.to(shadow.dtype)) if lists.events is not None else torch.ones_like(new, dtype=torch.bool)
+        )
         kept = kept.to(good.device) | ~good.all()
         shadow.copy_(torch.where(good, new, old))
         if residual is not None:

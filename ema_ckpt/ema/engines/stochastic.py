@@ -42,7 +42,7 @@ def _move(
     new = torch.lerp(shadow.float(), param.float(), weight)
     result = rounded(new, random_bits(position, 0, new.numel(), *key, new.device)).to(shadow.dtype)
     if kept is not None:
-        good = torch.isfinite(new)
+        good = torch.isfinite(result)
         kept.add_(good.logical_not().any())
         result = torch.where(good, result, shadow)
     shadow.copy_(result)
