@@ -97,6 +97,7 @@ class Hands:
         nbytes = work.written(stop) - base
         known = engine.finished.get((piece.file, piece.offset + base, nbytes))
         if known is not None:
+            self._recheck(work, start, stop)
             engine.complete(work, [(base, nbytes, known)])
             return
         intervals: list[Interval] = []
@@ -111,6 +112,15 @@ class Hands:
         shifted = [(at - base, length, crc) for at, length, crc in intervals]
         engine.wrote(piece.file, piece.offset + base, nbytes, joined(shifted, nbytes) or 0)
         engine.complete(work, intervals, sources if work.casts else ())
+
+    def _recheck(self, work: Work, start: int = 0, stop: int | None = None) -> None:
+        """Have the storages behind a range that an earlier run wrote read once more: it may have died before it had all
+        of a storage to compare."""
+        for run in work.runs or ():
+            if run.dest < (work.source_nbytes if stop is None else stop) and run.dest + run.nbytes > start:
+                self._engine.checks.partly(work.tensor.name, run.payload)
+        for share in work.shares if work.runs is None else ():
+            self._engine.checks.partly(work.tensor.name, share.payload)
 
     def _move_run(self, work: Work, run: Run, first: int, last: int) -> tuple[int, int]:
         """CRC-32 of what was written, and of what was read."""
@@ -136,6 +146,7 @@ class Hands:
         start, nbytes = _extent(work, cutter, first, stop)
         known = engine.finished.get((piece.file, piece.offset + start, nbytes))
         if known is not None:
+            self._recheck(work)
             engine.complete(work, [(start, nbytes, known)])
             return
         lanes = find_lanes(work.shares, cutter, work.tensor.dtype.itemsize)
@@ -221,16 +232,20 @@ class Hands:
         nbytes = works[-1].piece.offset + works[-1].piece.nbytes - base
         view = self._second_buffer()[:nbytes]
         file = works[0].piece.file
+        results: Sequence[tuple[int, int | None]]
         if (file, base, nbytes) in engine.finished:
             engine.outputs.read_into(file, base, view)
             parts = [view[w.piece.offset - base :][: w.piece.nbytes] for w in works]
-            results = [(crc32(part), 0) for part in parts]
+            results = [(crc32(part), None) for part in parts]
+            for work in works:
+                self._recheck(work)
         else:
             results = [self._fill(work, view[work.piece.offset - base :][: work.piece.nbytes]) for work in works]
             engine.outputs.write(file, base, view)
             engine.wrote(file, base, nbytes, crc32(view) if engine.journals else 0)
         for work, (crc, source_crc) in zip(works, results, strict=True):
-            engine.complete(work, [(0, work.piece.nbytes, crc)], [(0, work.source_nbytes, source_crc)])
+            sources = [] if source_crc is None else [(0, work.source_nbytes, source_crc)]
+            engine.complete(work, [(0, work.piece.nbytes, crc)], sources)
 
     def _second_buffer(self) -> memoryview:
         if self._second is None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ema_ckpt.catalog import Warn
 from ema_ckpt.destination import Terms, check_place, check_replaceable, check_space, resolve_target, write_error
-from ema_ckpt.errors import TargetError
+from ema_ckpt.errors import SourceError, TargetError
 from ema_ckpt.journal import Journal, check_identity
 from ema_ckpt.publish import carry, exchange, finish, fsync_path, fsync_tree, put
 from ema_ckpt.stagedir import JOURNAL, LOCK, noted, stage_path, stages_of
@@ -146,8 +146,13 @@ def stage(
                 check_replaceable(path, terms)
                 check_space(path, nbytes - claim.allocated)
                 staged = claim.begin(terms, dict(identity or {}), fsync=fsync, plain_rename=plain_rename)
-        with _explained(path, only=_FULL):
-            yield staged
+        try:
+            with _explained(path, only=_FULL):
+                yield staged
+        except SourceError:
+            # What was written came from a damaged source, and the journal does not tell which part of it.
+            staged.journal.discard()
+            raise
         staged.publish()
 
 

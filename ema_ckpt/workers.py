@@ -45,18 +45,29 @@ class _Pool(Generic[Hand]):
 
     def run(self, threads: int) -> None:
         others = [threading.Thread(target=self._serve, daemon=True) for _ in range(threads - 1)]
-        for thread in others:
-            thread.start()
         try:
+            for thread in others:
+                thread.start()
             self._serve()
         except BaseException as error:
             self._error = self._error or error
             raise
         finally:
-            for thread in others:
-                thread.join()
+            self._join(others)
         if self._error is not None:
             raise self._error
+
+    def _join(self, others: list[threading.Thread]) -> None:
+        """Wait until nobody works any more, whatever interrupts: what they write to will be closed and deleted."""
+        interruption: BaseException | None = None
+        for thread in others:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as error:  # noqa: BLE001 - raised below
+                    interruption = self._error = error
+        if interruption is not None:
+            raise interruption
 
     def _serve(self) -> None:
         try:

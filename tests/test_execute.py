@@ -132,7 +132,7 @@ def test_a_flipped_bit_stops_all_workers_and_names_file_and_tensor(
 
 
 def test_finished_ranges_are_not_read_again(tmp_path: Path, truth: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    """The journal of a finished run makes the next one read no payload: the source may even be gone by then."""
+    """The journal of a finished run makes the next one write nothing again; what it wrote, it compares with the source."""
     import shutil
 
     source_folder, stage = tmp_path / "source", tmp_path / "stage"
@@ -152,6 +152,9 @@ def test_finished_ranges_are_not_read_again(tmp_path: Path, truth: dict[str, tor
         raw.tofile(file)
     journal = Journal(stage, stage / "out", {})
     assert journal.completed()
-    again = consolidated(source_folder, stage / "out", Settings(threads=2), journal)
+    with pytest.raises(SourceError) as caught:
+        consolidated(source_folder, stage / "out", Settings(threads=2), journal)
+    assert caught.value.code == "checksum"
+    again = consolidated(source_folder, stage / "out", Settings(threads=2, verify=False), journal)
     journal.close()
     assert all(torch.equal(again[name], first[name]) for name in truth)

@@ -11,6 +11,7 @@ from ema_ckpt.errors import UnsafeError, UsageError, shown
 from ema_ckpt.formats import record
 from ema_ckpt.formats.globals import Opaque, within
 from ema_ckpt.formats.picklewriter import is_plain
+from ema_ckpt.formats.tensorpickle import TensorRef
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.selection import KeptObject
 
@@ -90,6 +91,8 @@ def rank_keyed(names: Iterable[str]) -> list[Warn]:
 
 
 def _fits(value: object, form: str) -> bool:
+    if any(isinstance(inner, TensorRef) for inner in within(value)):
+        return False  # its storage is a record of the archive that it comes from
     if form in ("torch", "dcp"):
         return is_plain(value)
     try:
