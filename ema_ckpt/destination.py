@@ -115,7 +115,8 @@ def check_replaceable(path: Path, terms: Terms) -> list[str]:
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise TargetError("usage", f"{path}: is neither a file nor a directory and is never replaced")
     if not terms.overwrite:
-        raise TargetError("target-exists", f"{path}: already exists; name another path, or pass --overwrite")
+        message = f"{path}: already exists; name another path, or pass --overwrite (overwrite=True)"
+        raise TargetError("target-exists", message)
     if stat.S_ISDIR(mode):
         foreign = foreign_entries(path)
         if foreign and not (terms.keep_foreign and terms.is_directory):

@@ -541,3 +541,66 @@ def test_settings_in_a_dict_are_read(run: Run, tmp_path: Path) -> None:
     other = Run(seed=9)
     assert other.restore(tmp_path / "c", optimizer=None).changed_settings == {"ema.every": (5, 1)}
     assert other.ema.num_updates == 9
+
+
+@pytest.mark.parametrize("saved", ["copy", "average", "skip"])
+@pytest.mark.parametrize("now", ["copy", "average", "skip"])
+def test_buffers_may_be_treated_in_another_way(saved: str, now: str, tmp_path: Path) -> None:
+    """The setting of the constructor wins, and the difference is reported."""
+    save(tmp_path / "step", model=(before := Run(buffers=saved)).model, ema=before.ema)
+    after = Run(seed=1, buffers=now)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = restore(tmp_path / "step", model=after.model, ema=after.ema)
+    assert report.changed_settings == ({} if saved == now else {"ema.buffers": (saved, now)})
+    assert bool(report.seeded) == (saved == "skip" and now == "average")
+    for name in ("enter.weight", "leave.weight"):
+        ours, theirs = (run.ema.state_dict()["weights"][name] for run in (after, before))
+        assert torch.equal(ours.to_local() if hasattr(ours, "to_local") else ours, theirs)
+
+
+def test_settings_that_the_bits_depend_on_are_compared(run: Run, tmp_path: Path) -> None:
+    options = {"dtype": torch.bfloat16, "rounding": "stochastic"}
+    before, after = (ShardedEMA(run.model, 0.9, seed=seed, **options) for seed in (1, 2))  # type: ignore[arg-type]
+    save(tmp_path / "step", model=run.model, ema=before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert restore(tmp_path / "step", model=run.model, ema=after).changed_settings == {"ema.seed": (1, 2)}
+
+
+def test_an_optimizer_among_the_extra_values_keeps_its_integer_keys(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    before, after = torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 3)).sum().backward()
+    before.step()
+    save(tmp_path / "step", model=model, extra={"optimizer": before})
+    restore(tmp_path / "step", model=model, extra={"optimizer": after})
+    for param in model.parameters():
+        assert torch.equal(after.state[param]["exp_avg"], before.state[param]["exp_avg"])
+
+
+def test_names_that_look_like_a_mark_of_exchange(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[nn.Module, ShardedEMA]:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 3)
+        model.register_buffer("is_swapped", torch.tensor(True))
+        ema = ShardedEMA(model, 0.5)
+        with torch.no_grad():
+            model.weight.add_(1)
+        ema.update()
+        return model, ema
+
+    (model, ema), (again, averaged) = made(0), made(1)
+    save(tmp_path / "step", model=model, ema=ema, extra={"swapped": True})
+    restore(tmp_path / "step", model=again, ema=averaged, extra={"swapped": None})
+    assert torch.equal(again.weight, model.weight)
+    assert torch.equal(averaged.state_dict()["weights"]["weight"], ema.state_dict()["weights"]["weight"])
+
+
+def test_a_separate_file_for_a_named_manager(run: Run, tmp_path: Path) -> None:
+    torch.save({"ema": run.model.state_dict()}, tmp_path / "foreign.pt")
+    save(tmp_path / "step", model=run.model)
+    ema = ShardedEMA(run.model, 0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        restore(tmp_path / "step", model=run.model, ema={"fast": ema}, ema_path=tmp_path / "foreign.pt")

@@ -131,7 +131,7 @@ def _quality(profiles: Sequence[Profile], weights: Sequence[float], target: Prof
     if distance > _POOR:
         widths = ", ".join(f"{width:g}" for width in sorted({profile.sigma_rel for profile in profiles}))
         message = (
-            f"the profile of relative width {target.sigma_rel:g} is met to {distance:.1%} only; take more snapshots, "
+            f"the profile of relative width {target.sigma_rel:g} is missed by {distance:.1%}; take more snapshots, "
             f"or a width nearer to those that were tracked ({widths})"
         )
         yield Warn("profile-missed", message)

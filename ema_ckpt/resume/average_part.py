@@ -10,6 +10,7 @@ import torch
 
 from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.ema.averages import live_part
+from ema_ckpt.ema.shards import census
 from ema_ckpt.ema.state import parse_config
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.foreign import named_by_model
@@ -65,8 +66,8 @@ class AveragePart(Part):
         stored = average_weights(self._checkpoint, named)
         self._weights = match(self._weights.tree, self._targets("weights"), stored, strict=strict)
         # Buffers that are not averaged have no value of their own here: the live ones count.
-        known = {h.shard.fqn for h in self._manager.averages.live_buffers}
-        own = {stored[name].name for name in stored if name in known}
+        buffers = {name for h in census(self._manager.model).buffers for name in (h.shard.fqn, *h.shard.aliases)}
+        own = {stored[name].name for name in stored if name in buffers}
         self._weights.unexpected = [name for name in self._weights.unexpected if name not in own]
         inside = {
             name.removeprefix("residual."): t for name, t in tensors_of(tree).items() if name.startswith("residual.")
@@ -74,9 +75,17 @@ class AveragePart(Part):
         self._residuals = match(self._residuals.tree, self._targets("residual"), inside, strict=strict)
         for found in (self._weights, self._residuals):
             found.unexpected = found.unexpected if found is self._weights else []
+            lacking = found.missing
+            found.missing = [t for t in lacking if not (t.names[0] in buffers and self._began_anew(tree))]
             refuse_unfit(self._checkpoint.where, found, strict=strict and found is self._weights)
+            found.missing = lacking
             self.note(found)
         self.seeded += [self._weights.full(target) for target in self._weights.missing]
+
+    def _began_anew(self, tree: Tree) -> bool:
+        """Whether the saved run is known to have averaged no buffers: those averaged here start from the live ones."""
+        mode = _settings(self._checkpoint, tree.settings)["config"].get("buffers")
+        return mode is not None and mode != "average"
 
     def _targets(self, part: str) -> list[Target]:
         values = self._state.get(part, {})

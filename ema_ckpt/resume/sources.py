@@ -44,9 +44,7 @@ class Checkpoint:
     def is_exchanged(self) -> bool:
         """Whether a mark says that it was saved with averages in the model's place and live weights in theirs."""
         averages = [tree for tree in self.trees if tree.role == EMA]
-        # Ours are never saved while exchanged; weights and a user's own values may bear any name.
-        if any("config" in tree.settings for tree in averages):
-            return False
+        # Beside the trees or among an average's settings: weights, and a user's own values, may bear any name.
         weights = {id(tensor) for tree in self.trees if tree.role == LIVE for tensor in tree.tensors}
         homes = {"", *(tree.name for tree in averages)}
         marks: dict[str, Tensor | Object] = {}
@@ -113,7 +111,7 @@ def average_tree(checkpoint: Checkpoint, name: str, *, foreign: bool) -> Tree | 
         return _one_of(
             checkpoint, [tree for tree in checkpoint.trees if tree.role != OPTIMIZER and tree.tensors], name, "weights"
         )
-    if not found or (name.count(".") and not any(tree.name == name for tree in found)):
+    if not found or (not foreign and name.count(".") and not any(tree.name == name for tree in found)):
         return None
     return _one_of(checkpoint, found, name, "averages")
 
