@@ -63,12 +63,15 @@ def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None
     ]
     copies = [copy for slot, into, value in pairs for copy in _copies(slot, into, value)]
     config = parse_config(state.get("config"))
+    if "num_updates" not in state:
+        raise StateError("usage", "the state to load lacks num_updates")
+    updates, samples = int(state["num_updates"]), int(state.get("samples_seen", 0))
     for into, value in copies:
         into.copy_(value)
     for slot in slots:
         if slot.residual is not None and slot.shard.fqn not in residual:
             slot.residual.zero_()
-    counter.resume(int(state["num_updates"]), int(state.get("samples_seen", 0)), config.get("counter", {}))
+    counter.resume(updates, samples, config.get("counter", {}))
 
 
 def parse_config(config: object) -> dict[str, Any]:

@@ -715,3 +715,13 @@ def test_bytes_on_this_rank() -> None:
     assert ShardedEMA(model).nbytes == 4 * numel
     assert ShardedEMA(model, 0.9, dtype=torch.bfloat16).nbytes == 2 * numel
     assert repr(ShardedEMA(model)).startswith(f"ShardedEMA(6 tensors, {4 * numel} bytes")
+
+
+def test_a_state_without_its_counter_changes_nothing() -> None:
+    model = nn.Linear(2, 2)
+    ema, other = ShardedEMA(model, 0.5), ShardedEMA(nn.Linear(2, 2), 0.5)
+    before = [slot.shadow.clone() for slot in ema.averages.slots]
+    state = {name: value for name, value in other.state_dict().items() if name != "num_updates"}
+    with pytest.raises(StateError, match="num_updates"):
+        ema.load_state_dict(state)
+    assert all(torch.equal(slot.shadow, kept) for slot, kept in zip(ema.averages.slots, before, strict=True))
