@@ -17,6 +17,7 @@ from ema_ckpt.catalog import Catalog, Payload, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.coverage import prove
 from ema_ckpt.errors import SourceError
+from ema_ckpt.files import is_url
 from ema_ckpt.hands import Hands, Work
 from ema_ckpt.journal import Journal
 from ema_ckpt.outputs import Outputs
@@ -127,7 +128,7 @@ class _Engine:
         self.settings = settings
         self.journal = journal
         self.finished = journal.completed() if journal else {}
-        self.block_nbytes = settings.block_nbytes(remote="://" in catalog.source.root)
+        self.block_nbytes = settings.block_nbytes(is_url(catalog.source.root))
         self.checks = Checks(catalog.source, settings.verify)
         self.outcome = Outcome([0] * len(target.pieces))
         self.overflow = self.outcome.overflow
@@ -156,7 +157,7 @@ class _Engine:
 
     def _workers(self) -> int:
         """One where there is more to interpret than to move: two would only hand the interpreter lock to and fro."""
-        if self.settings.threads == 1 or "://" in self.catalog.source.root:
+        if is_url(self.catalog.source.root):
             return self.settings.threads
         reads = sum(len(piece.entry.source.chunks) for piece in self.pieces)
         nbytes = sum(piece.nbytes for piece in self.pieces)

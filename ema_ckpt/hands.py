@@ -53,6 +53,10 @@ class Work:
         """Bytes that so many bytes of the source become."""
         return source_nbytes // self.tensor.dtype.itemsize * self.piece.entry.dtype.itemsize
 
+    def read(self, written_nbytes: int) -> int:
+        """Bytes of the source that so many written bytes come from."""
+        return written_nbytes // self.piece.entry.dtype.itemsize * self.tensor.dtype.itemsize
+
 
 class Foreman(Protocol):
     """What a worker needs of the run it works for."""
@@ -163,23 +167,21 @@ class Hands:
         """Write bands from `at` on; CRC-32 of them, and that of the bytes before a cast."""
         engine, file, casts = self._engine, work.piece.file, work.casts
         reader = LaneReader(self._source, lanes, cutter, work.tensor.dtype.itemsize)
-        scratch, crc, source_crc, source_nbytes = self._second_buffer(), 0, 0, 0
+        scratch, crc, source_crc, start = self._second_buffer(), 0, 0, at
         for index in indices:
             view = reader.read(index, self._block, scratch)
             if casts:
                 source_crc = crc32(view, source_crc)
-                source_nbytes += len(view)
                 view = self._cast(work, view)
             crc = crc32(view, crc)
             engine.outputs.write(file, at, view)
             at += len(view)
         reader.tell(work.tensor.name, engine.checks)
-        source_at = cutter.rows(indices[0])[0] * (work.source_nbytes // cutter.box.sizes[cutter.axis])
-        return crc, [(source_at, source_nbytes, source_crc)]
+        return crc, [(work.read(start - work.piece.offset), work.read(at - start), source_crc)]
 
     def _loose_bands(self, work: Work, cutter: BandCutter, indices: range, at: int) -> tuple[int, list[Interval]]:
         """The same where chunks do not hold whole rows."""
-        crc, source_at = 0, (at - work.piece.offset) // work.piece.entry.dtype.itemsize * work.tensor.dtype.itemsize
+        crc, source_at = 0, work.read(at - work.piece.offset)
         sources: list[Interval] = []
         for index in indices:
             band = cutter.band(index)

@@ -86,7 +86,7 @@ def consolidate(
         format="torch" if kind == "torch" else "safetensors",
         files=tuple(FileEntry(name or place.name, nbytes) for name, nbytes in target.files.items()),
         tensors=len(selection.entries),
-        nbytes=payload_nbytes(piece.entry for piece in target.pieces),
+        nbytes=payload_nbytes(target.pieces),
         seconds=elapsed(),
         renamed=dict(selection.renamed),
         filled=selection.filled,

@@ -22,7 +22,7 @@ from ema_ckpt.journal import Journal
 from ema_ckpt.selection import Options, options
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.staging import check_target, stage
-from ema_ckpt.target import Entry, Target
+from ema_ckpt.target import Entry, Piece, Target
 from ema_ckpt.workers import worker_count
 
 __all__ = [
@@ -161,9 +161,9 @@ def place_of(out: str | os.PathLike[str]) -> Path:
     return Path(out)
 
 
-def payload_nbytes(entries: Iterable[Entry]) -> int:
-    """Bytes of tensor data that will be written."""
-    return sum(entry.nbytes for entry in entries)
+def payload_nbytes(parts: Iterable[Entry | Piece]) -> int:
+    """Bytes of tensor data that will be written: of whole entries, or of the pieces of a target."""
+    return sum(part.nbytes for part in parts)
 
 
 def check_sources(catalog: Catalog, tensors: Iterable[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,12 +74,11 @@ class AveragePart(Part):
             name.removeprefix("residual."): t for name, t in tensors_of(tree).items() if name.startswith("residual.")
         }
         self._residuals = match(self._residuals.tree, self._targets("residual"), inside, strict=strict)
+        excused = buffers if self._weights.missing and self._began_anew(tree) else set()
         for found in (self._weights, self._residuals):
             found.unexpected = found.unexpected if found is self._weights else []
-            lacking = found.missing
-            found.missing = [t for t in lacking if not (t.names[0] in buffers and self._began_anew(tree))]
-            refuse_unfit(self._checkpoint.where, found, strict=strict and found is self._weights)
-            found.missing = lacking
+            due = [target for target in found.missing if target.names[0] not in excused]
+            refuse_unfit(self._checkpoint.where, replace(found, missing=due), strict=strict and found is self._weights)
             self.note(found)
         self.seeded += [self._weights.full(target) for target in self._weights.missing]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ema_ckpt.ema.banks import local_of
 from ema_ckpt.ema.optimizer import handle_of
 from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, census
@@ -121,7 +121,7 @@ def _part_of(value: Any, one: _Stepped, shard: Shard) -> Any:
     """One state entry as it concerns one parameter: sharded like it if it has its shape, else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    local = value.to_local().detach() if isinstance(value, DTensor) else value.detach()
+    local = local_of(value)
     if isinstance(one.tensor, FlatParameter) and local.dim() == 1:
         local = _slice(local, one, shard)
     elif local.shape != shard.local.shape:
@@ -139,7 +139,8 @@ def _slice(local: torch.Tensor, one: _Stepped, shard: Shard) -> torch.Tensor:
 
 
 def _make(one: _Stepped, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-    state = one.optimizer.state[one.tensor]
+    state, offloaded = one.optimizer.state[one.tensor], handle_of(one.optimizer)
+    make = torch.zeros_like if offloaded is None else offloaded.zeros
     for held in one.parts:
         for name, value in wanted.get(held.shard.fqn, {}).items():
             if name in state:
@@ -147,8 +148,6 @@ def _make(one: _Stepped, wanted: Mapping[str, Mapping[str, Any]]) -> None:
             if not isinstance(value, tuple):
                 state[name] = value
             elif value[0] == held.shard.shape != ():
-                offloaded = handle_of(one.optimizer)
-                make = torch.zeros_like if offloaded is None else offloaded.zeros
                 state[name] = make(one.tensor, dtype=value[1]).requires_grad_(False)
             else:
                 state[name] = torch.zeros(value[0], dtype=value[1], device=_device_of(one, name))
