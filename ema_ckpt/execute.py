@@ -8,7 +8,7 @@ are cast or shards interleave, two more. No torch, and numpy only for bands and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ema_ckpt.coverage import prove
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import is_url
 from ema_ckpt.hands import Hands, Work
-from ema_ckpt.journal import Journal
+from ema_ckpt.journal import Finished, Journal
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, Share, find_runs, find_shares, row_runs
 from ema_ckpt.shares import Begun, Crew, Part
@@ -131,7 +131,6 @@ class _Engine:
         self.block_nbytes = settings.block_nbytes(is_url(catalog.source.root))
         self.checks = Checks(catalog.source, settings.verify)
         self.outcome = Outcome([0] * len(target.pieces))
-        self.overflow = self.outcome.overflow
         self.journals = journal is not None
         self.lock = threading.Lock()
         self._parts: dict[str, list[Interval]] = {}
@@ -179,7 +178,7 @@ class _Engine:
             if 0 < work.pending < jobs
         ]
         crcs = {index: crc for index, crc in enumerate(self.outcome.crcs) if crc}
-        return Part(crcs, self._parts, self.overflow, begun, self.checks.pending())
+        return Part(crcs, self._parts, self.outcome.overflow, begun, self.checks.pending())
 
     def _absorb(self, part: Part) -> None:
         """Take over what another process did."""
@@ -187,8 +186,7 @@ class _Engine:
             self.outcome.crcs[index] = crc
         for name, intervals in part.intervals.items():
             self._parts.setdefault(name, []).extend(intervals)
-        for name, count in part.overflow.items():
-            self.overflow[name] = self.overflow.get(name, 0) + count
+        self.count(part.overflow)
         self.checks.absorb(part.pending)
         for begun in part.begun:
             work = self._divided[begun.index][0]
@@ -299,11 +297,19 @@ class _Engine:
             if crc is not None:
                 self.outcome.digests[entry.name] = crc
 
-    def wrote(self, file: str, offset: int, nbytes: int, crc: int) -> None:
+    def count(self, overflow: Mapping[str, int]) -> None:
+        """Add values that became infinite to those known, by name."""
+        with self.lock:
+            counts = self.outcome.overflow
+            for name, count in overflow.items():
+                counts[name] = counts.get(name, 0) + count
+
+    def wrote(self, file: str, offset: int, nbytes: int, finished: Finished) -> None:
         """Record a finished range."""
+        self.count(finished.overflow)
         if self.settings.durable and nbytes > self.block_nbytes:
             self.outputs.start_writeback(file, offset, nbytes)
         if self.journal is not None:
-            self.journal.done(file, offset, nbytes, crc)
+            self.journal.done(file, offset, nbytes, finished)
         if self.settings.progress is not None:
             self.settings.progress(nbytes)

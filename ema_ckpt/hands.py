@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +10,7 @@ from ema_ckpt.box import Box, linear
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.crc import combine, crc32
+from ema_ckpt.journal import Finished, Range
 from ema_ckpt.lanes import Lane, LaneReader, find_lanes
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, BandReader, Run, Share
@@ -64,10 +64,8 @@ class Foreman(Protocol):
     catalog: Catalog
     outputs: Outputs
     checks: Checks
-    lock: threading.Lock
     block_nbytes: int
-    finished: dict[tuple[str, int, int], int]
-    overflow: dict[str, int]
+    finished: dict[Range, Finished]
     journals: bool
 
     def prepare(self, index: int) -> Work:
@@ -78,7 +76,11 @@ class Foreman(Protocol):
         """Take the checksums of a part of a piece."""
         ...
 
-    def wrote(self, file: str, offset: int, nbytes: int, crc: int) -> None:
+    def count(self, overflow: Mapping[str, int]) -> None:
+        """Add values that became infinite to those known, by name."""
+        ...
+
+    def wrote(self, file: str, offset: int, nbytes: int, finished: Finished) -> None:
         """Record a finished range."""
         ...
 
@@ -93,6 +95,7 @@ class Hands:
         self._reader = BandReader(self._source, engine.checks, engine.block_nbytes)
         self._second: memoryview | None = None
         self._casters: dict[tuple[str, str], Caster] = {}
+        self._overflow: dict[str, int] = {}  # of the range at hand
 
     def move(self, work: Work, start: int, stop: int) -> None:
         """Bring the bytes [start, stop) of the source of a piece that consists of runs into the output."""
@@ -101,8 +104,9 @@ class Hands:
         nbytes = work.written(stop) - base
         known = engine.finished.get((piece.file, piece.offset + base, nbytes))
         if known is not None:
+            engine.count(known.overflow)
             self._recheck(work, start, stop)
-            engine.complete(work, [(base, nbytes, known)])
+            engine.complete(work, [(base, nbytes, known.crc)])
             return
         intervals: list[Interval] = []
         sources: list[Interval] = []
@@ -114,7 +118,7 @@ class Hands:
                 intervals.append((at, work.written(last) - at, crc))
                 sources.append((first, last - first, source_crc))
         shifted = [(at - base, length, crc) for at, length, crc in intervals]
-        engine.wrote(piece.file, piece.offset + base, nbytes, joined(shifted, nbytes) or 0)
+        self._wrote(piece.file, piece.offset + base, nbytes, joined(shifted, nbytes) or 0)
         engine.complete(work, intervals, sources if work.casts else ())
 
     def _recheck(self, work: Work, start: int = 0, stop: int | None = None) -> None:
@@ -150,15 +154,16 @@ class Hands:
         start, nbytes = _extent(work, cutter, first, stop)
         known = engine.finished.get((piece.file, piece.offset + start, nbytes))
         if known is not None:
+            engine.count(known.overflow)
             self._recheck(work)
-            engine.complete(work, [(start, nbytes, known)])
+            engine.complete(work, [(start, nbytes, known.crc)])
             return
         lanes = find_lanes(work.shares, cutter, work.tensor.dtype.itemsize)
         if lanes is None:
             crc, sources = self._loose_bands(work, cutter, range(first, stop), piece.offset + start)
         else:
             crc, sources = self._lane_bands(work, cutter, lanes, range(first, stop), piece.offset + start)
-        engine.wrote(piece.file, piece.offset + start, nbytes, crc)
+        self._wrote(piece.file, piece.offset + start, nbytes, crc)
         engine.complete(work, [(start, nbytes, crc)], sources if work.casts else ())
 
     def _lane_bands(
@@ -212,10 +217,13 @@ class Hands:
         before = caster.overflow
         data = caster.cast(view)
         if caster.overflow != before:
-            with self._engine.lock:
-                counts, name = self._engine.overflow, work.piece.entry.name
-                counts[name] = counts.get(name, 0) + caster.overflow - before
+            name = work.piece.entry.name
+            self._overflow[name] = self._overflow.get(name, 0) + caster.overflow - before
         return data
+
+    def _wrote(self, file: str, offset: int, nbytes: int, crc: int) -> None:
+        overflow, self._overflow = self._overflow, {}
+        self._engine.wrote(file, offset, nbytes, Finished(crc, overflow))
 
     def _caster(self, work: Work) -> Caster:
         source, target = work.tensor.dtype, work.piece.entry.dtype
@@ -235,7 +243,9 @@ class Hands:
         view = self._second_buffer()[:nbytes]
         file = works[0].piece.file
         results: Sequence[tuple[int, int | None]]
-        if (file, base, nbytes) in engine.finished:
+        known = engine.finished.get((file, base, nbytes))
+        if known is not None:
+            engine.count(known.overflow)
             engine.outputs.read_into(file, base, view)
             parts = [view[w.piece.offset - base :][: w.piece.nbytes] for w in works]
             results = [(crc32(part), None) for part in parts]
@@ -244,7 +254,7 @@ class Hands:
         else:
             results = [self._fill(work, view[work.piece.offset - base :][: work.piece.nbytes]) for work in works]
             engine.outputs.write(file, base, view)
-            engine.wrote(file, base, nbytes, crc32(view) if engine.journals else 0)
+            self._wrote(file, base, nbytes, crc32(view) if engine.journals else 0)
         for work, (crc, source_crc) in zip(works, results, strict=True):
             sources = [] if source_crc is None else [(0, work.source_nbytes, source_crc)]
             engine.complete(work, [(0, work.piece.nbytes, crc)], sources)

@@ -1,8 +1,9 @@
 """The journal of a stage: which ranges of the output are written, so that `--resume` need not write them again.
 
 One JSON document a line. The first names what is being written (source identity and plan hash), each other
-one is `[file, offset, nbytes, "crc32 in hex"]`. No line is believed on resume before its range has been read
-back: data that a power cut kept from the disk simply fails its CRC and is written once more.
+one is `[file, offset, nbytes, "crc32 in hex"]`, and a fifth element `{name: count}` where a cast made finite
+values infinite. No line is believed on resume before its range has been read back: data that a power cut kept
+from the disk simply fails its CRC and is written once more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -19,13 +21,21 @@ from ema_ckpt.errors import EmaCkptError, TargetError
 from ema_ckpt.files import safe_name
 from ema_ckpt.stagedir import JOURNAL
 
-__all__ = ["Journal", "Range", "check_identity", "recorded_identity"]
+__all__ = ["Finished", "Journal", "Range", "check_identity", "recorded_identity"]
 
 # File relative to the target ("" when the target is one file), offset and length in bytes.
 Range = tuple[str, int, int]
 
 _VERSION = 1
 _READ_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What is recorded of a range: its CRC-32, and how many finite values of each tensor became infinite in it."""
+
+    crc: int
+    overflow: Mapping[str, int] = field(default_factory=dict)
 
 
 class Journal:
@@ -43,13 +53,14 @@ class Journal:
         if not os.fstat(self._fd).st_size:
             self._append({"journal": _VERSION, "identity": dict(identity)})
 
-    def done(self, file: str, offset: int, nbytes: int, crc: int) -> None:
-        """Record that `nbytes` bytes at `offset` of `file` are written and have the CRC-32 `crc`."""
-        self._append([file, offset, nbytes, f"{crc:08x}"])
+    def done(self, file: str, offset: int, nbytes: int, finished: Finished) -> None:
+        """Record that `nbytes` bytes at `offset` of `file` are written."""
+        entry = [file, offset, nbytes, f"{finished.crc:08x}"]
+        self._append([*entry, dict(finished.overflow)] if finished.overflow else entry)
 
-    def completed(self) -> dict[Range, int]:
-        """Ranges of an earlier run that are there and intact, with their CRC-32. Reads each of them back."""
-        sound: dict[Range, int] = {}
+    def completed(self) -> dict[Range, Finished]:
+        """Ranges of an earlier run that are there and intact. Reads each of them back."""
+        sound: dict[Range, Finished] = {}
         for file, keys in groupby(sorted(self._found), key=lambda key: key[0]):
             sound.update(self._intact(file, list(keys)))
         return sound
@@ -73,14 +84,14 @@ class Journal:
                 raise ValueError("the journal is closed")
             os.write(self._fd, line)
 
-    def _intact(self, file: str, keys: list[Range]) -> Iterator[tuple[Range, int]]:
+    def _intact(self, file: str, keys: list[Range]) -> Iterator[tuple[Range, Finished]]:
         try:
             fd = os.open(self._payload / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return
         try:
             for key in keys:
-                if _crc(fd, key[1], key[2]) == self._found[key]:
+                if _crc(fd, key[1], key[2]) == self._found[key].crc:
                     yield key, self._found[key]
         finally:
             os.close(fd)
@@ -128,16 +139,17 @@ def _drop_torn_line(path: Path) -> None:
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
-def _ranges(path: Path) -> Iterator[tuple[Range, int]]:
+def _ranges(path: Path) -> Iterator[tuple[Range, Finished]]:
     if not path.exists():
         return
     for line in path.read_bytes().splitlines()[1:]:
         try:
-            file, offset, nbytes, crc = json.loads(line)
+            file, offset, nbytes, crc, *rest = json.loads(line)
             if file:
                 safe_name(file)
-            yield (file, int(offset), int(nbytes)), int(crc, 16)
-        except (ValueError, TypeError, EmaCkptError):
+            overflow = {str(name): int(count) for name, count in rest[0].items()} if rest else {}
+            yield (file, int(offset), int(nbytes)), Finished(int(crc, 16), overflow)
+        except (ValueError, TypeError, AttributeError, EmaCkptError):
             continue  # unread lines only cost a rewrite of their range
 
 

@@ -15,6 +15,7 @@ REPO = Path(__file__).parents[1]
 # argv: target, generation, how many files, pause in ms, then any of: overwrite, resume, plain, term, wait.
 WRITER = """
 import os, signal, sys, time, zlib
+from ema_ckpt.journal import Finished
 from ema_ckpt.staging import stage
 target, generation, count, pause, *words = sys.argv[1:]
 if "term" in words:
@@ -28,7 +29,7 @@ with stage(target, is_directory=True, overwrite="overwrite" in words, resume="re
     for i in range(int(count)):
         data = (generation.encode() * 4096)[:4096]
         (staged.path / f"part{i}.distcp").write_bytes(data)
-        staged.journal.done(f"part{i}.distcp", 0, 4096, zlib.crc32(data))
+        staged.journal.done(f"part{i}.distcp", 0, 4096, Finished(zlib.crc32(data)))
         time.sleep(int(pause) / 1000)
     (staged.path / ".metadata").write_bytes(generation.encode())
 """

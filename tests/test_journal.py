@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ema_ckpt.errors import TargetError
+from ema_ckpt.journal import Finished
 from ema_ckpt.stagedir import JOURNAL, stage_path, stages_of
 from ema_ckpt.staging import Staged, stage
 from tests.staged_writer import generation_of, line, make_old, read_target, snapshot, write_new, writing
@@ -33,7 +34,7 @@ class TestResume:
         data = self.PARTS[name]
         (staged.path / name).write_bytes(data)
         for offset in (0, 2500):
-            staged.journal.done(name, offset, 2500, zlib.crc32(data[offset : offset + 2500]))
+            staged.journal.done(name, offset, 2500, Finished(zlib.crc32(data[offset : offset + 2500])))
 
     def left(self, target: Path) -> Path:
         (root,) = stages_of(target)
@@ -50,7 +51,7 @@ class TestResume:
             done = staged.journal.completed()
             expected = [(name, offset, 2500) for name in list(self.PARTS)[:3] for offset in (0, 2500)]
             assert list(done) == expected
-            assert all(crc == zlib.crc32(self.PARTS[name][o : o + n]) for (name, o, n), crc in done.items())
+            assert all(found.crc == zlib.crc32(self.PARTS[name][o : o + n]) for (name, o, n), found in done.items())
             self.write(staged, "part3.distcp")
         assert {p.name: p.read_bytes() for p in target.iterdir()} == self.PARTS
         assert os.listdir(tmp_path) == ["out"]
@@ -157,10 +158,10 @@ class TestResume:
         options = {"is_directory": False, "resume": True}
         with pytest.raises(SystemExit), stage(target, **options) as staged:
             staged.path.write_bytes(b"abcdef")
-            staged.journal.done("", 2, 3, zlib.crc32(b"cde"))
+            staged.journal.done("", 2, 3, Finished(zlib.crc32(b"cde")))
             raise SystemExit
         with stage(target, **options) as staged:
-            assert staged.journal.completed() == {("", 2, 3): zlib.crc32(b"cde")}
+            assert staged.journal.completed() == {("", 2, 3): Finished(zlib.crc32(b"cde"))}
         assert target.read_bytes() == b"abcdef"
         assert os.listdir(tmp_path) == ["out.safetensors"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 import ema_ckpt
 from tests.checkpoints import save_dcp, torch_at
+from tests.sharded import save_cut
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CASTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -101,3 +103,24 @@ def test_overflow_is_told_in_the_order_of_the_tensors(tmp_path: Path) -> None:
     source = torch_at(tmp_path / "run.pt", model)
     written = ema_ckpt.consolidate(source, tmp_path / "out.pt", dtype="fp16")
     assert [w.message.split("'")[1] for w in written.warnings] == ["l3", "l1", "l2", "l0"]
+
+
+@pytest.mark.parametrize("source", ["whole", "columns", "small"])
+def test_a_resumed_run_tells_of_overflow_in_what_was_cast_before_it(tmp_path: Path, source: str) -> None:
+    """As runs of bytes, as bands that are put together from columns, and as a batch of small tensors."""
+    rows = 4 if source == "small" else 600
+    model = {f"model.l{index}": torch.full((rows, 1024), 7e4) for index in (0, 1)}
+    halves = [((0, 0), (rows, 512)), ((0, 512), (rows, 512))] if source == "columns" else [((0, 0), (rows, 1024))]
+    run = save_cut(tmp_path / "run", model, {name: [halves] for name in model})
+    options: dict[str, Any] = {"dtype": "fp16", "threads": 1, "resume": True, "max_memory": "4MiB"}
+    expected = ema_ckpt.consolidate(run, tmp_path / "whole.safetensors", **options).warnings
+    assert [w.message.split("'")[1] for w in expected] == ["l0", "l1"]
+
+    def interrupt(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ema_ckpt.consolidate(run, tmp_path / "out.safetensors", progress=interrupt, **options)
+    found = ema_ckpt.consolidate(run, tmp_path / "out.safetensors", **options)
+    assert found.warnings == expected
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
