@@ -10,6 +10,7 @@ plain optimizer.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = ["OffloadedOptimizer", "handle_of", "offload_optimizer"]
 _OVERHEAD_NBYTES = 4 << 10  # gaps between the tensors of a slab, and between slabs in a slot, are less
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _HANDLE = "_ema_ckpt_offloaded"
+_NOTE = "_wrapped_by_lr_sched"  # of the `step` that schedulers put into an optimizer: it notes that it was called
 
 
 def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 128 << 20) -> OffloadedOptimizer:
@@ -77,11 +79,10 @@ class OffloadedOptimizer:
         self._class = type(optimizer)
         self._raw = _without_hooks(self._class)
         self._check()
-        if "step" in vars(optimizer):
-            if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                raise UsageError("unsupported", "offload_optimizer: something has replaced this optimizer's step()")
-            del optimizer.step  # a scheduler's note that a step was made: ours leaves the same
+        if "step" in vars(optimizer) and not hasattr(optimizer.step, _NOTE):
+            raise UsageError("unsupported", "offload_optimizer: something has replaced this optimizer's step()")
         optimizer.__class__ = _offloaded(self._class)  # type: ignore[arg-type]
+        _renew_note(optimizer)
         setattr(optimizer, _HANDLE, self)
         before: Any = lambda _: self.wait()  # noqa: E731
         after: Any = lambda _: self.settle()  # noqa: E731
@@ -126,6 +127,7 @@ class OffloadedOptimizer:
             hook.remove()
         delattr(optimizer, _HANDLE)
         optimizer.__class__ = self._class
+        _renew_note(optimizer)
         self._banks, self._bank_of, self._traffic = [], {}, None
 
     def step(self) -> None:
@@ -285,7 +287,6 @@ def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
             raise UsageError("unsupported", "offload_optimizer: step() with a closure is not supported")
         handle: OffloadedOptimizer = getattr(self, _HANDLE)
         handle.step()
-        self._opt_called = True  # type: ignore[attr-defined]
 
     def refuse(self: Optimizer, protocol: int) -> None:
         del self, protocol
@@ -295,12 +296,28 @@ def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
 
     hooked: Any = torch.compiler.disable(Optimizer.profile_hook_step(step))  # type: ignore[no-untyped-call]
     hooked.hooked = True  # torch wraps a step that is not
-    hooked._wrapped_by_lr_sched = True
     return type(
         kind.__name__,
         (kind,),
         {"step": hooked, "__reduce_ex__": refuse, "__module__": kind.__module__, "__doc__": kind.__doc__},
     )
+
+
+def _renew_note(optimizer: Optimizer) -> None:
+    """Where a scheduler has put its `step` around the one of another class, put the same around the present one."""
+    if "step" not in vars(optimizer) or not hasattr(optimizer.step, _NOTE):
+        return
+    step: Any = type(optimizer).step
+    itself = weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = itself()
+        optimizer._opt_called = True
+        return step(optimizer, *args, **kwargs)
+
+    setattr(noted, _NOTE, True)
+    optimizer.step = noted  # type: ignore[method-assign]
 
 
 def _flat(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -110,6 +110,60 @@ def test_two_groups_a_scheduler_and_an_average(device: str) -> None:
         assert torch.equal(averages[0].state_dict()["weights"][name], value)
 
 
+@pytest.mark.parametrize("scheduled", ["before", "during", "after"])
+@pytest.mark.parametrize("detached_at", [0, 1])
+def test_no_scheduler_warns_whenever_it_came(scheduled: str, detached_at: int, device: str) -> None:
+    model = Bag(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedulers = []
+
+    def made(when: str) -> None:
+        if when == scheduled:
+            schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made("before")
+        handle = offload_optimizer(optimizer)
+        made("during")
+        for step in range(3):
+            if step == detached_at:
+                handle.detach()
+                made("after")
+            give_gradients(model, step)
+            optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** schedulers[0].last_epoch
+    assert ("step" in vars(optimizer)) and not hasattr(type(optimizer).step, "_wrapped_by_lr_sched")
+    offload_optimizer(optimizer).detach()
+
+
+def test_a_step_before_the_schedulers_first_is_seen_across_detach(device: str) -> None:
+    model = Bag(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    handle = offload_optimizer(optimizer)
+    give_gradients(model, 0)
+    optimizer.step()
+    handle.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    late = torch.optim.lr_scheduler.StepLR(fresh, 1)
+    offload_optimizer(fresh).detach()
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before"):  # where there is reason to
+        late.step()
+
+
+def test_an_optimizer_that_no_scheduler_knows_is_what_it_was() -> None:
+    optimizer = torch.optim.AdamW(Bag("cpu").parameters())
+    before = dict(vars(optimizer))
+    offload_optimizer(optimizer).detach()
+    assert vars(optimizer).keys() == before.keys()
+
+
 def test_a_state_dict_goes_both_ways(device: str) -> None:
     mine, plain, third = Bag(device), Bag(device), Bag(device)
     x, y, z = (torch.optim.Adam(model.parameters(), lr=0.1) for model in (mine, plain, third))
