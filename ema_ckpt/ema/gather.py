@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ema_ckpt.box import Box
+from ema_ckpt.ema.agreement import agreed
 from ema_ckpt.ema.live import live_tree
 from ema_ckpt.ema.published import pieces_of
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
+from ema_ckpt.ema.swap import refuse_inside
 from ema_ckpt.errors import StateError, shown
 
 if TYPE_CHECKING:
@@ -19,23 +21,30 @@ if TYPE_CHECKING:
 
 __all__ = ["gather_full", "gather_tensors"]
 
+_CALL = "full_state_dict"
+
 
 def gather_full(ema: ShardedEMA, complete: bool, timeout: float) -> dict[str, Any]:
     """See `ShardedEMA.full_state_dict`."""
-    meet("full_state_dict", timeout)
+    meet(_CALL, timeout)
     ours = channel("gather")
-    weights = ema.state_dict()["weights"]
+    weights, live = agreed(ours, _CALL, lambda: _held(ema, complete))
     names = {name: slot.shard.fqn for slot in ema.averages.slots for name in (slot.shard.fqn, *slot.shard.aliases)}
     averaged = {fqn: weights[fqn] for fqn in dict.fromkeys(names.values()) if fqn in weights}
     if not complete:
         return gather_tensors(averaged, ours)
-    live = live_tree(ema.model)
     # A tied tensor is gathered once, under the first of its names.
     first = {id(value): name for name, value in reversed(live.items())}
     names = {name: names.get(name, first[id(value)]) for name, value in live.items()}
     rest = {name: value for name, value in live.items() if names[name] == name and name not in averaged}
     whole = gather_tensors({**averaged, **{n: v for n, v in rest.items() if isinstance(v, torch.Tensor)}}, ours)
     return {name: whole.get(names[name], value) for name, value in live.items()} if not ours.rank else {}
+
+
+def _held(ema: ShardedEMA, complete: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The averages that this rank holds, and with `complete` the live model."""
+    refuse_inside(ema, f"{_CALL}()")
+    return ema.state_dict()["weights"], live_tree(ema.model) if complete else {}
 
 
 def gather_tensors(tensors: Mapping[str, torch.Tensor], ours: Channel) -> dict[str, torch.Tensor]:

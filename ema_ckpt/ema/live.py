@@ -13,7 +13,7 @@ from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, canonical_modules, census
 from ema_ckpt.errors import StateError
 
-__all__ = ["buffer_names", "live_shards", "live_tree", "published", "refuse_swapped", "set_extra_state"]
+__all__ = ["buffer_names", "live_shards", "live_tree", "published", "refuse_swapped", "set_extra_state", "tensor_names"]
 
 _EXTRA = "_extra_state"
 
@@ -66,6 +66,13 @@ def published(shard: Shard) -> torch.Tensor:
 def buffer_names(model: nn.Module) -> frozenset[str]:
     """Names of the persistent buffers: each rank has its own, and they may differ."""
     return frozenset(name for held in _buffers(model) for name in (held.shard.fqn, *held.shard.aliases))
+
+
+def tensor_names(model: nn.Module) -> frozenset[str]:
+    """All names of parameters and persistent buffers."""
+    found = census(model)
+    held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
+    return frozenset(name for h in held for name in (h.shard.fqn, *h.shard.aliases))
 
 
 def set_extra_state(model: nn.Module, values: dict[str, Any]) -> None:

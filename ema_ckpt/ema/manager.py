@@ -221,8 +221,6 @@ class ShardedEMA:
         """
         from ema_ckpt.ema.gather import gather_full
 
-        swap.refuse_inside(self, "full_state_dict()")
-        self.synchronise()
         return gather_full(self, complete, timeout)
 
     def wait(self, host: bool = False) -> None:

@@ -7,6 +7,7 @@ needs NCCL nor gets in the way of the training's collectives.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from ema_ckpt.ema.failures import described, joined, named_ranks
 from ema_ckpt.errors import CollectiveError
 
-__all__ = ["Channel", "channel", "meet", "named_ranks"]
+__all__ = ["Channel", "channel", "meet"]
 
 # A rank that dies is noticed at once by its closed connection; this bounds only one that hangs while writing.
 _GROUP_TIMEOUT = timedelta(hours=2)
@@ -30,7 +32,7 @@ _attempts_of: object = None  # the default group that `_attempts` counts for
 _channels: dict[str, tuple[object, Channel]] = {}
 
 
-def meet(call: str, timeout: float, group: dist.ProcessGroup | None = None) -> None:
+def meet(call: str, timeout: float, group: dist.ProcessGroup | None = None, failure: Exception | None = None) -> None:
     """Return once every rank of `group` (default: all) has come to `call`; a no-op without a process group.
 
     A meeting that fails is over for those who came; whoever comes later takes part in the next one, so the group
@@ -39,22 +41,26 @@ def meet(call: str, timeout: float, group: dist.ProcessGroup | None = None) -> N
     Args:
         call: what the user called, as messages name it.
         timeout: seconds.
+        failure: why this rank cannot go on: every rank raises it, instead of waiting for this one later.
 
     Raises:
         CollectiveError: `rank-failed`: some ranks did not come within `timeout`, or came to another call.
+        EmaCkptError: of the class and code of a rank's failure.
     """
     if not dist.is_initialized():
+        if failure is not None:
+            raise failure
         return
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     deadline = time.monotonic() + timeout
-    while not _met(call, timeout, deadline, ranks):
+    while not _met(call, timeout, deadline, ranks, failure):
         pass
 
 
-def _met(call: str, timeout: float, deadline: float, ranks: tuple[int, ...]) -> bool:
+def _met(call: str, timeout: float, deadline: float, ranks: tuple[int, ...], failure: Exception | None) -> bool:
     """Take part in one meeting; False if it had already failed without us."""
     meeting = _Meeting(ranks, _next_attempt(ranks))
-    meeting.arrive(call)
+    meeting.arrive(call, failure)
     outcome = meeting.outcome(deadline)
     absent = outcome.get("absent", [])
     if dist.get_rank() in absent:
@@ -67,6 +73,9 @@ def _met(call: str, timeout: float, deadline: float, ranks: tuple[int, ...]) -> 
     if "calls" in outcome:
         others = "; ".join(f"{named_ranks(came)} called {name}" for name, came in outcome["calls"].items())
         raise CollectiveError("rank-failed", f"{call} is collective: the ranks met in different calls: {others}")
+    if "failed" in outcome:
+        failed = {int(rank): report for rank, report in outcome["failed"].items()}
+        raise joined(call, failed, len(ranks)) from failure
     meeting.leave()
     return True
 
@@ -81,10 +90,11 @@ class _Meeting:
         self._name = f"ema_ckpt/{name}/{attempt}"
         self._store = dist.distributed_c10d._get_default_store()
 
-    def arrive(self, call: str) -> None:
-        self._store.set(f"{self._name}/{dist.get_rank()}", call)
+    def arrive(self, call: str, failure: Exception | None) -> None:
+        entry = {"call": call, "failure": None if failure is None else described(failure)}
+        self._store.set(f"{self._name}/{dist.get_rank()}", json.dumps(entry))
         if self._store.add(f"{self._name}/count", 1) == len(self._ranks):
-            self._decide({"calls": calls} if len(calls := self._calls()) > 1 else {})
+            self._decide(self._found())
             self._forget(f"{self._previous}/count", f"{self._previous}/outcome")
 
     def outcome(self, deadline: float) -> dict[str, Any]:
@@ -101,11 +111,16 @@ class _Meeting:
     def leave(self) -> None:
         self._forget(f"{self._name}/{dist.get_rank()}")
 
-    def _calls(self) -> dict[str, list[int]]:
+    def _found(self) -> dict[str, Any]:
+        """The outcome once all have arrived."""
+        entries = {rank: json.loads(self._store.get(f"{self._name}/{rank}")) for rank in self._ranks}
         calls: dict[str, list[int]] = {}
-        for rank in self._ranks:
-            calls.setdefault(self._store.get(f"{self._name}/{rank}").decode(), []).append(rank)
-        return calls
+        for rank, entry in entries.items():
+            calls.setdefault(entry["call"], []).append(rank)
+        if len(calls) > 1:
+            return {"calls": calls}
+        failed = {rank: entry["failure"] for rank, entry in entries.items() if entry["failure"]}
+        return {"failed": failed} if failed else {}
 
     def _decide(self, outcome: dict[str, Any]) -> None:
         # Compare-and-set: the last to arrive and one whose time is over may both want to decide.
@@ -144,6 +159,11 @@ class Channel:
     def exchange(self, value: Any) -> list[Any]:
         """What every rank passed, in rank order; values must survive JSON."""
         return [json.loads(data) for data in self._all_gathered(json.dumps(value).encode())]
+
+    def exchange_if_different(self, value: Any) -> list[Any]:
+        """As `exchange`, but an empty list if all ranks passed the same: large equal values then do not travel."""
+        marks = self.exchange(hashlib.sha256(json.dumps(value).encode()).hexdigest())
+        return self.exchange(value) if len(set(marks)) > 1 else []
 
     def gather(self, data: bytes) -> list[bytes]:
         """On rank 0 the bytes of every rank, in rank order; elsewhere an empty list."""
@@ -235,15 +255,3 @@ def _padded(data: bytes, nbytes: int) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor, nbytes: int) -> bytes:
     return tensor[:nbytes].numpy().tobytes()
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 1–3`, `ranks 0, 2–5`: how messages name ranks."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

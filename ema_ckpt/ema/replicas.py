@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ema_ckpt.ema.placement import replica_part
 from ema_ckpt.ema.rendezvous import meet
 from ema_ckpt.ema.shards import ReplicaGroup, Slot
+from ema_ckpt.errors import EmaCkptError
 
 __all__ = ["gather", "meet_replicas"]
 
@@ -19,14 +20,20 @@ _MESSAGE_NBYTES = 8 << 20
 _Piece = tuple[Slot, int, int]  # elements [offset, offset + length) of each replica's part of a slot
 
 
-def meet_replicas(slots: Sequence[Slot], call: str, timeout: float) -> None:
-    """Return once all replicas that divide one of `slots` came to `call`.
+def meet_replicas(slots: Sequence[Slot], call: str, timeout: float, failure: Exception | None) -> None:
+    """Return once all replicas that divide one of `slots` came to `call`, none of them with a failure.
 
     Raises:
         CollectiveError: some did not within `timeout` seconds.
+        EmaCkptError: `failure`, or that of another replica.
     """
     for replica, _ in _divided(slots):
-        meet(call, timeout, replica.group)
+        try:
+            meet(call, timeout, replica.group, failure)
+        except EmaCkptError as error:  # the replicas of other groups must hear of it too
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def gather(slots: Sequence[Slot], target: Callable[[Slot], torch.Tensor]) -> None:

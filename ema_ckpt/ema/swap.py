@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from ema_ckpt.ema.averages import live_part
 from ema_ckpt.ema.replicas import gather, meet_replicas
-from ema_ckpt.ema.shards import Slot, census, reshard
+from ema_ckpt.ema.shards import Shard, Slot, census, reshard
 from ema_ckpt.errors import StateError, shown
 
 if TYPE_CHECKING:
@@ -49,11 +49,10 @@ def _places(model: nn.Module) -> Iterator[int]:
 @contextmanager
 def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
     """See `ShardedEMA.swap`."""
-    refuse_inside(ema, "swap()")
     with torch.inference_mode(False), torch.no_grad():
-        ema.synchronise()
+        failure = _failure(lambda: _ready(ema, "swap()"))
+        meet_replicas(ema.averages.slots, "swap()", timeout, failure)
         _warn(ema)
-        meet_replicas(ema.averages.slots, "swap()", timeout)
         reshard(ema.model)
         ema.follow()
         places = {id(held.place) for held in ema.averages.held} | {id(held.owner) for held in ema.averages.held}
@@ -75,28 +74,49 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
 
 def copy_to(ema: ShardedEMA, module: nn.Module, timeout: float) -> None:
     """See `ShardedEMA.copy_to`."""
-    refuse_inside(ema, "copy_to()")
+    targets: dict[str, Shard] = {}
     with torch.inference_mode(False), torch.no_grad():
-        ema.synchronise()
-        reshard(module)
-        found = census(module)
-        targets = {h.shard.fqn: h.shard for h in (*found.parameters, *found.buffers)}
+        failure = _failure(lambda: targets.update(_targets(ema, module)))
         slots = ema.averages.slots
-        missing = [s.shard.fqn for s in slots if s.shard.fqn not in targets]
-        if missing:
-            raise StateError("usage", f"the module to copy to lacks {shown(missing)}")
-        other = [s.shard.fqn for s in slots if targets[s.shard.fqn].boxes != s.shard.boxes]
-        if other:
-            raise StateError(
-                "usage", f"the module to copy to is cut in another way: {shown(other)}; load full_state_dict() there"
-            )
-        meet_replicas(slots, "copy_to()", timeout)
+        meet_replicas(slots, "copy_to()", timeout, failure)
         gather(slots, lambda slot: targets[slot.shard.fqn].local)
         for slot in slots:
             if not slot.is_split:
                 local = targets[slot.shard.fqn].local
                 local.copy_(slot.shadow.view(local.shape))
         torch.clear_autocast_cache()
+
+
+def _ready(ema: ShardedEMA, call: str) -> None:
+    refuse_inside(ema, call)
+    ema.synchronise()
+
+
+def _targets(ema: ShardedEMA, module: nn.Module) -> dict[str, Shard]:
+    """The shards to copy to, by name."""
+    _ready(ema, "copy_to()")
+    reshard(module)
+    found = census(module)
+    targets = {h.shard.fqn: h.shard for h in (*found.parameters, *found.buffers)}
+    slots = ema.averages.slots
+    missing = [s.shard.fqn for s in slots if s.shard.fqn not in targets]
+    if missing:
+        raise StateError("usage", f"the module to copy to lacks {shown(missing)}")
+    other = [s.shard.fqn for s in slots if targets[s.shard.fqn].boxes != s.shard.boxes]
+    if other:
+        raise StateError(
+            "usage", f"the module to copy to is cut in another way: {shown(other)}; load full_state_dict() there"
+        )
+    return targets
+
+
+def _failure(step: Callable[[], None]) -> Exception | None:
+    """What `step` raised: whoever waits for this rank must hear of it first."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001  # raised by the caller
+        return error
+    return None
 
 
 def _enter(ema: ShardedEMA) -> Backups:

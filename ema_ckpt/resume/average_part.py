@@ -34,7 +34,15 @@ class AveragePart(Part):
     """The averages of one manager. `name` is that among several managers, or empty."""
 
     def __init__(
-        self, checkpoint: Checkpoint, manager: ShardedEMA, name: str, *, foreign: bool, strict: bool, seed: bool
+        self,
+        checkpoint: Checkpoint,
+        manager: ShardedEMA,
+        name: str,
+        *,
+        foreign: bool,
+        strict: bool,
+        seed: bool,
+        elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         self._label = f"ema.{name}" if name else "ema"
         tree = average_tree(checkpoint, self._label, foreign=foreign)
@@ -47,7 +55,7 @@ class AveragePart(Part):
         if tree is None:
             self._refuse_unless(seed)
         else:
-            self._compare(tree, strict=strict)
+            self._compare(tree, strict=strict, elsewhere=elsewhere)
 
     def _refuse_unless(self, seed: bool) -> None:
         where = self._checkpoint.where
@@ -61,11 +69,11 @@ class AveragePart(Part):
         self.seeded += [f"{self._label}.weights.{slot.shard.fqn}" for slot in self._manager.averages.slots]
         self.warnings.append(f"{where} holds no averages {self._label!r}: they start from the restored live weights")
 
-    def _compare(self, tree: Tree, *, strict: bool) -> None:
+    def _compare(self, tree: Tree, *, strict: bool, elsewhere: frozenset[str]) -> None:
         ordered = self._checkpoint.catalog.format != "safetensors"
         named = named_by_model(tree, self._manager.model, ordered=ordered)
         stored = average_weights(self._checkpoint, named)
-        self._weights = match(self._weights.tree, self._targets("weights"), stored, strict=strict)
+        self._weights = match(self._weights.tree, self._targets("weights"), stored, strict=strict, elsewhere=elsewhere)
         # Buffers that are not averaged have no value of their own here: the live ones count.
         buffers = {name for h in census(self._manager.model).buffers for name in (h.shard.fqn, *h.shard.aliases)}
         own = {stored[name].name for name in stored if name in buffers}

@@ -40,11 +40,23 @@ class Match:
         return f"{self.tree}.{target.names[0]}"
 
 
-def match(tree: str, targets: Iterable[Target], sources: Mapping[str, Tensor], *, strict: bool) -> Match:
-    """Pair targets with the stored tensors of one tree, by name or, failing that, by name without wrapper prefixes."""
+def match(
+    tree: str,
+    targets: Iterable[Target],
+    sources: Mapping[str, Tensor],
+    *,
+    strict: bool,
+    elsewhere: frozenset[str] = frozenset(),
+) -> Match:
+    """Pair targets with the stored tensors of one tree, by name or, failing that, by name without wrapper prefixes.
+
+    Args:
+        elsewhere: names that only other ranks have, which are not unexpected here.
+    """
     found = Match(tree)
     plain = _canonical_names(sources)
     used: set[str] = set()
+    theirs = elsewhere.union(plain[name] for name in elsewhere if name in plain)
     for target in targets:
         name = next((n for n in target.names if n in sources), None)
         if name is None:
@@ -61,7 +73,7 @@ def match(tree: str, targets: Iterable[Target], sources: Mapping[str, Tensor], *
             found.misfits.append(problem)
         else:
             found.pairs.append((target, sources[name]))
-    found.unexpected = [tensor.name for name, tensor in sources.items() if name not in used]
+    found.unexpected = [tensor.name for name, tensor in sources.items() if name not in used and name not in theirs]
     return found
 
 

@@ -26,8 +26,17 @@ __all__ = ["OptimizerPart"]
 class OptimizerPart(Part):
     """State and options of optimizers."""
 
-    def __init__(self, checkpoint: Checkpoint, model: nn.Module, optimizers: Optimizers, *, strict: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: nn.Module,
+        optimizers: Optimizers,
+        *,
+        strict: bool,
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(["optimizer"])
+        self._elsewhere = elsewhere
         self._checkpoint, self._model, self._optimizers = checkpoint, model, listed(optimizers)
         self._shards = {name: h.shard for h in census(model).parameters for name in (h.shard.fqn, *h.shard.aliases)}
         entries = optimizer_entries(checkpoint)
@@ -42,6 +51,8 @@ class OptimizerPart(Part):
 
     def _take(self, name: str, values: Mapping[str, Any]) -> None:
         shard = self._shards.get(name)
+        if shard is None and name in self._elsewhere:
+            return
         if shard is None:
             self.unexpected += [f"optimizer.state.{name}.{key}" for key in values]
         else:
@@ -81,7 +92,7 @@ class OptimizerPart(Part):
     def _arranged(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved groups in the order of the live ones, paired by the parameters in them."""
         live = optimizer_tree(self._model, self._optimizers)["param_groups"]
-        left = [(self._names(group.get("params", [])), group) for group in saved]
+        left = [(self._names(group.get("params", [])) - self._elsewhere, group) for group in saved]
         arranged: list[dict[str, Any]] = []
         for number, group in enumerate(live):
             names = self._names(group["params"])

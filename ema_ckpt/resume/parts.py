@@ -95,7 +95,9 @@ def put(staged: Staged) -> None:
 class LivePart(Part):
     """Parameters, persistent buffers and extra state of the model."""
 
-    def __init__(self, checkpoint: Checkpoint, model: nn.Module, *, strict: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, model: nn.Module, *, strict: bool, elsewhere: frozenset[str] = frozenset()
+    ) -> None:
         tree = live_tree_of(checkpoint)
         super().__init__([tree.name])
         self._checkpoint, self._model = checkpoint, model
@@ -104,7 +106,7 @@ class LivePart(Part):
         targets = [Target((h.shard.fqn, *h.shard.aliases), shard_pieces(h.shard)) for h in held]
         extra_state = _extra_state_of(tree)
         sources = {name: t for name, t in live_weights(checkpoint).items() if not _is_extra_state(t)}
-        self._match = match("model", targets, sources, strict=strict)
+        self._match = match("model", targets, sources, strict=strict, elsewhere=elsewhere)
         refuse_unfit(checkpoint.where, self._match, strict=strict)
         self.note(self._match)
         self.missing += [self._match.full(target) for target in self._match.missing]

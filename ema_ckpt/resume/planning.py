@@ -13,9 +13,9 @@ from ema_ckpt.box import Box
 from ema_ckpt.catalog import Chunk, Tensor
 from ema_ckpt.coverage import prove
 from ema_ckpt.dtypes import by_name
+from ema_ckpt.ema.agreement import agreed
 from ema_ckpt.ema.rendezvous import Channel
 from ema_ckpt.errors import SourceError, StateError
-from ema_ckpt.resume.agreement import agreed
 from ema_ckpt.resume.leaves import Leaf, Path, Pieces
 
 __all__ = ["Item", "Listing", "Plan", "plan"]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from ema_ckpt.ema.live import refuse_swapped
+from ema_ckpt.ema.agreement import agreed
+from ema_ckpt.ema.live import refuse_swapped, tensor_names
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
 from ema_ckpt.ema.shards import reshard
 from ema_ckpt.errors import UsageError, shown
-from ema_ckpt.resume.agreement import agreed
 from ema_ckpt.resume.average_part import AveragePart
 from ema_ckpt.resume.background import settle
 from ema_ckpt.resume.extra_part import ExtraPart
@@ -75,9 +75,9 @@ def restore(
     opened = agreed(ours, _CALL, lambda: _opened(path, ema_path))
     try:
         _check_same(opened, ours)
-        parts = agreed(
-            ours, _CALL, lambda: _parts(opened, model, ema, optimizer, extra, strict=strict, missing_ema=missing_ema)
-        )
+        elsewhere = _names_elsewhere(agreed(ours, _CALL, lambda: tensor_names(model)), ours)
+        wanted = _Wanted(model, ema, optimizer, extra, strict, missing_ema, elsewhere)
+        parts = agreed(ours, _CALL, lambda: _parts(opened, wanted))
         agreed(ours, _CALL, lambda: _read(parts))
     finally:
         for checkpoint in opened:
@@ -108,29 +108,41 @@ def _check_same(opened: list[Checkpoint], ours: Channel) -> None:
         raise UsageError("usage", f"restore: the ranks find different content under {names[0]}")
 
 
-def _parts(
-    opened: list[Checkpoint],
-    model: nn.Module,
-    ema: ShardedEMA | Mapping[str, ShardedEMA] | None,
-    optimizer: Optimizers | None,
-    extra: Mapping[str, Any] | None,
-    *,
-    strict: bool,
-    missing_ema: str,
-) -> list[Part]:
+def _names_elsewhere(mine: frozenset[str], ours: Channel) -> frozenset[str]:
+    """Names of tensors that only other ranks have, as the stages of a pipeline do."""
+    everyone = ours.exchange_if_different(sorted(mine))
+    return frozenset(name for names in everyone for name in names) - mine
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """What this rank restores, and how; see `restore`."""
+
+    model: nn.Module
+    ema: ShardedEMA | Mapping[str, ShardedEMA] | None
+    optimizer: Optimizers | None
+    extra: Mapping[str, Any] | None
+    strict: bool
+    missing_ema: str
+    elsewhere: frozenset[str]
+
+
+def _parts(opened: list[Checkpoint], wanted: _Wanted) -> list[Part]:
     """What is to be restored, compared with what there is; in the order of writing."""
+    model, ema, strict, elsewhere = wanted.model, wanted.ema, wanted.strict, wanted.elsewhere
     refuse_swapped(model, "restore()")
     reshard(model)
     managers = ema if isinstance(ema, Mapping) else {} if ema is None else {"": ema}
-    parts: list[Part] = []
-    for name, manager in managers.items():
-        seed = missing_ema == "seed"
-        parts.append(AveragePart(opened[-1], manager, name, foreign=len(opened) > 1, strict=strict, seed=seed))
-    parts.append(LivePart(opened[0], model, strict=strict))
-    if optimizer is not None:
-        parts.append(OptimizerPart(opened[0], model, optimizer, strict=strict))
-    if extra is not None:
-        parts.append(ExtraPart(opened[0], extra, strict=strict))
+    seed, foreign = wanted.missing_ema == "seed", len(opened) > 1
+    parts: list[Part] = [
+        AveragePart(opened[-1], manager, name, foreign=foreign, strict=strict, seed=seed, elsewhere=elsewhere)
+        for name, manager in managers.items()
+    ]
+    parts.append(LivePart(opened[0], model, strict=strict, elsewhere=elsewhere))
+    if wanted.optimizer is not None:
+        parts.append(OptimizerPart(opened[0], model, wanted.optimizer, strict=strict, elsewhere=elsewhere))
+    if wanted.extra is not None:
+        parts.append(ExtraPart(opened[0], wanted.extra, strict=strict))
     return parts
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from ema_ckpt.crc import crc32
 from ema_ckpt.destination import resolve_target
+from ema_ckpt.ema.agreement import agreed
 from ema_ckpt.ema.live import buffer_names, live_shards, refuse_swapped
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
 from ema_ckpt.errors import UsageError, shown
-from ema_ckpt.resume.agreement import agreed
 from ema_ckpt.resume.background import run_in_background, settle
 from ema_ckpt.resume.leaves import Leaf, Pieces, flatten
 from ema_ckpt.resume.optimizer import Optimizers, optimizer_tree
@@ -105,7 +105,9 @@ def save(
     settle()
     ours = channel("save")
     target = _agreed_target(path, ours)
-    leaves = agreed(ours, _CALL, lambda: flatten(_state(model, ema, optimizer, extra)))
+    state = agreed(ours, _CALL, lambda: _state(model, ema, optimizer, extra))
+    _join_groups(state.get("optimizer", {}).get("param_groups", []), ours)
+    leaves = agreed(ours, _CALL, lambda: flatten(state))
     loose = _buffer_names(model, ema) | {leaf.name for leaf in leaves if leaf.path[0] == "extra"}
     _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in loose], ours)
     planned = plan(leaves, loose, ours, _CALL)
@@ -144,6 +146,14 @@ def _state(
             name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()
         }
     return state
+
+
+def _join_groups(groups: Sequence[dict[str, Any]], ours: Channel) -> None:
+    """Name in each parameter group what any rank has in it: ranks differ in that as the stages of a pipeline do."""
+    everyone = ours.exchange_if_different([group["params"] for group in groups])
+    for index, group in enumerate(groups if everyone else ()):
+        listed = [name for lists in everyone if index < len(lists) for name in lists[index]]
+        group["params"] = list(dict.fromkeys(listed))
 
 
 def _buffer_names(model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] | None) -> frozenset[str]:

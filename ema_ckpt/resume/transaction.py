@@ -24,13 +24,13 @@ from ema_ckpt.box import Box, whole
 from ema_ckpt.catalog import Tensor
 from ema_ckpt.crc import combine
 from ema_ckpt.dtypes import by_name
+from ema_ckpt.ema.agreement import agreed
 from ema_ckpt.ema.rendezvous import Channel
 from ema_ckpt.errors import CollectiveError, EmaCkptError
 from ema_ckpt.files import LocalFiles
 from ema_ckpt.formats import record
 from ema_ckpt.formats.torchzip import read_archive
 from ema_ckpt.publish import fsync_path
-from ema_ckpt.resume.agreement import agreed
 from ema_ckpt.resume.planning import Item, Listing, Plan
 from ema_ckpt.staging import Staged, stage
 from ema_ckpt.target import Entry

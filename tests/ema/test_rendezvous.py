@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ema_ckpt.ema.rendezvous import channel, meet, named_ranks
+from ema_ckpt.ema.failures import named_ranks
+from ema_ckpt.ema.rendezvous import channel, meet
 from ema_ckpt.errors import CollectiveError
 from tests.distributed.launcher import WorkersFailed, run
 
