@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import io
 import json
 import shutil
 import warnings
@@ -9,6 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -327,22 +330,45 @@ def test_extra_values_and_objects(run: Run, tmp_path: Path) -> None:
     assert set(unexpected) == {"extra.list", "extra.odd", "extra.schedule", "extra.names"}
 
 
+def test_values_of_numpy_and_time_come_back(run: Run, tmp_path: Path) -> None:
+    extra = {
+        "numpy": np.random.get_state(),
+        "generator": np.random.default_rng(3).bit_generator.state,
+        "loss": np.float32(0.25),
+        "names": np.array(["a", "bc"]),
+        "root": Path("/data/run"),
+        "began": datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC),
+        "blob": io.BytesIO(b"fp8"),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = run.save(tmp_path / "c", extra=extra)
+    found = Run(seed=9).restore(path, extra=dict.fromkeys(extra)).extra
+    assert found["numpy"][0] == extra["numpy"][0]
+    assert np.array_equal(found["numpy"][1], extra["numpy"][1])
+    assert found["generator"] == extra["generator"]
+    assert (found["loss"], found["loss"].dtype) == (0.25, np.float32)
+    assert found["names"].tolist() == ["a", "bc"]
+    assert (found["root"], found["began"]) == (extra["root"], extra["began"])
+    assert found["blob"].getvalue() == b"fp8"
+
+
 class Hostile:
     def __reduce__(self) -> Any:
         return (print, ("run by the checkpoint",))
 
 
 def test_objects_of_a_checkpoint_are_not_executed(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = run.save(tmp_path / "c", extra={"bad": Hostile()})
+    with pytest.warns(UserWarning, match=r"unsafe-pickle: 'extra\.bad'"):
+        path = run.save(tmp_path / "c", extra={"bad": Hostile()})
     error = refused(Run(seed=9), path, SourceError, extra={"bad": None})
     assert error.code == "unsafe-pickle"
+    assert "extra.bad" in str(error)
     assert "run by" not in capsys.readouterr().out
 
 
 def test_generators(run: Run, tmp_path: Path) -> None:
     import random
-
-    import numpy as np
 
     torch.manual_seed(5)
     random.seed(5)

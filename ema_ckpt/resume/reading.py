@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import io
+import pathlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
 from ema_ckpt.regions import BandCutter, BandReader, find_runs, find_shares
 
-__all__ = ["Source", "dtype_of"]
+__all__ = ["Source", "dtype_of", "load_plain"]
 
 _BAND_NBYTES = 8 << 20
 
@@ -61,7 +64,7 @@ class Source:
             return self.catalog.reader.load(item)
         data = self.catalog.source.read(item.file, item.offset, item.nbytes)
         try:
-            return torch.load(io.BytesIO(data), weights_only=True)
+            return load_plain(data)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise SourceError(
@@ -85,6 +88,30 @@ class Source:
             part = out[run.dest : run.dest + run.nbytes]
             self.catalog.source.read_into(run.payload.file, run.payload.offset + run.start, part)
             self._checks.read(tensor.name, run.payload, run.start, run.nbytes, crc32(part))
+
+
+def load_plain(data: bytes) -> Any:
+    """What `torch.save` wrote, if it is made of plain values: those of torch's own list, of NumPy and of time.
+
+    Raises:
+        Exception: of whatever class torch chose: it needs anything else.
+    """
+    with torch.serialization.safe_globals(_harmless()):
+        return torch.load(io.BytesIO(data), weights_only=True)
+
+
+@cache
+def _harmless() -> list[Any]:
+    """Constructors that make a value of their arguments and do nothing else."""
+    import numpy
+
+    array = numpy.empty(0)
+    rebuild, scalar = array.__reduce__()[0], numpy.float64().__reduce__()[0]
+    dtypes = [kind for name, kind in vars(numpy.dtypes).items() if name.endswith("DType")]
+    paths = [type(pathlib.Path()), type(pathlib.PurePath())]
+    times = [datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone]
+    # Transformer Engine's modules keep their extra state in a BytesIO.
+    return [rebuild, scalar, numpy.ndarray, numpy.dtype, *dtypes, *paths, *times, io.BytesIO]
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:

@@ -24,6 +24,7 @@ from ema_ckpt.resume.background import run_in_background, settle
 from ema_ckpt.resume.leaves import Leaf, Pieces, flatten
 from ema_ckpt.resume.optimizer import Optimizers, optimizer_tree
 from ema_ckpt.resume.planning import Plan, plan
+from ema_ckpt.resume.reading import load_plain
 from ema_ckpt.resume.transaction import write
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def save(
         path: the directory to make; its parent is made if it is missing.
         ema: one manager, or several by name, which become `ema.<name>`.
         optimizer: one or several.
-        extra: anything picklable by name; of objects with `state_dict()` that is taken.
+        extra: anything picklable by name; of objects with `state_dict()` that is taken. A warning names what `restore`
+            will refuse: it unpickles plain values, tensors, NumPy's arrays and scalars, paths and times.
         async_save: return once every byte to be written is staged on the host, with a future of the path. A second
             save waits for the first, and so does the end of the process.
         overwrite: replace a checkpoint at `path`; the old one stays until the new one is complete.
@@ -108,6 +110,8 @@ def save(
     state = agreed(ours, _CALL, lambda: _state(model, ema, optimizer, extra))
     _join_groups(state.get("optimizer", {}).get("param_groups", []), ours)
     leaves = agreed(ours, _CALL, lambda: flatten(state))
+    if not ours.rank:
+        _warn_of_unreadable(leaves)
     loose = _buffer_names(model, ema) | {leaf.name for leaf in leaves if leaf.path[0] == "extra"}
     _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in loose], ours)
     planned = plan(leaves, loose, ours, _CALL)
@@ -184,6 +188,21 @@ def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
             "each rank has of its own goes into extra under names that tell the rank",
             stacklevel=3,
         )
+
+
+def _warn_of_unreadable(leaves: Sequence[Leaf]) -> None:
+    """Warn of objects under `extra` that `restore` will refuse, since they are no plain values."""
+    for leaf in leaves:
+        if leaf.path[0] != "extra" or not isinstance(leaf.value, bytes):
+            continue
+        try:
+            load_plain(leaf.value)
+        except Exception:  # noqa: BLE001  # torch has no class of its own for it
+            warnings.warn(
+                f"unsafe-pickle: {leaf.name!r} holds more than plain values: it is saved, but restore() refuses it"
+                " unless torch.serialization.add_safe_globals() lists its classes; pass its state_dict() instead",
+                stacklevel=3,
+            )
 
 
 def _marks(leaf: Leaf) -> list[tuple[tuple[int, ...], int]]:
