@@ -107,7 +107,7 @@ def _part_of(held: Held, settings: Settings) -> _Part:
     """What this rank averages of its local shard; the same way of splitting on all replicas."""
     shard = held.shard
     splittable = bool(shard.shape) and shard.local.numel() > 0 and shard.local.is_contiguous()
-    if settings.shard_replicas is False or shard.replica is None or not splittable:
+    if settings.shard_replicas is False or shard.replica is None or shard.replica.count == 1 or not splittable:
         return 0, shard.local.numel(), False
     return *replica_part(tuple(shard.local.shape), shard.replica.count, shard.replica.index), True
 

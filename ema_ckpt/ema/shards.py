@@ -128,7 +128,7 @@ def is_state_init() -> bool:
 class _Ddp:
     """The DDP wrapper around a module: who holds copies, and of which canonical names it does not see to that."""
 
-    replica: ReplicaGroup | None
+    replica: ReplicaGroup
     ignored: frozenset[str]
 
 
@@ -265,7 +265,7 @@ def _fsdp2_held(fqn: str, fsdp_param: Any) -> Held:
     sharded = fsdp_param.sharded_param
     info = fsdp_param.mesh_info
     replica = None
-    if getattr(info, "replicate_mesh_size", 1) > 1:
+    if hasattr(info, "replicate_mesh_size"):
         replica = ReplicaGroup(info.replicate_process_group, info.replicate_mesh_rank, info.replicate_mesh_size)
     shard = _dtensor_shard(fqn, sharded._spec, sharded._local_tensor, replica, True)
     storage = fsdp_param._sharded_param_data  # exchanged together with what `sharded_param` holds
@@ -327,8 +327,8 @@ def _reshard_flat(handle: Any) -> None:
             getattr(handle.flat_param, name).untyped_storage().resize_(0)
 
 
-def _replica(group: ProcessGroup) -> ReplicaGroup | None:
-    return ReplicaGroup(group, group.rank(), group.size()) if group.size() > 1 else None
+def _replica(group: ProcessGroup) -> ReplicaGroup:
+    return ReplicaGroup(group, group.rank(), group.size())
 
 
 def _pointer(live: torch.Tensor) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ __all__ = ["ReplicaGroup", "Shard", "Slot", "part_boxes"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaGroup:
-    """The ranks that, by the wrapper's own declaration, hold equal copies of a shard."""
+    """The ranks that, by the wrapper's own declaration, hold equal copies of a shard; this rank may be the only one."""
 
     group: ProcessGroup
     index: int  # of this rank in the group

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import CollectiveError, StateError
+from ema_ckpt.errors import CollectiveError, StateError, UsageError
 from tests.distributed.launcher import run
 from tests.distributed.layouts import Block, Model, batch, flat, fsdp2, make_model
 from tests.distributed.test_update_layouts import train_step, whole_average, whole_live
@@ -249,6 +249,48 @@ def replicas() -> None:
 
 def test_replicas_meet_or_say_who_is_missing() -> None:
     run(2, replicas, timeout=60)
+
+
+def replicas_of_one() -> None:
+    """A script that divides averages over replicas runs on one process too, and there divides nothing."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    for wrap in (
+        lambda: DistributedDataParallel(make_model()),
+        lambda: fully_shard(make_model(), mesh=mesh),
+        flat(strategy=ShardingStrategy.NO_SHARD, original=True),
+        flat(strategy=ShardingStrategy.NO_SHARD, original=False),
+        flat(strategy=ShardingStrategy.HYBRID_SHARD, original=True, mesh=(1, 1)),
+    ):
+        model = wrap()
+        ema = ShardedEMA(model, 0.9, shard_replicas=True)
+        assert not any(slot.is_split for slot in ema.averages.slots)
+        start = whole_average(ema)
+        shake(model)
+        ema.update()
+        close_to_whole(ema, model, start, 0.9)
+        with ema.swap(), torch.no_grad():
+            model(batch(0))
+    for wrap in (make_model, fsdp2):
+        with pytest.raises(UsageError, match="no wrapper of this model declares replicas"):
+            ShardedEMA(wrap(), shard_replicas=True)
+
+
+def replicas_of_one_over_shards() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = flat(strategy=ShardingStrategy.HYBRID_SHARD, original=True, mesh=(1, 2))
+    for wrap in (lambda: fully_shard(make_model(), mesh=mesh), hybrid):
+        model = wrap()
+        ema, plain = ShardedEMA(model, 0.9, shard_replicas=True), ShardedEMA(model, 0.9)
+        assert ema.nbytes == plain.nbytes
+        start = whole_average(ema)
+        shake(model)
+        ema.update()
+        close_to_whole(ema, model, start, 0.9)
+
+
+def test_a_single_replica_is_declared_too() -> None:
+    run(1, replicas_of_one, timeout=60)
+    run(2, replicas_of_one_over_shards, timeout=60)
 
 
 # Memory
