@@ -286,6 +286,26 @@ def test_residuals_travel(tmp_path: Path) -> None:
     assert plain.restore(path).changed_settings == {"ema.compensate": (True, False)}
 
 
+def test_residuals_of_complex_parameters_travel(tmp_path: Path) -> None:
+    def drift(model: nn.Module, ema: ShardedEMA, steps: range) -> None:
+        with torch.no_grad():
+            for step in steps:
+                model.weight.add_(complex(1e-4 * step, -1e-4))
+                ema.update()
+
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 2, bias=False, dtype=torch.complex64) for _ in range(2)]
+    one, other = (ShardedEMA(model, 0.999, compensate=True) for model in models)
+    drift(models[0], one, range(5))
+    assert one.averages.slots[0].residual.imag.any()  # type: ignore[union-attr]
+    path = save(tmp_path / "c", model=models[0], ema=one)
+    restore(path, model=models[1], ema=other)
+    for model, ema in zip(models, (one, other), strict=True):
+        drift(model, ema, range(5, 9))
+    for name in ("weights", "residual"):
+        assert torch.equal(one.state_dict()[name]["weight"], other.state_dict()[name]["weight"])
+
+
 def test_several_managers(run: Run, tmp_path: Path) -> None:
     slow = ShardedEMA(run.model, 0.999)
     slow.update()

@@ -120,7 +120,9 @@ def _allocate(held: Sequence[Held], parts: Sequence[_Part], settings: Settings) 
     shadows = _zeros(shapes, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)), settings)
     residuals: Sequence[torch.Tensor | None] = [None] * len(shards)
     if settings.compensate:
-        kinds = [(torch.bfloat16, d, s.dtype) for d, s in zip(devices, shards, strict=True)]
+        # torch has no complex type of two bfloat16, and float16 has no numbers as small as residuals are.
+        rests = [dtype if dtype.is_complex else torch.bfloat16 for dtype in dtypes]
+        kinds = list(zip(rests, devices, (s.dtype for s in shards), strict=True))
         residuals = _zeros(shapes, kinds, settings)
     return [
         Slot(shard, start, numel, shadow, residual, split)

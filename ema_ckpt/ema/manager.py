@@ -41,7 +41,8 @@ class ShardedEMA:
         decay: β as a number, or a schedule: `Warmup`, `PowerFunction`, `HalfLife`.
         every: move the average only at each `every`-th call, by the product of the decays.
         dtype: of the average.
-        compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds away.
+        compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds away; complex64
+            beside complex averages.
         rounding: `"nearest"`, or for bfloat16 averages `"stochastic"`: the bits drawn depend on `seed`, the number of
             the call and the element, not on how the model is cut.
         offload: keep the average in pinned host memory; True lets it move while training goes on (`wait` says what

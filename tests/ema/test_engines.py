@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def _arena(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tens
 
 def _params(dtype: torch.dtype, seed: int, strided: bool = False) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    drawn = torch.complex64 if dtype.is_complex else torch.float32
+    made = [torch.randn(shape, generator=generator, dtype=drawn).to(dtype) for shape in SHAPES]
     if strided:
         made = [p.t().contiguous().t() if p.dim() == 2 else p for p in made]
         made[-2] = made[-2].to(memory_format=torch.channels_last)
@@ -45,7 +47,7 @@ def _lists(
     shadows = _arena(SHAPES, shadow_dtype)
     for shadow, start in zip(shadows, _params(param_dtype, 0), strict=True):
         shadow.copy_(start)
-    residuals = _arena(SHAPES, torch.bfloat16) if compensate else None
+    residuals = _arena(SHAPES, shadow_dtype if shadow_dtype.is_complex else torch.bfloat16) if compensate else None
     events = torch.zeros((), dtype=torch.int64) if skip else None
     return Lists(shadows, _params(param_dtype, 0, strided), residuals, events)
 
@@ -78,11 +80,20 @@ def test_engines_equal_torch_lerp_bit_for_bit(
         assert torch.equal(got, want)
 
 
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).nan_to_num(5)
+
+
 @pytest.mark.parametrize("prepare", PREPARES)
 @pytest.mark.parametrize("compensate", [False, True])
 @pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shadow_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shadow_dtype", "param_dtype"),
+    [
+        *product([torch.float32, torch.bfloat16], repeat=2),
+        *product([torch.complex64], [torch.complex64, torch.complex128]),
+    ],
+)
 @pytest.mark.parametrize("spoil", [False, True])
 def test_engines_equal_the_reference(
     prepare: Prepare, compensate: bool, skip: bool, param_dtype: torch.dtype, shadow_dtype: torch.dtype, spoil: bool
@@ -93,9 +104,9 @@ def test_engines_equal_the_reference(
     _run(fast, prepare(fast), weights, spoil)
     _run(plain, lambda weight: reference.update(plain, weight), weights, spoil)
     for got, want in zip(fast.shadows, plain.shadows, strict=True):
-        assert torch.equal(got.nan_to_num(5), want.nan_to_num(5))
+        assert torch.equal(_numbers(got), _numbers(want))
     for got, want in zip(fast.residuals or (), plain.residuals or (), strict=True):
-        assert torch.equal(got.nan_to_num(5), want.nan_to_num(5))
+        assert torch.equal(_numbers(got), _numbers(want))
     if fast.events is not None and plain.events is not None:
         assert int(fast.events) == int(plain.events) == int(spoil)
 

@@ -197,6 +197,25 @@ def test_compensation_keeps_a_slow_drift() -> None:
     assert careful.nbytes == 6
 
 
+def test_compensation_keeps_both_parts_of_a_complex_number() -> None:
+    model = one_parameter(100.0, torch.complex64)
+    careful = ShardedEMA(model, 0.99999, compensate=True)
+    start, exact = 100.0 + 0.0j, 100.0 + 0.0j
+    with torch.no_grad():
+        for step in range(1, 1001):
+            model.weight.fill_(start + 1e-4 * step * (1 + 2j) + 50j)
+            careful.update()
+            exact += (complex(model.weight) - exact) * (1 - 0.99999)
+    found = complex(average(careful))
+    assert found.real == pytest.approx(exact.real, rel=1e-7)
+    assert found.imag == pytest.approx(exact.imag, rel=1e-7)
+    resumed = ShardedEMA(model, 0.99999, compensate=True)
+    resumed.load_state_dict(copy.deepcopy(careful.state_dict()))
+    for ema in (careful, resumed):
+        ema.update()
+    assert torch.equal(average(careful), average(resumed))
+
+
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_one_bad_step_is_counted_and_leaves_the_average_finite(nonfinite: Any) -> None:
     model = network()

@@ -21,8 +21,8 @@ class Lists:
 
     All on one device, or the averages and residuals in pinned host memory and the rest on one device.
     `events`, a 0-dim int64 tensor on the parameters' device, counts updates in which an element was kept because its
-    new value was not finite; None takes such values as they come. `residuals` are bfloat16, one per shadow. With
-    `noise` the new averages are rounded stochastically.
+    new value was not finite; None takes such values as they come. `residuals` are bfloat16, or complex64 as their
+    shadows, one for each. With `noise` the new averages are rounded stochastically.
     """
 
     shadows: Sequence[torch.Tensor]
