@@ -86,10 +86,11 @@ def open_safetensors(
         _refuse_lost(found, {tensor.name for tensor in tensors}, resolved)
     if found.digests.keys() >= {tensor.name for tensor in tensors}:
         tensors = _in_recorded_order(tensors, found.digests)
-    if found.nesting is not None:
+    metadata = {key: text for shard in shards for key, text in shard.metadata.items() if key != record.KEY}
+    ties = dict(found.ties) or _saved_ties(metadata, tensors)
+    if found.nesting is not None or found.ties:
         tensors = _restored(tensors, found)
     digests = record.digests_of(found, tensors, resolved)
-    metadata = {key: text for shard in shards for key, text in shard.metadata.items() if key != record.KEY}
     return Catalog(
         path=path,
         resolved=resolved,
@@ -102,11 +103,7 @@ def open_safetensors(
         files=files,
         digests=digests,
         warnings=tuple(warnings),
-        extra={
-            "metadata": metadata,
-            "ties": dict(found.ties) or _saved_ties(metadata, tensors),
-            "nesting": found.nesting or Nesting(),
-        },
+        extra={"metadata": metadata, "ties": ties, "nesting": found.nesting or Nesting()},
     )
 
 
@@ -124,8 +121,7 @@ def _in_recorded_order(tensors: Sequence[Tensor], names: Iterable[str]) -> tuple
 
 def _restored(tensors: Sequence[Tensor], found: record.Record) -> tuple[Tensor, ...]:
     """The tensors at their paths, and again under the names that were dropped because they are tied."""
-    dropped = {name: kept for name, kept in found.ties.items() if name in found.paths}
-    shared = set(dropped.values())
+    shared = set(found.ties.values())
     placed = {
         tensor.name: replace(
             tensor,
@@ -135,8 +131,8 @@ def _restored(tensors: Sequence[Tensor], found: record.Record) -> tuple[Tensor, 
         for tensor in tensors
     }
     again = [
-        replace(placed[kept], name=name, path=found.paths[name])
-        for name, kept in dropped.items()
+        replace(placed[kept], name=name, path=found.paths.get(name, (name,)))
+        for name, kept in found.ties.items()
         if kept in placed and name not in placed
     ]
     return (*placed.values(), *again)
@@ -150,7 +146,8 @@ def _refuse_lost(found: record.Record, names: set[str], where: str) -> None:
 
 
 def _saved_ties(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> dict[str, str]:
-    # safetensors.torch.save_model leaves {dropped name: kept name} among the metadata.
+    # safetensors.torch.save_model leaves {dropped name: kept name} among the metadata, where any text may stand:
+    # enough to excuse a name that is missing, and not to add one.
     names = {tensor.name for tensor in tensors}
     return {key: text for key, text in metadata.items() if text in names and key not in names and key != "format"}
 

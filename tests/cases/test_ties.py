@@ -112,6 +112,28 @@ def test_ties_of_a_torch_file_are_kept_once_and_recorded(tmp_path: Path) -> None
     Tied().load_state_dict(state, strict=True)
 
 
+@pytest.mark.parametrize("once", ["once.safetensors", "hf", "split"])
+def test_a_recorded_tie_is_read_back_under_both_names(tmp_path: Path, once: str) -> None:
+    model = Tied()
+    source, file = torch_at(tmp_path / "model.pt", model.state_dict()), tmp_path / once
+    ema_ckpt.consolidate(source, file, max_shard_size=100 if once == "split" else "5GB")
+    with ema_ckpt.open(file) as opened:
+        state = opened.state_dict()
+        assert torch.equal(opened["head.weight"], model.head.weight)
+    Tied().load_state_dict(state, strict=True)
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    assert {t.name for t in ema_ckpt.inspect(file).tensors} == model.state_dict().keys()
+    for a, b in ((file, source), (source, file)):
+        difference = ema_ckpt.diff(a, b)
+        assert (difference.identical, difference.only_in_a, difference.only_in_b) == (4, (), ())
+    ema_ckpt.convert(file, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    assert ema_ckpt.consolidate(file, tmp_path / "again.safetensors").ties == {"head.weight": "embed.weight"}
+    assert "head.weight" not in load_file(tmp_path / "again.safetensors")
+    assert ema_ckpt.verify(tmp_path / "again.safetensors", against=source).status == "sound"
+
+
 def test_slices_of_one_buffer_are_two_tensors_written_in_full(tmp_path: Path) -> None:
     buffer = torch.arange(12.0)
     tensors = {"low": buffer[:8], "high": buffer[4:], "turned": buffer.view(3, 4).t(), "all": buffer}

@@ -210,7 +210,11 @@ def test_nesting_objects_and_ties_come_back(tmp_path):
         write(target, out, tensors)
         catalog = open_one(out if out.suffix else out / "model.safetensors")
         assert catalog.nested
-        assert [tensor.path for tensor in catalog.tensors] == [("model", "a.b"), ("optim", "state", 0)]
+        assert [tensor.path for tensor in catalog.tensors] == [
+            ("model", "a.b"),
+            ("optim", "state", 0),
+            ("head.weight",),
+        ]
         (item,) = catalog.objects
         assert (item.name, item.path) == ("optim.groups", ("optim", "groups"))
         assert repr(catalog.reader.load(item)) == repr(value)
@@ -233,7 +237,7 @@ def test_the_order_of_the_model_is_kept(tmp_path, limit):
     assert [tensor.name for tensor in catalog.tensors] == list(tensors)
 
 
-def test_tied_names_are_listed_again_where_their_paths_are_recorded(tmp_path):
+def test_tied_names_are_listed_again_at_their_recorded_paths(tmp_path):
     tensors = {"m.a": torch.arange(3.0), "m.c": torch.arange(2)}
     nested = [entry("m.a", tensors["m.a"], ("m", "a")), entry("m.c", tensors["m.c"], ("m", "c"))]
     path = tmp_path / "m.safetensors"
@@ -253,11 +257,17 @@ def test_ties_that_save_model_recorded_are_known(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     safetensors.torch.save_model(model, str(tmp_path / "m.safetensors"))
-    assert open_one(tmp_path / "m.safetensors").extra["ties"] == {"b.weight": "a.weight"}
+    foreign = open_one(tmp_path / "m.safetensors")
+    assert foreign.extra["ties"] == {"b.weight": "a.weight"}
+    assert "b.weight" not in {tensor.name for tensor in foreign.tensors}  # any text may stand there
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "b.weight"}
     write(lay_out_file(entries(tensors), ties={"b.weight": "a.weight"}), tmp_path / "w.safetensors", tensors)
     fresh = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     fresh["b"].weight = fresh["a"].weight
+    ours = {tensor.name: tensor for tensor in open_one(tmp_path / "w.safetensors").tensors}
+    assert sorted(ours) == sorted(model.state_dict())
+    assert ours["b.weight"].storage == ours["a.weight"].storage != ours["a.bias"].storage
+    assert ours["b.weight"].chunks == ours["a.weight"].chunks
     assert safetensors.torch.load_model(fresh, str(tmp_path / "w.safetensors")) == (set(), [])
     assert same(fresh["b"].weight, model["a"].weight)
 
