@@ -10,13 +10,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ema_ckpt.aliases import with_aliases
 from ema_ckpt.audit import Audit
 from ema_ckpt.cast import Caster
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.digests import computed, stored_digest
 from ema_ckpt.dtypes import DType
 from ema_ckpt.errors import EmaCkptError, shown
-from ema_ckpt.naming import canonical
+from ema_ckpt.naming import EMA, canonical
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.streams import StreamReader, locate
 from ema_ckpt.trees import Tree, inner_names, trees
@@ -74,7 +75,7 @@ class _Comparison:
         known = trees(self._origin)
         full = {_stripped(t.name, tree): t for tree in known for t in tree.tensors}
         full |= {t.name: t for t in self._origin.tensors}
-        ways = [_Names("", full), *map(_by_tree, known)]
+        ways = [_Names("", full), *(_by_tree(with_aliases(self._origin, tree)) for tree in known)]
         overlap = {id(way): sum(self._counterpart(name, way) is not None for name in mine) for way in ways}
         return sorted(ways, key=lambda way: -overlap[id(way)])
 
@@ -167,9 +168,11 @@ def _stripped(name: str, tree: Tree) -> str:
 
 
 def _by_tree(tree: Tree) -> _Names:
-    inner = inner_names(tree)
-    weights = {id(t) for t in tree.named.values()} if tree.role == "ema" and tree.problem is None else None
-    kept = {inner[t.name]: t for t in tree.tensors if weights is None or id(t) in weights}
+    if tree.role == EMA and tree.problem is None:
+        kept = dict(tree.named)
+    else:
+        inner = inner_names(tree)
+        kept = {inner[t.name]: t for t in tree.tensors}
     return _Names(f", tree {tree.name!r}", {canonical(name): t for name, t in kept.items()} | kept)
 
 

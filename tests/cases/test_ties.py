@@ -55,6 +55,7 @@ def test_an_average_of_a_tied_model_loads_strictly_and_is_the_average(
     fresh.load_state_dict(state, strict=True)
     assert torch.equal(fresh.head.weight, truth["embed.weight"])
     assert all(torch.equal(state[name], value) for name, value in truth.items())
+    assert ema_ckpt.verify(path, against=source).status == "sound"
 
 
 def test_the_opened_average_of_a_tied_model_is_one_tensor_under_two_names(
