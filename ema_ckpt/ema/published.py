@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "Published", "box_views", "pieces_of", "publish"]
+__all__ = ["Layout", "Published", "box_of", "box_views", "pieces_of", "publish"]
 
 Layout = tuple["DeviceMesh", Sequence[Placement]]  # of the live DTensor
 aten = torch.ops.aten
@@ -290,13 +290,14 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
             raise StateError("internal", f"cannot copy {source!r} into {target!r}: they hold other elements")
         parts: Sequence[torch.Tensor] = source.views
     else:
-        parts = [_box_of(source, box) for box in target.boxes]
+        parts = [box_of(source, box) for box in target.boxes]
     for view, part in zip(target.views, parts, strict=True):
         view.copy_(part, non_blocking=non_blocking)
     return target
 
 
-def _box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of `tensor` in `box`, as a view."""
     for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(axis, offset, size)
     return tensor

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ema_ckpt.ema.placement import replica_part
+from ema_ckpt.ema.placement import flat_boxes, replica_part
+from ema_ckpt.ema.published import box_of
 from ema_ckpt.ema.rendezvous import meet
 from ema_ckpt.ema.shards import ReplicaGroup, Slot
 from ema_ckpt.errors import EmaCkptError
@@ -93,6 +94,16 @@ def _pass_on(message: Sequence[_Piece], replica: ReplicaGroup, target: Callable[
     dist.all_gather_into_tensor(received, sent, group=replica.group)
     for index, rooms in enumerate(received.view(replica.count, -1)):
         for (slot, offset, length), room in zip(message, torch.split(rooms, sizes), strict=True):
-            start, numel = _parts(slot, replica.count)[index]
-            theirs = target(slot).view(-1)[start + offset : start + min(offset + length, numel)]
-            theirs.copy_(room.view(theirs.dtype)[: theirs.numel()])
+            into, (start, numel) = target(slot), _parts(slot, replica.count)[index]
+            theirs = room.view(into.dtype)[: max(0, min(length, numel - offset))]
+            _write(into, start + offset, theirs)
+
+
+def _write(into: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Write 1-D `values` to elements [start, start + numel) of `into` in row-major order, however it lies in memory."""
+    if into.is_contiguous():
+        into.view(-1)[start : start + values.numel()].copy_(values)
+        return
+    boxes = flat_boxes(into.shape, start, values.numel())
+    for box, part in zip(boxes, torch.split(values, [box.numel for box in boxes]), strict=True):
+        box_of(into, box).copy_(part.view(box.sizes))

@@ -15,7 +15,7 @@ import torch
 from ema_ckpt.box import Box, intersect
 from ema_ckpt.ema.averages import Averages
 from ema_ckpt.ema.decay import Constant, Warmup, to_json
-from ema_ckpt.ema.published import pieces_of, publish
+from ema_ckpt.ema.published import box_of, pieces_of, publish
 from ema_ckpt.ema.settings import Counter, Settings
 from ema_ckpt.ema.shards import Held, Slot
 from ema_ckpt.errors import StateError, shown
@@ -142,9 +142,5 @@ def _overlaps(
     for other, tensor in sources:
         common = intersect(box, other)
         if common is not None:
-            copies.append((_region(view, common.within(box)), _region(tensor, common.within(other))))
+            copies.append((box_of(view, common.within(box)), box_of(tensor, common.within(other))))
     return copies
-
-
-def _region(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]

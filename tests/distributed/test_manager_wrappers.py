@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ema_ckpt.ema import replicas as replicas_module
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.errors import CollectiveError, StateError, UsageError
 from tests.distributed.launcher import run
@@ -242,7 +243,30 @@ def without_copies() -> None:
     assert torch.equal(plain.enter.weight, average["enter.weight"])
 
 
+def strided_targets() -> None:
+    """What replicas divide arrives whole in targets of any memory layout, whatever the size of the messages."""
+    model = DistributedDataParallel(make_model())
+    ema = ShardedEMA(model, 0.9)
+    shake(model)
+    ema.update()
+    average = whole_average(ema)
+    for message in (replicas_module._MESSAGE_NBYTES, 64):
+        replicas_module._MESSAGE_NBYTES, usual = message, replicas_module._MESSAGE_NBYTES
+        strided = make_model()
+        for parameter in strided.parameters():
+            wide = torch.full((*(2 * size for size in parameter.shape),), 7.0)
+            cut = wide[tuple(slice(None, None, 2) for _ in parameter.shape)]
+            parameter.data = cut.t().contiguous().t() if parameter.dim() > 1 and parameter.shape[0] % 2 else cut
+        assert not any(p.is_contiguous() for p in strided.parameters() if p.numel() > 1 and 1 not in p.shape)
+        ema.copy_to(strided)
+        replicas_module._MESSAGE_NBYTES = usual
+        for name, parameter in strided.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(parameter, average[name]), name
+
+
 def replicas() -> None:
+    strided_targets()
     never_split()
     without_copies()
 
