@@ -41,7 +41,7 @@ def inspect_command(
     from ema_ckpt.cli import output
     from ema_ckpt.ops.inspect import inspect
 
-    output.inspected(inspect(path, tree, match), output.Style(**style_of(general)), depth, shards)
+    output.inspected(inspect(path, tree, match), output.Style(**style_of(general)), tree, depth, shards)
 
 
 @cli.command("consolidate", cls=Command)

@@ -69,15 +69,15 @@ def written(result: Written, style: Style) -> None:
     print(f"{verb} {what}{tree} to {result.target} in {result.seconds:.2f} s")
 
 
-def inspected(result: Inspected, style: Style, depth: int | None, shards: bool) -> None:
-    """What a checkpoint holds."""
+def inspected(result: Inspected, style: Style, tree: str | None, depth: int | None, shards: bool) -> None:
+    """What a checkpoint holds; on a terminal only of `tree`, where one is named."""
     _warn(result.warnings, style)
     if style.json:
         document(result)
     if style.talks:
         from ema_ckpt.cli.tables import print_inspected
 
-        print_inspected(result, depth, shards)
+        print_inspected(result, tree, depth, shards)
 
 
 def verified(result: Verified, style: Style) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from math import prod
+
 from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree as Drawn
 
 from ema_ckpt.cli.text import clean, terminal
-from ema_ckpt.ops.inspected import Inspected, TensorEntry
+from ema_ckpt.ops.inspected import Inspected, TensorEntry, TreeEntry
 from ema_ckpt.sizes import format_size
 
 __all__ = ["print_inspected"]
@@ -20,9 +24,10 @@ def _safe(text: str) -> str:
     return escape(clean(text))
 
 
-def print_inspected(result: Inspected, depth: int | None, shards: bool) -> None:
-    """Trees, EMA settings, then modules (to `depth`) or tensors with their shards."""
+def print_inspected(result: Inspected, tree: str | None, depth: int | None, shards: bool) -> None:
+    """Trees, EMA settings, then modules (to `depth`) or tensors with their shards; all of it, or of `tree` alone."""
     console = terminal()
+    result = result if tree is None else _narrowed(result, tree)
     world = f", saved by {result.world_size} ranks" if result.world_size else ""
     console.print(f"[bold]{_safe(result.resolved)}[/bold]: {result.format}, {format_size(result.nbytes)}{world}")
     console.print(_trees(result))
@@ -37,6 +42,32 @@ def print_inspected(result: Inspected, depth: int | None, shards: bool) -> None:
         names = ", ".join(_safe(item.name) for item in result.objects[:20])
         more = f" and {len(result.objects) - 20} more" if len(result.objects) > 20 else ""
         console.print(f"objects: {names}{more}")
+
+
+def _narrowed(result: Inspected, tree: str) -> Inspected:
+    """`result`, whose tensors are those of `tree`, with the trees and objects that belong to them."""
+    known = [entry.name for entry in result.trees]
+    inside = {tree} if tree in known else {name for name in known if name.startswith(f"{tree}.")}
+    owners = inside | {tensor.tree for tensor in result.tensors}
+    trees = tuple(entry for entry in result.trees if entry.name in owners)
+    settings = {name: found for name, found in result.ema.items() if name in owners}
+    if any(f".{entry.name}".endswith(f".{tree}") or entry.name.startswith(f"{tree}.") for entry in trees):
+        objects = tuple(item for item in result.objects if _owner(item.name, known) in owners)
+    else:  # a path below a tree
+        trees = tuple(_part(entry, tree, result.tensors) for entry in trees)
+        objects = tuple(item for item in result.objects if item.name.startswith(f"{tree}."))
+    return replace(result, trees=trees, objects=objects, ema=settings)
+
+
+def _part(whole: TreeEntry, name: str, tensors: tuple[TensorEntry, ...]) -> TreeEntry:
+    """The tensors of a part of a tree as a row of its own."""
+    numel, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
+    return TreeEntry(name, whole.role, len(tensors), numel, nbytes, Counter(t.dtype for t in tensors))
+
+
+def _owner(name: str, trees: list[str]) -> str:
+    """The tree that an object of this full name is in: the innermost."""
+    return max((tree for tree in trees if name.startswith(f"{tree}.")), key=len, default="")
 
 
 def _trees(result: Inspected) -> Table:

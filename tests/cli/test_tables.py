@@ -1,0 +1,73 @@
+"""What `inspect` draws on a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ema_ckpt.cli.output import Style, inspected
+from ema_ckpt.ops.inspect import inspect
+from tests.checkpoints import ema, torch_at, weights
+
+STATE = {
+    "model": {**weights(), "note": "live"},
+    "ema": ema(),
+    "app": {"optim": {"state": {"w": torch.ones(2)}}, "extra": {"seen": 7}},
+    "step": 3,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return torch_at(tmp_path / "run.pt", STATE)
+
+
+def drawn(capsys: pytest.CaptureFixture[str], path: Path, tree: str | None = None) -> list[str]:
+    """The lines that `inspect` prints, without the one that names the checkpoint."""
+    inspected(inspect(path, tree), Style(), tree, None, False)
+    return capsys.readouterr().out.splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("tree", "rows", "objects"),
+    [
+        (
+            None,
+            ["'model'", "'ema'", "'app.optim'", "'app.extra'", "''"],
+            "objects: model.note, ema.config, app.extra.seen, step",
+        ),
+        ("model", ["'model'"], "objects: model.note"),
+        ("ema", ["'ema'"], "objects: ema.config"),
+        ("optim", ["'app.optim'"], None),
+        ("app.extra", ["'app.extra'"], "objects: app.extra.seen"),
+        ("app", ["'app.optim'", "'app.extra'"], "objects: app.extra.seen"),
+        ("", ["''"], "objects: step"),
+        ("model.layer", ["'model.layer'"], None),
+        ("ema.weights", ["'ema.weights'"], None),
+    ],
+)
+def test_a_tree_is_drawn_alone(
+    capsys: pytest.CaptureFixture[str], run: Path, tree: str | None, rows: list[str], objects: str | None
+) -> None:
+    lines = drawn(capsys, run, tree)
+    assert lines[0].split() == ["tree", "role", "tensors", "elements", "bytes", "dtypes"]
+    assert [line.split()[0] for line in lines[1 : 1 + len(rows)]] == rows
+    assert [line for line in lines if line.startswith("objects")] == ([] if objects is None else [objects])
+    assert any(line.startswith("EMA 'ema'") for line in lines) == (tree in (None, "ema", "ema.weights"))
+    assert not any(line.startswith("'") for line in lines[1 + len(rows) :])
+
+
+def test_a_path_below_a_tree_has_totals_of_its_own(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    assert drawn(capsys, run, "model.layer")[1].split() == [
+        "'model.layer'",
+        "live",
+        "1",
+        "6",
+        "24",
+        "B",
+        "float32",
+        "×",
+        "1",
+    ]
