@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
+from math import isfinite, prod
 
 from rich.markup import escape
 from rich.table import Table
@@ -32,7 +33,7 @@ def print_inspected(result: Inspected, tree: str | None, depth: int | None, shar
     console.print(f"[bold]{_safe(result.resolved)}[/bold]: {result.format}, {format_size(result.nbytes)}{world}")
     console.print(_trees(result))
     for name, settings in result.ema.items():
-        known = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+        known = ", ".join(f"{key} {_setting(value)}" for key, value in settings.items() if value is not None)
         console.print(f"EMA {_safe(repr(name))}: {_safe(known) or 'no settings recorded'}")
     if shards:
         console.print(_shards(result.tensors))
@@ -42,6 +43,23 @@ def print_inspected(result: Inspected, tree: str | None, depth: int | None, shar
         names = ", ".join(_safe(item.name) for item in result.objects[:20])
         more = f" and {len(result.objects) - 20} more" if len(result.objects) > 20 else ""
         console.print(f"objects: {names}{more}")
+
+
+def _setting(value: object) -> str:
+    """A setting of an EMA; a schedule as the call that makes it."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    kind = "".join(part.capitalize() for part in str(value.get("kind", "schedule")).split("-"))
+    return f"{kind}({', '.join(f'{key}={_short(field)}' for key, field in value.items() if key != 'kind')})"
+
+
+def _short(value: object) -> str:
+    """A number with the digits that matter: of a decay, those of its distance to 1."""
+    if not isinstance(value, float) or not isfinite(value):
+        return repr(value)
+    tolerance = 2e-4 * (min(abs(value), abs(1 - value)) or 1)
+    digits = next((n for n in range(4, 17) if abs(float(f"{value:.{n}g}") - value) <= tolerance), 17)
+    return repr(float(f"{value:.{digits}g}"))
 
 
 def _narrowed(result: Inspected, tree: str) -> Inspected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,28 @@ def test_a_path_below_a_tree_has_totals_of_its_own(capsys: pytest.CaptureFixture
         "×",
         "1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (
+            {"kind": "warmup", "decay": 0.9999, "inv_gamma": 1.0, "power": 2 / 3},
+            "Warmup(decay=0.9999, inv_gamma=1.0, power=0.6667)",
+        ),
+        ({"kind": "constant", "decay": 0.99999987}, "Constant(decay=0.99999987)"),
+        ({"kind": "half-life", "n": 2000, "unit": "samples"}, "HalfLife(n=2000, unit='samples')"),
+        ({"kind": "power-function", "sigma_rel": 0.05}, "PowerFunction(sigma_rel=0.05)"),
+        ({"kind": ["odd\x1b"], "n": float("nan")}, "['odd\\x1b'](n=nan)"),
+        ({"decay": 0.0}, "Schedule(decay=0.0)"),
+        ("cosine", "cosine"),
+        (0.5, "0.5"),
+    ],
+)
+def test_a_schedule_reads_like_a_call(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, schedule: object, text: str
+) -> None:
+    config = json.dumps({"version": 1, "decay": 0.9, "schedule": schedule})
+    path = torch_at(tmp_path / "run.pt", {"ema": {**ema(), "config": config}})
+    (line,) = [line for line in drawn(capsys, path) if line.startswith("EMA")]
+    assert f", schedule {text}, dtype float32" in line
