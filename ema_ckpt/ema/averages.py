@@ -62,8 +62,7 @@ def choose(census: Census, settings: Settings) -> tuple[list[Held], list[Held]]:
 
 
 def _matches(held: Held, patterns: Iterable[str]) -> bool:
-    names = (held.shard.fqn, *held.shard.aliases)
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in held.shard.names)
 
 
 def _refuse_idle_globs(settings: Settings, census: Census) -> None:
@@ -211,7 +210,7 @@ def fit(averages: Averages, census: Census, settings: Settings) -> Averages:
     Raises:
         StateError: a tensor is gone, has another shape or dtype, or was cut in another way.
     """
-    found = {name: h for h in (*census.parameters, *census.buffers) for name in (h.shard.fqn, *h.shard.aliases)}
+    found = {name: h for h in (*census.parameters, *census.buffers) for name in h.shard.names}
     gone = [slot.shard.fqn for slot in averages.slots if slot.shard.fqn not in found]
     if gone:
         raise StateError("usage", f"averaged tensors are no longer in the model: {shown(gone)}; see ema.rebind(model)")

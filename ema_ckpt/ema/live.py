@@ -38,7 +38,7 @@ def live_shards(model: nn.Module) -> dict[str, Any]:
     for kind, group in enumerate((found.parameters, found.buffers)):
         for held in group:
             if held.persistent:
-                entries.update(dict.fromkeys((held.shard.fqn, *held.shard.aliases), (kind, held.shard)))
+                entries.update(dict.fromkeys(held.shard.names, (kind, held.shard)))
     entries.update({name: (2, module.get_extra_state()) for name, module in _with_extra_state(model)})
     places: dict[str, int] = {}
     for place, (prefix, _) in enumerate(canonical_modules(model)):
@@ -65,14 +65,14 @@ def published(shard: Shard) -> torch.Tensor:
 
 def buffer_names(model: nn.Module) -> frozenset[str]:
     """Names of the persistent buffers: each rank has its own, and they may differ."""
-    return frozenset(name for held in _buffers(model) for name in (held.shard.fqn, *held.shard.aliases))
+    return frozenset(name for held in _buffers(model) for name in held.shard.names)
 
 
 def tensor_names(model: nn.Module) -> frozenset[str]:
     """All names of parameters and persistent buffers."""
     found = census(model)
     held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
-    return frozenset(name for h in held for name in (h.shard.fqn, *h.shard.aliases))
+    return frozenset(name for h in held for name in h.shard.names)
 
 
 def set_extra_state(model: nn.Module, values: dict[str, Any]) -> None:

@@ -190,10 +190,11 @@ class ShardedEMA:
     def copy_to(self, module: nn.Module, timeout: float = 300) -> None:
         """Write the average into the parameters of a module cut like this one, rounded to their dtype.
 
-        Collective where replicas divide the average, as `swap` is.
+        Collective where replicas divide the average, as `swap` is. A tied tensor's average goes to every parameter
+        that has one of its names.
 
         Raises:
-            StateError: a parameter is missing there, or cut in another way.
+            StateError: a parameter is missing there, cut in another way, or tied to one that it is not tied to here.
         """
         swap.copy_to(self, module, timeout)
 
@@ -206,6 +207,8 @@ class ShardedEMA:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, loaded in place or as whole tensors. The settings stay the constructor's.
+
+        A tied tensor is found under any of its names.
 
         Raises:
             StateError: names, shapes or pieces do not fit; nothing was changed.

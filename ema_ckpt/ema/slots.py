@@ -45,6 +45,11 @@ class Shard:
     mesh: DeviceMesh | None = None  # with `placements`: of the live DTensor, None for other tensors
     placements: tuple[Placement, ...] | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every canonical name of the tensor."""
+        return (self.fqn, *self.aliases)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:

@@ -49,29 +49,40 @@ def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, 
 def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None:
     """Take over a state: averages are written in place unless `state` aliases them, and the counter goes on from it.
 
+    A tied tensor is taken under any of its names, those of this model or those that the state's `config` records.
+
     Raises:
         StateError: a name is missing, or a tensor has another shape or lacks elements of this rank; nothing changed.
     """
-    weights, residual = state["weights"], state.get("residual", {})
+    config = parse_config(state.get("config"))
     slots = [slot for slot in averages.slots if _is_saved(averages, slot)]
-    missing = [slot.shard.fqn for slot in slots if slot.shard.fqn not in weights]
+    weights = _found(slots, state["weights"], config)
+    residuals = _found(slots, state.get("residual", {}), config)
+    missing = [slot.shard.fqn for slot in slots if slot not in weights]
     if missing:
         raise StateError("usage", f"the state to load lacks averages: {shown(missing)}")
-    pairs = [(slot, slot.shadow, weights[slot.shard.fqn]) for slot in slots]
-    pairs += [
-        (s, s.residual, residual[s.shard.fqn]) for s in slots if s.residual is not None and s.shard.fqn in residual
-    ]
+    pairs = [(slot, slot.shadow, value) for slot, value in weights.items()]
+    pairs += [(slot, slot.residual, value) for slot, value in residuals.items() if slot.residual is not None]
     copies = [copy for slot, into, value in pairs for copy in _copies(slot, into, value)]
-    config = parse_config(state.get("config"))
     if "num_updates" not in state:
         raise StateError("usage", "the state to load lacks num_updates")
     updates, samples = int(state["num_updates"]), int(state.get("samples_seen", 0))
     for into, value in copies:
         into.copy_(value)
     for slot in slots:
-        if slot.residual is not None and slot.shard.fqn not in residual:
+        if slot.residual is not None and slot not in residuals:
             slot.residual.zero_()
     counter.resume(updates, samples, config.get("counter", {}))
+
+
+def _found(
+    slots: Iterable[Slot], tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> dict[Slot, torch.Tensor]:
+    """What a state holds for each slot, under whichever of its names."""
+    ties = {alias: name for name, aliases in config.get("tied", {}).items() for alias in aliases if name in tensors}
+    named = {**{alias: tensors[name] for alias, name in ties.items()}, **tensors}
+    names = {slot: next((name for name in slot.shard.names if name in named), None) for slot in slots}
+    return {slot: named[name] for slot, name in names.items() if name is not None}
 
 
 def parse_config(config: object) -> dict[str, Any]:

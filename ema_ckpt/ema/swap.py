@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -74,17 +75,21 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
 
 def copy_to(ema: ShardedEMA, module: nn.Module, timeout: float) -> None:
     """See `ShardedEMA.copy_to`."""
-    targets: dict[str, Shard] = {}
+    targets: dict[Slot, list[Shard]] = {}
     with torch.inference_mode(False), torch.no_grad():
         failure = _failure(lambda: targets.update(_targets(ema, module)))
-        slots = ema.averages.slots
-        meet_replicas(slots, "copy_to()", timeout, failure)
-        gather(slots, lambda slot: targets[slot.shard.fqn].local)
-        for slot in slots:
-            if not slot.is_split:
-                local = targets[slot.shard.fqn].local
-                local.copy_(slot.shadow.view(local.shape))
+        meet_replicas(ema.averages.slots, "copy_to()", timeout, failure)
+        for place in range(max(map(len, targets.values()))):
+            _fill({slot: shards[place].local for slot, shards in targets.items() if len(shards) > place})
         torch.clear_autocast_cache()
+
+
+def _fill(targets: Mapping[Slot, torch.Tensor]) -> None:
+    """Write averages whole into local tensors. Collective over the replicas that divide them."""
+    gather(list(targets), targets.__getitem__)
+    for slot, local in targets.items():
+        if not slot.is_split:
+            local.copy_(slot.shadow.view(local.shape))
 
 
 def _ready(ema: ShardedEMA, call: str) -> None:
@@ -92,20 +97,29 @@ def _ready(ema: ShardedEMA, call: str) -> None:
     ema.synchronise()
 
 
-def _targets(ema: ShardedEMA, module: nn.Module) -> dict[str, Shard]:
-    """The shards to copy to, by name."""
+def _targets(ema: ShardedEMA, module: nn.Module) -> dict[Slot, list[Shard]]:
+    """The shards to copy to: of a tensor that is tied here there may be one for each of its names."""
     _ready(ema, "copy_to()")
     reshard(module)
     found = census(module)
-    targets = {h.shard.fqn: h.shard for h in (*found.parameters, *found.buffers)}
-    slots = ema.averages.slots
-    missing = [s.shard.fqn for s in slots if s.shard.fqn not in targets]
+    named = {name: h.shard for h in (*found.parameters, *found.buffers) for name in h.shard.names}
+    targets = {
+        slot: list(dict.fromkeys(named[name] for name in slot.shard.names if name in named))
+        for slot in ema.averages.slots
+    }
+    missing = [slot.shard.fqn for slot, shards in targets.items() if not shards]
     if missing:
         raise StateError("usage", f"the module to copy to lacks {shown(missing)}")
-    other = [s.shard.fqn for s in slots if targets[s.shard.fqn].boxes != s.shard.boxes]
+    other = [s.shard.fqn for s, shards in targets.items() if any(t.boxes != s.shard.boxes for t in shards)]
     if other:
         raise StateError(
             "usage", f"the module to copy to is cut in another way: {shown(other)}; load full_state_dict() there"
+        )
+    writers = Counter(shard for shards in targets.values() for shard in shards)
+    tied = [slot.shard.fqn for slot, shards in targets.items() if any(writers[shard] > 1 for shard in shards)]
+    if tied:
+        raise StateError(
+            "usage", f"in the module to copy to one tensor has names that are separate here: {shown(tied)}"
         )
     return targets
 

@@ -20,7 +20,7 @@ from ema_ckpt.ema import replicas as replicas_module
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.errors import CollectiveError, StateError, UsageError
 from tests.distributed.launcher import run
-from tests.distributed.layouts import Block, Model, batch, flat, fsdp2, make_model
+from tests.distributed.layouts import Block, Model, Tied, batch, flat, fsdp2, make_model
 from tests.distributed.test_update_layouts import train_step, whole_average, whole_live
 
 
@@ -265,7 +265,22 @@ def strided_targets() -> None:
                 assert torch.equal(parameter, average[name]), name
 
 
+def untied_targets() -> None:
+    """What replicas divide reaches each tensor that has one of a tied one's names."""
+    model = DistributedDataParallel(make_model(kind=Tied))
+    ema = ShardedEMA(model, 0.9)
+    shake(model)
+    ema.update()
+    untied = make_model(kind=Tied)
+    untied.back.weight = nn.Parameter(torch.zeros_like(untied.embed.weight, dtype=torch.float64))
+    ema.copy_to(untied)
+    average = whole_average(ema)["embed.weight"]
+    assert torch.equal(untied.embed.weight, average)
+    assert torch.equal(untied.back.weight, average.double())
+
+
 def replicas() -> None:
+    untied_targets()
     strided_targets()
     never_split()
     without_copies()

@@ -538,6 +538,48 @@ def test_copy_to() -> None:
         ema.copy_to(nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)))
 
 
+class Tied(nn.Module):
+    """Two layers with one weight, or with `tied=False` a weight each, registered in the order of `names`."""
+
+    def __init__(self, *names: str, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in names:
+            setattr(self, name, nn.Linear(3, 3))
+        if tied:
+            for name in names[1:]:
+                getattr(self, name).weight = getattr(self, names[0]).weight
+
+
+def test_a_tied_tensor_is_taken_and_copied_under_any_of_its_names() -> None:
+    model = Tied("embed", "head")
+    ema = ShardedEMA(model, 0.9999, compensate=True)
+    for step in range(3):
+        shake(model, step)
+        ema.update()
+    state = copy.deepcopy(ema.state_dict())
+    assert "head.weight" not in state["weights"]
+    for other in (Tied("head", "embed"), Tied("head"), Tied("embed", "head", tied=False)):
+        loaded, start = ShardedEMA(other, 0.9999, compensate=True), average(ShardedEMA(other), "head.bias")
+        loaded.load_state_dict(state)
+        for part in ("weights", "residual"):
+            taken = loaded.state_dict()[part]
+            for name in taken:
+                assert torch.equal(taken[name], state[part].get(name, state[part]["embed.weight"])), (part, name)
+        assert not torch.equal(average(loaded, "head.bias"), start)
+        if hasattr(other, "embed"):
+            ema.copy_to(other)
+            assert torch.equal(other.head.weight, state["weights"]["embed.weight"])
+            assert torch.equal(other.embed.weight, state["weights"]["embed.weight"])
+    separate = ShardedEMA(Tied("embed", "head", tied=False))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(StateError, match=r"separate here: 'embed\.weight', 'head\.weight'"):
+        separate.copy_to(model)
+    assert all(map(torch.equal, before, model.parameters()))
+    with pytest.raises(StateError, match=r"lacks averages: 'other\.weight', 'other\.bias'"):
+        ShardedEMA(Tied("other")).load_state_dict(state)
+
+
 def test_nothing_is_made_under_inference_mode() -> None:
     model = network()
     with torch.inference_mode():
