@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ema_ckpt.errors import SourceError
+from ema_ckpt.errors import SourceError, counted
 from ema_ckpt.families import missing_ranks
 from ema_ckpt.files import Files, open_files
 from ema_ckpt.found import DCP, SAFETENSORS, Found
@@ -57,5 +57,5 @@ def _check_ranks(found: Found) -> None:
     world_size, missing = missing_ranks(found.names)
     if missing:
         listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
-        message = f"{found.resolved}: of {world_size} rank files those of ranks {listed} are missing"
+        message = f"{found.resolved}: {len(missing)} of {counted(world_size, 'rank file')} missing: rank {listed}"
         raise SourceError("incomplete", message)

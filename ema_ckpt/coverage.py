@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ema_ckpt.box import first_overlap
 from ema_ckpt.catalog import Chunk, Tensor
-from ema_ckpt.errors import SourceError
+from ema_ckpt.errors import SourceError, counted
 
 __all__ = ["prove", "unique_chunks"]
 
@@ -43,7 +43,7 @@ def prove(tensor: Tensor) -> list[int]:
         raise _error("overlap", tensor, f"{where} hold some of the same elements", b.file)
     covered = sum(box.numel for box in boxes)
     if covered != tensor.numel:
-        raise _error("hole", tensor, f"{covered} of {tensor.numel} elements covered")
+        raise _error("hole", tensor, f"{covered} of {counted(tensor.numel, 'element')} covered")
     return picked
 
 

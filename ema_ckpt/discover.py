@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.complete import check_complete
-from ema_ckpt.errors import EmaCkptError, SourceError, UsageError, shown
+from ema_ckpt.errors import EmaCkptError, SourceError, UsageError, counted, shown
 from ema_ckpt.families import families, family_of
 from ema_ckpt.files import is_url
 from ema_ckpt.folders import Folder, base_name, is_folder, join, list_folder, parent_of
@@ -205,12 +205,14 @@ def _newest(folder: Folder) -> Found | None:
     steps = _Steps(folder)
     if steps.newest is None:
         if steps.broken:
-            message = f"{folder.root}: none of its {len(steps.broken)} steps is complete ({_listed(steps.broken)})"
+            several = counted(len(steps.broken), "step")
+            message = f"{folder.root}: none of its {several} is complete ({_listed(steps.broken)})"
             raise SourceError("incomplete", message, file=folder.root)
         return None
     name, found = steps.newest
     skipped = f"; not complete: {_listed(steps.broken)}" if steps.broken else ""
-    return replace(found, note=f"reading {name}, the newest complete of {steps.count} steps in {folder.root}{skipped}")
+    several = counted(steps.count, "step")
+    return replace(found, note=f"reading {name}, the newest complete of {several} in {folder.root}{skipped}")
 
 
 def _listed(broken: Sequence[tuple[str, EmaCkptError]]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ema_ckpt.catalog import Tensor
-from ema_ckpt.errors import EmaCkptError, SourceError, shown
+from ema_ckpt.errors import EmaCkptError, SourceError, counted, shown
 from ema_ckpt.naming import LIVE, SETTINGS, canonical, role_of
 
 __all__ = ["POSITIONS", "Averages", "find_averages", "is_setting", "is_weight", "matches", "name_averages"]
@@ -216,8 +216,9 @@ def _untied(group: Mapping[str, Tensor]) -> Iterable[str]:
 
 
 def _unpaired(tree: str, found: Averages, live: Mapping[str, Tensor], reason: str) -> SourceError:
+    averages, weights = counted(len(found.tensors), "averaged tensor"), counted(len(live), "tensor")
     return SourceError(
         "unsupported",
-        f"tree {tree!r}: its {len(found.tensors)} averaged tensors cannot be paired with the {len(live)} tensors of "
-        f"the live tree ({reason}); `convert` takes the checkpoint as it stands",
+        f"tree {tree!r}: its {averages} cannot be paired with the {weights} of the live "
+        f"tree ({reason}); `convert` takes the checkpoint as it stands",
     )

@@ -21,6 +21,7 @@ __all__ = [
     "TargetError",
     "UnsafeError",
     "UsageError",
+    "counted",
     "shown",
 ]
 
@@ -73,6 +74,11 @@ class StateError(EmaCkptError):
 
 def _rebuild(kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None) -> EmaCkptError:
     return kind(code, message, tensor=tensor, file=file)
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """A number and what is counted, in the form that messages use: `1 tensor`, `1,200 tensors`."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def shown(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from itertools import chain
 from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.dtypes import DType, by_name
 from ema_ckpt.ema_forms import POSITIONS
-from ema_ckpt.errors import UsageError, shown
+from ema_ckpt.errors import UsageError, counted, shown
 from ema_ckpt.naming import (
     EMA,
     LIVE,
@@ -149,7 +149,8 @@ def select_tree(tree: Tree, chosen: Options, fill: Mapping[str, Tensor] | None =
         SourceError: `unsupported` if the tree's weights cannot be named.
     """
     if tree.form == POSITIONS and tree.problem is None:
-        tell(f"tree {tree.name!r}: {len(tree.named)} averages named after the parameters of {tree.partner!r} in order")
+        averages = counted(len(tree.named), "average")
+        tell(f"tree {tree.name!r}: {averages} named after the parameters of {tree.partner!r} in order")
     casts = tree.role != OPTIMIZER
     weights = {**tree.weights, **(fill or {})}
     rows = [_Row(name, name, (name,), tensor, casts) for name, tensor in weights.items()]
@@ -271,7 +272,8 @@ def _filter(rows: Sequence[_Row], chosen: Options, where: str) -> list[_Row]:
         excluded = _Globs(chosen.exclude)
         kept = [row for row in kept if not excluded.fits(row.name)]
     if rows and not kept:
-        raise UsageError("empty-selection", f"{where}: --match and --exclude leave none of {len(rows)} names")
+        message = f"{where}: --match and --exclude leave none of {counted(len(rows), 'name')}"
+        raise UsageError("empty-selection", message)
     return kept
 
 
@@ -280,7 +282,8 @@ def _refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: s
     if idle:
         near = nearest(idle[0], names)[:3] if len(names) <= _SUGGESTED_FROM else list(names[:3])
         hint = f"; names there are like {shown(near)}" if near else "; it holds nothing"
-        raise UsageError("empty-selection", f"{flag} {shown(idle)} fits none of {len(names)} names of {where}{hint}")
+        message = f"{flag} {shown(idle)} fits none of {counted(len(names), 'name')} of {where}{hint}"
+        raise UsageError("empty-selection", message)
 
 
 def _finish(rows: Sequence[_Row], inside: Sequence[_Row], chosen: Options, where: str) -> Selection:

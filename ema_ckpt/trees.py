@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.ema_forms import Averages, find_averages, is_setting, matches, name_averages
-from ema_ckpt.errors import EmaCkptError, UsageError, shown
+from ema_ckpt.errors import EmaCkptError, UsageError, counted, shown
 from ema_ckpt.grouping import Group, group_entries
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, SETTINGS, live_partners, nearest, tree_role
 
@@ -283,7 +283,7 @@ def default_tree(known: Sequence[Tree], command: str = "ema-ckpt consolidate PAT
     if not any(tree.tensors for tree in known):
         return Tree("", LIVE)
     candidates = [*averages, *lives] or [tree for tree in known if tree.tensors and tree.role != OPTIMIZER]
-    found = f"{len(averages)} EMA and {len(lives)} live trees"
+    found = f"{counted(len(averages), 'EMA tree')} and {counted(len(lives), 'live tree')}"
     lead = f"{where or 'the checkpoint'} has {found}; name the one that is meant: "
     if not candidates:
         lead = f"{where or 'the checkpoint'} holds optimizer state alone, no weights; convert takes it whole: "

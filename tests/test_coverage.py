@@ -45,7 +45,7 @@ def test_equal_boxes_are_replicas_and_the_first_is_read() -> None:
         ((4,), [Box((0,), (5,))], "out-of-bounds", "does not fit into [4]"),
         ((4,), [Box((-1,), (5,))], "out-of-bounds", "does not fit"),
         ((4,), [Box((0, 0), (4, 1))], "out-of-bounds", "does not fit"),
-        ((), [], "hole", "0 of 1 elements covered"),
+        ((), [], "hole", "0 of 1 element covered"),
     ],
 )
 def test_defects_are_named(shape: tuple[int, ...], boxes: list[Box], code: str, words: str) -> None:

@@ -269,7 +269,12 @@ def test_steps_of_other_formats_must_be_whole_too(tmp_path: Path) -> None:
     found = find(str(tmp_path))
     assert short(found, tmp_path) == ("safetensors", "checkpoint-1", "model.safetensors")
     assert found.note is not None
-    for step, reason in ((5, "ranks 1 are missing"), (4, "gone.safetensors"), (3, "m.pt"), (2, "model.safetensors")):
+    for step, reason in (
+        (5, "1 of 2 rank files missing: rank 1"),
+        (4, "gone.safetensors"),
+        (3, "m.pt"),
+        (2, "model.safetensors"),
+    ):
         assert f"checkpoint-{step}: " in found.note
         assert reason in found.note
 

@@ -11,6 +11,7 @@ from rich.tree import Tree as Drawn
 
 from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.compare import Sums
+from ema_ckpt.errors import counted
 from ema_ckpt.ops.diff_findings import Compared
 from ema_ckpt.ops.diffed import Diffed, DiffTensor
 
@@ -48,15 +49,15 @@ def _summary(result: Diffed) -> str:
     numel = sum(tensor.numel for tensor in result.tensors)
     summary = result.summary
     parts = [
-        f"[bold]{result.compared}[/bold] tensors compared, {result.identical} identical",
+        f"[bold]{counted(result.compared, 'tensor')}[/bold] compared, {result.identical} identical",
         f"relative L2 {_number(summary.rel_l2)}",
         f"max |a-b| {_number(summary.max_abs)}",
         f"cosine {_cosine(summary.cosine)}",
-        f"{summary.changed:,} of {numel:,} elements changed",
+        f"{summary.changed:,} of {counted(numel, 'element')} changed",
     ]
     if result.mismatched or result.only_in_a or result.only_in_b:
-        sides = f"{len(result.only_in_a)} names only in a, {len(result.only_in_b)} only in b"
-        parts.append(f"{len(result.mismatched)} shapes differ, {sides}")
+        sides = f"{counted(len(result.only_in_a), 'name')} only in a, {len(result.only_in_b)} only in b"
+        parts.append(f"{counted(len(result.mismatched), 'shape differs', 'shapes differ')}, {sides}")
     return "; ".join(parts)
 
 
@@ -99,7 +100,7 @@ def _modules(compared: Compared) -> Drawn:
     drawn: list[Drawn] = []
     for name, node, depth in shown:
         value = node.rel_l2
-        what = f" [dim]{len(node.sums)} tensors[/dim]" if len(node.sums) > 1 else ""
+        what = f" [dim]{counted(len(node.sums), 'tensor')}[/dim]" if len(node.sums) > 1 else ""
         label = f"{bars.draw(value)} {_number(value):>9} {_safe(name)}{what}"
         del drawn[depth:]
         drawn.append(drawn[-1].add(label) if drawn else Drawn(label))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ema_ckpt.catalog import Warn
 from ema_ckpt.cli.text import clean, terminal
+from ema_ckpt.errors import counted
 from ema_ckpt.ops.results import Written, as_json
 from ema_ckpt.sizes import format_size
 
@@ -58,12 +59,13 @@ def written(result: Written, style: Style) -> None:
     if len(result.renamed) > 10:
         print(f"renamed {len(result.renamed) - 10} more")
     if result.filled:
-        print(f"filled {len(result.filled)} from the live tree: {', '.join(map(clean, result.filled[:10]))}")
+        names = ", ".join(map(clean, result.filled[:10]))
+        print(f"filled {counted(len(result.filled), 'tensor')} from the live tree: {names}")
     for item in result.skipped:
         print(f"skipped {clean(item.name)}: {item.reason}")
     for entry in result.files if result.dry_run or len(result.files) > 1 else ():
         print(f"{'would write' if result.dry_run else 'wrote'} {entry.path} ({format_size(entry.nbytes)})")
-    what = f"{result.tensors} tensors, {format_size(result.nbytes)}"
+    what = f"{counted(result.tensors, 'tensor')}, {format_size(result.nbytes)}"
     tree = "" if result.tree is None else f" of tree {result.tree!r}"
     verb = "would write" if result.dry_run else "wrote"
     print(f"{verb} {what}{tree} to {result.target} in {result.seconds:.2f} s")
@@ -89,9 +91,11 @@ def verified(result: Verified, style: Style) -> None:
         return
     for problem in result.problems:
         print(f"{problem.code}: {clean(problem.message)}")
-    checked = f"{format_size(result.checked_bytes)} of payload match their checksums"
+    checked = f"{format_size(result.checked_bytes)} of payload"
     if result.status == "damaged":
-        checked = f"{len(result.problems)} problems; {format_size(result.checked_bytes)} of payload were compared"
+        checked = f"{counted(len(result.problems), 'problem')}; {checked} were compared"
+    else:
+        checked += " match their checksums"
     bare = f", {format_size(result.unchecked_bytes)} carry none" if result.unchecked_bytes else ""
     print(f"{result.status}: {checked}{bare}")
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.tree import Tree as Drawn
 
 from ema_ckpt.cli.text import clean, terminal
+from ema_ckpt.errors import counted
 from ema_ckpt.ops.inspected import Inspected, TensorEntry, TreeEntry
 from ema_ckpt.sizes import format_size
 
@@ -29,7 +30,7 @@ def print_inspected(result: Inspected, tree: str | None, depth: int | None, shar
     """Trees, EMA settings, then modules (to `depth`) or tensors with their shards; all of it, or of `tree` alone."""
     console = terminal()
     result = result if tree is None else _narrowed(result, tree)
-    world = f", saved by {result.world_size} ranks" if result.world_size else ""
+    world = f", saved by {counted(result.world_size, 'rank')}" if result.world_size else ""
     console.print(f"[bold]{_safe(result.resolved)}[/bold]: {result.format}, {format_size(result.nbytes)}{world}")
     console.print(_trees(result))
     for name, settings in result.ema.items():
@@ -120,7 +121,7 @@ def _modules(result: Inspected, depth: int) -> Drawn:
             node.add(f"[dim]… {hidden} more[/dim]")
     for key, (node, (count, nbytes)) in drawn.items():
         name = key[-1] if len(key) > 1 else (key[0] or "(root)")
-        what = "" if count == 1 else f"{count} tensors, "
+        what = "" if count == 1 else f"{counted(count, 'tensor')}, "
         node.label = f"{_safe(name)} [dim]{what}{format_size(nbytes)}[/dim]"
     return root
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ema_ckpt.box import Box
-from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.errors import SourceError, counted, shown
 from ema_ckpt.formats.tensorpickle import TensorRef
 
 __all__ = ["FlatPiece", "Leaves", "Placed", "boxes_of_run", "find_flat", "place_flat"]
@@ -169,7 +169,8 @@ def _runs(
 ) -> tuple[tuple[str, int, int, TensorRef, int], ...]:
     fits = isinstance(noted, list | tuple) and len(noted) == len(names)
     if not fits or not all(_is_shape(one) and len(one) == 2 and one[0] <= one[1] for one in noted):  # type: ignore[attr-defined]
-        raise SourceError("unreadable", f"{file}: expected the first and last element of each of {len(names)} names")
+        expected = f"the first and last element of each of {counted(len(names), 'name')}"
+        raise SourceError("unreadable", f"{file}: expected {expected}")
     pairs: list[tuple[int, int]] = [tuple(pair) for pair in noted]  # type: ignore[attr-defined]
     counts = [last - first + 1 for first, last in pairs]
     places = list(zip(refs, [0] * len(refs), strict=True))
@@ -227,7 +228,8 @@ def _step(pieces: Sequence[FlatPiece], total: int, files: Sequence[str]) -> int:
     for rank, (count, file) in enumerate(zip(held, files, strict=True)):
         expected = max(min(step, total - rank * step), 0)
         if count != expected:
-            message = f"{file}: expected a piece of {expected} of {total} elements in {len(held)} files, found {count}"
+            files = counted(len(held), "file")
+            message = f"{file}: expected a piece of {expected} of {total} elements in {files}, found {count}"
             raise SourceError("incomplete", f"{message}: are files missing?", file=file)
     return step
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
 from ema_ckpt.dtypes import DType, by_safetensors
-from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.errors import SourceError, counted, shown
 from ema_ckpt.files import Files, safe_name
 from ema_ckpt.formats import record
 from ema_ckpt.formats.nesting import Nesting
@@ -224,7 +224,7 @@ def _open_shard(source: Files, file: str, lenient: bool, warnings: list[Warn]) -
             raise SourceError("truncated-file", message, file=file)
         warnings.append(Warn("truncated-file", message))
     if size > expected:
-        raise _bad(file, f"{size - expected} bytes lie behind the last tensor, which ends at {expected}")
+        raise _bad(file, f"{counted(size - expected, 'byte')} too many: the last tensor ends at {expected}")
     return _Shard(file, expected, tensors, metadata)
 
 
@@ -235,7 +235,8 @@ def _bad(file: str, what: str, tensor: str | None = None) -> SourceError:
 def _read_header(source: Files, file: str, size: int) -> tuple[dict[str, Any], int]:
     """The parsed header and the offset at which the buffer begins."""
     if size < LENGTH_NBYTES:
-        raise SourceError("truncated-file", f"{file}: {size} bytes are too few for a safetensors file", file=file)
+        message = f"{file}: {counted(size, 'byte')}, too few for a safetensors file"
+        raise SourceError("truncated-file", message, file=file)
     first = source.read(file, 0, LENGTH_NBYTES)
     (nbytes,) = struct.unpack("<Q", first)
     if first == b"version ":

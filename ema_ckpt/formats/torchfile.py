@@ -12,7 +12,7 @@ from typing import NoReturn, cast
 
 from ema_ckpt.box import row_major_strides
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
-from ema_ckpt.errors import SourceError, UnsafeError, shown
+from ema_ckpt.errors import SourceError, UnsafeError, counted, shown
 from ema_ckpt.files import Files
 from ema_ckpt.formats import record
 from ema_ckpt.formats.globals import Global, Maker, Opaque, is_executor, parts_of, within
@@ -318,7 +318,7 @@ def object_warnings(name: str, value: object, file: str) -> Iterator[Warn]:
     opaque = next((inner for inner in within(value) if isinstance(inner, Opaque)), None)
     if opaque is not None:
         held = sum(isinstance(inner, TensorRef) for inner in within(value))
-        lost = f"; {held} tensors in it are not read" if held else ""
+        lost = f"; not read: {counted(held, 'tensor')} in it" if held else ""
         yield Warn("opaque", f"{name!r} holds a {opaque.module}.{opaque.name}, unknown to ema_ckpt{lost}")
 
 

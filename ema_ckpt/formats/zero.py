@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ema_ckpt.errors import SourceError
+from ema_ckpt.errors import SourceError, counted
 from ema_ckpt.formats.flatpieces import FlatPiece, Leaves, Placed, boxes_of_run, place_flat
 from ema_ckpt.formats.tensorpickle import TensorRef
 
@@ -61,7 +61,7 @@ def read_zero(files: Sequence[str], states: Sequence[Leaves], model: Leaves, whe
     """
     count = _partitions(states[0])
     if count is not None and count != len(files):
-        message = f"{files[0]}: written by {count} ranks, found the files of {len(files)}"
+        message = f"{files[0]}: written by {counted(count, 'rank')}, found the files of {len(files)}"
         raise SourceError("incomplete", f"{message}; bring all into one directory", file=files[0])
     groups = _groups(model)
     if not groups:
@@ -106,7 +106,7 @@ def _by_group(
     placed: list[tuple[str, Ints, Sequence[Placed]]] = []
     for at, group in enumerate(groups):
         if any(len(held) != len(groups) for held in flats):
-            message = f"{files[0]}: expected {len(groups)} flat pieces, one a group"
+            message = f"{files[0]}: expected {counted(len(groups), 'flat piece')}, one a group"
             raise SourceError("incomplete", message, file=files[0])
         pieces = [FlatPiece((), tuple(group), group, held[at], (), frozenset()) for held in flats]
         placed += [(name, group[name], boxes) for name, boxes in place_flat(pieces, files)]

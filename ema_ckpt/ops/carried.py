@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.catalog import Catalog, Object, Warn
-from ema_ckpt.errors import UnsafeError, UsageError, shown
+from ema_ckpt.errors import UnsafeError, UsageError, counted, shown
 from ema_ckpt.formats import record
 from ema_ckpt.formats.globals import Opaque, within
 from ema_ckpt.formats.picklewriter import is_plain
@@ -80,7 +80,7 @@ def refuse_skipped(skipped: Sequence[Skipped], strict: bool) -> None:
     """With `--strict`, anything left out is an error. Raises UsageError `unsupported`."""
     if strict and skipped:
         names = shown([item.name for item in skipped])
-        message = f"--strict: {len(skipped)} items would be left out: {names} ({skipped[0].reason})"
+        message = f"--strict: {counted(len(skipped), 'item')} would be left out: {names} ({skipped[0].reason})"
         raise UsageError("unsupported", message, tensor=skipped[0].name)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.aliases import with_aliases
 from ema_ckpt.catalog import Catalog, Tensor, Warn
-from ema_ckpt.errors import UsageError, shown
+from ema_ckpt.errors import UsageError, counted, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
@@ -130,7 +130,7 @@ def _filling(
     missing = missing_weights(picked, live)
     if not missing or fill:
         return missing or None
-    message = f"{picked.name!r} lacks {len(missing)} tensors that {live.name!r} has: {shown(list(missing))}"
+    message = f"{picked.name!r} lacks {counted(len(missing), 'tensor')} that {live.name!r} has: {shown(list(missing))}"
     warnings.append(Warn("ema-partial", f"{message}; --fill takes them from {live.name!r}"))
     return None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.catalog import Catalog, Object, Warn
-from ema_ckpt.errors import UsageError
+from ema_ckpt.errors import UsageError, counted
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.opening import open_catalog
@@ -198,7 +198,7 @@ def _low_precision(entries: Sequence[Entry], known: Sequence[Tree]) -> list[Warn
     cast = [e.name for e in entries if e.dtype != e.source.dtype and id(e.source) in averages and e.dtype.itemsize < 4]
     if not cast:
         return []
-    message = f"{len(cast)} averaged tensors are stored in less than fp32: a run that resumes from them stalls"
+    message = f"{counted(len(cast), 'averaged tensor')} stored in less than fp32: a run that resumes from them stalls"
     return [Warn("ema-low-precision", message)]
 
 

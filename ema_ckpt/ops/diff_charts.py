@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ema_ckpt.errors import counted
 from ema_ckpt.ops.diffed import DiffTensor
 
 __all__ = ["Curve", "curves", "depth_chart", "histogram"]
@@ -68,7 +69,7 @@ def histogram(tensors: Sequence[DiffTensor]) -> str:
     for cell, names in sorted(counts.items()):
         left, right = x(low + cell / 4), x(low + (cell + 1) / 4)
         top = y(len(names))
-        about = f"{len(names)} tensors: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
+        about = f"{counted(len(names), 'tensor')}: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
         parts.append(
             f'<rect class="bar" x="{left + 1}" y="{top}" width="{max(right - left - 2, 1):.1f}" '
             f'height="{y(0) - top:.1f}"><title>{escape(about)}</title></rect>'

@@ -9,7 +9,7 @@ from itertools import chain
 from ema_ckpt.box import whole
 from ema_ckpt.catalog import Catalog, Object, Tensor, Warn
 from ema_ckpt.compare import Sums
-from ema_ckpt.errors import shown
+from ema_ckpt.errors import counted, shown
 from ema_ckpt.naming import EMA, LIVE
 from ema_ckpt.ops.diff_sides import Pairing, Side
 from ema_ckpt.settings import ema_settings
@@ -86,7 +86,7 @@ def _unrelated(compared: Compared) -> Iterator[Warn]:
     total = Sums.total(floats) if floats else Sums()
     both = total.aa > 0 and total.bb > 0
     if len(pairing.mismatched) > _UNRELATED_SHARE * shared:
-        what = f"{len(pairing.mismatched)} of their {shared} common names have other shapes"
+        what = f"{len(pairing.mismatched)} of {counted(shared, 'common name')} with another shape"
         yield Warn("ema-unrelated", f"{named} do not fit: {what}; {remedy}")
     elif not shared and pairing.only_in_a and pairing.only_in_b:
         yield Warn("ema-unrelated", f"{named} have no name in common; {remedy}")
@@ -116,9 +116,9 @@ def _equal(compared: Compared) -> Iterator[Warn]:
     if floating and all(sums.same_bits for sums in compared.sums.values()) and not pairing.mismatched:
         updates = _updates(a)
         if updates != 0:
-            count = "an unknown number of" if updates is None else f"{updates}"
+            count = "an unknown number of updates" if updates is None else counted(updates, "update")
             message = (
-                f"EMA {a.tree.name!r} equals the live weights bit for bit after {count} updates: it was seeded again "
+                f"EMA {a.tree.name!r} equals the live weights bit for bit after {count}: it was seeded again "
                 "at resume, or decay is 0; restore it from its own state"
             )
             yield Warn("ema-equals-live", message)
@@ -148,12 +148,12 @@ def _names(compared: Compared) -> Iterator[Warn]:
     if pairing.only_in_a:
         yield Warn("keys-differ", f"only in {_where(a)}: {_listed(pairing.only_in_a)}")
     if pairing.only_in_b and a.tree.role == EMA:
-        message = f"EMA {a.tree.name!r} lacks {len(pairing.only_in_b)} names of {_where(b)}"
+        message = f"EMA {a.tree.name!r} lacks {counted(len(pairing.only_in_b), 'name')} of {_where(b)}"
         yield Warn("ema-partial", f"{message}: {shown(pairing.only_in_b)}; consolidate --fill takes them from there")
 
 
 def _listed(names: Sequence[str]) -> str:
-    return f"{len(names)} names, {shown(names)}"
+    return f"{counted(len(names), 'name')}, {shown(names)}"
 
 
 def _where(side: Side) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from ema_ckpt.errors import TargetError
+from ema_ckpt.errors import TargetError, counted
 from ema_ckpt.ops.diff_charts import Curve, curves, depth_chart, histogram
 from ema_ckpt.ops.diffed import Diffed, DiffTensor
 
@@ -126,11 +126,11 @@ def _charts(result: Diffed, found: tuple[Curve, ...]) -> Iterator[str]:
 
 def _one_sided(result: Diffed) -> Iterator[str]:
     lists = [
-        (f"{len(names)} names only in {side}", names)
+        (f"{counted(len(names), 'name')} only in {side}", names)
         for side, names in (("a", result.only_in_a), ("b", result.only_in_b))
     ]
     shapes = tuple(f"{m.name}: {list(m.a.shape)} and {list(m.b.shape)}" for m in result.mismatched)
-    for title, names in (*lists, (f"{len(shapes)} shapes differ", shapes)):
+    for title, names in (*lists, (counted(len(shapes), "shape differs", "shapes differ"), shapes)):
         if names:
             items = "".join(f"<li>{_text(name)}</li>" for name in names)
             yield f"<details><summary>{title}</summary><ul>{items}</ul></details>"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ema_ckpt.blend import Part
 from ema_ckpt.catalog import Catalog, Tensor, Warn
-from ema_ckpt.errors import EmaCkptError, UsageError, shown
+from ema_ckpt.errors import EmaCkptError, UsageError, counted, shown
 from ema_ckpt.naming import canonical
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.phema import Profile, mismatch, solve
@@ -118,12 +118,17 @@ def weights_for(
 
 def _given(snapshots: Sequence[Snapshot], weights: Sequence[float]) -> tuple[list[float], list[Warn]]:
     if len(weights) != len(snapshots):
-        raise UsageError("usage", f"--weights has {len(weights)} numbers for {len(snapshots)} snapshots")
+        raise _miscounted("--weights", weights, snapshots)
     if not all(map(math.isfinite, weights)):
         raise UsageError("usage", f"--weights {', '.join(map(str, weights))}: expected finite numbers")
     total = math.fsum(weights)
     message = f"the weights sum to {total:.6g}, not 1: the result is no average, its scale is changed"
     return list(weights), [] if abs(total - 1) <= 1e-6 else [Warn("weights-sum", message)]
+
+
+def _miscounted(flag: str, values: Sequence[float], snapshots: Sequence[Snapshot]) -> UsageError:
+    numbers, several = counted(len(values), "number"), counted(len(snapshots), "snapshot")
+    return UsageError("usage", f"{flag} has {numbers} for {several}")
 
 
 def _quality(profiles: Sequence[Profile], weights: Sequence[float], target: Profile) -> Iterator[Warn]:
@@ -143,7 +148,7 @@ def _profiles(
     """Width and time of each snapshot: as given, else as its own settings tell."""
     for flag, values in (("--sigma-rels", sigma_rels), ("--steps", steps)):
         if values and len(values) != len(snapshots):
-            raise UsageError("usage", f"{flag} has {len(values)} numbers for {len(snapshots)} snapshots")
+            raise _miscounted(flag, values, snapshots)
     told = [(None, None, None)] * len(snapshots) if sigma_rels and steps else list(map(_recorded, snapshots))
     units = {unit for _, _, unit in told if unit is not None}
     if len(units) > 1 and not steps:

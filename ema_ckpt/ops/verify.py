@@ -10,7 +10,7 @@ from functools import partial
 from ema_ckpt.audit import Audit, Finding
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.discover import find
-from ema_ckpt.errors import EmaCkptError, SourceError, UsageError
+from ema_ckpt.errors import EmaCkptError, SourceError, UsageError, counted
 from ema_ckpt.files import is_url
 from ema_ckpt.folders import join, list_folder
 from ema_ckpt.found import PARTS, SAFETENSORS, TORCH, Found
@@ -98,7 +98,7 @@ class _Report:
         problems = tuple(Problem(f.code, f.tensor, f.file, f.message) for f in self.problems)
         warnings = self.warnings
         if self.unchecked:
-            message = f"{self.unchecked} bytes of payload carry no checksum; they may be damaged without a trace"
+            message = f"{counted(self.unchecked, 'byte')} of payload without a checksum may be damaged without a trace"
             warnings = [*warnings, Warn("unchecked", message)]
         return Verified(status, self.checked, self.unchecked, problems, tuple(dict.fromkeys(warnings)))
 
@@ -218,7 +218,7 @@ def _look(
 def _judge(audit: Audit, tensor: Tensor, seen: Seen) -> None:
     file = tensor.chunks[0].file if tensor.chunks else None
     if seen.nan or seen.inf:
-        what = f"{seen.nan} NaN and {seen.inf} infinite of {tensor.numel} values"
+        what = f"{seen.nan} NaN and {seen.inf} infinite of {counted(tensor.numel, 'value')}"
         audit.report("non-finite", f"tensor {tensor.name!r}: {what}", tensor.name, file)
     elif seen.largest == 0 and tensor.numel > 1:
         audit.warnings.append(Warn("all-zero", f"tensor {tensor.name!r}: all of its {tensor.numel} values are zero"))

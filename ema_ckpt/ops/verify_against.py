@@ -16,7 +16,7 @@ from ema_ckpt.cast import Caster
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.digests import computed, stored_digest
 from ema_ckpt.dtypes import DType
-from ema_ckpt.errors import EmaCkptError, shown
+from ema_ckpt.errors import EmaCkptError, counted, shown
 from ema_ckpt.naming import EMA, canonical
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.streams import StreamReader, locate
@@ -137,7 +137,7 @@ class _Comparison:
         once = {id(tensor): name for name, tensor in spare.items()}
         lost = [name for name in once.values() if name not in ties]
         if lost and (way.label or not self._is_part(spare, mine)):
-            self._audit.report("incomplete", f"{where} has {len(lost)} tensors more: {shown(lost)}", lost[0])
+            self._audit.report("incomplete", f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}", lost[0])
 
     def _renamed(self, tensor: Tensor, spare: Mapping[str, Tensor]) -> str | None:
         fitting = [n for n, t in spare.items() if (t.shape, t.dtype) == (tensor.shape, tensor.dtype)]

@@ -15,7 +15,7 @@ from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.coverage import prove
 from ema_ckpt.destination import resolve_target
 from ema_ckpt.distributed import Meeting, current
-from ema_ckpt.errors import SourceError, TargetError, UsageError, shown
+from ema_ckpt.errors import SourceError, TargetError, UsageError, counted, shown
 from ema_ckpt.execute import MIN_BUDGET_NBYTES, Outcome, Settings, run
 from ema_ckpt.files import is_url, local_path
 from ema_ckpt.journal import Journal
@@ -275,8 +275,8 @@ def _overflows(job: Job, outcome: Outcome) -> Iterable[Warn]:
     names = dict.fromkeys(piece.entry.name for piece in job.target.pieces) if outcome.overflow else {}
     for name in names:  # workers end in any order, the warnings stand in that of the tensors
         if name in outcome.overflow:
-            count = outcome.overflow[name]
-            yield Warn("overflow", f"{count:,} finite values of {name!r} became infinite in the cast; keep its dtype")
+            values = counted(outcome.overflow[name], "finite value")
+            yield Warn("overflow", f"{values} of {name!r} became infinite in the cast; keep its dtype")
 
 
 def _settings(job: Job, request: Request) -> Settings:

@@ -1,4 +1,4 @@
-"""What `inspect` draws on a terminal."""
+"""What commands print for people: tables, and the lines around them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ema_ckpt.cli.output import Style, inspected
+from ema_ckpt.cli.diff_tables import print_diff
+from ema_ckpt.cli.output import Style, inspected, verified, written
+from ema_ckpt.ops.consolidate import consolidate
+from ema_ckpt.ops.diff import compare_trees, result_of
+from ema_ckpt.ops.diff_findings import Compared
+from ema_ckpt.ops.diffed import Diffed
 from ema_ckpt.ops.inspect import inspect
+from ema_ckpt.ops.verify import verify
 from tests.checkpoints import ema, torch_at, weights
 
 STATE = {
@@ -97,3 +103,22 @@ def test_a_schedule_reads_like_a_call(
     path = torch_at(tmp_path / "run.pt", {"ema": {**ema(), "config": config}})
     (line,) = [line for line in drawn(capsys, path) if line.startswith("EMA")]
     assert f", schedule {text}, dtype float32" in line
+
+
+def test_one_of_a_kind_is_no_plural(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = torch_at(tmp_path / "run.pt", {"w": torch.ones(1)})
+    written(consolidate(path, tmp_path / "out.pt"), Style())
+    (path.parent / "out.pt").write_bytes(b"PK")
+    verified(verify(path.parent / "out.pt"), Style())
+    print_diff(*compared(path, path), 3)
+    printed = capsys.readouterr().out
+    assert "wrote 1 tensor, 4 B" in printed
+    assert "damaged: 1 problem;" in printed
+    assert "1 tensor compared, 1 identical" in printed
+    assert "0 of 1 element changed" in printed
+
+
+def compared(a: Path, b: Path) -> tuple[Diffed, Compared]:
+    """A comparison as the command makes it."""
+    found = compare_trees(a, b)
+    return result_of(found), found
