@@ -20,6 +20,7 @@ from torch import nn
 
 from ema_ckpt.ema.decay import HalfLife, Warmup
 from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.ema.sources import master_weights
 from ema_ckpt.errors import EmaCkptError, SourceError, StateError, TargetError, UsageError
 from ema_ckpt.resume import latest, restore, rng_state, save
 
@@ -223,6 +224,70 @@ def test_some_averages_that_are_missing(run: Run, tmp_path: Path) -> None:
     assert report.seeded == ("ema.weights.leave.weight",)
     assert torch.equal(other.ema.state_dict()["weights"]["leave.weight"], run.model.leave.weight)
     assert other.ema.num_updates == 1
+
+
+class KeepsMasters(torch.optim.SGD):
+    """Steps float32 copies of bfloat16 parameters, and keeps them in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                master = self.state[param].setdefault("master_param", param.float())
+                master.sub_(torch.ones_like(master), alpha=group["lr"])
+                param.copy_(master)
+
+
+@pytest.mark.parametrize("compensate", [False, True])
+def test_averages_that_are_missing_begin_with_what_the_source_gives(tmp_path: Path, compensate: bool) -> None:
+    def made(**options: Any) -> Run:
+        one = Run()
+        one.model.bfloat16()
+        one.optimizer = KeepsMasters(one.model.parameters(), lr=1e-4)
+        source = master_weights(one.optimizer)
+        one.ema = ShardedEMA(one.model, 0.9, source=source, compensate=compensate, **options)
+        return one
+
+    one, other = made(exclude="leave.*"), made()
+    for _ in range(3):
+        one.optimizer.step()
+        one.ema.update()
+    path = one.save(tmp_path / "c")
+    report = other.restore(path, strict=False)
+    assert report.seeded == ("ema.weights.leave.weight",)
+    master = one.optimizer.state[one.model.leave.weight]["master_param"]
+    assert not torch.equal(master, one.model.leave.weight.float())
+    assert torch.equal(other.ema.state_dict()["weights"]["leave.weight"], master)
+    assert torch.equal(other.ema.state_dict()["weights"]["enter.bias"], one.ema.state_dict()["weights"]["enter.bias"])
+
+
+@pytest.mark.parametrize("compensate", [False, True])
+def test_what_was_tied_to_a_saved_average_begins_without_its_residual(tmp_path: Path, compensate: bool) -> None:
+    def made(tied: bool) -> tuple[nn.Module, ShardedEMA]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        if tied:
+            model[1].weight = model[0].weight
+        return model, ShardedEMA(model, 0.9, compensate=compensate)
+
+    (model, ema), (untied, other) = made(True), made(False)
+    with torch.no_grad():
+        model[0].weight.add_(0.1)
+    ema.update()
+    restore(save(tmp_path / "c", model=model, ema=ema), model=untied, ema=other, strict=False)
+    assert torch.equal(other.state_dict()["weights"]["1.weight"], model[1].weight)
+    if compensate:
+        assert ema.state_dict()["residual"]["0.weight"].any()
+        assert not other.state_dict()["residual"]["1.weight"].any()
+
+
+def test_a_foreign_configuration_means_nothing_to_names(run: Run, tmp_path: Path) -> None:
+    live = save(tmp_path / "c", model=run.model)
+    weights = {name: torch.full_like(p.detach(), 2.5) for name, p in run.model.named_parameters()}
+    torch.save({"ema": {"weights": weights, "config": {"tied": True}}}, tmp_path / "averages.pt")
+    other = Run(seed=9)
+    other.restore(live, optimizer=None, ema_path=tmp_path / "averages.pt")
+    assert other.ema.state_dict()["weights"]["enter.weight"].eq(2.5).all()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ema_ckpt.ema.settings import Settings, Source
 from ema_ckpt.ema.shards import Census, Edge, Held, Slot
 from ema_ckpt.errors import StateError, UsageError, shown
 
-__all__ = ["Averages", "choose", "fit", "live_part", "make", "value_of"]
+__all__ = ["Averages", "choose", "fit", "live_part", "make", "seed", "value_of"]
 
 # Averages of so many elements at most share memory, so that one operation moves many of them; for larger ones the
 # gathering would cost more than the calls it saves. Measured on CPU: where the dtypes differ it pays for longer.
@@ -95,7 +95,7 @@ def make(held: Sequence[Held], settings: Settings) -> list[Slot]:
     parts = [_part_of(h, settings) for h in held]
     slots = _allocate(held, parts, settings)
     for slot, h in zip(slots, held, strict=True):
-        slot.shadow.copy_(live_part(slot, value_of(h, settings.source)))
+        seed(slot, h, settings.source)
     return slots
 
 
@@ -195,6 +195,13 @@ def value_of(held: Held, source: Source | None) -> torch.Tensor:
             f" {tuple(held.shard.local.shape)}: return the local shard, or a DTensor laid out as the parameter",
         )
     return local.reshape(held.shard.local.shape)
+
+
+def seed(slot: Slot, held: Held, source: Source | None) -> None:
+    """Begin an average anew, with the value that it follows."""
+    slot.shadow.copy_(live_part(slot, value_of(held, source)))
+    if slot.residual is not None:
+        slot.residual.zero_()
 
 
 def live_part(slot: Slot, value: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ema_ckpt.ema import attach, state, swap
-from ema_ckpt.ema.averages import Averages, choose, fit, live_part, make, value_of
+from ema_ckpt.ema.averages import Averages, choose, fit, make, seed, value_of
 from ema_ckpt.ema.decay import Schedule, as_schedule
 from ema_ckpt.ema.engines.lists import Step
 from ema_ckpt.ema.engines.offload import OffloadStep
@@ -153,15 +153,13 @@ class ShardedEMA:
             self._attachment = None
 
     def reset(self) -> None:
-        """Start again: the average is the live parameters, the counter 0."""
+        """Start again: the average is the live parameters, or what `source` gives for them, the counter 0."""
         swap.refuse_inside(self, "reset()")
         with torch.inference_mode(False), torch.no_grad():
             self.follow()
             self._settle()
             for slot, held in zip(self.averages.slots, self.averages.held, strict=True):
-                slot.shadow.copy_(live_part(slot, value_of(held, self.settings.source)))
-                if slot.residual is not None:
-                    slot.residual.zero_()
+                seed(slot, held, self.settings.source)
             self.counter.reset()
 
     def rebind(self, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ema_ckpt.catalog import Object, Tensor
-from ema_ckpt.ema.averages import live_part
+from ema_ckpt.ema.averages import seed
 from ema_ckpt.ema.shards import census
 from ema_ckpt.ema.state import parse_config
 from ema_ckpt.errors import SourceError, shown
@@ -119,17 +119,19 @@ class AveragePart(Part):
         put(self._staged)
         found = {target.names[0] for target, _ in self._residuals.pairs}
         residual = {fqn: value for fqn, value in self._state.get("residual", {}).items() if fqn in found}
-        self._manager.load_state_dict({**self._settings, "weights": self._state["weights"], "residual": residual})
+        config = {"counter": self._settings["config"].get("counter", {})}  # names are those of this model by now
+        tree = {**self._settings, "config": config, "weights": self._state["weights"], "residual": residual}
+        self._manager.load_state_dict(tree)
 
     def finish(self) -> None:
-        """Set what has no averages to the live weights, which are in place by now."""
+        """Begin what has no averages with the values that they follow, which are in place by now."""
         if self._tree is None:
             self._manager.reset()
         missing = {target.names[0] for target in self._weights.missing}
         with torch.no_grad():
-            for slot in self._manager.averages.slots:
+            for slot, held in zip(self._manager.averages.slots, self._manager.averages.held, strict=True):
                 if slot.shard.fqn in missing:
-                    slot.shadow.copy_(live_part(slot, slot.shard.local))
+                    seed(slot, held, self._manager.settings.source)
 
 
 def _settings(checkpoint: Checkpoint, settings: Mapping[str, Tensor | Object]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def restore(
             `load_state_dict` are restored in place; the values of the others are in the report.
         ema_path: a separate file or directory to take the averages from.
         strict: refuse missing and unexpected names and casts that lose values. Without it they are reported, and
-            averages that are missing become the restored live weights.
+            averages that are missing become the restored live weights, or what their manager's `source` gives.
         missing_ema: `"seed"`: where there are no averages at all, they become the restored live weights and the
             counter 0.
         timeout: seconds to wait for the other ranks to call `restore` too.
