@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import cast
 
-from ema_ckpt.catalog import Catalog, Chunk, Payload, Tensor, Warn
+from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn
 from ema_ckpt.coverage import prove
 from ema_ckpt.digests import combined, computed
 from ema_ckpt.errors import EmaCkptError, SourceError, shown
@@ -83,9 +84,9 @@ class Audit:
         """Sizes of the files that are there."""
         sizes: dict[str, int] = {}
         told = {w.message.partition(":")[0]: w for w in self.catalog.warnings if w.code in _FILE_CODES}
-        ends = self._ends()
+        spans = self._spans()
         for file, expected in self.catalog.files.items():
-            names = list(ends.get(file, ()))
+            names = list(spans.get(file, ()))
             holds = f"; it holds {shown(names)}" if names else ""
             try:
                 sizes[file] = self.catalog.source.size(file)
@@ -94,23 +95,29 @@ class Audit:
                 self.report(error.code, message, names[0] if names else None, file)
                 continue
             if sizes[file] < expected:
-                self._short(file, expected, sizes[file], ends.get(file, {}))
+                self._short(file, expected, sizes[file], spans.get(file, {}))
         return sizes
 
-    def _ends(self) -> dict[str, dict[str, int]]:
-        """For each file the tensors in it, and where the last byte of each lies."""
-        ends: dict[str, dict[str, int]] = {}
-        for tensor in self.catalog.tensors:
-            for chunk in tensor.chunks:
-                held = ends.setdefault(chunk.file, {})
-                held[tensor.name] = max(held.get(tensor.name, 0), chunk.offset + chunk.nbytes)
-        return ends
+    def _spans(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """For each file the tensors and objects in it, and of each the bytes [first, end) of its last piece there."""
+        spans: dict[str, dict[str, tuple[int, int]]] = {}
+        pieces = [(tensor.name, chunk) for tensor in self.catalog.tensors for chunk in tensor.chunks]
+        objects = [(item.name, item) for item in self.catalog.objects if not item.is_inline]
+        for name, piece in chain[tuple[str, Chunk | Object]](pieces, objects):
+            held = spans.setdefault(piece.file, {})
+            span = (piece.offset, piece.offset + piece.nbytes)
+            held[name] = max(held.get(name, span), span, key=lambda one: one[1])
+        return spans
 
-    def _short(self, file: str, expected: int, size: int, ends: Mapping[str, int]) -> None:
-        lost = [name for name, end in ends.items() if end > size]
+    def _short(self, file: str, expected: int, size: int, spans: Mapping[str, tuple[int, int]]) -> None:
+        lost = [name for name, (_, end) in spans.items() if end > size]
         message = f"{file}: expected at least {expected} bytes, found {size}: the file is truncated"
-        cut = f"; {shown(lost)} lie behind its end" if lost else ""
-        self.report("truncated-file", message + cut, lost[0] if lost else None, file)
+        if lost:
+            first, end = spans[lost[0]]
+            which = "" if len(lost) == 1 else f"{lost[0]!r} "
+            message += f"; cut off: {shown(lost)} ({which}at bytes {first} to {end})"
+        remedy = "copy the file again, or use another copy of the checkpoint"
+        self.report("truncated-file", f"{message}; {remedy}", lost[0] if lost else None, file)
 
     def _check_names(self) -> None:
         try:

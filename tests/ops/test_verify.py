@@ -166,6 +166,27 @@ def test_the_message_tells_how_much_is_covered(tmp_path: Path) -> None:
     assert "8 of 16 elements covered" in problems[0].message
 
 
+def test_a_short_file_tells_what_is_cut_off_where_and_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({name: torch.ones(8) for name in "abc"}, path)
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    (problem,) = verify(path).problems
+    head = f"m.safetensors: expected at least {size} bytes, found {size - 1}: the file is truncated; cut off: "
+    remedy = "; copy the file again, or use another copy of the checkpoint"
+    assert problem.message == f"{head}'c' (at bytes {size - 32} to {size}){remedy}"
+    os.truncate(path, size - 33)
+    assert f"; cut off: 'b', 'c' ('b' at bytes {size - 64} to {size - 32}); " in verify(path).problems[0].message
+
+
+def test_a_short_file_names_the_objects_that_it_lacks(tmp_path: Path) -> None:
+    path = save_dcp(tmp_path / "c", {"model": {"w": torch.ones(4)}, "note": "before all tensors"})
+    os.truncate(path / "__0_0.distcp", 100)
+    found = [p for p in verify(path).problems if p.code == "truncated-file"]
+    assert len(found) == 1
+    assert "; cut off: 'model.w', 'note' ('model.w' at bytes " in found[0].message
+
+
 # ---------------------------------------------------------------- flips
 
 
