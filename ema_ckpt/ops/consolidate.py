@@ -12,6 +12,7 @@ from ema_ckpt.errors import UsageError, counted, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
+from ema_ckpt.ops.ready import ready_command
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
@@ -67,7 +68,12 @@ def consolidate(
     place = place_of(out)
     catalog = open_catalog(path)
     known = trees(catalog)
-    picked = _pick(catalog, known, tree, path, out)
+    given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
+    command = ready_command("consolidate", (path, out), given, consolidate.__kwdefaults__)
+    if tree is None:
+        picked = default_tree(known, command, catalog.resolved)
+    else:
+        picked = _pick(catalog, known, tree, ready_command("convert", (path, out), {"tree": tree, **args}))
     warnings = [*catalog.warnings]
     whole = with_aliases(catalog, picked)
     selection = select_tree(whole, request.selection, _filling(catalog, known, whole, fill, warnings))
@@ -102,13 +108,11 @@ def _check_basename(basename: str) -> None:
         raise UsageError("usage", f"--basename {basename!r}: expected a plain name such as model")
 
 
-def _pick(catalog: Catalog, known: Sequence[Tree], name: str | None, path: object, out: object) -> Tree:
-    if name is None:
-        return default_tree(known, f"ema-ckpt consolidate {path} {out}", catalog.resolved)
+def _pick(catalog: Catalog, known: Sequence[Tree], name: str, convert: str) -> Tree:
     found = find_tree(known, name, catalog.resolved)
     if found.role == OPTIMIZER:
-        message = f"--tree {name}: an optimizer's state is no state dict of a model; `ema-ckpt convert {path} {out}`"
-        raise UsageError("usage", f"{message} --tree {name} takes it whole")
+        message = f"--tree {name}: an optimizer's state is no state dict of a model; `{convert}` takes it whole"
+        raise UsageError("usage", message)
     return found
 
 

@@ -14,6 +14,7 @@ from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError
 from ema_ckpt.files import local_path
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
+from ema_ckpt.ops.ready import ready_command
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.synthesize_parts import Snapshot, match_names, open_snapshots, parts_of, weights_for
 from ema_ckpt.ops.writing import (
@@ -73,7 +74,10 @@ def synthesize(
     order = _Order(place, _form(place, to, world_size), world_size, parse_size(max_shard_size))
     if not snapshots:
         raise UsageError("usage", "no snapshots are given")
-    held = open_snapshots(snapshots, (tree,) if isinstance(tree, str) else tree)
+    told = {"sigma_rel": sigma_rel, "weights": weights, "sigma_rels": sigma_rels, "steps": steps}
+    form = {"to": to, "world_size": world_size, "max_shard_size": max_shard_size}
+    command = ready_command("synthesize", [*snapshots, out], {**told, **form, **args}, synthesize.__kwdefaults__)
+    held = open_snapshots(snapshots, (tree,) if isinstance(tree, str) else tree, command)
     try:
         factors, warnings = weights_for(held, sigma_rel=sigma_rel, weights=weights, sigma_rels=sigma_rels, steps=steps)
         return _write(held, factors, order, request, warnings)
@@ -114,7 +118,7 @@ def _write(
     return Written(
         source=", ".join(dict.fromkeys(snapshot.catalog.resolved for snapshot in held)),
         target=str(order.out),
-        tree=average.name,
+        tree=", ".join(dict.fromkeys(snapshot.tree.name for snapshot in held)),
         format="torch" if order.form == "pt" else order.form,
         files=tuple(FileEntry(name or order.out.name, nbytes) for name, nbytes in target.files.items()),
         tensors=len(selection.entries),

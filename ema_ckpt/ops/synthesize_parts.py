@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,8 +34,8 @@ class Snapshot:
         return f"{self.tree.name!r} of {self.catalog.resolved}"
 
 
-def open_snapshots(paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> list[Snapshot]:
-    """Open every snapshot; of each the trees `names`, or its only EMA.
+def open_snapshots(paths: Sequence[str | os.PathLike[str]], names: Sequence[str], command: str) -> list[Snapshot]:
+    """Open every snapshot; of each the trees `names`, or its only EMA. `command` is the call, for messages.
 
     Raises:
         UsageError: `ambiguous-tree`, `unknown-tree`. SourceError: what opening raises.
@@ -45,7 +44,6 @@ def open_snapshots(paths: Sequence[str | os.PathLike[str]], names: Sequence[str]
     for path in paths:
         catalog = open_catalog(path)
         known = trees(catalog)
-        command = f"ema-ckpt synthesize {' '.join(shlex.quote(os.fspath(p)) for p in paths)} OUT"
         picked = [find_tree(known, name, catalog.resolved) for name in names]
         found += [Snapshot(catalog, tree) for tree in picked or [default_tree(known, command, catalog.resolved)]]
     return found
