@@ -183,18 +183,22 @@ def value_of(held: Held, source: Source | None) -> torch.Tensor:
     Raises:
         StateError: the source's tensor has another local size.
     """
-    value = None if source is None or not held.shard.is_parameter else source(held.shard.fqn, held.owner)
+    shard = held.shard
+    value = None if source is None or not shard.is_parameter else source(shard.fqn, held.owner)
     if value is None:
-        return held.shard.local
+        return shard.local
     local = value.to_local() if hasattr(value, "to_local") else value
     local = local.detach()
-    if local.numel() != held.shard.local.numel():
+    if held.within is not None and local.numel() == held.within[1]:
+        local = local.reshape(-1)[held.within[0] : held.within[0] + shard.local.numel()]
+    if local.numel() != shard.local.numel():
+        whole = "" if held.within is None else f" of the flat parameter's shard of {held.within[1]} elements"
         raise StateError(
             "usage",
-            f"source gives {held.shard.fqn!r} a tensor of {tuple(local.shape)}; this rank's shard is"
-            f" {tuple(held.shard.local.shape)}: return the local shard, or a DTensor laid out as the parameter",
+            f"source gives {shard.fqn!r} a tensor of {tuple(local.shape)}; this rank's shard is"
+            f" {tuple(shard.local.shape)}{whole}: return the local shard, or a DTensor laid out as the parameter",
         )
-    return local.reshape(held.shard.local.shape)
+    return local.reshape(shard.local.shape)
 
 
 def seed(slot: Slot, held: Held, source: Source | None) -> None:

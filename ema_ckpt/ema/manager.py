@@ -53,7 +53,9 @@ class ShardedEMA:
             leaves them out.
         include: globs over canonical names; None takes the parameters that require gradients.
         exclude: globs of what is left out after that, buffers too.
-        source: `source(fqn, param)` gives the tensor to average instead of `param`, or None.
+        source: `source(fqn, param)` gives the tensor to average instead of `param`, of its local shape, or None. FSDP1
+            without original parameters has one flat `param` for many names: of a tensor in its local shape this
+            name's piece is averaged.
         nonfinite: `"skip"` keeps the average of an element whose new value would not be finite, `"raise"` does so
             and raises at the next call that synchronises.
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ema_ckpt.box import whole
-from ema_ckpt.ema.slots import ReplicaGroup, Shard, Slot, part_boxes
+from ema_ckpt.ema.slots import Held, ReplicaGroup, Shard, Slot, part_boxes
 from ema_ckpt.errors import StateError, UsageError
 
 if TYPE_CHECKING:
@@ -36,24 +36,6 @@ __all__ = [
     "part_boxes",
     "reshard",
 ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A shard with what is needed to follow it.
-
-    `owner` is the tensor that an optimizer steps (FSDP1 without original parameters: the flat one). `place[key]` is
-    `seen` for as long as `shard.local` is still the live memory; `pointed`, if any, must also keep its address.
-    """
-
-    shard: Shard
-    owner: torch.Tensor
-    requires_grad: bool
-    persistent: bool
-    place: dict[str, Any]
-    key: str
-    seen: object
-    pointed: torch.Tensor | None
 
 
 Edge = tuple[dict[str, Any], str, object]
@@ -304,7 +286,8 @@ def _flat_held(fqn: str, fsdp: Any, index: int) -> Held:
     shard = Shard(fqn, (), tuple(shape), local.dtype, local, boxes, True, _flat_replica(fsdp))
     owner = flat if flat._params is None else flat._params[index]
     pointed = flat if shards is None else None
-    return Held(shard, owner, owner.requires_grad, True, vars(flat), "_local_shard", shards, pointed)
+    within = (offset if info.in_shard else 0, memory.numel()) if owner is flat else None
+    return Held(shard, owner, owner.requires_grad, True, vars(flat), "_local_shard", shards, pointed, within)
 
 
 def _flat_replica(fsdp: Any) -> ReplicaGroup | None:

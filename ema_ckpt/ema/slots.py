@@ -1,9 +1,9 @@
-"""The nouns of the EMA side: a shard of a live tensor, who holds copies of it, and the average of it."""
+"""The nouns of the EMA side: a shard of a live tensor, who holds copies of it, how to follow it, and its average."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ReplicaGroup", "Shard", "Slot", "part_boxes"]
+__all__ = ["Held", "ReplicaGroup", "Shard", "Slot", "part_boxes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +49,26 @@ class Shard:
     def names(self) -> tuple[str, ...]:
         """Every canonical name of the tensor."""
         return (self.fqn, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A shard with what is needed to follow it.
+
+    `owner` is the tensor that an optimizer steps (FSDP1 without original parameters: the flat one, with `within`
+    telling where this shard begins in its local shard, and how many elements that has). `place[key]` is `seen` for as
+    long as `shard.local` is still the live memory; `pointed`, if any, must also keep its address.
+    """
+
+    shard: Shard
+    owner: torch.Tensor
+    requires_grad: bool
+    persistent: bool
+    place: dict[str, Any]
+    key: str
+    seen: object
+    pointed: torch.Tensor | None
+    within: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,8 @@ def master_weights(optimizer: torch.optim.Optimizer) -> Source:
 
     They are looked for in the optimizer's state of the parameter (`master_param` and the like), in apex's
     `param_groups_master`, and as the parameter's attribute `main_param` (Megatron). Before the first step, when
-    there are none yet, the parameter itself is averaged.
+    there are none yet, the parameter itself is averaged. Under FSDP1 without original parameters they are the masters
+    of flat parameters, of which each name gets its piece.
 
     Raises:
         StateError: (from the source) the optimizer has stepped the parameter and keeps no such weights.

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ema_ckpt.ema import replicas as replicas_module
 from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.ema.sources import master_weights
 from ema_ckpt.errors import CollectiveError, StateError, UsageError
 from tests.distributed.launcher import run
-from tests.distributed.layouts import Block, Model, Tied, batch, flat, fsdp2, make_model
+from tests.distributed.layouts import Block, Model, Tied, batch, flat, fsdp2, in_bfloat16, make_model
 from tests.distributed.test_update_layouts import train_step, whole_average, whole_live
 
 
@@ -330,6 +331,91 @@ def replicas_of_one_over_shards() -> None:
 def test_a_single_replica_is_declared_too() -> None:
     run(1, replicas_of_one, timeout=60)
     run(2, replicas_of_one_over_shards, timeout=60)
+
+
+# Sources
+
+
+class KeepsMasters(torch.optim.SGD):
+    """Steps float32 copies of low-precision parameters, and keeps them in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    master = self.state[param].setdefault("master_param", param.float())
+                    master.sub_(param.grad.float(), alpha=group["lr"])
+                    param.copy_(master)
+
+
+def masters_of_flat_parameters(wraps: list[Callable[[], nn.Module]]) -> None:
+    """bfloat16 flat parameters whose optimizer keeps float32 ones, beside float32 flat parameters of these values."""
+    for wrap in wraps:
+        model, exact = in_bfloat16(wrap), wrap()
+        optimizer = KeepsMasters(model.parameters(), lr=1e-3)
+        ema = ShardedEMA(model, 0.9, source=master_weights(optimizer))
+        with torch.no_grad():
+            for flat_parameter, own in zip(exact.parameters(), model.parameters(), strict=True):
+                flat_parameter.copy_(own)
+        plain = ShardedEMA(exact, 0.9)
+        for step in range(3):
+            model(batch(step).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for flat_parameter, own in zip(exact.parameters(), model.parameters(), strict=True):
+                    flat_parameter.copy_(optimizer.state[own]["master_param"])
+                model(batch(7).bfloat16()), exact(batch(7))  # leaves some of them gathered
+            ema.update(), plain.update()
+        average, expected = whole_average(ema), whole_average(plain)
+        assert all(torch.equal(average[name], expected[name]) for name in expected)
+        assert any(not torch.equal(average[name], average[name].bfloat16().float()) for name in average)
+        masters = [optimizer.state[own]["master_param"].clone() for own in model.parameters()]
+        with ema.swap():
+            shown = whole_live(model)
+        assert all(
+            torch.equal(shown[slot.shard.fqn], expected[slot.shard.fqn].bfloat16()) for slot in plain.averages.slots
+        )
+        for own, master in zip(model.parameters(), masters, strict=True):
+            assert torch.equal(optimizer.state[own]["master_param"], master)
+
+
+def sources_of_flat_parameters() -> None:
+    """What a source may give for a flat parameter: its shard, or this rank's piece of the name alone."""
+    model = flat(strategy=ShardingStrategy.FULL_SHARD, original=False)()
+    start = {name: tensor + 1 for name, tensor in whole_live(model).items()}
+    whole = ShardedEMA(model, 0.9, source=lambda _, param: param.detach() + 1)
+    pieces = {slot.shard.fqn: slot.shard.local + 1 for slot in whole.averages.slots}
+    for ema in (whole, ShardedEMA(model, 0.9, source=lambda fqn, _: pieces[fqn])):
+        average = whole_average(ema)
+        assert all(torch.equal(average[slot.shard.fqn], start[slot.shard.fqn]) for slot in ema.averages.slots)
+    with pytest.raises(StateError, match=r"of the flat parameter's shard of \d+ elements"):
+        ShardedEMA(model, source=lambda _, param: torch.zeros(param.numel() + 1))
+
+
+def sources_over_two() -> None:
+    full, none = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+    masters_of_flat_parameters(
+        [
+            flat(strategy=full, original=False),
+            flat(strategy=full, original=False, kind=Tied),
+            flat(strategy=none, original=False),
+        ]
+    )
+    sources_of_flat_parameters()
+
+
+def sources_over_four() -> None:
+    grad_op, hybrid = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
+    masters_of_flat_parameters(
+        [flat(strategy=grad_op, original=False), flat(strategy=hybrid, original=False, mesh=(2, 2))]
+    )
+
+
+def test_the_masters_of_flat_parameters_are_averaged() -> None:
+    run(2, sources_over_two, timeout=90)
+    run(4, sources_over_four, timeout=90)
 
 
 # Memory
