@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -41,16 +42,24 @@ class Finished:
 class Journal:
     """Append-only record of finished ranges. `done` may be called from several threads."""
 
-    def __init__(self, stage: Path, payload: Path, identity: Mapping[str, str]) -> None:
-        """Start a journal in `stage`, or take up the one there; `payload` is what is being written."""
+    def __init__(self, stage: Path, payload: Path, identity: Mapping[str, str], *, after: float = 0.0) -> None:
+        """Start a journal in `stage`, or take up the one there; `payload` is what is being written.
+
+        Args:
+            after: seconds to keep a new journal in memory, for work that would rather be done anew.
+        """
         self._payload = payload
         self._path = stage / JOURNAL
         self._lock = threading.Lock()
         self._fd: int | None = None
         _drop_torn_line(self._path)
         self._found = dict(_ranges(self._path))
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        if not os.fstat(self._fd).st_size:
+        self._closed = False
+        self._kept: list[bytes] = []
+        self._due = time.monotonic() + after
+        if not after:
+            self._open()
+        if not self._path.exists() or not self._path.stat().st_size:
             self._append({"journal": _VERSION, "identity": dict(identity)})
 
     def done(self, file: str, offset: int, nbytes: int, finished: Finished) -> None:
@@ -68,6 +77,7 @@ class Journal:
     def close(self) -> None:
         """Close the file; nothing can be recorded after."""
         with self._lock:
+            self._closed = True
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
@@ -80,9 +90,17 @@ class Journal:
     def _append(self, entry: object) -> None:
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            if self._fd is None:
+            if self._closed:
                 raise ValueError("the journal is closed")
-            os.write(self._fd, line)
+            self._kept.append(line)
+            if time.monotonic() >= self._due:
+                os.write(self._open(), b"".join(self._kept))
+                self._kept.clear()
+
+    def _open(self) -> int:
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        return self._fd
 
     def _intact(self, file: str, keys: list[Range]) -> Iterator[tuple[Range, Finished]]:
         try:

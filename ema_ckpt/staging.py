@@ -114,6 +114,7 @@ def stage(
     resume: bool = False,
     identity: Mapping[str, str] | None = None,
     plain_rename: bool = False,
+    journal_after: float = 0.0,
 ) -> Iterator[Staged]:
     """Write a target beside its place and switch it in when the block ends without an exception.
 
@@ -130,6 +131,7 @@ def stage(
         resume: go on with the stage of an interrupted run; keep this one's if it fails.
         identity: what is written from what, by name (`source`, `plan`); a resumed run must have the same.
         plain_rename: do without rename flags, as on a file system that lacks them.
+        journal_after: seconds after which a run that keeps no stage when it fails has a journal on the disk.
 
     Raises:
         TargetError: `target-exists target-is-source foreign-files no-space busy resume-mismatch not-found usage`.
@@ -145,7 +147,9 @@ def stage(
                 claim.take(dict(identity or {}))
                 check_replaceable(path, terms)
                 check_space(path, nbytes - claim.allocated)
-                staged = claim.begin(terms, dict(identity or {}), fsync=fsync, plain_rename=plain_rename)
+                staged = claim.begin(
+                    terms, dict(identity or {}), fsync=fsync, plain_rename=plain_rename, journal_after=journal_after
+                )
         try:
             with _explained(path, only=_FULL):
                 yield staged
@@ -241,7 +245,9 @@ class _Claim:
                 for fd in locks:
                     os.close(fd)
 
-    def begin(self, terms: Terms, identity: Mapping[str, str], *, fsync: bool, plain_rename: bool) -> Staged:
+    def begin(
+        self, terms: Terms, identity: Mapping[str, str], *, fsync: bool, plain_rename: bool, journal_after: float
+    ) -> Staged:
         """Make the stage, unless one is continued, and open its journal."""
         if self._root is None:
             self._root = stage_path(self.target, os.urandom(4).hex())
@@ -250,7 +256,7 @@ class _Claim:
         payload = self._root / self.target.name
         if terms.is_directory:
             payload.mkdir(exist_ok=True)
-        journal = Journal(self._root, payload, identity)
+        journal = Journal(self._root, payload, identity, after=0.0 if self.resume else journal_after)
         self._staged = Staged(self.target, self._root, terms, journal, fsync, plain_rename, self._resumed)
         return self._staged
 

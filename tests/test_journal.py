@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ema_ckpt.errors import TargetError
-from ema_ckpt.journal import Finished
+from ema_ckpt.journal import Finished, Journal, recorded_identity
 from ema_ckpt.stagedir import JOURNAL, stage_path, stages_of
 from ema_ckpt.staging import Staged, stage
 from tests.staged_writer import generation_of, line, make_old, read_target, snapshot, write_new, writing
@@ -175,3 +175,15 @@ class TestResume:
 
     def resumed_needing(self, target: Path, nbytes: int) -> contextlib.AbstractContextManager[Staged]:
         return stage(target, is_directory=True, resume=True, identity=self.IDENTITY, nbytes=nbytes)
+
+
+def test_a_short_run_leaves_no_journal_on_the_disk(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, tmp_path / "out", {"plan": "1"}, after=0.2)
+    journal.done("", 0, 4, Finished(1))
+    assert not (tmp_path / JOURNAL).exists()
+    assert recorded_identity(tmp_path) is None
+    time.sleep(0.25)
+    journal.done("", 4, 4, Finished(2))
+    journal.close()
+    assert recorded_identity(tmp_path) == {"plan": "1"}
+    assert len((tmp_path / JOURNAL).read_text().splitlines()) == 3

@@ -40,6 +40,9 @@ __all__ = [
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
+# Without --resume a run this short is done anew rather than continued. Deleting a journal that has reached the disk
+# costs tenths of a second where the file system discards freed blocks at once and the disk is busy.
+_JOURNAL_AFTER_SECONDS = 10.0
 _LOCAL_BUDGET_NBYTES = 16 << 20
 _REMOTE_BUDGET_NBYTES = 256 << 20
 
@@ -243,6 +246,7 @@ def write(job: Job, request: Request) -> Outcome | None:
         fsync=request.fsync,
         resume=request.resume,
         identity=_identity(job, stamps),
+        journal_after=_JOURNAL_AFTER_SECONDS if crew is None else 0.0,
     ) as staged:
         if crew is not None:
             crew.exchange((_identity(job, stamps), str(staged.path)))
