@@ -281,6 +281,23 @@ def test_what_was_tied_to_a_saved_average_begins_without_its_residual(tmp_path: 
         assert not other.state_dict()["residual"]["1.weight"].any()
 
 
+def test_averages_that_a_separate_file_lacks(run: Run, tmp_path: Path) -> None:
+    live = save(tmp_path / "c", model=run.model)
+    theirs = {name: torch.full_like(value, 3.5) for name, value in run.model.state_dict().items()}
+    averages = {name: value - 1 for name, value in theirs.items() if not name.startswith("enter")}
+    torch.save({"generator": theirs, "generator_ema": averages}, tmp_path / "pair.pt")
+    assert "enter" in str(refused(Run(seed=9), live, SourceError, optimizer=None, ema_path=tmp_path / "pair.pt"))
+    other = Run(seed=9)
+    report = other.restore(live, optimizer=None, ema_path=tmp_path / "pair.pt", strict=False)
+    assert set(report.filled) == {"ema.weights.enter.weight", "ema.weights.enter.bias"}
+    assert not report.seeded
+    found = other.ema.state_dict()["weights"]
+    assert all(
+        found[name].eq(3.5 if name.startswith("enter") else 2.5).all() for name in dict(other.model.named_parameters())
+    )
+    assert torch.equal(other.model.enter.weight, run.model.enter.weight)
+
+
 def test_a_foreign_configuration_means_nothing_to_names(run: Run, tmp_path: Path) -> None:
     live = save(tmp_path / "c", model=run.model)
     weights = {name: torch.full_like(p.detach(), 2.5) for name, p in run.model.named_parameters()}

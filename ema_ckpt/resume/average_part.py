@@ -14,11 +14,21 @@ from ema_ckpt.ema.averages import seed
 from ema_ckpt.ema.shards import census
 from ema_ckpt.ema.state import parse_config
 from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.naming import LIVE
 from ema_ckpt.resume.foreign import named_by_model
 from ema_ckpt.resume.leaves import pieces
 from ema_ckpt.resume.matching import Match, Target, match
 from ema_ckpt.resume.parts import Part, Staged, put, refuse_unfit, stage_pairs
-from ema_ckpt.resume.sources import Checkpoint, average_tree, average_weights, loaded, nested, setting, tensors_of
+from ema_ckpt.resume.sources import (
+    Checkpoint,
+    average_tree,
+    average_weights,
+    live_weights,
+    loaded,
+    nested,
+    setting,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
@@ -55,7 +65,7 @@ class AveragePart(Part):
         if tree is None:
             self._refuse_unless(seed)
         else:
-            self._compare(tree, strict=strict, elsewhere=elsewhere)
+            self._compare(tree, foreign=foreign, strict=strict, elsewhere=elsewhere)
 
     def _refuse_unless(self, seed: bool) -> None:
         where = self._checkpoint.where
@@ -69,11 +79,13 @@ class AveragePart(Part):
         self.seeded += [f"{self._label}.weights.{slot.shard.fqn}" for slot in self._manager.averages.slots]
         self.warnings.append(f"{where} holds no averages {self._label!r}: they start from the restored live weights")
 
-    def _compare(self, tree: Tree, *, strict: bool, elsewhere: frozenset[str]) -> None:
+    def _compare(self, tree: Tree, *, foreign: bool, strict: bool, elsewhere: frozenset[str]) -> None:
         ordered = self._checkpoint.catalog.format != "safetensors"
         named = named_by_model(tree, self._manager.model, ordered=ordered)
         stored = average_weights(self._checkpoint, named)
         self._weights = match(self._weights.tree, self._targets("weights"), stored, strict=strict, elsewhere=elsewhere)
+        if foreign and not strict:
+            self._fill()
         # Buffers that are not averaged have no value of their own here: the live ones count.
         buffers = {name for h in census(self._manager.model).buffers for name in (h.shard.fqn, *h.shard.aliases)}
         own = {stored[name].name for name in stored if name in buffers}
@@ -89,6 +101,16 @@ class AveragePart(Part):
             refuse_unfit(self._checkpoint.where, replace(found, missing=due), strict=strict and found is self._weights)
             self.note(found)
         self.seeded += [self._weights.full(target) for target in self._weights.missing]
+
+    def _fill(self) -> None:
+        """Take averages that a separate file lacks from the live weights beside them there."""
+        if not any(tree.role == LIVE for tree in self._checkpoint.trees):
+            return
+        beside = match(self._weights.tree, self._weights.missing, live_weights(self._checkpoint), strict=False)
+        self._weights.pairs += beside.pairs
+        self._weights.missing = beside.missing
+        self._weights.misfits += beside.misfits
+        self.filled += [beside.full(target) for target, _ in beside.pairs]
 
     def _began_anew(self, tree: Tree) -> bool:
         """Whether the saved run is known to have averaged no buffers: those averaged here start from the live ones."""

@@ -31,6 +31,7 @@ class Part:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.seeded: list[str] = []
+        self.filled: list[str] = []
         self.renamed: dict[str, str] = {}
         self.changed_settings: dict[str, tuple[Any, Any]] = {}
         self.extra: dict[str, Any] = {}

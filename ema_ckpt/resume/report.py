@@ -21,7 +21,7 @@ class RestoreReport:
         missing: names of this state that the checkpoint lacks, and that were left as they were.
         unexpected: names of the checkpoint, in restored trees, that this state lacks.
         seeded: averages that the checkpoint lacks and that were set to the restored live weights.
-        filled: averages of a foreign file that only its live weights gave.
+        filled: averages that `ema_path` lacks and that were taken from the live weights beside them there.
         renamed: names in the checkpoint that differ from those here by wrapper prefixes, and what they became.
         changed_settings: settings of averages that are not those of the saved run: name to (saved, now).
         extra: the restored values of `extra`, by name; objects restored in place stand for themselves.

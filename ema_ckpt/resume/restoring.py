@@ -57,7 +57,8 @@ def restore(
             `load_state_dict` are restored in place; the values of the others are in the report.
         ema_path: a separate file or directory to take the averages from.
         strict: refuse missing and unexpected names and casts that lose values. Without it they are reported, and
-            averages that are missing become the restored live weights, or what their manager's `source` gives.
+            averages that are missing become the restored live weights, or what their manager's `source` gives; those
+            that `ema_path` lacks, the live weights beside them there, if it has them.
         missing_ema: `"seed"`: where there are no averages at all, they become the restored live weights and the
             counter 0.
         timeout: seconds to wait for the other ranks to call `restore` too.
@@ -173,6 +174,7 @@ def _report(checkpoint: Checkpoint, parts: list[Part]) -> RestoreReport:
         missing=tuple(name for part in parts for name in part.missing),
         unexpected=tuple(name for part in parts for name in part.unexpected),
         seeded=tuple(name for part in parts for name in part.seeded),
+        filled=tuple(name for part in parts for name in part.filled),
         renamed={old: new for part in parts for old, new in part.renamed.items()},
         changed_settings={name: change for part in parts for name, change in part.changed_settings.items()},
         extra={name: value for part in parts for name, value in part.extra.items()},
