@@ -267,11 +267,13 @@ def find_trees(known: Sequence[Tree], name: str, where: str = "the checkpoint") 
     raise UsageError("unknown-tree", f"{where} has no tree {name!r}: {listed}, and {hint}")
 
 
-def default_tree(known: Sequence[Tree], command: str = "ema-ckpt consolidate PATH OUT", where: str = "") -> Tree:
+def default_tree(
+    known: Sequence[Tree], command: str = "ema-ckpt consolidate PATH OUT", where: str = "", options: str = ""
+) -> Tree:
     """The tree that one-tree verbs take when none is named: the only EMA, else the only live tree.
 
-    `command` is the call so far, for the ready commands in the message. A checkpoint that holds nothing has an
-    empty live tree.
+    `command` is the call so far and `options` what follows its paths, for the ready commands in the message. A
+    checkpoint that holds nothing has an empty live tree.
 
     Raises:
         UsageError: `ambiguous-tree` if neither is unique, with one command per candidate.
@@ -287,10 +289,10 @@ def default_tree(known: Sequence[Tree], command: str = "ema-ckpt consolidate PAT
     lead = f"{where or 'the checkpoint'} has {found}; name the one that is meant: "
     if not candidates:
         lead = f"{where or 'the checkpoint'} holds optimizer state alone, no weights; convert takes it whole: "
-        return _refuse(lead, [command.replace(" consolidate ", " convert ")])
+        return _refuse(lead, [command.replace(" consolidate ", " convert ") + options])
     import shlex
 
-    return _refuse(lead, [f"{command} --tree {shlex.quote(tree.name)}" for tree in candidates])
+    return _refuse(lead, [f"{command} --tree {shlex.quote(tree.name)}{options}" for tree in candidates])
 
 
 def _refuse(lead: str, commands: Sequence[str]) -> Tree:

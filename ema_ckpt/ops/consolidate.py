@@ -12,7 +12,7 @@ from ema_ckpt.errors import UsageError, counted, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
-from ema_ckpt.ops.ready import ready_command
+from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
@@ -68,12 +68,13 @@ def consolidate(
     place = place_of(out)
     catalog = open_catalog(path)
     known = trees(catalog)
-    given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
-    command = ready_command("consolidate", (path, out), given, consolidate.__kwdefaults__)
     if tree is None:
-        picked = default_tree(known, command, catalog.resolved)
+        given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
+        options = ready_options(given, consolidate.__kwdefaults__)
+        picked = default_tree(known, ready_command("consolidate", path, out), catalog.resolved, options)
     else:
-        picked = _pick(catalog, known, tree, ready_command("convert", (path, out), {"tree": tree, **args}))
+        convert = ready_command("convert", path, out) + ready_options({"tree": tree, **args})
+        picked = _pick(catalog, known, tree, convert)
     warnings = [*catalog.warnings]
     whole = with_aliases(catalog, picked)
     selection = select_tree(whole, request.selection, _filling(catalog, known, whole, fill, warnings))

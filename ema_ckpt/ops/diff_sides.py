@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import EMA, canonical
 from ema_ckpt.opening import open_catalog
+from ema_ckpt.ops.ready import ready_command
 from ema_ckpt.trees import Tree, default_tree, find_tree, live_of, trees
 
 __all__ = ["Pairing", "Side", "open_sides", "pair"]
@@ -47,9 +47,7 @@ def open_sides(
     """
     catalog = open_catalog(path)
     known = trees(catalog)
-    command = f"ema-ckpt diff {shlex.quote(os.fspath(path))}"
-    if other is not None:
-        command += f" {shlex.quote(os.fspath(other))}"
+    command = ready_command("diff", path, *(() if other is None else (other,)))
     a = find_tree(known, tree, catalog.resolved) if tree is not None else default_tree(known, command, catalog.resolved)
     beside = catalog if other is None else open_catalog(other)
     b = _partner(catalog, known, a, against) if other is None else _other_tree(beside, tree, against, command)

@@ -6,26 +6,26 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 
-__all__ = ["ready_command"]
+__all__ = ["ready_command", "ready_options"]
 
 
-def ready_command(
-    verb: str,
-    places: Iterable[str | os.PathLike[str]],
-    given: Mapping[str, object],
-    defaults: Mapping[str, object] | None = None,
-) -> str:
-    """The command of `verb`, quoted for a shell, with the paths `places` and every option that is not at its default.
+def ready_command(verb: str, *places: str | os.PathLike[str]) -> str:
+    """The command of `verb` on some paths, quoted for a shell."""
+    return shlex.join(["ema-ckpt", verb, *(os.fspath(place) for place in places)])
+
+
+def ready_options(given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> str:
+    """Every option that is not at its default, quoted for a shell, each with a space before it.
 
     Args:
-        given: keyword arguments of the verb; each is the option of that name, but for `progress`.
+        given: keyword arguments of a verb; each is the option of that name, but for `progress`.
     """
-    words = ["ema-ckpt", verb, *(os.fspath(place) for place in places)]
+    words: list[str] = []
     usual = {"dtype": "keep", **(defaults or {})}
     for name, value in given.items():
         if name != "progress" and value != usual.get(name):
             words += _option(f"--{name.replace('_', '-')}", value)
-    return shlex.join(words)
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def _option(flag: str, value: object) -> list[str]:

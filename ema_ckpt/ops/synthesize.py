@@ -14,7 +14,7 @@ from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError
 from ema_ckpt.files import local_path
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
-from ema_ckpt.ops.ready import ready_command
+from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.synthesize_parts import Snapshot, match_names, open_snapshots, parts_of, weights_for
 from ema_ckpt.ops.writing import (
@@ -76,8 +76,9 @@ def synthesize(
         raise UsageError("usage", "no snapshots are given")
     told = {"sigma_rel": sigma_rel, "weights": weights, "sigma_rels": sigma_rels, "steps": steps}
     form = {"to": to, "world_size": world_size, "max_shard_size": max_shard_size}
-    command = ready_command("synthesize", [*snapshots, out], {**told, **form, **args}, synthesize.__kwdefaults__)
-    held = open_snapshots(snapshots, (tree,) if isinstance(tree, str) else tree, command)
+    options = ready_options({**told, **form, **args}, synthesize.__kwdefaults__)
+    call = (ready_command("synthesize", *snapshots, out), options)
+    held = open_snapshots(snapshots, (tree,) if isinstance(tree, str) else tree, call)
     try:
         factors, warnings = weights_for(held, sigma_rel=sigma_rel, weights=weights, sigma_rels=sigma_rels, steps=steps)
         return _write(held, factors, order, request, warnings)

@@ -34,18 +34,22 @@ class Snapshot:
         return f"{self.tree.name!r} of {self.catalog.resolved}"
 
 
-def open_snapshots(paths: Sequence[str | os.PathLike[str]], names: Sequence[str], command: str) -> list[Snapshot]:
-    """Open every snapshot; of each the trees `names`, or its only EMA. `command` is the call, for messages.
+def open_snapshots(
+    paths: Sequence[str | os.PathLike[str]], names: Sequence[str], call: tuple[str, str]
+) -> list[Snapshot]:
+    """Open every snapshot; of each the trees `names`, or its only EMA. `call` is the command and its options.
 
     Raises:
         UsageError: `ambiguous-tree`, `unknown-tree`. SourceError: what opening raises.
     """
+    command, options = call
     found = []
     for path in paths:
         catalog = open_catalog(path)
         known = trees(catalog)
         picked = [find_tree(known, name, catalog.resolved) for name in names]
-        found += [Snapshot(catalog, tree) for tree in picked or [default_tree(known, command, catalog.resolved)]]
+        picked = picked or [default_tree(known, command, catalog.resolved, options)]
+        found += [Snapshot(catalog, tree) for tree in picked]
     return found
 
 

@@ -74,7 +74,7 @@ def test_several_candidates_come_with_a_command_for_each(tmp_path: Path) -> None
         _taken(source)
     assert caught.value.code == "ambiguous-tree"
     for name, seed in (("ema", 1.0), ("ema_slow", 2.0), ("model", 0.0)):
-        assert f"`ema-ckpt consolidate {source} {tmp_path / 'out.pt'} --tree {name}`" in str(caught.value)
+        assert f"`ema-ckpt consolidate {source} {tmp_path / 'out.pt'} --tree {name} --overwrite`" in str(caught.value)
         assert torch.equal(_taken(source, name)[1]["b"], weights(seed)["b"])
 
 

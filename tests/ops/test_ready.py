@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ema_ckpt.cli.commands import run
 from ema_ckpt.errors import UsageError
-from ema_ckpt.ops.ready import ready_command
+from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.synthesize import synthesize
 from tests.checkpoints import ema, torch_at, weights
 
@@ -29,10 +29,11 @@ from tests.checkpoints import ema, torch_at, weights
     ],
 )
 def test_options_as_a_shell_takes_them(given: dict[str, Any], options: str) -> None:
-    assert (
-        ready_command("convert", ["x y", Path("out")], given, {"world_size": 1})
-        == f"ema-ckpt convert 'x y' out{options}"
-    )
+    assert ready_options(given, {"world_size": 1}) == options
+
+
+def test_paths_are_quoted() -> None:
+    assert ready_command("convert", "x y", Path("out")) == "ema-ckpt convert 'x y' out"
 
 
 def _offered(words: list[str]) -> list[list[str]]:
@@ -48,7 +49,7 @@ def test_every_candidate_of_synthesize_comes_with_a_command_that_runs(tmp_path: 
     words = ["synthesize", *map(str, runs), str(tmp_path / "o p.safetensors"), "--weights", "0.25,0.75"]
     words += ["--dtype", "bf16", "--match", "b", "layer.*", "--overwrite", "-q"]
     commands = _offered(words)
-    assert [command[-2:] for command in commands] == [["--tree", "a_ema"], ["--tree", "b_ema"]]
+    assert [command[5:7] for command in commands] == [["--tree", "a_ema"], ["--tree", "b_ema"]]
     for command in commands:
         assert command[0] == "ema-ckpt"
         assert run([*command[1:], "-q"]) == 0
