@@ -24,6 +24,7 @@ __all__ = ["find", "latest_step", "step_number"]
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
 _STEP = re.compile(r"(?:^|.*[-_=])(?:step|checkpoint|global_step|iter|iteration|epoch|ckpt)[-_=]?(\d+)", re.ASCII)
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.(?:safetensors|pt|pth|bin|ckpt))", re.ASCII | re.DOTALL)
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 _NEVER = re.compile(
     r"scheduler\..*|.*random_state.*|rng_state.*|training_args\.bin|.*trainer_state.*|common\.pt", re.DOTALL
@@ -39,7 +40,7 @@ def find(path: str) -> Found:
 
     Raises:
         SourceError: `not-found`, `not-a-checkpoint`, `unreadable`, `incomplete` if no step is complete,
-            `missing-metadata` for a DCP directory without any, `missing-extra`.
+            `missing-metadata` for a DCP directory without any or shards without an index, `missing-extra`.
         UsageError: `ambiguous-path` if several checkpoints are there.
     """
     path = path if is_url(path) else path.rstrip("/") or path[:1]
@@ -134,7 +135,25 @@ def _indexed(folder: Folder) -> Found | None:
     best = [name for name in names if _index_format(name) == SAFETENSORS] or names
     if len(best) > 1:
         raise _ambiguous(folder.root, best)
-    return Found(_index_format(best[0]), folder.root, (best[0],), folder.root) if best else None
+    if not best:
+        _refuse_shards(folder)
+        return None
+    return Found(_index_format(best[0]), folder.root, (best[0],), folder.root)
+
+
+def _refuse_shards(folder: Folder) -> None:
+    """Refuse shards without an index: neither one of them nor all that are here need be the whole checkpoint."""
+    sets: dict[tuple[str, str, int], set[int]] = {}
+    for name in folder.files:
+        match = _SHARD.fullmatch(name)
+        if match and int(match[3]) > 1:
+            sets.setdefault((match[1], match[4], int(match[3])), set()).add(int(match[2]))
+    for (stem, suffix, count), numbers in sets.items():
+        index = f"{stem}{suffix}{_INDEX}"
+        here = f"{len(numbers)} of the {count} shards {stem}-*-of-*{suffix}"
+        message = f"{folder.root}: {here} without {index}, which names the tensors in each"
+        remedy = f"copy {index} beside them" if len(numbers) == count else f"copy {index} and the missing shards here"
+        raise SourceError("missing-metadata", f"{message}; {remedy}, or name one shard", file=index)
 
 
 def _alone(folder: Folder) -> Found | None:

@@ -47,6 +47,33 @@ def test_a_dcp_directory_and_any_file_of_it(tmp_path: Path) -> None:
     assert short(find(str(root / "__0_0.distcp")), tmp_path) == expected
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("here", [(1, 2), (1,), (2,)])
+def test_shards_without_their_index_are_no_checkpoints(tmp_path: Path, suffix: str, here: tuple[int, ...]) -> None:
+    for number in here:
+        touch(tmp_path / "hf" / f"model-0000{number}-of-00002{suffix}")
+    touch(tmp_path / "hf" / "config.json")
+    for path in (tmp_path, tmp_path / "hf"):
+        message = refused("missing-metadata", path)
+        assert f"{len(here)} of the 2 shards model-*-of-*{suffix} without model{suffix}.index.json" in message
+        assert ("missing shards" in message) == (len(here) == 1)
+    shard = tmp_path / "hf" / f"model-0000{here[0]}-of-00002{suffix}"
+    assert find(str(shard)).names == (shard.name,)
+
+
+def test_the_only_shard_needs_no_index(tmp_path: Path) -> None:
+    touch(tmp_path / "model-00001-of-00001.safetensors")
+    assert find(str(tmp_path)).names == ("model-00001-of-00001.safetensors",)
+
+
+def test_a_step_of_shards_without_an_index_is_not_complete(tmp_path: Path) -> None:
+    dcp_at(tmp_path / "step_1")
+    touch(tmp_path / "step_2" / "model-00001-of-00002.safetensors")
+    found = find(str(tmp_path))
+    assert Path(found.resolved).name == "step_1"
+    assert "model.safetensors.index.json" in str(found.note)
+
+
 def test_rank_metadata_in_the_order_of_ranks(tmp_path: Path) -> None:
     for rank in (10, 0, 2):
         touch(tmp_path / f"__{rank}.metadata")

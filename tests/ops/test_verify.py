@@ -187,6 +187,14 @@ def test_a_short_file_names_the_objects_that_it_lacks(tmp_path: Path) -> None:
     assert "; cut off: 'model.w', 'note' ('model.w' at bytes " in found[0].message
 
 
+def test_shards_without_an_index_are_damage(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file({"w": torch.ones(2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    found = verify(tmp_path)
+    index = "model.safetensors.index.json"
+    assert [(p.code, p.file) for p in found.problems] == [("missing-metadata", index)]
+
+
 # ---------------------------------------------------------------- flips
 
 
