@@ -39,6 +39,7 @@ __all__ = [
     "cast_target",
     "missing_weights",
     "options",
+    "refuse_idle",
     "select_all",
     "select_tree",
 ]
@@ -262,8 +263,8 @@ class _Globs:
 def _filter(rows: Sequence[_Row], chosen: Options, where: str) -> list[_Row]:
     """Apply `match` and `exclude`."""
     names = [row.name for row in rows]
-    _refuse_idle("--match", chosen.match, names, where)
-    _refuse_idle("--exclude", chosen.exclude, names, where)
+    refuse_idle("--match", chosen.match, names, where)
+    refuse_idle("--exclude", chosen.exclude, names, where)
     kept = list(rows)
     if chosen.match:
         matched = _Globs(chosen.match)
@@ -277,7 +278,8 @@ def _filter(rows: Sequence[_Row], chosen: Options, where: str) -> list[_Row]:
     return kept
 
 
-def _refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: str) -> None:
+def refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise UsageError `empty-selection` if one of `globs`, given as `flag`, fits none of `names`."""
     idle = _Globs(globs).idle(names) if globs else []
     if idle:
         near = nearest(idle[0], names)[:3] if len(names) <= _SUGGESTED_FROM else list(names[:3])
@@ -292,7 +294,7 @@ def _finish(rows: Sequence[_Row], inside: Sequence[_Row], chosen: Options, where
 
 def _write(kept: Sequence[_Row], chosen: Options, inside: Sequence[_Row], where: str) -> Selection:
     """Apply `keep_dtype` and `rename`, refuse collisions, and build what is written."""
-    _refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in inside], where)
+    refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in inside], where)
     spared = _Globs(chosen.keep_dtype)
     dtypes = [_dtype(row, chosen, spared) for row in kept]
     _rename(kept, chosen.rename, where)

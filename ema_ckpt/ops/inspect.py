@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from ema_ckpt.catalog import Catalog, Tensor, Warn
+from ema_ckpt.catalog import Catalog, Object, Tensor, Warn
 from ema_ckpt.coverage import prove
 from ema_ckpt.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.naming import EMA, glob_matcher
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.ops.checkpoint import tree_entry
 from ema_ckpt.ops.inspected import ChunkEntry, Inspected, ObjectEntry, TensorEntry
+from ema_ckpt.selection import refuse_idle
 from ema_ckpt.settings import ema_settings
 from ema_ckpt.trees import Tree, find_trees, inner_names, trees
 
@@ -32,7 +34,7 @@ def inspect(path: str | os.PathLike[str], tree: str | None = None, match: Sequen
         tree: only the tensors of this tree, or below this dotted path. match: only names that fit a glob.
 
     Raises:
-        EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle unknown-tree …`.
+        EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle unknown-tree empty-selection …`.
     """
     catalog = open_catalog(path, lenient=True)
     known = trees(catalog)
@@ -98,8 +100,13 @@ def _tensor_entries(
 ) -> Iterable[TensorEntry]:
     wanted: set[int] | None = None
     if only is not None:
-        wanted = {id(t) for found in find_trees(known, only, catalog.resolved) for t in found.tensors}
-    tests = [glob_matcher(glob) for glob in ((match,) if isinstance(match, str) else match)]
+        picked = find_trees(known, only, catalog.resolved)
+        wanted = {id(item) for found in picked for item in (*found.tensors, *found.objects)}
+    globs = (match,) if isinstance(match, str) else tuple(match)
+    items = chain[Tensor | Object](catalog.tensors, catalog.objects)
+    held = [item.name for item in items if wanted is None or id(item) in wanted]
+    refuse_idle("--match", globs, held, catalog.resolved)
+    tests = [glob_matcher(glob) for glob in globs]
     owner = {id(tensor): tree.name for tree in known for tensor in tree.tensors}
     fqns = {name: fqn for tree in known for name, fqn in inner_names(tree).items()}
     for tensor in catalog.tensors:
