@@ -331,8 +331,8 @@ def test_terminated_at_random_moments(tmp_path: Path, number: signal.Signals) ->
         assert generation_of(target, 4) in (before, str(attempt))
         assert os.listdir(tmp_path) == ["out"]
     # Minus the number: python ends so after KeyboardInterrupt, and when it has already let go of its handlers.
-    assert codes & {128 + number, -number}
-    assert codes <= {0, 128 + number, -number}
+    assert codes & {128 + number, -number}, codes
+    assert codes <= {0, 128 + number, -number}, codes
 
 
 def test_a_skipped_exit_is_made_up_for(tmp_path: Path) -> None:
