@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ema_ckpt.errors import SourceError, TargetError
+from ema_ckpt.formats.globals import Opaque, parts_of
 
 __all__ = ["Nesting", "flatten", "renest"]
 
@@ -117,13 +118,7 @@ class _Walk:
                 raise SourceError("unsupported", f"containers are nested more than {_MAX_DEPTH} deep")
             if self.is_tensor(inner):
                 raise SourceError("unsupported", "a tensor lies in a set or is the key of a dict")
-            todo += [(part, depth + 1) for part in _parts(inner)]
-
-
-def _parts(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return value if isinstance(value, list | tuple | set | frozenset) else ()
+            todo += [] if isinstance(inner, Opaque) else [(part, depth + 1) for part in parts_of(inner)]
 
 
 def _inside(value: object, lists_only: bool) -> Iterable[object]:
