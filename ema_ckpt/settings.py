@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ema_ckpt.catalog import Catalog, Object, Payload, Tensor
 from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
+from ema_ckpt.naming import EMA, LIVE
 from ema_ckpt.trees import Tree
 
-__all__ = ["EmaSettings", "ema_settings", "samples_seen"]
+__all__ = ["EmaSettings", "ema_settings", "exchange_marks", "samples_seen"]
 
 _MAX_NBYTES = 64 * 1024
+_MARKS = frozenset({"swapped", "is_swapped", "ema_swapped"})
 _COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
 # The only types that a counter or decay is stored as; bfloat16 is the upper half of a float32.
 _CODES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
@@ -68,6 +71,21 @@ def samples_seen(catalog: Catalog, tree: Tree) -> int | None:
     """
     entry = tree.settings.get("samples_seen")
     return None if entry is None else _count(_value(catalog, entry, True))
+
+
+def exchange_marks(catalog: Catalog, known: Sequence[Tree]) -> list[Tensor | Object]:
+    """Entries that tell, if true, that averages and live weights lay in each other's place when they were saved.
+
+    Only beside the trees or among an average's settings: weights, and a user's own values, may bear any name.
+    """
+    weights = {id(tensor) for tree in known if tree.role == LIVE for tensor in tree.tensors}
+    homes = {"", *(tree.name for tree in known if tree.role == EMA)}
+    found = []
+    for item in chain[Tensor | Object](catalog.tensors, catalog.objects):
+        if str(item.path[-1]).rpartition(".")[2] in _MARKS and id(item) not in weights:
+            home = ".".join(map(str, item.path)).rpartition(".")[0]
+            found += [item] if home in homes else []
+    return found
 
 
 def _ramp(config: Mapping[str, object]) -> dict[str, object] | None:

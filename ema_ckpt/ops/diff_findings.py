@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from ema_ckpt.box import whole
 from ema_ckpt.catalog import Catalog, Object, Tensor, Warn
@@ -12,12 +11,11 @@ from ema_ckpt.compare import Sums
 from ema_ckpt.errors import counted, shown
 from ema_ckpt.naming import EMA, LIVE
 from ema_ckpt.ops.diff_sides import Pairing, Side
-from ema_ckpt.settings import ema_settings
+from ema_ckpt.settings import ema_settings, exchange_marks
 from ema_ckpt.streams import StreamReader, locate
 
 __all__ = ["Compared", "find"]
 
-_MARKS = frozenset({"swapped", "is_swapped", "ema_swapped"})
 _UNRELATED_COSINE = 0.5
 _UNRELATED_SHARE = 0.1
 
@@ -58,8 +56,8 @@ def find(compared: Compared) -> tuple[Warn, ...]:
 
 def _swapped(side: Side) -> Iterator[Warn]:
     """A mark that the live weights lay in the EMA's place when the checkpoint was saved."""
-    for item in chain[Tensor | Object](side.catalog.tensors, side.catalog.objects):
-        if str(item.path[-1]).rpartition(".")[2] in _MARKS and _is_set(side.catalog, item):
+    for item in exchange_marks(side.catalog, side.known):
+        if _is_set(side.catalog, item):
             message = (
                 f"{side.catalog.resolved} is marked as swapped ({item.name!r}): its EMA tree {side.tree.name!r} holds "
                 "the live weights and its live tree the averages; exchange them before use"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.aliases import with_aliases
@@ -20,10 +20,11 @@ __all__ = ["Pairing", "Side", "open_sides", "pair"]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side: a checkpoint, and the tree of it that is compared."""
+    """One side: a checkpoint, the tree of it that is compared, and all its trees."""
 
     catalog: Catalog
     tree: Tree
+    known: Sequence[Tree]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,12 @@ def open_sides(
     command = ready_command("diff", path, *(() if other is None else (other,)))
     a = find_tree(known, tree, catalog.resolved) if tree is not None else default_tree(known, command, catalog.resolved)
     beside = catalog if other is None else open_catalog(other)
-    b = _partner(catalog, known, a, against) if other is None else _other_tree(beside, tree, against, command)
-    return Side(catalog, _under_names_of(b, catalog, a)), Side(beside, _under_names_of(a, beside, b))
+    others = known if other is None else trees(beside)
+    if other is None:
+        b = _partner(catalog, known, a, against)
+    else:
+        b = _other_tree(others, tree, against, command, beside.resolved)
+    return Side(catalog, _under_names_of(b, catalog, a), known), Side(beside, _under_names_of(a, beside, b), others)
 
 
 def _under_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:
@@ -72,16 +77,15 @@ def _partner(catalog: Catalog, known: tuple[Tree, ...], a: Tree, against: str | 
     raise UsageError("unknown-tree", f"{message} ({others or 'it has no other tree'})")
 
 
-def _other_tree(catalog: Catalog, tree: str | None, against: str | None, command: str) -> Tree:
+def _other_tree(known: Sequence[Tree], tree: str | None, against: str | None, command: str, where: str) -> Tree:
     """The tree of a second checkpoint: the one named, else that of a's name if it was named, else the default."""
-    known = trees(catalog)
     if against is not None:
-        return find_tree(known, against, catalog.resolved)
+        return find_tree(known, against, where)
     same = next((found for found in known if found.name == tree), None) if tree is not None else None
     if same is not None:
         return same
     try:
-        return default_tree(known, command, catalog.resolved)
+        return default_tree(known, command, where)
     except UsageError as error:
         raise UsageError(error.code, str(error).replace(" --tree ", " --against ")) from None
 

@@ -10,6 +10,7 @@ from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER
 from ema_ckpt.resume.reading import Source
+from ema_ckpt.settings import exchange_marks
 from ema_ckpt.trees import Tree, trees
 
 __all__ = [
@@ -27,9 +28,6 @@ __all__ = [
 
 Nested = dict[str | int, Any]
 
-_MARKS = ("swapped", "is_swapped", "ema_swapped")
-
-
 class Checkpoint:
     """An opened checkpoint: its trees, and a source to read them from."""
 
@@ -43,17 +41,8 @@ class Checkpoint:
     @cached_property
     def is_exchanged(self) -> bool:
         """Whether a mark says that it was saved with averages in the model's place and live weights in theirs."""
-        averages = [tree for tree in self.trees if tree.role == EMA]
-        # Beside the trees or among an average's settings: weights, and a user's own values, may bear any name.
-        weights = {id(tensor) for tree in self.trees if tree.role == LIVE for tensor in tree.tensors}
-        homes = {"", *(tree.name for tree in averages)}
-        marks: dict[str, Tensor | Object] = {}
-        items: list[Tensor | Object] = [*self.catalog.tensors, *self.catalog.objects]
-        for item in items:
-            home, _, last = ".".join(map(str, item.path)).rpartition(".")
-            if home in homes and id(item) not in weights:
-                marks[last] = item
-        return any(bool(setting(self.source, marks, name)) for name in _MARKS)
+        marks = exchange_marks(self.catalog, self.trees)
+        return any(bool(setting(self.source, {item.name: item}, item.name)) for item in marks)
 
     @property
     def where(self) -> str:

@@ -303,6 +303,15 @@ def test_exchanged_and_marked(tmp_path: Path) -> None:
         assert codes(diff(tmp_path / f"{mark}.pt")) == expected
 
 
+def test_names_that_look_like_a_mark_of_exchange_are_none(tmp_path: Path) -> None:
+    state = train()
+    state["model"] = {**state["model"], "is_swapped": torch.tensor(True)}
+    torch.save({**state, "extra": {"swapped": True}}, tmp_path / "c.pt")
+    assert "ema-swapped" not in codes(diff(tmp_path / "c.pt"))
+    torch.save({**state, "ema": {**state["ema"], "swapped": True}}, tmp_path / "d.pt")
+    assert "ema-swapped" in codes(diff(tmp_path / "d.pt"))
+
+
 def test_nan_in_the_live_weights(tmp_path: Path) -> None:
     result = diff(save_dcp(tmp_path / "c", train(poison=True)))
     assert codes(result) == ["non-finite"]
