@@ -432,6 +432,34 @@ def test_extra_values_and_objects(run: Run, tmp_path: Path) -> None:
     assert set(unexpected) == {"extra.list", "extra.odd", "extra.schedule", "extra.names"}
 
 
+class Counting:
+    def __init__(self, count: int, refuses: bool = False) -> None:
+        self.count, self.refuses = count, refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        if self.refuses:
+            self.refuses = False
+            raise ValueError("not this one")
+
+
+def test_an_object_that_refuses_its_state_leaves_all_as_it_was(run: Run, tmp_path: Path) -> None:
+    run.train(2, 4)
+    path = run.save(tmp_path / "c", extra={"a": Counting(1), "b": Counting(2)})
+    other = Run(seed=9)
+    before = [p.tolist() for p in (*other.model.parameters(), *other.ema.state_dict()["weights"].values())]
+    extra = {"a": Counting(7), "b": Counting(8, refuses=True)}
+    with pytest.raises(ValueError, match="not this one"):
+        other.restore(path, extra=extra)
+    assert (extra["a"].count, extra["b"].count) == (7, 8)
+    assert [p.tolist() for p in (*other.model.parameters(), *other.ema.state_dict()["weights"].values())] == before
+    other.restore(path, extra=extra)
+    assert (extra["a"].count, extra["b"].count) == (1, 2)
+
+
 def test_values_of_numpy_and_time_come_back(run: Run, tmp_path: Path) -> None:
     extra = {
         "numpy": np.random.get_state(),

@@ -13,7 +13,16 @@ from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, canonical_modules, census
 from ema_ckpt.errors import StateError
 
-__all__ = ["buffer_names", "live_shards", "live_tree", "published", "refuse_swapped", "set_extra_state", "tensor_names"]
+__all__ = [
+    "buffer_names",
+    "extra_state",
+    "live_shards",
+    "live_tree",
+    "published",
+    "refuse_swapped",
+    "set_extra_state",
+    "tensor_names",
+]
 
 _EXTRA = "_extra_state"
 
@@ -39,7 +48,7 @@ def live_shards(model: nn.Module) -> dict[str, Any]:
         for held in group:
             if held.persistent:
                 entries.update(dict.fromkeys(held.shard.names, (kind, held.shard)))
-    entries.update({name: (2, module.get_extra_state()) for name, module in _with_extra_state(model)})
+    entries.update({name: (2, value) for name, value in extra_state(model).items()})
     places: dict[str, int] = {}
     for place, (prefix, _) in enumerate(canonical_modules(model)):
         places.setdefault(prefix, place)
@@ -73,6 +82,11 @@ def tensor_names(model: nn.Module) -> frozenset[str]:
     found = census(model)
     held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
     return frozenset(name for h in held for name in h.shard.names)
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """What modules return from `get_extra_state`, by name."""
+    return {name: module.get_extra_state() for name, module in _with_extra_state(model)}
 
 
 def set_extra_state(model: nn.Module, values: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ def _met(call: str, timeout: float, deadline: float, ranks: tuple[int, ...], fai
     """Take part in one meeting; False if it had already failed without us."""
     meeting = _Meeting(ranks, _next_attempt(ranks))
     meeting.arrive(call, failure)
-    outcome = meeting.outcome(deadline)
+    outcome = meeting.outcome(timeout, deadline)
     absent = outcome.get("absent", [])
     if dist.get_rank() in absent:
         return False
@@ -97,15 +97,14 @@ class _Meeting:
             self._decide(self._found())
             self._forget(f"{self._previous}/count", f"{self._previous}/outcome")
 
-    def outcome(self, deadline: float) -> dict[str, Any]:
-        started = time.monotonic()
+    def outcome(self, timeout: float, deadline: float) -> dict[str, Any]:
         try:
-            left = max(deadline - started, 0.001)
+            left = max(deadline - time.monotonic(), 0.001)
             self._store.wait([f"{self._name}/outcome"], timedelta(seconds=left))
         except dist.DistStoreError:
             absent = [rank for rank in self._ranks if not self._store.check([f"{self._name}/{rank}"])]
             if absent:
-                self._decide({"absent": absent, "timeout": round(time.monotonic() - started, 1)})
+                self._decide({"absent": absent, "timeout": timeout})
         return dict(json.loads(self._store.get(f"{self._name}/outcome")))
 
     def leave(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from ema_ckpt.catalog import Object, Tensor
@@ -34,6 +35,7 @@ class ExtraPart(Part):
         self.missing += [f"extra.{name}" for name in empty]
         self.unexpected += [f"extra.{name}" for name in self._stored if name not in extra]
         self._values: dict[str, Any] = {}
+        self._former: dict[str, Any] = {}
 
     def read(self) -> None:
         """Read the values that were asked for."""
@@ -48,12 +50,19 @@ class ExtraPart(Part):
             self._values[name] = loaded(self._checkpoint.source, stored)
             self.loaded.append(f"extra.{name}")
 
-    def write(self) -> None:
+    def hand_over(self) -> None:
         """Hand values to stateful objects, the rest to the report."""
         for name, value in self._values.items():
             wanted = self._wanted[name]
             if hasattr(wanted, "load_state_dict"):
+                if hasattr(wanted, "state_dict"):
+                    self._former[name] = deepcopy(wanted.state_dict())
                 wanted.load_state_dict(value)
                 self.extra[name] = wanted
             else:
                 self.extra[name] = value
+
+    def take_back(self) -> None:
+        """Give the objects the state that they had."""
+        for name, value in self._former.items():
+            self._wanted[name].load_state_dict(value)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
 from ema_ckpt.catalog import Object, Tensor
-from ema_ckpt.ema.live import set_extra_state
+from ema_ckpt.ema.live import extra_state, set_extra_state
 from ema_ckpt.ema.shards import census
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.leaves import shard_pieces
@@ -23,7 +24,11 @@ Staged = list[tuple[torch.Tensor, torch.Tensor]]  # live view, host value
 
 
 class Part:
-    """One part of the state. Making it compares; `read` stages values; `write` and `finish` put them in place."""
+    """One part of the state. Making it compares; `read` stages values; `write` and `finish` put them in place.
+
+    What user code takes (`load_state_dict` of an object, `set_extra_state` of a module) may be refused by it. It is
+    handed over before anything is written, and taken back if any of it is refused on any rank.
+    """
 
     def __init__(self, trees: Iterable[str] = ()) -> None:
         self.trees = list(trees)
@@ -39,6 +44,12 @@ class Part:
 
     def read(self) -> None:
         """Read what this rank needs into host memory."""
+
+    def hand_over(self) -> None:
+        """Pass values to user code."""
+
+    def take_back(self) -> None:
+        """Undo `hand_over`, as far as it came."""
 
     def write(self) -> None:
         """Put what was read in place."""
@@ -119,16 +130,26 @@ class LivePart(Part):
         self._extra_state = extra_state
         self._staged: Staged = []
         self._values: dict[str, Any] = {}
+        self._former: dict[str, Any] = {}
 
     def read(self) -> None:
         """Read the live weights."""
         self._staged = stage_pairs(self._checkpoint, self._match)
         self._values = {name: loaded(self._checkpoint.source, item) for name, item in self._extra_state.items()}
 
+    def hand_over(self) -> None:
+        """Pass extra state to the modules."""
+        if self._values:
+            self._former = deepcopy(extra_state(self._model))
+        set_extra_state(self._model, self._values)
+
+    def take_back(self) -> None:
+        """Give the modules the extra state that they had."""
+        set_extra_state(self._model, self._former)
+
     def write(self) -> None:
         """Write the live weights."""
         put(self._staged)
-        set_extra_state(self._model, self._values)
 
 
 def _is_extra_state(item: Tensor | Object) -> bool:

@@ -83,6 +83,12 @@ def restore(
     finally:
         for checkpoint in opened:
             checkpoint.close()
+    try:
+        agreed(ours, _CALL, lambda: _hand_over(parts))
+    except BaseException:
+        for part in parts:
+            part.take_back()
+        raise
     agreed(ours, _CALL, lambda: _write(model, parts))
     return _report(opened[0], parts)
 
@@ -150,6 +156,11 @@ def _parts(opened: list[Checkpoint], wanted: _Wanted) -> list[Part]:
 def _read(parts: list[Part]) -> None:
     for part in parts:
         part.read()
+
+
+def _hand_over(parts: list[Part]) -> None:
+    for part in parts:
+        part.hand_over()
 
 
 def _write(model: nn.Module, parts: list[Part]) -> None:
