@@ -28,6 +28,7 @@ __all__ = [
 
 Nested = dict[str | int, Any]
 
+
 class Checkpoint:
     """An opened checkpoint: its trees, and a source to read them from."""
 
