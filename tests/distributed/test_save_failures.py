@@ -270,7 +270,7 @@ def _endless(rank: int, port: int, parent: str, started: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model, optimizer, ema = make()
     for step in range(100_000):
-        save(Path(parent, f"step_{step}"), model=model, ema=ema, optimizer=optimizer)
+        save(Path(parent, f"step_{step}"), model=model, ema=ema, optimizer=optimizer, timeout=10)
         if not step:
             started.set()
 
