@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from ema_ckpt.box import is_contiguous_in, linear, whole
@@ -24,7 +25,7 @@ from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, Share, find_runs, find_shares, row_runs
 from ema_ckpt.shares import Begun, Crew, Part
 from ema_ckpt.target import Frame, Piece, Target
-from ema_ckpt.workers import run_jobs
+from ema_ckpt.workers import run_streams
 
 __all__ = ["MIN_BUDGET_NBYTES", "Outcome", "Settings", "run"]
 
@@ -141,7 +142,7 @@ class _Engine:
 
     def run(self, crew: Crew | None = None) -> Outcome:
         """Do all jobs, or this process' share of them, then compare what was only read in part."""
-        run_jobs(self._jobs(crew), self._workers(), lambda: Hands(self))
+        run_streams(self._streams(crew), self._workers(), lambda: Hands(self))
         if crew is not None:
             if crew.rank:
                 self.outputs.close()  # on a network file system this is what lets the first process see it
@@ -162,11 +163,20 @@ class _Engine:
         nbytes = sum(piece.nbytes for piece in self.pieces)
         return self.settings.threads if nbytes >= reads * _WORTH_NBYTES else 1
 
-    def _jobs(self, crew: Crew | None) -> Iterator[Callable[[Hands], None]]:
-        """All jobs, or those that begin in this process' share of the bytes."""
+    def _streams(self, crew: Crew | None) -> Iterator[Iterator[Callable[[Hands], None]]]:
+        """All jobs by output file, or those that begin in this process' share of the bytes."""
+        total = max(sum(piece.nbytes for piece in self.pieces), 1)
+        at = 0
+        for _, group in groupby(range(len(self.pieces)), key=lambda index: self.pieces[index].file):
+            indices = list(group)
+            yield self._jobs(indices, at, total, crew)
+            at += sum(self.pieces[index].nbytes for index in indices)
+
+    def _jobs(
+        self, indices: Sequence[int], at: int, total: int, crew: Crew | None
+    ) -> Iterator[Callable[[Hands], None]]:
         rank, size = (crew.rank, crew.size) if crew else (0, 1)
-        at, total = 0, max(sum(piece.nbytes for piece in self.pieces), 1)
-        for nbytes, job in self._cut():
+        for nbytes, job in self._cut(indices):
             if min(at * size // total, size - 1) == rank:
                 yield job
             at += nbytes
@@ -193,9 +203,10 @@ class _Engine:
             work.pending -= begun.jobs - 1
             self.complete(work, begun.intervals, begun.source_intervals)
 
-    def _cut(self) -> Iterator[tuple[int, Callable[[Hands], None]]]:
+    def _cut(self, indices: Sequence[int]) -> Iterator[tuple[int, Callable[[Hands], None]]]:
         batch: list[int] = []
-        for index, piece in enumerate(self.pieces):
+        for index in indices:
+            piece = self.pieces[index]
             widest = max(piece.entry.dtype.itemsize, piece.entry.source.dtype.itemsize)
             if piece.box.numel * widest > self.block_nbytes:
                 yield from self._segments(self.prepare(index))

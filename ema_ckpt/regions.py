@@ -60,8 +60,11 @@ class Run:
 def find_shares(tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[int], box: Box) -> list[Share]:
     """What each of the `picked` chunks holds of `box`, empty shares left out."""
     shares = []
+    first, stop = (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
     for index in picked:
         chunk = tensor.chunks[index]
+        if chunk.sizes and (chunk.offsets[0] >= stop or chunk.offsets[0] + chunk.sizes[0] <= first):
+            continue  # most are other rows
         common = intersect(chunk.box, box)
         if common is not None:
             strides = payloads[index].strides or row_major_strides(chunk.sizes)

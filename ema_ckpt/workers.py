@@ -1,4 +1,4 @@
-"""A pool of workers that take jobs from one list, each with buffers of its own."""
+"""A pool of workers that take jobs from shared streams, each with buffers of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["run_jobs", "usable_cpus", "worker_count"]
+__all__ = ["run_jobs", "run_streams", "usable_cpus", "worker_count"]
 
 Hand = TypeVar("Hand")
 _MOST = 8
@@ -33,12 +33,21 @@ def run_jobs(jobs: Iterator[Callable[[Hand], None]], threads: int, make: Callabl
     Raises:
         BaseException: the first that a job raised; the others stop after the job they are at.
     """
-    _Pool(jobs, make).run(threads)
+    run_streams(iter((jobs,)), threads, make)
+
+
+def run_streams(streams: Iterator[Iterator[Callable[[Hand], None]]], threads: int, make: Callable[[], Hand]) -> None:
+    """As `run_jobs`; workers keep to different streams as long as there are any, then share what is left.
+
+    For jobs that hinder each other, as those that write to one file do: the kernel lets one thread do so at a time.
+    """
+    _Pool(streams, make).run(threads)
 
 
 class _Pool(Generic[Hand]):
-    def __init__(self, jobs: Iterator[Callable[[Hand], None]], make: Callable[[], Hand]) -> None:
-        self._jobs = jobs
+    def __init__(self, streams: Iterator[Iterator[Callable[[Hand], None]]], make: Callable[[], Hand]) -> None:
+        self._fresh = streams
+        self._begun: list[Iterator[Callable[[Hand], None]]] = []
         self._make = make
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -69,15 +78,30 @@ class _Pool(Generic[Hand]):
         if interruption is not None:
             raise interruption
 
+    def _next_stream(self) -> Iterator[Callable[[Hand], None]] | None:
+        with self._lock:
+            fresh = next(self._fresh, None)
+            if fresh is None:
+                return self._begun[-1] if self._begun else None
+            self._begun.append(fresh)
+            return fresh
+
+    def _end(self, stream: Iterator[Callable[[Hand], None]]) -> None:
+        with self._lock:
+            if stream in self._begun:
+                self._begun.remove(stream)
+
     def _serve(self) -> None:
         try:
             hand = self._make()
-            while self._error is None:
-                with self._lock:
-                    job = next(self._jobs, None)
-                if job is None:
-                    return
-                job(hand)
+            while self._error is None and (stream := self._next_stream()) is not None:
+                while self._error is None:
+                    with self._lock:
+                        job = next(stream, None)
+                    if job is None:
+                        break
+                    job(hand)
+                self._end(stream)
         except BaseException as error:  # noqa: BLE001 - raised by `run`, in the thread that called it
             if self._error is None:
                 self._error = error
