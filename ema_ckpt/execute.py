@@ -36,6 +36,8 @@ _BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
 _SEGMENT_NBYTES = 32 << 20
 _MAX_BATCH = 4096
+# Of one file. Measured on 16 cores: rows 1.2 s with four workers, 1.4 s with eight; columns 2.5 s and 3.6 s.
+_WRITERS = 4
 _WORTH_NBYTES = 48 << 10  # of one read, for a second worker to be of use
 _MAX_JOINED_NBYTES = 64 << 10
 
@@ -125,6 +127,7 @@ class _Engine:
     ) -> None:
         self.catalog = catalog
         self.pieces = target.pieces
+        self._files = len(target.files)
         self.outputs = outputs
         self.settings = settings
         self.journal = journal
@@ -156,12 +159,18 @@ class _Engine:
         return self.outcome
 
     def _workers(self) -> int:
-        """One where there is more to interpret than to move: two would only hand the interpreter lock to and fro."""
+        """One where there is more to interpret than to move: two would only hand the interpreter lock to and fro.
+
+        And no more than find work where a file takes the writes of one of them at a time.
+        """
         if is_url(self.catalog.source.root):
             return self.settings.threads
         reads = sum(len(piece.entry.source.chunks) for piece in self.pieces)
         nbytes = sum(piece.nbytes for piece in self.pieces)
-        return self.settings.threads if nbytes >= reads * _WORTH_NBYTES else 1
+        if nbytes < reads * _WORTH_NBYTES:
+            return 1
+        casts = any(piece.entry.dtype != piece.entry.source.dtype for piece in self.pieces)
+        return self.settings.threads if casts else min(self.settings.threads, _WRITERS * self._files)
 
     def _streams(self, crew: Crew | None) -> Iterator[Iterator[Callable[[Hands], None]]]:
         """All jobs by output file, or those that begin in this process' share of the bytes."""
