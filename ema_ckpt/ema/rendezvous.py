@@ -7,6 +7,7 @@ needs NCCL nor gets in the way of the training's collectives.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import time
@@ -30,6 +31,9 @@ _GROUP_TIMEOUT = timedelta(hours=2)
 _attempts: dict[tuple[int, ...], int] = {}
 _attempts_of: object = None  # the default group that `_attempts` counts for
 _channels: dict[str, tuple[object, Channel]] = {}
+# gloo's threads must have ended before the interpreter goes: one that lets go of a tensor later aborts the process.
+# Saves in the background are over by then; threads are joined before this is called.
+atexit.register(_channels.clear)
 
 
 def meet(call: str, timeout: float, group: dist.ProcessGroup | None = None, failure: Exception | None = None) -> None:

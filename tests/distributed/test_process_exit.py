@@ -1,0 +1,41 @@
+"""Scripts that save end as scripts do: without an abort by a thread of gloo that outlives the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from ema_ckpt import ShardedEMA, save
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(4, 8))
+optimizer, ema = torch.optim.AdamW(model.parameters()), ShardedEMA(model)
+model(torch.randn(2, 4)).sum().backward()
+optimizer.step()
+ema.update()
+save(sys.argv[1], model=model, ema=ema, optimizer=optimizer, async_save=sys.argv[2] == "async")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_well_after_a_save(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    for attempt in range(10):
+        command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", script]
+        command += [tmp_path / f"step_{attempt}", "async" if attempt % 2 else "now"]
+        ended = subprocess.run(
+            [str(part) for part in command], timeout=120, env=env, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert (tmp_path / f"step_{attempt}" / ".metadata").exists()
