@@ -2,6 +2,7 @@
 
 The order is fixed and the first hit wins: the path itself, recognised parts in it, the complete step with the
 highest number, exactly one of these one or two levels down. Anything else is an error that lists what was found.
+An average alone, or another weight file, that lies beside steps is passed over for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ema_ckpt.families import families, family_of
 from ema_ckpt.files import is_url
 from ema_ckpt.folders import Folder, base_name, is_folder, join, list_folder, parent_of
 from ema_ckpt.found import DCP, PARTS, RANK_FILES, SAFETENSORS, TORCH, Found
-from ema_ckpt.naming import OPTIMIZER, OTHER, part_role
+from ema_ckpt.naming import LIVE, OPTIMIZER, OTHER, part_role
 from ema_ckpt.stagedir import is_stage_name, recovered
 
 __all__ = ["find", "latest_step", "step_number"]
@@ -32,6 +33,7 @@ _NEVER = re.compile(
 _ZERO_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt", re.ASCII)
 _ZERO_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt", re.ASCII)
 _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
+_WEIGHTS = re.compile(r"(?:diffusion_pytorch_|pytorch_|adapter_)?model\.safetensors")
 _LEVELS_BELOW = 2
 
 
@@ -96,7 +98,22 @@ def _index_format(name: str) -> str:
 
 
 def _here(folder: Folder) -> Found | None:
-    return _whole(folder) or _newest(folder)
+    whole = _whole(folder)
+    if whole is None:
+        return _newest(folder)
+    return (_newest(folder, stray) if (stray := _stray(whole)) else None) or whole
+
+
+def _stray(found: Found) -> str:
+    """What makes a directory count as a checkpoint, if somebody may have put it into that of a run; else nothing.
+
+    That is parts without live weights, or one file that has not the name of published weights. They must not take
+    the place of the run's steps.
+    """
+    if found.format == PARTS:
+        return "" if any(part_role(name) == LIVE for name, _ in found.parts) else shown([n for n, _ in found.parts])
+    is_one = found.format == SAFETENSORS and len(found.names) == 1 and not found.names[0].endswith(_INDEX)
+    return found.names[0] if is_one and not _WEIGHTS.fullmatch(found.names[0]) else ""
 
 
 def _whole(folder: Folder) -> Found | None:
@@ -220,18 +237,20 @@ def latest_step(parent: str) -> str | None:
     return join(parent, steps.newest[0]) if steps and steps.newest else None
 
 
-def _newest(folder: Folder) -> Found | None:
+def _newest(folder: Folder, stray: str = "") -> Found | None:
+    """The newest complete step; with something stray beside them, None also where no step is complete."""
     steps = _Steps(folder)
     if steps.newest is None:
-        if steps.broken:
+        if steps.broken and not stray:
             several = counted(len(steps.broken), "step")
             message = f"{folder.root}: none of its {several} is complete ({_listed(steps.broken)})"
             raise SourceError("incomplete", message, file=folder.root)
         return None
     name, found = steps.newest
     skipped = f"; not complete: {_listed(steps.broken)}" if steps.broken else ""
+    beside = f"; {stray}, which lies beside them, is not read" if stray else ""
     several = counted(steps.count, "step")
-    return replace(found, note=f"reading {name}, the newest complete of {several} in {folder.root}{skipped}")
+    return replace(found, note=f"reading {name}, the newest complete of {several} in {folder.root}{skipped}{beside}")
 
 
 def _listed(broken: Sequence[tuple[str, EmaCkptError]]) -> str:

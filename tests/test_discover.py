@@ -325,6 +325,29 @@ def test_a_step_may_hold_its_checkpoint_one_level_down(tmp_path: Path) -> None:
     assert latest_step(str(tmp_path)) == str(tmp_path / "step_2")
 
 
+@pytest.mark.parametrize("stray", ["ema.safetensors", "average.safetensors", "ema"])
+def test_an_average_put_beside_steps_does_not_hide_them(tmp_path: Path, stray: str) -> None:
+    for number in (9, 10):
+        dcp_at(tmp_path / f"step_{number}")
+    put = safetensors_at(tmp_path / stray if "." in stray else tmp_path / stray / "model.safetensors")
+    found = find(str(tmp_path))
+    assert short(found, tmp_path) == ("dcp", "step_10", ".metadata")
+    assert str(latest_step(str(tmp_path))) == found.resolved
+    assert found.note is not None
+    assert stray in found.note
+    assert "is not read" in found.note
+    assert short(find(str(put)), tmp_path)[0] == "safetensors"  # by its own name it is there
+    for number in (9, 10):
+        (tmp_path / f"step_{number}" / ".metadata").unlink()
+    assert find(str(tmp_path)).format in ("safetensors", "parts")
+
+
+def test_published_weights_stand_before_the_steps_that_led_to_them(tmp_path: Path) -> None:
+    dcp_at(tmp_path / "checkpoint-10")
+    safetensors_at(tmp_path / "model.safetensors")
+    assert short(find(str(tmp_path)), tmp_path) == ("safetensors", ".", "model.safetensors")
+
+
 def test_two_steps_of_one_number_are_a_question(tmp_path: Path) -> None:
     dcp_at(tmp_path / "step_5")
     dcp_at(tmp_path / "checkpoint-5")

@@ -41,7 +41,12 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace a prefix of names. Repeatable."),
             click.option("--dtype", default="keep", metavar="keep|fp32|bf16|fp16", help="Cast floating-point weights."),
             click.option("--keep-dtype", **many, help="Do not cast the names that fit. Repeatable."),
-            click.option("--threads", type=int, metavar="N", help="Workers, as far as they find work. Default: usable CPUs, at most 8."),
+            click.option(
+                "--threads",
+                type=int,
+                metavar="N",
+                help="Workers, as far as they find work. Default: usable CPUs, at most 8.",
+            ),
             click.option("--max-memory", metavar="SIZE", help="Bytes of buffers in flight. Default: 16MiB."),
             click.option("--dry-run", is_flag=True, help="Make every check and print what would be written."),
             click.option("--no-verify", is_flag=True, help="Do not compare checksums stored in the source."),
