@@ -31,13 +31,13 @@ def cli() -> None:
 @click.argument("path")
 @click.option("--tree", metavar="T", help="Only this tree, or what is below this dotted path.")
 @click.option("--match", multiple=True, metavar="GLOB", help="Only names that fit. Repeatable.")
-@click.option("--depth", type=int, metavar="N", help="Levels of the module tree that are shown.")
+@click.option("--depth", type=int, metavar="N", help="Levels of the module tree that are shown. Default: 2.")
 @click.option("--shards", is_flag=True, help="Show which file holds which rows.")
 @general
 def inspect_command(
     path: str, tree: str | None, match: tuple[str, ...], depth: int | None, shards: bool, **general: Any
 ) -> None:
-    """Show what is in a checkpoint: trees, tensors, shards, EMA settings. Reads metadata only."""
+    """Show trees, tensors, shards, EMA settings. Reads metadata, and of data files only the settings of EMA trees."""
     from ema_ckpt.cli import output
     from ema_ckpt.ops.inspect import inspect
 
@@ -48,10 +48,15 @@ def inspect_command(
 @click.argument("path")
 @click.argument("out")
 @click.option("--tree", metavar="T", help="The tree to take. Default: the only EMA, or the only live tree.")
-@click.option("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes of one file of a directory.")
-@click.option("--basename", default="model", metavar="NAME", help="How the files of a directory begin.")
+@click.option("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes of one file of a directory. Default: 5GB.")
+@click.option("--basename", default="model", metavar="NAME", help="How the files of a directory begin. Default: model.")
 @click.option(
-    "--fill", is_flag=False, flag_value="", default=None, metavar="[TREE]", help="Take weights the EMA lacks."
+    "--fill",
+    is_flag=False,
+    flag_value="",
+    default=None,
+    metavar="[TREE]",
+    help="Take weights the EMA lacks from the live tree, or TREE.",
 )
 @writer
 @general
@@ -88,9 +93,19 @@ def reshard_command(path: str, out: str, **given: Any) -> None:
 @click.argument("src")
 @click.argument("dst")
 @click.option("--to", metavar="dcp|safetensors|pt", help="What to write. Default: what the ending of DST says, or DCP.")
-@click.option("--world-size", type=int, metavar="N", help="Ranks of a DCP target.")
+@click.option(
+    "--world-size",
+    type=int,
+    metavar="N",
+    help="Ranks of a DCP target. Default: those of a source saved by several ranks, else 1.",
+)
 @click.option("--tree", multiple=True, metavar="T", help="Only this tree. Repeatable.")
-@click.option("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes of one file of a safetensors directory.")
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    metavar="SIZE",
+    help="Bytes of one file of a safetensors directory. Default: 5GB.",
+)
 @writer
 @general
 def convert_command(src: str, dst: str, **given: Any) -> None:

@@ -39,7 +39,12 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--match", **many, help="Only names that fit; `*` crosses dots. Repeatable."),
             click.option("--exclude", **many, help="Not the names that fit. Repeatable."),
             click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace a prefix of names. Repeatable."),
-            click.option("--dtype", default="keep", metavar="keep|fp32|bf16|fp16", help="Cast floating-point weights."),
+            click.option(
+                "--dtype",
+                default="keep",
+                metavar="keep|fp32|bf16|fp16",
+                help="Cast floating-point weights. Default: keep.",
+            ),
             click.option("--keep-dtype", **many, help="Do not cast the names that fit. Repeatable."),
             click.option(
                 "--threads",
@@ -52,7 +57,11 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--no-verify", is_flag=True, help="Do not compare checksums stored in the source."),
             click.option("--no-fsync", is_flag=True, help="Do not wait for the disk."),
             click.option("--overwrite", is_flag=True, help="Replace a checkpoint at the target."),
-            click.option("--resume", is_flag=True, help="Continue a killed run; keep the stage if this one fails."),
+            click.option(
+                "--resume",
+                is_flag=True,
+                help="Keep the partial result if this run fails, and go on with one that is there.",
+            ),
             click.option("--strict", is_flag=True, help="Fail if anything would be left out."),
             click.option("--expand-ties", is_flag=True, help="Write tied weights under every name."),
             click.option("--keep-prefixes", is_flag=True, help="Keep wrapper prefixes such as `module.`."),

@@ -29,9 +29,16 @@ def _numbers(text: str) -> tuple[float, ...]:
 @click.option("--sigma-rels", type=_numbers, metavar="S1,…", help="Widths of the snapshots, if they do not tell.")
 @click.option("--steps", type=_numbers, metavar="N1,…", help="Steps of the snapshots, if they do not tell.")
 @click.option("--tree", multiple=True, metavar="T", help="The tree of each snapshot. Default: its only EMA.")
-@click.option("--to", metavar="dcp|safetensors|pt", help="What to write. Default: what the ending of OUT says.")
-@click.option("--world-size", type=int, default=1, metavar="N", help="Ranks of a DCP target.")
-@click.option("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes of one file of a safetensors directory.")
+@click.option(
+    "--to", metavar="dcp|safetensors|pt", help="What to write. Default: what the ending of OUT says, or safetensors."
+)
+@click.option("--world-size", type=int, default=1, metavar="N", help="Ranks of a DCP target. Default: 1.")
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    metavar="SIZE",
+    help="Bytes of one file of a safetensors directory. Default: 5GB.",
+)
 @writer
 @general
 def synthesize_command(snapshots: tuple[str, ...], out: str, **given: Any) -> None:

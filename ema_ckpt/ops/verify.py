@@ -49,7 +49,9 @@ def verify(
         progress: is told the bytes of each part that was read.
 
     Raises:
-        EmaCkptError: if `path` or `against` is absent, unreadable or no checkpoint at all. Damage is a result.
+        EmaCkptError: if at `path` there is nothing, no checkpoint, one of a kind that is not supported, or one that the
+            system does not let us read; or if `against` cannot be opened. Damage is a result, and metadata of `path`
+            that is missing, unreadable or hostile is damage.
     """
     if threads is not None and threads < 1:
         raise UsageError("usage", f"--threads {threads}: expected 1 or more")
