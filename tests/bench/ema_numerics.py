@@ -8,6 +8,7 @@ is the share of the exact average's way that the average has not gone: 1 − ⟨
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 
 import torch
@@ -75,6 +76,7 @@ def measure(path: Path, decay: float, dtype: torch.dtype, compensate: bool) -> t
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     for path in PATHS:
         print(f"\n{path.__name__}: {path.__doc__}\n")

@@ -1,15 +1,15 @@
-"""`ema_ckpt.save` beside a bare `dcp.save` of the same tensors: `python -m tests.bench.save_speed [pairs] [MB]`.
+"""`ema_ckpt.save` beside a bare `dcp.save` of the same tensors: `python -m tests.bench.save_speed [PAIRS] [MB]`.
 
 Two FSDP2 ranks write model and average in turn, the order drawn anew for each pair; the median ratio counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -59,7 +59,13 @@ def measure(parent: str, pairs: int, megabytes: int) -> list[tuple[float, float]
 
 def main() -> None:
     """Print the medians and their ratio."""
-    pairs, megabytes = (int(text) for text in (*sys.argv[1:], "15", "256")[:2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="?", type=int, default=15, help="pairs of saves; 15 if not given")
+    parser.add_argument(
+        "megabytes", nargs="?", type=int, default=256, metavar="MB", help="of the model; 256 if not given"
+    )
+    options = parser.parse_args()
+    pairs, megabytes = options.pairs, options.megabytes
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as parent:
         found = run(2, measure, parent, pairs, megabytes, timeout=600)[0]
     ratios = sorted(ours / bare for ours, bare in found)
