@@ -262,7 +262,7 @@ def test_averages_that_are_missing_begin_with_what_the_source_gives(tmp_path: Pa
 
 
 @pytest.mark.parametrize("compensate", [False, True])
-def test_what_was_tied_to_a_saved_average_begins_without_its_residual(tmp_path: Path, compensate: bool) -> None:
+def test_an_average_of_tied_weights_is_restored_into_untied_ones(tmp_path: Path, compensate: bool) -> None:
     def made(tied: bool) -> tuple[nn.Module, ShardedEMA]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -274,11 +274,51 @@ def test_what_was_tied_to_a_saved_average_begins_without_its_residual(tmp_path: 
     with torch.no_grad():
         model[0].weight.add_(0.1)
     ema.update()
-    restore(save(tmp_path / "c", model=model, ema=ema), model=untied, ema=other, strict=False)
-    assert torch.equal(other.state_dict()["weights"]["1.weight"], model[1].weight)
-    if compensate:
-        assert ema.state_dict()["residual"]["0.weight"].any()
-        assert not other.state_dict()["residual"]["1.weight"].any()
+    restore(save(tmp_path / "c", model=model, ema=ema), model=untied, ema=other)
+    for name in ("0.weight", "1.weight"):
+        assert torch.equal(other.state_dict()["weights"][name], ema.state_dict()["weights"]["0.weight"])
+        if compensate:
+            assert ema.state_dict()["residual"]["0.weight"].any()
+            assert torch.equal(other.state_dict()["residual"][name], ema.state_dict()["residual"]["0.weight"])
+
+
+def test_a_tied_model_saved_with_a_wrapper_prefix(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    torch.save({"model": {f"module.{name}": value for name, value in model.state_dict().items()}}, tmp_path / "c.pt")
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    other[1].weight = other[0].weight
+    assert not restore(tmp_path / "c.pt", model=other).unexpected
+    assert torch.equal(other[1].weight, model[0].weight)
+
+
+@pytest.mark.parametrize(("saved", "here"), [
+    (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), torch.optim.AdamW),
+    (torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+])  # fmt: skip
+def test_another_kind_of_optimizer_is_refused(tmp_path: Path, saved: Any, here: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [saved(model.parameters()), here(model.parameters())]
+    for optimizer in optimizers:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    path = save(tmp_path / "c", model=model, optimizer=optimizers[0])
+    before = {id(p): {k: v.clone() for k, v in s.items()} for p, s in optimizers[1].state.items()}
+    with pytest.raises(SourceError, match="another kind of optimizer") as caught:
+        restore(path, model=model, optimizer=optimizers[1])
+    assert caught.value.code == "index-mismatch"
+    after = {id(p): s for p, s in optimizers[1].state.items()}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(v, after[p][k]) for p, s in before.items() for k, v in s.items())
+    assert not restore(path, model=model, optimizer=saved(model.parameters())).missing
+
+
+def test_state_that_is_not_a_parameters_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state["global"] = {"step": 3}
+    with pytest.raises(UsageError, match="'global', which is not in its parameter groups"):
+        save(tmp_path / "c", model=model, optimizer=optimizer)
 
 
 def test_averages_that_a_separate_file_lacks(run: Run, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Attachment:
             raise UsageError("usage", "attach wants at least one optimizer")
         self._ema = ema
         self._waiting_for = set(optimizers)
-        self._optimizers = tuple(optimizers)
+        self._optimizers = tuple(dict.fromkeys(optimizers))
         self._samples = samples
         self._dummy: set[torch.optim.Optimizer] = set()  # those inside a dummy step at the moment
         self._handles = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -212,6 +212,12 @@ def live_part(slot: Slot, value: torch.Tensor) -> torch.Tensor:
     """The part of a local tensor that the slot averages, as a view in the shadow's shape."""
     if not slot.is_split:
         return value
+    if not value.is_contiguous():
+        raise StateError(
+            "usage",
+            f"{slot.shard.fqn!r}: its average is divided over replicas, which needs contiguous memory; bring it into"
+            " its memory format before making the manager, or pass shard_replicas=False",
+        )
     return value.view(-1)[slot.start : slot.start + slot.numel]
 
 
@@ -225,6 +231,7 @@ def fit(averages: Averages, census: Census, settings: Settings) -> Averages:
     gone = [slot.shard.fqn for slot in averages.slots if slot.shard.fqn not in found]
     if gone:
         raise StateError("usage", f"averaged tensors are no longer in the model: {shown(gone)}; see ema.rebind(model)")
+    _refuse_untied(averages.slots, found)
     held = [_renamed(found[slot.shard.fqn], slot) for slot in averages.slots]
     for slot, h in zip(averages.slots, held, strict=True):
         _refuse_change(slot, h)
@@ -240,6 +247,17 @@ def _renamed(held: Held, slot: Slot) -> Held:
     """`held` under the name and aliases that the average was made with."""
     shard = replace(held.shard, fqn=slot.shard.fqn, aliases=slot.shard.aliases)
     return replace(held, shard=shard)
+
+
+def _refuse_untied(slots: Iterable[Slot], found: Mapping[str, Held]) -> None:
+    for slot in slots:
+        apart = [n for n in slot.shard.aliases if n in found and found[n] is not found[slot.shard.fqn]]
+        if apart:
+            raise StateError(
+                "usage",
+                f"{slot.shard.fqn!r} and {shown(apart)} were one tensor when the manager was made and are no longer"
+                " (load_state_dict(assign=True) unties): tie them again, or make a new manager",
+            )
 
 
 def _refuse_change(slot: Slot, held: Held) -> None:

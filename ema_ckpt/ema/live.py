@@ -62,7 +62,7 @@ def refuse_swapped(model: nn.Module, call: str) -> None:
     Raises:
         StateError: inside `swap()` of any manager.
     """
-    if swap._swapped and any(id(held.owner) in swap._swapped for held in census(model).parameters):
+    if swap.holds_averages(model):
         raise StateError("usage", f"{call} inside swap(): the model holds averaged weights; leave the block first")
 
 

@@ -19,7 +19,7 @@ from ema_ckpt.errors import StateError, shown
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
 
-__all__ = ["copy_to", "refuse_inside", "swapped"]
+__all__ = ["copy_to", "holds_averages", "refuse_inside", "swapped"]
 
 _SCRATCH_NBYTES = 16 << 20
 _MANY_UPDATES = 100
@@ -37,14 +37,22 @@ def refuse_inside(ema: ShardedEMA, call: str) -> None:
     Raises:
         StateError: it does.
     """
-    if _swapped and not _swapped.isdisjoint(_places(ema.model)):
+    if holds_averages(ema.model):
         raise StateError("usage", f"{call} inside swap(): the model holds averaged weights; leave the block first")
+
+
+def holds_averages(model: nn.Module) -> bool:
+    """Whether tensors of a model hold averages at the moment, whatever a forward inside the block has gathered."""
+    return bool(_swapped) and not _swapped.isdisjoint(_places(model))
 
 
 def _places(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         yield id(module._parameters)
-        yield from map(id, module._parameters.values())
+    found = census(model)
+    for held in (*found.parameters, *found.buffers):
+        yield id(held.place)
+        yield id(held.owner)
 
 
 @contextmanager
@@ -100,6 +108,8 @@ def _ready(ema: ShardedEMA, call: str) -> None:
 def _targets(ema: ShardedEMA, module: nn.Module) -> dict[Slot, list[Shard]]:
     """The shards to copy to: of a tensor that is tied here there may be one for each of its names."""
     _ready(ema, "copy_to()")
+    if holds_averages(module):
+        raise StateError("usage", "copy_to(): the module to copy to is inside a swap() of its own manager")
     reshard(module)
     found = census(module)
     named = {name: h.shard for h in (*found.parameters, *found.buffers) for name in h.shard.names}
@@ -155,7 +165,7 @@ def _enter(ema: ShardedEMA) -> Backups:
 
 
 def _leave(ema: ShardedEMA, backups: Backups) -> None:
-    for slot in ema.averages.slots:
+    for slot in reversed(ema.averages.slots):  # where two share memory, the first still has its values
         if slot.shard.fqn in backups:
             backup = backups[slot.shard.fqn]
             if backup is None:

@@ -82,8 +82,10 @@ class AveragePart(Part):
     def _compare(self, tree: Tree, *, foreign: bool, strict: bool, elsewhere: frozenset[str]) -> None:
         ordered = self._checkpoint.catalog.format != "safetensors"
         named = named_by_model(tree, self._manager.model, ordered=ordered)
-        stored = average_weights(self._checkpoint, named)
-        self._weights = match(self._weights.tree, self._targets("weights"), stored, strict=strict, elsewhere=elsewhere)
+        stored, targets = average_weights(self._checkpoint, named), self._targets("weights")
+        wanted = {name for target in targets for name in target.names}
+        stored |= self._untied(tree, stored, wanted)
+        self._weights = match(self._weights.tree, targets, stored, strict=strict, elsewhere=elsewhere)
         if foreign and not strict:
             self._fill()
         # Buffers that are not averaged have no value of their own here: the live ones count.
@@ -93,6 +95,7 @@ class AveragePart(Part):
         inside = {
             name.removeprefix("residual."): t for name, t in tensors_of(tree).items() if name.startswith("residual.")
         }
+        inside |= self._untied(tree, inside, wanted)
         self._residuals = match(self._residuals.tree, self._targets("residual"), inside, strict=strict)
         excused = buffers if self._weights.missing and self._began_anew(tree) else set()
         for found in (self._weights, self._residuals):
@@ -101,6 +104,17 @@ class AveragePart(Part):
             refuse_unfit(self._checkpoint.where, replace(found, missing=due), strict=strict and found is self._weights)
             self.note(found)
         self.seeded += [self._weights.full(target) for target in self._weights.missing]
+
+    def _untied(self, tree: Tree, stored: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+        """What the saved model had tied, under the names that are separate here."""
+        tied = _settings(self._checkpoint, tree.settings)["config"].get("tied")
+        pairs = tied.items() if isinstance(tied, Mapping) else ()
+        return {
+            alias: stored[first]
+            for first, aliases in pairs
+            for alias in aliases
+            if first in stored and alias in wanted and alias not in stored
+        }
 
     def _fill(self) -> None:
         """Take averages that a separate file lacks from the live weights beside them there."""

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
 from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.resume.parts import Part
@@ -55,9 +58,9 @@ class ExtraPart(Part):
         for name, value in self._values.items():
             wanted = self._wanted[name]
             if hasattr(wanted, "load_state_dict"):
-                if hasattr(wanted, "state_dict"):
-                    self._former[name] = deepcopy(wanted.state_dict())
-                wanted.load_state_dict(value)
+                former = wanted.state_dict() if hasattr(wanted, "state_dict") else {}
+                self._former[name] = deepcopy(former)
+                wanted.load_state_dict(_cut_like(former, value))
                 self.extra[name] = wanted
             else:
                 self.extra[name] = value
@@ -65,4 +68,15 @@ class ExtraPart(Part):
     def take_back(self) -> None:
         """Give the objects the state that they had."""
         for name, value in self._former.items():
-            self._wanted[name].load_state_dict(value)
+            if value:
+                self._wanted[name].load_state_dict(value)
+
+
+def _cut_like(former: Any, value: Any) -> Any:
+    """Whole tensors as DTensors where the object has DTensors under the same names; no communication."""
+    if isinstance(value, dict) and isinstance(former, Mapping):
+        return {key: _cut_like(former.get(key), inner) for key, inner in value.items()}
+    if isinstance(former, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        local = value.to(former.device)
+        return distribute_tensor(local, former.device_mesh, former.placements, src_data_rank=None)
+    return value

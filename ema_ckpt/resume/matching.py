@@ -63,7 +63,7 @@ def match(
             name = next((plain[n] for n in target.names if n in plain), None)
             if name is not None:
                 found.renamed[sources[name].name] = found.full(target)
-        used.update(n for n in (*target.names, name) if n is not None)
+        used.update((*target.names, *(plain[n] for n in target.names if n in plain)))
         if name is None:
             if target.needed:
                 found.missing.append(target)

@@ -8,6 +8,7 @@ learning rate 0 to make the state of a fresh one, and that step fires hooks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from ema_ckpt.ema.banks import local_of
 from ema_ckpt.ema.optimizer import handle_of
 from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, census
-from ema_ckpt.errors import UsageError
+from ema_ckpt.errors import UsageError, shown
 
 __all__ = ["Optimizers", "fill", "listed", "make_state", "optimizer_tree"]
 
@@ -55,6 +56,7 @@ def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
         offloaded = handle_of(optimizer)
         if offloaded is not None:
             offloaded.wait()
+        _refuse_hidden(optimizer)
         for group in optimizer.param_groups:
             stepped = [_Stepped(optimizer, tensor, _parts(known, tensor)) for tensor in group["params"]]
             fqns = [held.shard.fqn for one in stepped for held in one.parts]
@@ -89,6 +91,29 @@ def fill(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
                 group[name].copy_(value)
             else:
                 group[name] = value
+
+
+def _refuse_hidden(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state is not that of the tensors it steps: it would be lost.
+
+    Raises:
+        UsageError: `unsupported`.
+    """
+    stepped = {tensor for group in optimizer.param_groups for tensor in group["params"]}
+    others = [key for key in optimizer.state if not isinstance(key, torch.Tensor) or key not in stepped]
+    if others:
+        names = [f"a tensor of shape {list(k.shape)}" if isinstance(k, torch.Tensor) else str(k) for k in others]
+        message = f"state under {shown(names)}, which is not in its parameter groups"
+    elif _keeps_state_elsewhere(optimizer):
+        message = "its state in optimizers of its own on each rank"
+    else:
+        return
+    raise UsageError("unsupported", f"{type(optimizer).__name__} keeps {message}: save it under extra")
+
+
+def _keeps_state_elsewhere(optimizer: Optimizer) -> bool:
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _by_owner(model: nn.Module) -> dict[int, tuple[Held, ...]]:

@@ -22,6 +22,9 @@ from ema_ckpt.resume.sources import Checkpoint, loaded, optimizer_entries
 
 __all__ = ["OptimizerPart"]
 
+# Options that schedulers add to parameter groups.
+_SCHEDULED = {"params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+
 
 class OptimizerPart(Part):
     """State and options of optimizers."""
@@ -104,7 +107,17 @@ class OptimizerPart(Part):
                     f"group {number} here, {shown(sorted(names))}",
                 )
             arranged.append(left.pop(index)[1])
+            self._refuse_other_kind(number, set(arranged[-1]) - _SCHEDULED, set(group) - _SCHEDULED)
         return arranged
+
+    def _refuse_other_kind(self, number: int, there: set[str], here: set[str]) -> None:
+        """Releases of torch add options or drop them; another kind of optimizer does both."""
+        if there - here and here - there:
+            raise SourceError(
+                "index-mismatch",
+                f"{self._checkpoint.where}: nothing was restored: parameter group {number} was saved with the options "
+                f"{shown(sorted(there - here))} and has {shown(sorted(here - there))} here: another kind of optimizer",
+            )
 
     def _names(self, params: list[str]) -> frozenset[str]:
         return frozenset(self._shards[name].fqn if name in self._shards else name for name in params)

@@ -195,3 +195,13 @@ def test_a_step_that_calls_its_base_class_counts_once() -> None:
         optimizer.step()
     assert ema.num_updates == 3
     assert not torch.equal(want, live[2])
+
+
+def test_an_optimizer_given_twice_counts_once() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ema = ShardedEMA(model, 0.5)
+    ema.attach(optimizer, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert ema.num_updates == 1

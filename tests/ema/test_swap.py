@@ -223,3 +223,37 @@ def test_averages_survive_a_change_of_dtype_inside() -> None:
     with pytest.raises(StateError), ema.swap():
         model.bfloat16()
     assert all(torch.equal(slot.shadow, kept) for slot, kept in zip(ema.averages.slots, before, strict=True))
+
+
+def test_weights_that_share_memory_come_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight.data = model[0].weight.data
+    ema = ShardedEMA(model, 0.5)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    ema.update()
+    live = model[0].weight.detach().clone()
+    shadows = [value.clone() for value in ema.state_dict()["weights"].values()]
+    with ema.swap():
+        pass
+    assert torch.equal(model[0].weight, live)
+    assert all(map(torch.equal, shadows, ema.state_dict()["weights"].values()))
+
+
+def test_copy_to_a_module_inside_its_own_block_is_refused() -> None:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    ours, theirs = ShardedEMA(a, 0.5), ShardedEMA(b, 0.5)
+    theirs.update()
+    with theirs.swap(), pytest.raises(StateError, match=r"inside a swap\(\)"):
+        ours.copy_to(b)
+
+
+def test_what_was_tied_must_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    ema = ShardedEMA(model, 0.5)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(StateError, match=r"were one tensor.*tie them again"):
+        ema.update()
+    model[1].weight = model[0].weight
+    ema.update()
