@@ -35,12 +35,12 @@ def diff_command(path: str, other: str | None, top: int, exit_code: bool, html: 
 
     style = output.Style(**style_of(given))
     with output.progress(style, "comparing") as advance:
-        compared = compare_trees(path, other, progress=advance, **given)
+        compared = compare_trees(path, other, html=html, progress=advance, **given)
     result = result_of(compared)
     if html is not None:
         from ema_ckpt.ops.diff_page import write_page
 
-        write_page(html, result)
+        write_page(html, result, compared.catalogs)
     if style.json:
         output.document(result)
     if style.talks:

@@ -56,7 +56,8 @@ def diff(
         max_memory: bytes of buffers in flight. progress: is told the bytes that were read of both sides.
 
     Raises:
-        EmaCkptError: `ambiguous-tree unknown-tree usage`, and whatever keeps a side from being read.
+        EmaCkptError: `ambiguous-tree unknown-tree usage`, `target-is-source` for a page in the place of what is
+            compared, and whatever keeps a side from being read.
     """
     compared = compare_trees(
         path,
@@ -65,6 +66,7 @@ def diff(
         against,
         rtol=rtol,
         atol=atol,
+        html=html,
         threads=threads,
         max_memory=max_memory,
         progress=progress,
@@ -73,7 +75,7 @@ def diff(
     if html is not None:
         from ema_ckpt.ops.diff_page import write_page
 
-        write_page(html, result)
+        write_page(html, result, compared.catalogs)
     return result
 
 
@@ -85,17 +87,25 @@ def compare_trees(
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
+    html: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     max_memory: int | str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Compared:
-    """The work of `diff`: both sides, paired, and what each pair gave. Arguments and errors are those of `diff`."""
+    """The work of `diff`: both sides, paired, and what each pair gave; a place for the page is checked, not written.
+
+    Arguments and errors are those of `diff`.
+    """
     if not (0 <= rtol < math.inf and 0 <= atol < math.inf):
         raise UsageError("usage", f"--rtol {rtol} --atol {atol}: expected 0 or more")
     if threads is not None and threads < 1:
         raise UsageError("usage", f"--threads {threads}: expected 1 or more")
     a, b = open_sides(path, other, tree, against)
     try:
+        if html is not None:
+            from ema_ckpt.ops.diff_page import check_page
+
+            check_page(html, (a.catalog, b.catalog))
         workers = worker_count(threads)
         remote = any(is_url(side.catalog.source.root) for side in (a, b))
         block_nbytes = _block_nbytes(max_memory, workers, remote)

@@ -32,6 +32,11 @@ class Compared:
     findings: tuple[Warn, ...] = ()
 
     @property
+    def catalogs(self) -> tuple[Catalog, Catalog]:
+        """The checkpoints of both sides; one twice where both are of it."""
+        return self.a.catalog, self.b.catalog
+
+    @property
     def total(self) -> Sums:
         """All pairs together."""
         return Sums.total(list(self.sums.values()))

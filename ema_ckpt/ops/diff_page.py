@@ -5,18 +5,23 @@ Charts and table are in the page itself; its only script sorts and filters the t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from ema_ckpt.errors import TargetError, counted
+from ema_ckpt.catalog import Catalog
+from ema_ckpt.destination import check_place, resolve_target
+from ema_ckpt.errors import TargetError, UsageError, counted
+from ema_ckpt.files import local_path
 from ema_ckpt.ops.diff_charts import Curve, curves, depth_chart, histogram
 from ema_ckpt.ops.diffed import Diffed, DiffTensor
 
-__all__ = ["page", "write_page"]
+__all__ = ["check_page", "page", "write_page"]
 
 # Nothing may be loaded from anywhere, whatever a tensor is called.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -35,20 +40,49 @@ _COLUMNS = (
 )
 
 
-def write_page(path: str | os.PathLike[str], result: Diffed) -> None:
+def check_page(path: str | os.PathLike[str], sources: Sequence[Catalog]) -> Path:
+    """Where a page called `path` will lie, symbolic links followed: there is nothing, or a regular file.
+
+    Raises:
+        TargetError: `target-is-source` for a file of `sources`, or a place inside one of them; `not-found` without a
+            parent directory; `usage` for what is no regular file, and where nothing can be written.
+        UsageError: `usage` for URLs, the current directory and those above it, and mount points.
+    """
+    try:
+        target = resolve_target(path)
+        check_place(target, [place for source in sources if (place := local_path(source.resolved)) is not None])
+    except (TargetError, UsageError) as error:
+        raise type(error)(error.code, f"--html {error}") from None
+    if os.path.lexists(target):
+        status = os.lstat(target)
+        if not stat.S_ISREG(status.st_mode):
+            raise TargetError("usage", f"--html {target}: is not a regular file and is never replaced")
+        if any(os.path.samestat(status, own) for source in sources for own in _files(source)):
+            raise TargetError("target-is-source", f"--html {target}: is compared itself; write to another file")
+    return target
+
+
+def _files(source: Catalog) -> Iterator[os.stat_result]:
+    """The files of a checkpoint that lie on this machine."""
+    root = local_path(source.source.root)
+    if root is not None:
+        for name in source.files:
+            with contextlib.suppress(OSError):
+                yield os.stat(os.path.join(root, name))
+
+
+def write_page(path: str | os.PathLike[str], result: Diffed, sources: Sequence[Catalog]) -> None:
     """Write the page to the file `path`, replacing one that is there.
 
     Raises:
-        TargetError: `usage` if it cannot be written.
+        TargetError: `usage` if it cannot be written, and what `check_page` raises.
     """
-    target = Path(path)
+    target = check_page(path, sources)
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as stream:
-            stream.write(page(result))
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(stream.name, 0o666 & ~mask)
-        os.replace(stream.name, target)
+        with tempfile.TemporaryDirectory(prefix=".ema-ckpt-page-", dir=target.parent) as folder:
+            draft = Path(folder, "page")
+            draft.write_text(page(result), encoding="utf-8")
+            os.replace(draft, target)
     except OSError as error:
         raise TargetError("usage", f"--html {target}: cannot be written: {error.strerror}") from None
 

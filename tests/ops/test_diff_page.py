@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ema_ckpt import TargetError, diff
+from ema_ckpt.cli.commands import run
+from tests.checkpoints import safetensors_at
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -107,6 +110,65 @@ def test_where_it_cannot_be_written(tmp_path: Path, fixtures: Path) -> None:
     with pytest.raises(TargetError, match="--html"):
         diff(fixtures / "tiny-lm", html=tmp_path / "absent" / "p.html")
     assert not list(tmp_path.iterdir())
+
+
+def test_it_never_replaces_what_is_compared(tmp_path: Path) -> None:
+    folder, single = tmp_path / "a", safetensors_at(tmp_path / "b.safetensors", 1.0)
+    safetensors_at(folder / "model.safetensors")
+    shutil.move(folder / "model.safetensors", tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    (tmp_path / "link.html").symlink_to(single)
+    before = {path: path.read_bytes() for path in (single, tmp_path / "blob")}
+    for name in ("b.safetensors", "b.safetensors/p.html", "link.html", "blob", "a/model.safetensors", "a/p.html", "a"):
+        with pytest.raises(TargetError, match="--html") as caught:
+            diff(folder, single, html=tmp_path / name)
+        assert caught.value.code == "target-is-source"
+    assert {path: path.read_bytes() for path in before} == before
+    with pytest.raises(TargetError):
+        run(["diff", str(folder), str(single), "--html", str(single)])
+    assert single.read_bytes() == before[single]
+
+
+def test_only_regular_files_are_replaced_and_links_stay(tmp_path: Path) -> None:
+    sides = safetensors_at(tmp_path / "a.safetensors"), safetensors_at(tmp_path / "b.safetensors", 1.0)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "to-fifo").symlink_to("fifo")
+    for name in ("fifo", "folder", "loop", "to-fifo"):
+        with pytest.raises(TargetError, match="not a regular file") as caught:
+            diff(*sides, html=tmp_path / name)
+        assert caught.value.code == "usage"
+    assert (tmp_path / "fifo").is_fifo()
+    (tmp_path / "old.html").write_text("old", encoding="utf-8")
+    for link, target in (("page.html", "old.html"), ("new.html", "absent.html")):
+        (tmp_path / link).symlink_to(target)
+        diff(*sides, html=tmp_path / link)
+        assert (tmp_path / link).is_symlink()
+        assert (tmp_path / target).read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_place_that_is_refused_costs_no_comparison(tmp_path: Path) -> None:
+    sides = safetensors_at(tmp_path / "a.safetensors"), safetensors_at(tmp_path / "b.safetensors", 1.0)
+    os.mkfifo(tmp_path / "fifo")
+    read: list[int] = []
+    with pytest.raises(TargetError):
+        diff(*sides, html=tmp_path / "fifo", progress=read.append)
+    assert not read
+
+
+def test_a_place_that_is_taken_meanwhile_is_refused(tmp_path: Path) -> None:
+    sides = safetensors_at(tmp_path / "a.safetensors"), safetensors_at(tmp_path / "b.safetensors", 1.0)
+    place = tmp_path / "p.html"
+
+    def take(_: int) -> None:
+        if not place.exists():
+            os.mkfifo(place)
+
+    with pytest.raises(TargetError, match="not a regular file"):
+        diff(*sides, html=place, progress=take)
+    assert place.is_fifo()
 
 
 _PROBE = """<script>
