@@ -3,44 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
+
+from ema_ckpt.dtypes import DTYPES
 
 __all__ = ["Global", "Maker", "Opaque", "Standin", "is_executor", "parts_of", "within"]
 
 Maker = Callable[..., object]
 
-# Packages whose functions run programs, load code or reach the network: naming one is never innocent.
-_EXECUTOR_PACKAGES = frozenset(
-    "os posix nt subprocess sys runpy importlib pty socket shutil ctypes code codeop pickle _pickle marshal "
-    "webbrowser multiprocessing asyncio http urllib requests pdb bdb timeit trace profile cProfile pip pydoc "
-    "platform commands popen2 signal threading _thread concurrent tempfile dill cloudpickle joblib".split()
+# Modules, with all below them, that run programs, load code or reach files and the network: none is ever innocent.
+_EXECUTOR_MODULES = frozenset(
+    "os posix nt subprocess _posixsubprocess _winapi winreg msvcrt sys sysconfig site runpy importlib imp _imp pkgutil "
+    "zipimport _frozen_importlib _frozen_importlib_external pkg_resources setuptools distutils _distutils_hack pip "
+    "ensurepip venv pty fcntl mmap socket _socket ssl _ssl select socketserver shutil ctypes _ctypes cffi "
+    "_cffi_backend code codeop pickle _pickle cPickle _compat_pickle marshal shelve dbm sqlite3 _sqlite3 dill "
+    "cloudpickle joblib webbrowser antigravity multiprocessing _multiprocessing asyncio _asyncio http httplib urllib "
+    "urllib2 urllib3 requests httpx aiohttp xmlrpc wsgiref ftplib smtplib poplib imaplib nntplib telnetlib pdb bdb "
+    "timeit trace profile cProfile doctest pydoc lib2to3 idlelib platform commands popen2 signal _signal threading "
+    "_thread concurrent _xxsubinterpreters _interpreters _testcapi tempfile fileinput linecache logging.config "
+    "numpy.testing numpy.f2py numpy.distutils numpy.ctypeslib torch.hub torch.utils.cpp_extension "
+    "torch.utils.model_zoo torch.utils.collect_env torch.utils.bottleneck torch._inductor torch._dynamo".split()
 )
 _EXECUTOR_NAMES = frozenset(
     [
-        ("types", "FunctionType"),
-        ("types", "CodeType"),
-        ("operator", "attrgetter"),
-        ("operator", "methodcaller"),
-        ("functools", "partial"),
-        ("functools", "reduce"),
+        *((module, name) for module in ("types", "new") for name in ("FunctionType", "CodeType", "function", "code")),
+        *((module, name) for module in ("operator", "_operator") for name in ("attrgetter", "methodcaller", "call")),
+        *((module, name) for module in ("functools", "_functools") for name in ("partial", "reduce", "partialmethod")),
+        *((module, "FileIO") for module in ("io", "_io", "_pyio")),
         ("torch", "load"),
+        ("torch.jit", "load"),
         ("torch.serialization", "load"),
-        ("torch.hub", "load"),
+        ("torch.storage", "_load_from_bytes"),
         ("numpy", "load"),
     ]
 )
-_SAFE_BUILTINS = frozenset(
-    "set frozenset list dict tuple int float complex bool str bytes bytearray slice range object NoneType "
-    "Ellipsis Exception ValueError TypeError KeyError RuntimeError type".split()
+# Functions that are found in many modules under their own name: `io.open`, `gzip.open`, `pandas.eval`.
+_EXECUTOR_FUNCTIONS = frozenset(
+    "open open_code fdopen system popen Popen startfile eval exec execfile runstring run_path run_module "
+    "check_call check_output import_module resolve_name".split()
 )
+# Enumerations and records of these modules: making one does nothing.
+_HARMLESS_NAMES = frozenset(
+    [
+        ("signal", "Signals"),
+        ("http", "HTTPStatus"),
+        ("http", "HTTPMethod"),
+        ("os", "terminal_size"),
+        ("platform", "uname_result"),
+    ]
+)
+_SAFE_BUILTINS = frozenset(
+    "set frozenset list dict tuple int long float complex bool str unicode bytes bytearray memoryview slice range "
+    "xrange iter reversed enumerate zip object NoneType Ellipsis NotImplemented type StopIteration "
+    "KeyboardInterrupt".split()
+)
+_SAFE_BUILTIN_ENDS = ("Error", "Exception", "Warning")
+_DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
 
 
 def is_executor(module: str, name: str) -> bool:
     """Whether a global is known to run code when called."""
+    *outer, last = name.split(".")
     if module in ("builtins", "__builtin__"):
-        return name not in _SAFE_BUILTINS
-    package = module.partition(".")[0]
-    return package in _EXECUTOR_PACKAGES or (module, name) in _EXECUTOR_NAMES or name.startswith("__")
+        return bool(outer) or (name not in _SAFE_BUILTINS and not name.endswith(_SAFE_BUILTIN_ENDS))
+    if (module, name) in _HARMLESS_NAMES:
+        return False
+    # A dotted name leads through what a module imports: `random`, `_os.system`.
+    through = any(part.lstrip("_") in _EXECUTOR_MODULES or part.startswith("__") for part in outer)
+    named = (module, name) in _EXECUTOR_NAMES or last in _EXECUTOR_FUNCTIONS or last.startswith("__")
+    return through or named or any(parent in _EXECUTOR_MODULES for parent in _parents(module))
+
+
+def _parents(module: str) -> Iterator[str]:
+    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
+    return accumulate(module.split("."), "{}.{}".format)
 
 
 class Standin:

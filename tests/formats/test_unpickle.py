@@ -8,6 +8,7 @@ import os
 import pickle
 import pickletools
 import resource
+import signal
 import struct
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ema_ckpt.errors import EmaCkptError, SourceError, UnsafeError
-from ema_ckpt.formats.globals import Opaque
+from ema_ckpt.formats.globals import Opaque, is_executor
 from ema_ckpt.formats.tensorpickle import PLAIN_GLOBALS
 from ema_ckpt.formats.unpickle import loads
 
@@ -114,6 +115,55 @@ def test_unknown_classes_become_named_placeholders() -> None:
     assert isinstance(placeholder, Opaque)
     assert (placeholder.module, placeholder.name) == ("argparse", "Namespace")
     assert placeholder.state == {"lr": 0.1, "name": "run"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "io.open io.FileIO io.open_code _io.open _io.FileIO _io.open_code _pyio.open _pyio.FileIO codecs.open gzip.open "
+        "_operator.methodcaller _operator.attrgetter _functools.partial _functools.reduce _posixsubprocess.fork_exec "
+        "_ctypes.dlopen _imp.create_dynamic _frozen_importlib.__import__ _frozen_importlib_external.SourceFileLoader "
+        "_socket.socket pkgutil.resolve_name numpy.testing._private.utils.runstring torch.utils.cpp_extension.load "
+        "distutils.spawn.spawn _winapi.CreateProcess _xxsubinterpreters.run_string torch.storage._load_from_bytes "
+        "builtins.eval __builtin__.execfile posix.system argparse.run_path os.path.join"
+    ).split(),
+)
+def test_aliases_of_what_runs_code_are_known(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    assert is_executor(module, last)
+
+
+@pytest.mark.parametrize(
+    "name", ["_os.system", "_sys.modules.get", "Namespace.__init__.__globals__", "Random.__reduce__"]
+)
+def test_ways_through_other_modules_are_known(name: str) -> None:
+    assert is_executor("argparse", name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "io.BytesIO io.StringIO _io.BytesIO _operator.itemgetter re._compile collections.Counter numpy.dtype "
+        "numpy.core.multiarray._reconstruct torch.optim.adam.Adam __builtin__.xrange __builtin__.unicode "
+        "__builtin__.long builtins.reversed builtins.enumerate builtins.iter builtins.memoryview builtins.OSError "
+        "builtins.UserWarning signal.Signals http.HTTPStatus os.terminal_size"
+    ).split(),
+)
+def test_harmless_neighbours_are_no_executors(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    assert not is_executor(module, last)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_python_pickles_open_under_another_name(protocol: int) -> None:
+    with pytest.raises(UnsafeError, match=r"open"):
+        loads(pickle.dumps(_Runs(open, "x", "w"), protocol), PLAIN_GLOBALS, where="t", strict=False)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("value", [range(3), reversed([1]), enumerate([1]), iter([1]), signal.SIGTERM, ValueError("x")])
+def test_harmless_builtins_are_opaque(value: object, protocol: int) -> None:
+    assert isinstance(loads(pickle.dumps(value, protocol), PLAIN_GLOBALS, where="t", strict=False), Opaque)
 
 
 def test_ordered_dicts_are_dicts_and_their_attributes_are_dropped() -> None:

@@ -1,0 +1,58 @@
+"""Objects that name functions and classes: what runs code is refused, the rest is told by name, nothing is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ema_ckpt
+from tests.checkpoints import save_dcp, weights
+
+KINDS = ["dcp", "pt"]
+
+
+class Calls:
+    """Pickled as a call of a function."""
+
+    def __init__(self, function: object, *args: object) -> None:
+        self._call = (function, args)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._call
+
+
+def saved(folder: Path, kind: str, value: object) -> Path:
+    tree: dict[str, object] = {"model": weights(), "hyper_parameters": {"value": value}}
+    if kind == "dcp":
+        return save_dcp(folder / "src", tree)
+    torch.save(tree, folder / "src.pt")
+    return folder / "src.pt"
+
+
+def refused(source: Path, name: str) -> None:
+    report = ema_ckpt.verify(source)
+    assert report.status == "damaged"
+    assert [(p.code, name in p.message) for p in report.problems] == [("unsafe-pickle", True)]
+    for verb in (ema_ckpt.convert, ema_ckpt.reshard):
+        with pytest.raises(ema_ckpt.EmaCkptError, match="--exclude") as caught:
+            verb(source, source.parent / "out", world_size=1)
+        assert caught.value.code == "unsafe-pickle"
+    if source.suffix == ".pt":
+        warnings = ema_ckpt.inspect(source).warnings
+        assert [(w.code, name in w.message) for w in warnings] == [("unsafe-pickle", True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_open_under_the_name_that_python_gives_it_is_unsafe(tmp_path: Path, kind: str) -> None:
+    marker = tmp_path / "marker"
+    refused(saved(tmp_path, kind, Calls(open, str(marker), "w")), "io.open")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_range_is_harmless(tmp_path: Path, kind: str) -> None:
+    source = saved(tmp_path, kind, range(3))
+    assert ema_ckpt.verify(source).status == "sound"
+    assert ema_ckpt.consolidate(source, tmp_path / "out.safetensors").tensors == 2
