@@ -800,3 +800,10 @@ def test_a_separate_file_for_a_named_manager(run: Run, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         restore(tmp_path / "step", model=run.model, ema={"fast": ema}, ema_path=tmp_path / "foreign.pt")
+
+
+def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TargetError, match="file") as caught:
+        save(tmp_path / "file" / "step", model=nn.Linear(2, 2))
+    assert caught.value.code == "not-found"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -103,11 +103,11 @@ class Counter:
         """Count one call. The weight 1 - Πβ by which to move now, or None if this call does not move.
 
         Raises:
-            UsageError: the schedule counts samples and their number is missing; nothing was counted.
+            UsageError: `samples` is no whole number, or missing where the schedule counts them; nothing was counted.
         """
-        if samples is not None and samples < 0:
+        if samples is not None and not (0 <= samples < inf and samples == int(samples)):
             raise UsageError("usage", f"samples is the number of samples of the global batch; found {samples}")
-        seen = self.samples_seen + (samples or 0)
+        seen = self.samples_seen + int(samples or 0)
         self.pending *= self.schedule.beta(self.num_updates + 1, samples, seen)
         self.num_updates, self.samples_seen = self.num_updates + 1, seen
         if self.num_updates % self.every:

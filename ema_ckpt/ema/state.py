@@ -54,6 +54,9 @@ def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None
     Raises:
         StateError: a name is missing, or a tensor has another shape or lacks elements of this rank; nothing changed.
     """
+    absent = [name for name in ("weights", "num_updates") if name not in state]
+    if absent:
+        raise StateError("usage", f"the state to load lacks {shown(absent)}: give what state_dict() returned")
     config = parse_config(state.get("config"))
     slots = [slot for slot in averages.slots if _is_saved(averages, slot)]
     weights = _found(slots, state["weights"], config)
@@ -64,9 +67,9 @@ def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None
     pairs = [(slot, slot.shadow, value) for slot, value in weights.items()]
     pairs += [(slot, slot.residual, value) for slot, value in residuals.items() if slot.residual is not None]
     copies = [copy for slot, into, value in pairs for copy in _copies(slot, into, value)]
-    if "num_updates" not in state:
-        raise StateError("usage", "the state to load lacks num_updates")
     updates, samples = int(state["num_updates"]), int(state.get("samples_seen", 0))
+    if min(updates, samples) < 0:
+        raise StateError("usage", f"the state to load counts {updates} updates and {samples} samples")
     for into, value in copies:
         into.copy_(value)
     for slot in slots:
@@ -88,7 +91,10 @@ def _found(
 def parse_config(config: object) -> dict[str, Any]:
     """The settings of a state: from its JSON document, or a dict as older files have it."""
     if isinstance(config, (str, bytes)):
-        config = json.loads(config)
+        try:
+            config = json.loads(config)
+        except ValueError as error:
+            raise StateError("usage", f"the config of the averages is no JSON document: {error}") from None
     return dict(config) if isinstance(config, Mapping) else {}
 
 

@@ -19,7 +19,7 @@ from ema_ckpt.destination import resolve_target
 from ema_ckpt.ema.agreement import agreed
 from ema_ckpt.ema.live import buffer_names, live_shards, refuse_swapped
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
-from ema_ckpt.errors import UsageError, shown
+from ema_ckpt.errors import TargetError, UsageError, shown
 from ema_ckpt.resume.background import run_in_background, settle
 from ema_ckpt.resume.leaves import Leaf, Pieces, flatten
 from ema_ckpt.resume.optimizer import Optimizers, optimizer_tree
@@ -127,8 +127,15 @@ def _agreed_target(path: str | os.PathLike[str], ours: Channel) -> Path:
     asked = sorted(set(ours.exchange(str(target))))
     if len(asked) > 1:
         raise UsageError("usage", f"save: the ranks name different targets: {shown(asked)}")
-    agreed(ours, _CALL, lambda: None if ours.rank else target.parent.mkdir(parents=True, exist_ok=True))
+    agreed(ours, _CALL, lambda: None if ours.rank else _make(target.parent))
     return target
+
+
+def _make(parent: Path) -> None:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TargetError("not-found", f"{parent}: cannot be made: {error.strerror}", file=str(parent)) from error
 
 
 def _state(

@@ -786,3 +786,25 @@ def test_a_state_without_its_counter_changes_nothing() -> None:
     with pytest.raises(StateError, match="num_updates"):
         ema.load_state_dict(state)
     assert all(torch.equal(slot.shadow, kept) for slot, kept in zip(ema.averages.slots, before, strict=True))
+
+
+@pytest.mark.parametrize("samples", [-1, 1.5, float("nan"), float("inf")])
+def test_samples_are_a_whole_number(samples: Any) -> None:
+    ema = ShardedEMA(nn.Linear(2, 2), HalfLife(10, unit="samples"))
+    with pytest.raises(UsageError, match="samples is the number of samples"):
+        ema.update(samples=samples)
+    assert (ema.num_updates, ema.samples_seen) == (0, 0)
+    assert torch.isfinite(average(ema)).all()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"weights": None}, "lacks 'weights'"),
+    ({"num_updates": None}, "lacks 'num_updates'"),
+    ({"num_updates": -1}, "counts -1 updates"),
+    ({"config": "{"}, "no JSON document"),
+])  # fmt: skip
+def test_states_that_are_none(change: dict[str, Any], message: str) -> None:
+    ema = ShardedEMA(nn.Linear(2, 2), 0.5)
+    state = {name: value for name, value in {**ema.state_dict(), **change}.items() if value is not None}
+    with pytest.raises(StateError, match=message):
+        ema.load_state_dict(state)
