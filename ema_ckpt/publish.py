@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 
 from ema_ckpt.stagedir import NOTE, OLD, noted
@@ -108,11 +109,14 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_tree(path: Path) -> None:
-    """Flush a file, or a directory with all in it, contents before the directories that name them."""
+    """Flush a file, or a directory with all in it, contents before the directories that name them.
+
+    Links, FIFOs, sockets and devices have no contents of their own: opening one might wait for ever.
+    """
     if path.is_dir():
         for parent, _, files in os.walk(path, topdown=False):
             for name in files:
-                if not os.path.islink(os.path.join(parent, name)):
+                if stat.S_ISREG(os.lstat(os.path.join(parent, name)).st_mode):
                     fsync_path(Path(parent, name))
             fsync_path(Path(parent))
     else:
@@ -161,4 +165,14 @@ def _carry_one(old: Path, new: Path) -> None:
         try:
             os.link(old, new)
         except OSError:
-            shutil.copy2(old, new)
+            _copy(old, new)
+
+
+def _copy(old: Path, new: Path) -> None:
+    """Copy a file with its times and mode; of one that is not regular make another, unopened."""
+    status = os.lstat(old)
+    if stat.S_ISREG(status.st_mode):
+        shutil.copy2(old, new)
+    else:
+        os.mknod(new, status.st_mode, status.st_rdev)
+        shutil.copystat(old, new)

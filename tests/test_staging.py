@@ -9,11 +9,13 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +170,37 @@ def test_foreign_files_are_carried(tmp_path: Path, plain: bool) -> None:
     assert os.readlink(target / "vocab") == "config.json"
     assert os.readlink(target / "broken") == "nowhere"
     assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_special_files_are_carried_unopened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    target = tmp_path / "hf"
+    (target / "deep").mkdir(parents=True)
+    for place in (target, target / "deep"):
+        os.mkfifo(place / "fifo")
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as server, contextlib.chdir(place):
+            server.bind("socket")
+    opened: list[str] = []
+    real_open, real_link = os.open, os.link
+
+    def watched(path: str | Path, flags: int, *args: Any, **kwargs: Any) -> int:
+        opened.append(os.path.basename(path))
+        return real_open(path, flags | os.O_NONBLOCK, *args, **kwargs)
+
+    def link(old: Path, new: Path, **kwargs: Any) -> None:
+        if not links:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        real_link(old, new, **kwargs)
+
+    monkeypatch.setattr(os, "open", watched)
+    monkeypatch.setattr(os, "link", link)
+    with stage(target, is_directory=True, overwrite=True, keep_foreign=True) as staged:
+        write_new(staged)
+    assert not {"fifo", "socket"} & set(opened)
+    assert read_target(target) == "new"
+    for place in (target, target / "deep"):
+        assert (place / "fifo").is_fifo()
+        assert (place / "socket").is_socket()
 
 
 def test_carrying_fails_harmlessly(tmp_path: Path) -> None:
