@@ -14,6 +14,7 @@ from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn
 from ema_ckpt.coverage import prove
 from ema_ckpt.digests import combined, computed
 from ema_ckpt.errors import EmaCkptError, SourceError, shown
+from ema_ckpt.formats.globals import opaque_within
 from ema_ckpt.stored import Inventory, Stored
 from ema_ckpt.streams import StreamReader, locate
 from ema_ckpt.sums import sum_all
@@ -160,12 +161,15 @@ class Audit:
             if not item.is_inline and item.offset + item.nbytes > self._sizes.get(item.file, -1):
                 continue
             try:
-                self.catalog.reader.load(item)
+                opaque = opaque_within(self.catalog.reader.load(item))
             except SourceError as error:
                 if error.code == "unsupported":
                     self.warnings.append(Warn("opaque", str(error)))
                 else:
                     self.report(error.code, str(error), item.name, item.file)
+                continue
+            if opaque is not None and not item.is_inline:  # readers tell of values that they read along
+                self.warnings.append(Warn("opaque", f"{item.name!r} holds a {opaque}, unknown to ema_ckpt"))
 
     # Digests and replicas.
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 
 from ema_ckpt.box import row_major_strides
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
-from ema_ckpt.errors import SourceError
+from ema_ckpt.errors import SourceError, UnsafeError
 from ema_ckpt.files import Files, safe_name
 from ema_ckpt.formats import record
 from ema_ckpt.formats.dcp_metadata import ItemPlace, Metadata, TensorEntry, parse
+from ema_ckpt.formats.globals import executor_within
 from ema_ckpt.formats.tensorpickle import TensorRef, load_tensor, load_value
 from ema_ckpt.formats.torchzip import Archive, Mould, mould_of, read_archive
 
@@ -234,10 +235,19 @@ class _Reader:
         return payload
 
     def load(self, item: Object) -> object:
-        """An object item, unpickled safely."""
+        """An object item, unpickled safely.
+
+        Raises:
+            UnsafeError: `unsafe-pickle` if it calls, or so much as names, what runs code.
+        """
+        where = f"{item.file}: object {item.name!r}"
         try:
             archive = self._archive(item.file, item.offset, item.nbytes)
-            return load_value(archive.read("data.pkl"), f"{item.file}: object {item.name!r}")
+            value = load_value(archive.read("data.pkl"), where)
+            unsafe = executor_within(value)
+            if unsafe is not None:
+                raise UnsafeError("unsafe-pickle", f"{where}: {unsafe}")
+            return value
         except SourceError as error:
             raise _about(error, item.name, item.file, "object") from None
 

@@ -8,7 +8,17 @@ from typing import Any
 
 from ema_ckpt.dtypes import DTYPES
 
-__all__ = ["Global", "Maker", "Opaque", "Standin", "is_executor", "parts_of", "within"]
+__all__ = [
+    "Global",
+    "Maker",
+    "Opaque",
+    "Standin",
+    "executor_within",
+    "is_executor",
+    "opaque_within",
+    "parts_of",
+    "within",
+]
 
 Maker = Callable[..., object]
 
@@ -149,3 +159,20 @@ def within(value: object) -> Iterator[object]:
         seen.add(id(inner))
         yield inner
         todo += parts_of(inner)
+
+
+def executor_within(value: object) -> str | None:
+    """What is to be said of something in a value that runs code when called, though the pickle only names it."""
+    named = (inner for inner in within(value) if isinstance(inner, Global))
+    found = next((known for known in named if is_executor(known.module, known.name)), None)
+    return None if found is None else f"it holds {found.module}.{found.name}, which runs code when called"
+
+
+def opaque_within(value: object) -> str | None:
+    """The name of something unknown in a value, be it an instance, a class or a function; or None."""
+    unknown = (i for i in within(value) if isinstance(i, Opaque) or (isinstance(i, Global) and not _is_dtype(i)))
+    return next((f"{found.module}.{found.name}" for found in unknown), None)
+
+
+def _is_dtype(found: Global) -> bool:
+    return found.module == "torch" and found.name in _DTYPE_NAMES

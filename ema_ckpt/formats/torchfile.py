@@ -15,7 +15,16 @@ from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, chec
 from ema_ckpt.errors import SourceError, UnsafeError, counted, shown
 from ema_ckpt.files import Files
 from ema_ckpt.formats import record
-from ema_ckpt.formats.globals import Global, Maker, Opaque, is_executor, parts_of, within
+from ema_ckpt.formats.globals import (
+    Global,
+    Maker,
+    Opaque,
+    executor_within,
+    is_executor,
+    opaque_within,
+    parts_of,
+    within,
+)
 from ema_ckpt.formats.nesting import Nesting, flatten
 from ema_ckpt.formats.tensorpickle import TensorRef, load_value
 from ema_ckpt.formats.torchzip import Archive, read_archive
@@ -313,13 +322,13 @@ def object_warnings(name: str, value: object, file: str) -> Iterator[Warn]:
         raise UnsafeError("unsafe-pickle", message, tensor=name, file=file)
     unsafe = unsafe_within(value)
     if unsafe is not None:
-        yield Warn("unsafe-pickle", f"{name!r}: {unsafe.reason}")
+        yield Warn("unsafe-pickle", f"{name!r}: {unsafe}")
         return
-    opaque = next((inner for inner in within(value) if isinstance(inner, Opaque)), None)
+    opaque = opaque_within(value)
     if opaque is not None:
         held = sum(isinstance(inner, TensorRef) for inner in within(value))
         lost = f"; not read: {counted(held, 'tensor')} in it" if held else ""
-        yield Warn("opaque", f"{name!r} holds a {opaque.module}.{opaque.name}, unknown to ema_ckpt{lost}")
+        yield Warn("opaque", f"{name!r} holds a {opaque}, unknown to ema_ckpt{lost}")
 
 
 def refuse_discarded(unsafe: Sequence[Refused], objects: Sequence[Object], file: str) -> None:
@@ -347,9 +356,11 @@ def _caller_of_tensors(value: object) -> Opaque | None:
     return None
 
 
-def unsafe_within(value: object) -> Refused | None:
-    """Something in a value that unpickling would run, or None."""
-    return next((i for i in within(value) if isinstance(i, Refused) and i.code == "unsafe-pickle"), None)
+def unsafe_within(value: object) -> str | None:
+    """What is to be said of something in a value that unpickling would run, or that runs code when called; or None."""
+    refused = (i for i in within(value) if isinstance(i, Refused) and i.code == "unsafe-pickle")
+    called = next((found.reason for found in refused), None)
+    return called or executor_within(value)
 
 
 def read_before(item: Object) -> object:
@@ -360,8 +371,8 @@ def read_before(item: Object) -> object:
     """
     unsafe = unsafe_within(item.inline)
     if unsafe is not None:
-        message = f"{item.file}: object {item.name!r}: {unsafe.reason}"
-        raise UnsafeError(unsafe.code, message, tensor=item.name, file=item.file)
+        message = f"{item.file}: object {item.name!r}: {unsafe}"
+        raise UnsafeError("unsafe-pickle", message, tensor=item.name, file=item.file)
     return item.inline
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ema_ckpt.catalog import Catalog, Object, Warn
 from ema_ckpt.errors import UnsafeError, UsageError, counted, shown
 from ema_ckpt.formats import record
-from ema_ckpt.formats.globals import Opaque, within
+from ema_ckpt.formats.globals import opaque_within, within
 from ema_ckpt.formats.picklewriter import is_plain
 from ema_ckpt.formats.tensorpickle import TensorRef
 from ema_ckpt.ops.results import Skipped
@@ -40,7 +40,7 @@ def carry_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) ->
     carried = Carried()
     for held in objects:
         value = _load(catalog, held)
-        opaque = _opaque(value)
+        opaque = opaque_within(value)
         if form == "dcp" and not held.source.is_inline:
             if opaque is not None:
                 carried.warnings.append(Warn("opaque", f"{held.name!r} holds a {opaque}; copied as it is"))
@@ -70,7 +70,7 @@ def unknown_objects(catalog: Catalog, objects: Iterable[Object]) -> list[Skipped
     """
     found = []
     for held in objects:
-        opaque = _opaque(catalog.reader.load(held))
+        opaque = opaque_within(catalog.reader.load(held))
         if opaque is not None:
             found.append(Skipped(held.name, held.file, f"holds a {opaque}"))
     return found
@@ -100,9 +100,3 @@ def _fits(value: object, form: str) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _opaque(value: object) -> str | None:
-    """The name of something of an unknown class in a value, or None."""
-    found = next((inner for inner in within(value) if isinstance(inner, Opaque)), None)
-    return None if found is None else f"{found.module}.{found.name}"

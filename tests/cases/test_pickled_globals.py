@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,32 @@ def test_a_range_is_harmless(tmp_path: Path, kind: str) -> None:
     source = saved(tmp_path, kind, range(3))
     assert ema_ckpt.verify(source).status == "sound"
     assert ema_ckpt.consolidate(source, tmp_path / "out.safetensors").tensors == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("held", [lambda f: f, lambda f: [{"deep": (f,)}]])
+def test_a_function_that_runs_code_is_unsafe_by_its_name_alone(
+    tmp_path: Path, kind: str, held: Callable[[object], object]
+) -> None:
+    refused(saved(tmp_path, kind, held(os.system)), "posix.system")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("held", [lambda c: c, lambda c: [c]])
+def test_a_class_is_told_by_name(tmp_path: Path, kind: str, held: Callable[[object], object]) -> None:
+    source = saved(tmp_path, kind, held(argparse.Namespace))
+    report = ema_ckpt.verify(source)
+    assert report.status == "sound"
+    assert [(w.code, "argparse.Namespace" in w.message) for w in report.warnings] == [("opaque", True)]
+    done = ema_ckpt.convert(source, tmp_path / "out.safetensors")
+    assert [(item.name.startswith("hyper_parameters.value"), item.reason) for item in done.skipped] == [
+        (True, "holds a argparse.Namespace")
+    ]
+    if kind == "pt":
+        assert [w.code for w in ema_ckpt.inspect(source).warnings] == ["opaque"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dtypes_are_plain(tmp_path: Path, kind: str) -> None:
+    report = ema_ckpt.verify(saved(tmp_path, kind, torch.bfloat16))
+    assert (report.status, report.warnings) == ("sound", ())
