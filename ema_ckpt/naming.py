@@ -80,7 +80,7 @@ def role_of(name: str) -> str | None:
         return OPTIMIZER
     if found is None and (name.endswith("_ema") or name.startswith("ema_")):
         return EMA
-    return found
+    return found or _numbered_role(name)
 
 
 def tree_role(name: str) -> str | None:
@@ -92,10 +92,15 @@ def part_role(name: str) -> str | None:
     """The role of a checkpoint's part by the name of its directory or file stem, or None if it is no part."""
     if name.startswith("rng"):
         return OTHER
+    return _numbered_role(name) or _PARTS.get(name)
+
+
+def _numbered_role(name: str) -> str | None:
+    """The role of a directory of accelerate (`pytorch_model_fsdp_0`), which is a tree once it is in one checkpoint."""
     for prefix, role in _NUMBERED_PARTS:
         if name.startswith(prefix) and name[len(prefix) :].isdecimal():
             return role
-    return _PARTS.get(name)
+    return None
 
 
 def live_partners(name: str) -> tuple[str, ...]:

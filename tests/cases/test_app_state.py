@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ema_ckpt
 from ema_ckpt.errors import EmaCkptError
@@ -118,3 +119,15 @@ def test_an_argument_namespace_is_skipped_by_name_and_never_made(tmp_path: Path)
         ema_ckpt.consolidate(source, tmp_path / "strict.pt", strict=True)
     assert caught.value.code == "unsupported"
     assert not (tmp_path / "strict.pt").exists()
+
+
+def test_parts_keep_their_roles_once_they_are_one_checkpoint(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "run" / "pytorch_model_fsdp_0", {"model": {"w": torch.ones(4, 3)}})
+    save_dcp(tmp_path / "run" / "optimizer_0", {"optimizer": {"state": {"w": {"exp_avg": torch.ones(4, 3)}}}})
+    ema_ckpt.reshard(tmp_path / "run", tmp_path / "two", 2)
+    ema_ckpt.convert(tmp_path / "run", tmp_path / "run.safetensors")
+    for path in (tmp_path / "run", tmp_path / "two", tmp_path / "run.safetensors"):
+        roles = {tree.name: tree.role for tree in ema_ckpt.inspect(path).trees}
+        assert roles == {"pytorch_model_fsdp_0": "live", "optimizer_0": "optimizer"}
+        ema_ckpt.consolidate(path, tmp_path / "out.safetensors", dtype="bf16", overwrite=True)
+        assert load_file(tmp_path / "out.safetensors")["w"].dtype is torch.bfloat16
