@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ema_ckpt.catalog import Catalog
 from ema_ckpt.discover import find
@@ -10,7 +12,7 @@ from ema_ckpt.files import Files, open_files
 from ema_ckpt.found import DCP, PARTS, SAFETENSORS, TORCH, Found
 from ema_ckpt.notices import tell
 
-__all__ = ["open_catalog", "open_found"]
+__all__ = ["open_catalog", "open_found", "opened"]
 
 
 def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Catalog:
@@ -31,6 +33,20 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
     if found.note:
         tell(found.note)
     return open_found(found, text, lenient=lenient)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[Catalog]:
+    """`open_catalog` for the length of a `with` block: its files are closed at the end, whatever happened.
+
+    Raises:
+        EmaCkptError: as `open_catalog`.
+    """
+    catalog = open_catalog(path, lenient=lenient)
+    try:
+        yield catalog
+    finally:
+        catalog.source.close()
 
 
 def open_found(found: Found, path: str, *, lenient: bool = False) -> Catalog:

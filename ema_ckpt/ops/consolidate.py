@@ -10,7 +10,7 @@ from ema_ckpt.aliases import with_aliases
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError, counted, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
-from ema_ckpt.opening import open_catalog
+from ema_ckpt.opening import opened
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
 from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
@@ -66,42 +66,42 @@ def consolidate(
     shard_nbytes = parse_size(max_shard_size)
     _check_basename(basename)
     place = place_of(out)
-    catalog = open_catalog(path)
-    known = trees(catalog)
-    if tree is None:
-        given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
-        options = ready_options(given, consolidate.__kwdefaults__)
-        picked = default_tree(known, ready_command("consolidate", path, out), catalog.resolved, options)
-    else:
-        convert = ready_command("convert", path, out) + ready_options({"tree": tree, **args})
-        picked = _pick(catalog, known, tree, convert)
-    warnings = [*catalog.warnings]
-    whole = with_aliases(catalog, picked)
-    selection = select_tree(whole, request.selection, _filling(catalog, known, whole, fill, warnings))
-    skipped = unknown_objects(catalog, catalog.objects) if catalog.format in ("torch", "rank-files") else []
-    skipped += [Skipped(t.name, t.chunks[0].file if t.chunks else "", "not averaged") for t in picked.left_out]
-    refuse_skipped(skipped, request.strict)
-    check_sources(catalog, (entry.source for entry in selection.entries))
-    warnings += _stalled(catalog, picked)
-    target, kind, ties = _lay_out(selection.entries, place, shard_nbytes, basename, request.expand_ties)
-    job = Job(catalog, place, kind == "directory", target, keep_foreign=kind == "directory", warnings=warnings)
-    write(job, request)
-    return Written(
-        source=catalog.resolved,
-        target=str(place),
-        tree=picked.name,
-        format="torch" if kind == "torch" else "safetensors",
-        files=tuple(FileEntry(name or place.name, nbytes) for name, nbytes in target.files.items()),
-        tensors=len(selection.entries),
-        nbytes=payload_nbytes(target.pieces),
-        seconds=elapsed(),
-        renamed=dict(selection.renamed),
-        filled=selection.filled,
-        ties=ties,
-        skipped=tuple(skipped),
-        warnings=tuple(job.warnings),
-        dry_run=request.dry_run,
-    )
+    with opened(path) as catalog:
+        known = trees(catalog)
+        if tree is None:
+            given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
+            options = ready_options(given, consolidate.__kwdefaults__)
+            picked = default_tree(known, ready_command("consolidate", path, out), catalog.resolved, options)
+        else:
+            convert = ready_command("convert", path, out) + ready_options({"tree": tree, **args})
+            picked = _pick(catalog, known, tree, convert)
+        warnings = [*catalog.warnings]
+        whole = with_aliases(catalog, picked)
+        selection = select_tree(whole, request.selection, _filling(catalog, known, whole, fill, warnings))
+        skipped = unknown_objects(catalog, catalog.objects) if catalog.format in ("torch", "rank-files") else []
+        skipped += [Skipped(t.name, t.chunks[0].file if t.chunks else "", "not averaged") for t in picked.left_out]
+        refuse_skipped(skipped, request.strict)
+        check_sources(catalog, (entry.source for entry in selection.entries))
+        warnings += _stalled(catalog, picked)
+        target, kind, ties = _lay_out(selection.entries, place, shard_nbytes, basename, request.expand_ties)
+        job = Job(catalog, place, kind == "directory", target, keep_foreign=kind == "directory", warnings=warnings)
+        write(job, request)
+        return Written(
+            source=catalog.resolved,
+            target=str(place),
+            tree=picked.name,
+            format="torch" if kind == "torch" else "safetensors",
+            files=tuple(FileEntry(name or place.name, nbytes) for name, nbytes in target.files.items()),
+            tensors=len(selection.entries),
+            nbytes=payload_nbytes(target.pieces),
+            seconds=elapsed(),
+            renamed=dict(selection.renamed),
+            filled=selection.filled,
+            ties=ties,
+            skipped=tuple(skipped),
+            warnings=tuple(job.warnings),
+            dry_run=request.dry_run,
+        )
 
 
 def _check_basename(basename: str) -> None:

@@ -12,7 +12,7 @@ from ema_ckpt.catalog import Catalog, Object, Warn
 from ema_ckpt.errors import UsageError, counted
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
-from ema_ckpt.opening import open_catalog
+from ema_ckpt.opening import opened
 from ema_ckpt.ops.carried import carry_objects, rank_keyed, refuse_skipped
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
@@ -130,37 +130,37 @@ def _form(place: Path, to: str | None) -> str:
 
 def _transfer(path: str | os.PathLike[str], order: _Order, tree: Sequence[str] | str, request: Request) -> Written:
     elapsed = timer()
-    catalog = open_catalog(path)
-    known = trees(catalog)
-    selection = select_all(catalog, known, request.selection, tree, strip=order.verb != "reshard")
-    carried = carry_objects(catalog, selection.objects, "torch" if order.form == "pt" else order.form)
-    entries, unfit = _fitting(selection.entries, order.form)
-    skipped = [*carried.skipped, *unfit, *_beside(catalog)]
-    refuse_skipped(skipped, request.strict)
-    check_sources(catalog, (entry.source for entry in entries))
-    warnings = [*catalog.warnings, *carried.warnings]
-    if order.form == "dcp":
-        warnings += [*rank_keyed([e.name for e in entries] + [o.name for o in carried.objects])]
-        warnings += _low_precision(entries, known)
-    target, ties = _lay_out(catalog, known, entries, carried.objects, order, request)
-    is_file = order.form == "pt" or order.out.suffix == ".safetensors"
-    job = Job(catalog, order.out, not is_file, target, warnings=warnings)
-    write(job, request)
-    return Written(
-        source=catalog.resolved,
-        target=str(order.out),
-        tree=None,
-        format="torch" if order.form == "pt" else order.form,
-        files=tuple(FileEntry(name or order.out.name, nbytes) for name, nbytes in target.files.items()),
-        tensors=len(entries),
-        nbytes=payload_nbytes(target.pieces),
-        seconds=elapsed(),
-        renamed=dict(selection.renamed),
-        ties=ties,
-        skipped=tuple(skipped),
-        warnings=tuple(job.warnings),
-        dry_run=request.dry_run,
-    )
+    with opened(path) as catalog:
+        known = trees(catalog)
+        selection = select_all(catalog, known, request.selection, tree, strip=order.verb != "reshard")
+        carried = carry_objects(catalog, selection.objects, "torch" if order.form == "pt" else order.form)
+        entries, unfit = _fitting(selection.entries, order.form)
+        skipped = [*carried.skipped, *unfit, *_beside(catalog)]
+        refuse_skipped(skipped, request.strict)
+        check_sources(catalog, (entry.source for entry in entries))
+        warnings = [*catalog.warnings, *carried.warnings]
+        if order.form == "dcp":
+            warnings += [*rank_keyed([e.name for e in entries] + [o.name for o in carried.objects])]
+            warnings += _low_precision(entries, known)
+        target, ties = _lay_out(catalog, known, entries, carried.objects, order, request)
+        is_file = order.form == "pt" or order.out.suffix == ".safetensors"
+        job = Job(catalog, order.out, not is_file, target, warnings=warnings)
+        write(job, request)
+        return Written(
+            source=catalog.resolved,
+            target=str(order.out),
+            tree=None,
+            format="torch" if order.form == "pt" else order.form,
+            files=tuple(FileEntry(name or order.out.name, nbytes) for name, nbytes in target.files.items()),
+            tensors=len(entries),
+            nbytes=payload_nbytes(target.pieces),
+            seconds=elapsed(),
+            renamed=dict(selection.renamed),
+            ties=ties,
+            skipped=tuple(skipped),
+            warnings=tuple(job.warnings),
+            dry_run=request.dry_run,
+        )
 
 
 def _fitting(entries: Sequence[Entry], form: str) -> tuple[list[Entry], list[Skipped]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.aliases import with_aliases
@@ -46,17 +47,29 @@ def open_sides(
         UsageError: `ambiguous-tree`, `unknown-tree` if a side cannot be told.
         SourceError: what opening raises.
     """
-    catalog = open_catalog(path)
-    known = trees(catalog)
-    command = ready_command("diff", path, *(() if other is None else (other,)))
-    a = find_tree(known, tree, catalog.resolved) if tree is not None else default_tree(known, command, catalog.resolved)
-    beside = catalog if other is None else open_catalog(other)
-    others = known if other is None else trees(beside)
-    if other is None:
-        b = _partner(catalog, known, a, against)
-    else:
-        b = _other_tree(others, tree, against, command, beside.resolved)
-    return Side(catalog, _under_names_of(b, catalog, a), known), Side(beside, _under_names_of(a, beside, b), others)
+    with ExitStack() as undo:
+        catalog = open_catalog(path)
+        undo.callback(catalog.source.close)
+        known = trees(catalog)
+        command = ready_command("diff", path, *(() if other is None else (other,)))
+        a = (
+            find_tree(known, tree, catalog.resolved)
+            if tree is not None
+            else default_tree(known, command, catalog.resolved)
+        )
+        beside = catalog if other is None else open_catalog(other)
+        undo.callback(beside.source.close)
+        others = known if other is None else trees(beside)
+        if other is None:
+            b = _partner(catalog, known, a, against)
+        else:
+            b = _other_tree(others, tree, against, command, beside.resolved)
+        sides = (
+            Side(catalog, _under_names_of(b, catalog, a), known),
+            Side(beside, _under_names_of(a, beside, b), others),
+        )
+        undo.pop_all()
+    return sides
 
 
 def _under_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:

@@ -10,7 +10,7 @@ from ema_ckpt.catalog import Catalog, Object, Tensor, Warn
 from ema_ckpt.coverage import prove
 from ema_ckpt.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.naming import EMA, glob_matcher
-from ema_ckpt.opening import open_catalog
+from ema_ckpt.opening import opened
 from ema_ckpt.ops.checkpoint import tree_entry
 from ema_ckpt.ops.inspected import ChunkEntry, Inspected, ObjectEntry, TensorEntry
 from ema_ckpt.selection import refuse_idle
@@ -36,23 +36,23 @@ def inspect(path: str | os.PathLike[str], tree: str | None = None, match: Sequen
     Raises:
         EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle unknown-tree empty-selection …`.
     """
-    catalog = open_catalog(path, lenient=True)
-    known = trees(catalog)
-    warnings = [*catalog.warnings, *_missing_files(catalog), *_geometry(catalog)]
-    warnings += [Warn(tree.problem.code, str(tree.problem)) for tree in known if tree.problem is not None]
-    settings = {tree.name: _settings(catalog, tree, warnings) for tree in known if tree.role == EMA}
-    return Inspected(
-        path=catalog.path,
-        resolved=catalog.resolved,
-        format=catalog.format,
-        world_size=catalog.world_size,
-        nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
-        trees=tuple(map(tree_entry, known)),
-        tensors=tuple(_tensor_entries(catalog, known, tree, match)),
-        objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
-        ema=settings,
-        warnings=tuple(warnings),
-    )
+    with opened(path, lenient=True) as catalog:
+        known = trees(catalog)
+        warnings = [*catalog.warnings, *_missing_files(catalog), *_geometry(catalog)]
+        warnings += [Warn(tree.problem.code, str(tree.problem)) for tree in known if tree.problem is not None]
+        settings = {tree.name: _settings(catalog, tree, warnings) for tree in known if tree.role == EMA}
+        return Inspected(
+            path=catalog.path,
+            resolved=catalog.resolved,
+            format=catalog.format,
+            world_size=catalog.world_size,
+            nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
+            trees=tuple(map(tree_entry, known)),
+            tensors=tuple(_tensor_entries(catalog, known, tree, match)),
+            objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
+            ema=settings,
+            warnings=tuple(warnings),
+        )
 
 
 def _missing_files(catalog: Catalog) -> Iterable[Warn]:

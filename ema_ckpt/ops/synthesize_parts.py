@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ema_ckpt.blend import Part
@@ -44,12 +45,15 @@ def open_snapshots(
     """
     command, options = call
     found = []
-    for path in paths:
-        catalog = open_catalog(path)
-        known = trees(catalog)
-        picked = [find_tree(known, name, catalog.resolved) for name in names]
-        picked = picked or [default_tree(known, command, catalog.resolved, options)]
-        found += [Snapshot(catalog, tree) for tree in picked]
+    with ExitStack() as undo:
+        for path in paths:
+            catalog = open_catalog(path)
+            undo.callback(catalog.source.close)
+            known = trees(catalog)
+            picked = [find_tree(known, name, catalog.resolved) for name in names]
+            picked = picked or [default_tree(known, command, catalog.resolved, options)]
+            found += [Snapshot(catalog, tree) for tree in picked]
+        undo.pop_all()
     return found
 
 
