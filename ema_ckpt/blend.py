@@ -73,11 +73,15 @@ class Blend:
     """The sums as files, one a tensor, and as the reader of the catalog that holds them.
 
     With `verify` every source's storages are compared with their checksums; `finish` does what is left of that.
+
+    Attributes:
+        overflow: how many finite sums became infinite in the type they are stored in so far, by name.
     """
 
     root = "sums"
 
     def __init__(self, verify: bool) -> None:
+        self.overflow: dict[str, int] = {}
         self._verify = verify
         self._checks: dict[int, Checks] = {}
         self._sums: dict[str, tuple[Tensor, tuple[Part, ...]]] = {}
@@ -160,12 +164,13 @@ class Blend:
             out[:] = self._read(parts[0][0], box)  # integers, say, are not to pass through float64
             return
         total: NDArray[Any] | None = None
-        for stream, weight in parts:
-            values = decode(self._read(stream, box), stream.tensor.dtype, np.float64)
-            values *= weight
-            total = values if total is None else np.add(total, values, out=total)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for stream, weight in parts:
+                values = decode(self._read(stream, box), stream.tensor.dtype, np.float64)
+                values *= weight
+                total = values if total is None else np.add(total, values, out=total)
         if total is not None:
-            out[:] = self._encoded(total, tensor.dtype)
+            out[:] = self._encoded(total, tensor)
 
     def _read(self, stream: Stream, box: Box) -> memoryview:
         own = self._own
@@ -182,6 +187,11 @@ class Blend:
         reader.read(stream.tensor, stream.shares, box, view)
         return view
 
-    def _encoded(self, total: NDArray[Any], dtype: DType) -> memoryview:
-        kind = by_name(_PAIRED.get(dtype.name, dtype.name))
-        return Caster(by_name("float64"), kind).cast(total.view("u1"))
+    def _encoded(self, total: NDArray[Any], tensor: Tensor) -> memoryview:
+        kind = by_name(_PAIRED.get(tensor.dtype.name, tensor.dtype.name))
+        caster = Caster(by_name("float64"), kind)
+        data = caster.cast(total.view("u1"))
+        if caster.overflow:
+            with self._lock:
+                self.overflow[tensor.name] = self.overflow.get(tensor.name, 0) + caster.overflow
+        return data

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from ema_ckpt.blend import Blend
 from ema_ckpt.catalog import Catalog, Tensor, Warn
-from ema_ckpt.errors import UsageError
+from ema_ckpt.errors import UsageError, counted
 from ema_ckpt.files import local_path
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
 from ema_ckpt.ops.ready import ready_command, ready_options
@@ -116,6 +116,7 @@ def _write(
     warnings = [*virtual.warnings, *warnings]
     job = Job(virtual, order.out, order.is_directory, target, keep, warnings, beside=_local(held))
     write(job, request)
+    job.warnings += _overflows(selection.entries, blend)
     return Written(
         source=", ".join(dict.fromkeys(snapshot.catalog.resolved for snapshot in held)),
         target=str(order.out),
@@ -130,6 +131,15 @@ def _write(
         warnings=tuple(job.warnings),
         dry_run=request.dry_run,
     )
+
+
+def _overflows(entries: Sequence[Entry], blend: Blend) -> Iterator[Warn]:
+    for entry in entries:
+        count = blend.overflow.get(entry.source.name)
+        if count:
+            kind = entry.source.dtype.name
+            message = f"{counted(count, 'finite sum')} of {entry.name!r} became infinite in {kind}; use smaller weights"
+            yield Warn("overflow", message)
 
 
 def _check(held: Sequence[Snapshot], strict: bool) -> list[Skipped]:

@@ -127,7 +127,10 @@ def _given(snapshots: Sequence[Snapshot], weights: Sequence[float]) -> tuple[lis
         raise _miscounted("--weights", weights, snapshots)
     if not all(map(math.isfinite, weights)):
         raise UsageError("usage", f"--weights {', '.join(map(str, weights))}: expected finite numbers")
-    total = math.fsum(weights)
+    try:
+        total = math.fsum(weights)
+    except OverflowError:
+        raise UsageError("usage", f"--weights {', '.join(map(str, weights))}: their sum is not finite") from None
     message = f"the weights sum to {total:.6g}, not 1: the result is no average, its scale is changed"
     return list(weights), [] if abs(total - 1) <= 1e-6 else [Warn("weights-sum", message)]
 

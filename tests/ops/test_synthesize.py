@@ -218,6 +218,23 @@ def test_weights_that_do_not_sum_to_one_are_used_and_told(pair: list[Path], tmp_
     assert [w.code for w in written.warnings] == ["weights-sum"]
 
 
+@pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("bfloat16", 3e38), ("float32", 3e38)])
+def test_sums_beyond_the_stored_type_are_told(dtype: str, large: float, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    state = {
+        "fits": torch.ones(3, dtype=kind),
+        "over": torch.tensor([large, 1.0, -large], dtype=kind),
+        "infinite": torch.tensor([float("inf"), 1.0], dtype=kind),
+    }
+    for name in ("a", "b"):
+        save_file(state, tmp_path / f"{name}.safetensors")
+    sources, out = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tmp_path / "o.safetensors"
+    written = synthesize(sources, out, weights=[1.0, 1.0], rename={"over": "x"})
+    assert load_file(out)["x"].tolist() == [float("inf"), 2.0, float("-inf")]
+    told = [w.message for w in written.warnings if w.code == "overflow"]
+    assert told == [f"2 finite sums of 'x' became infinite in {dtype}; use smaller weights"]
+
+
 def test_a_profile_out_of_reach_is_told(pair: list[Path], tmp_path: Path) -> None:
     written = synthesize(pair, tmp_path / "o.safetensors", sigma_rel=0.01, sigma_rels=[0.1, 0.1], steps=[10, 20])
     assert [w.code for w in written.warnings] == ["profile-missed"]
@@ -230,6 +247,7 @@ def test_a_profile_out_of_reach_is_told(pair: list[Path], tmp_path: Path) -> Non
         ({"sigma_rel": 0.1, "weights": [0.5, 0.5]}, "either --sigma-rel"),
         ({"weights": [1.0]}, "1 number for 2 snapshots"),
         ({"weights": [1.0, float("nan")]}, "finite"),
+        ({"weights": [1e308, 1e308]}, "not finite"),
         ({"weights": [0.5, 0.5], "steps": [1, 2]}, "go with --sigma-rel"),
         ({"sigma_rel": 0.1}, "records no power-function schedule"),
         ({"sigma_rel": 0.1, "sigma_rels": [0.1, 0.2]}, "records no step"),
