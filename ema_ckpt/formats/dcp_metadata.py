@@ -143,6 +143,7 @@ _INDEX_TAIL = re.compile(_REF + rb"(?:K.|M..|J....|N)" + _REF + _SIZE + rb"ub", 
 _INFO_TAIL = re.compile(_REF + _INT + _REF + _INT + rb"ub", re.DOTALL)
 
 
+_ALL_INTS = frozenset({int})
 _FRESH = (UNBUILT, UNBUILT)  # an instance and its dict
 _SIZE_STEPS = (UNBUILT, UNBUILT)  # the two tuples inside a `torch.Size`
 
@@ -334,19 +335,27 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
         kind = by_name(dtype.name)
     except SourceError as error:
         raise SourceError(error.code, f"{where}: tensor {name!r}: {error}", tensor=name, file=where) from None
-    return TensorEntry(kind, _ints(entry.fields["size"]), tuple(map(_chunk, chunks)))
+    shape = _ints(entry.fields["size"])
+    return TensorEntry(kind, shape, tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks]))
 
 
-def _chunk(chunk: object) -> tuple[Ints, Ints]:
+def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]:
+    """Offsets and sizes of one chunk of a tensor of `rank` dimensions."""
     if isinstance(chunk, _Chunk):
-        return _ints(chunk.fields["offsets"]), _ints(chunk.fields["sizes"])
-    if isinstance(chunk, tuple):
-        return chunk
-    raise ValueError(f"a chunk is a {type(chunk).__name__}")
+        chunk = chunk.fields["offsets"], chunk.fields["sizes"]
+    if not isinstance(chunk, tuple) or len(chunk) != 2:
+        raise ValueError(f"a chunk of {name!r} is {brief(chunk)}")
+    offsets, sizes = _ints(chunk[0]), _ints(chunk[1])
+    if not len(offsets) == len(sizes) == rank:
+        raise ValueError(f"{name!r} has {rank} dimensions, a chunk of it {len(offsets)} offsets and {len(sizes)} sizes")
+    if sizes and min(sizes) < 0:
+        message = f"{where}: {name!r} is said to have a chunk of {list(sizes)} elements"
+        raise SourceError("out-of-bounds", message, tensor=name, file=where)
+    return offsets, sizes
 
 
 def _path(path: object, name: str, bound: int, where: str) -> tuple[str | int, ...]:
-    if not isinstance(path, tuple) or not all(isinstance(part, str | int) for part in path):
+    if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
         raise ValueError(f"the path of {name!r} is {brief(path)}")
     for part in path:
         if isinstance(part, int) and not 0 <= part < bound:
@@ -356,12 +365,11 @@ def _path(path: object, name: str, bound: int, where: str) -> tuple[str | int, .
 
 
 def _key(key: object) -> Key:
-    if isinstance(key, tuple):
-        return key
-    if not isinstance(key, _Index) or not isinstance(key.fields["fqn"], str):
-        raise ValueError("an item has no name")
-    offset = key.fields.get("offset")
-    return key.fields["fqn"], None if offset is None else _ints(offset)
+    if isinstance(key, _Index):
+        key = key.fields["fqn"], key.fields.get("offset")
+    if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
+        raise ValueError(f"an item has no name, but {brief(key)}")
+    return key[0], None if key[1] is None else _ints(key[1])
 
 
 def _place(place: object, name: str, where: str) -> ItemPlace:
@@ -380,6 +388,6 @@ def _place(place: object, name: str, where: str) -> ItemPlace:
 
 
 def _ints(value: object) -> Ints:
-    if isinstance(value, tuple) and all(type(part) is int for part in value):
+    if isinstance(value, tuple) and _ALL_INTS.issuperset(map(type, value)):
         return value
     raise ValueError(f"a shape or offset is {brief(value)}")

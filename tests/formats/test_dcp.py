@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ema_ckpt
 from ema_ckpt.dtypes import by_name
 from ema_ckpt.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.files import LocalFiles
@@ -20,6 +23,7 @@ from ema_ckpt.formats.dcp import open_dcp, required_files
 from ema_ckpt.formats.dcp_metadata import ItemPlace, parse
 from ema_ckpt.formats.dcp_pickle import StoredItem, StoredTensor, dump_metadata
 from ema_ckpt.formats.unpickle import loads
+from tests.checkpoints import dcp_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -192,7 +196,7 @@ def test_extensions_and_other_serializations_are_refused_by_name(tmp_path: Path)
     [
         (lambda m: m.state_dict_metadata.update(w="no entry"), "unreadable"),
         (lambda m: setattr(m, "storage_data", 3), "unreadable"),
-        (lambda m: object.__setattr__(m.state_dict_metadata["w"], "size", torch.Size([1 << 62, 4])), "out-of-bounds"),
+        (lambda m: object.__setattr__(m.state_dict_metadata["w"], "size", torch.Size([1 << 62])), "out-of-bounds"),
         (lambda m: object.__setattr__(m.state_dict_metadata["w"], "size", [3]), "unreadable"),
         (lambda m: m.planner_data.update(w=("w", 50_000_000)), "out-of-bounds"),
         (lambda m: replaced(m, offset=-5), "out-of-bounds"),
@@ -205,6 +209,57 @@ def test_impossible_metadata_is_refused(tmp_path: Path, change: object, code: st
         open_dcp(source, (".metadata",), "p", "p")
     assert caught.value.code == code
     source.close()
+
+
+def first_chunk(metadata: object, **fields: object) -> None:
+    for key, value in fields.items():
+        object.__setattr__(metadata.state_dict_metadata["model.layer.w"].chunks[0], key, value)  # type: ignore
+
+
+MALFORMED: dict[str, Callable[[Any], object]] = {
+    "a chunk that is no pair": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(0, ()),
+    "a chunk of three": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(0, ((0, 0), (2, 3), 1)),
+    "a chunk of numbers": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(0, (0, 3)),
+    "a chunk of texts": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(0, ("layer", "")),
+    "a chunk of a lower rank": lambda m: first_chunk(m, offsets=torch.Size([]), sizes=torch.Size([])),
+    "sizes of a lower rank": lambda m: first_chunk(m, sizes=torch.Size([2])),
+    "sizes that are a number": lambda m: first_chunk(m, sizes=6),
+    "sizes that are truths": lambda m: first_chunk(m, sizes=(True, 3)),
+    "offsets that are a text": lambda m: first_chunk(m, offsets="00"),
+    "negative sizes": lambda m: first_chunk(m, sizes=torch.Size([-2, 3])),
+    "an empty path": lambda m: m.planner_data.update({"model.layer.w": ()}),
+    "a path of None": lambda m: m.planner_data.update({"model.layer.w": (None,)}),
+    "a storage key that is empty": lambda m: m.storage_data.update({(): next(iter(m.storage_data.values()))}),
+    "a storage key of one": lambda m: m.storage_data.update({("b",): next(iter(m.storage_data.values()))}),
+    "a storage key of numbers": lambda m: m.storage_data.update({(1, 2): next(iter(m.storage_data.values()))}),
+    "a dtype that is no name": lambda m: object.__setattr__(
+        m.state_dict_metadata["model.layer.w"].properties, "dtype", 3
+    ),
+    "a name that is no text": lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["model.b"]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_metadata_is_damage_for_verify_and_an_error_for_all_else(
+    tmp_path: Path, change: Callable[[Any], object]
+) -> None:
+    dcp_at(tmp_path / "step_1")
+    edited(dcp_at(tmp_path / "step_2"), change).close()
+    report = ema_ckpt.verify(tmp_path / "step_2")
+    assert report.status == "damaged"
+    assert {problem.code for problem in report.problems} <= {"unreadable", "out-of-bounds"}
+    verbs: list[Callable[[], object]] = [
+        lambda: ema_ckpt.inspect(tmp_path / "step_2"),
+        lambda: ema_ckpt.diff(tmp_path / "step_2"),
+        lambda: ema_ckpt.consolidate(tmp_path / "step_2", tmp_path / "out.safetensors"),
+        lambda: ema_ckpt.reshard(tmp_path / "step_2", tmp_path / "out", 2),
+    ]
+    for verb in verbs:
+        with pytest.raises(EmaCkptError) as caught:
+            verb()
+        assert caught.value.code in ("unreadable", "out-of-bounds")
+    assert ema_ckpt.inspect(tmp_path).resolved == str(tmp_path / "step_1")
 
 
 @pytest.mark.parametrize(
