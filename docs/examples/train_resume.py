@@ -1,10 +1,10 @@
 """Train with a sharded EMA, get killed, go on with another number of ranks, evaluate the average.
 
-    torchrun --nproc-per-node 4 docs/examples/train_resume.py train runs/demo --steps 60
-    # kill it at any moment, then go on with two ranks from the newest complete checkpoint:
-    torchrun --nproc-per-node 2 docs/examples/train_resume.py train runs/demo --steps 60
-    ema-ckpt consolidate runs/demo average.safetensors
-    python docs/examples/train_resume.py evaluate average.safetensors
+    torchrun --nproc-per-node 4 docs/examples/train_resume.py train demo/train --steps 60
+    # kill it at any moment; then go on with two ranks, from the newest complete checkpoint:
+    torchrun --nproc-per-node 2 docs/examples/train_resume.py train demo/train --steps 120
+    ema-ckpt consolidate demo/train demo/average.safetensors
+    python docs/examples/train_resume.py evaluate demo/average.safetensors
 
 It runs on CPUs with gloo and on CUDA with NCCL.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -75,16 +76,14 @@ def train(run: Path, steps: int) -> None:
         step += 1
         if step % SAVE_EVERY == 0 or step == steps:
             if saving is not None:
-                path = saving.result()
-                if rank == 0:
-                    print(f"saved {path.name}", flush=True)
+                finish(saving)
             extra = {"step": step, "schedule": schedule, "rng": rng_state()}
             target = run / f"step_{step}"
             saving = save(
                 target, model=model, ema=ema, optimizer=optimizer, extra=extra, async_save=True, overwrite=True
             )
     if saving is not None:
-        saving.result()
+        finish(saving)
 
     with torch.no_grad():
         x, y = (part.to(device) for part in batch(-1))
@@ -94,6 +93,13 @@ def train(run: Path, steps: int) -> None:
     if rank == 0:
         print(f"step {step}: live {live:.6f}, average {average:.6f} after {ema.num_updates} updates", flush=True)
     dist.destroy_process_group()
+
+
+def finish(saving: Future[Path]) -> None:
+    """Wait until a checkpoint is complete, and say so."""
+    path = saving.result()
+    if dist.get_rank() == 0:
+        print(f"saved {path.name}", flush=True)
 
 
 def evaluate(file: Path) -> None:
