@@ -14,7 +14,7 @@ from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.ema_forms import Averages, find_averages, is_setting, matches, name_averages
 from ema_ckpt.errors import EmaCkptError, UsageError, counted, shown
 from ema_ckpt.grouping import Group, group_entries
-from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, SETTINGS, live_partners, nearest, tree_role
+from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, SETTINGS, canonical, live_partners, nearest, tree_role
 
 __all__ = ["Tree", "default_tree", "find_tree", "find_trees", "inner_names", "live_of", "trees"]
 
@@ -30,6 +30,7 @@ class Tree:
         named: its weights by name inside the tree; of an EMA the averaged tensors by the plain fqn.
         settings: of an EMA, the entries that describe it (`num_updates`, `decay`, `config`, …), by name.
         partner: of an EMA, the name of the live tree it averages, if one is beside it.
+        below: of a part of an EMA, how the names of its weights begin in the live tree (`layers.0.`), else `""`.
         form: of an EMA, the form its weights are stored in.
         problem: why the weights cannot be named, or None.
         ordered: whether the tensors stand in the order of the state dict; safetensors files sort them.
@@ -42,6 +43,7 @@ class Tree:
     named: Mapping[str, Tensor] = field(default_factory=dict)
     settings: Mapping[str, Tensor | Object] = field(default_factory=dict)
     partner: str | None = None
+    below: str = ""
     form: str = "*"
     problem: EmaCkptError | None = None
     ordered: bool = True
@@ -158,8 +160,8 @@ def _average_tree(group: Group, others: Sequence[Tree], trained: frozenset[str],
         named.tensors,
         settings,
         live.name if live else None,
-        named.form,
-        named.problem,
+        form=named.form,
+        problem=named.problem,
     )
 
 
@@ -188,8 +190,17 @@ def _partner(name: str, found: Averages, others: Sequence[Tree]) -> Tree | None:
 
 
 def live_of(known: Sequence[Tree], ema: Tree) -> Tree | None:
-    """The live tree paired with the EMA tree `ema`, or None if none is beside it."""
-    return None if ema.partner is None else _exact_or_below(known, ema.partner)
+    """The live tree paired with the EMA tree `ema`, or None if none is beside it.
+
+    With a part of an EMA, that is the same part of the live tree, which may hold nothing.
+    """
+    live = None if ema.partner is None else _exact_or_below(known, ema.partner)
+    if live is None or not ema.below:
+        return live
+    named = {canonical(name): tensor for name, tensor in live.named.items()}
+    part = {name[len(ema.below) :]: tensor for name, tensor in named.items() if name.startswith(ema.below)}
+    path = f"{live.name}.{ema.below}".strip(".")
+    return Tree(path, live.role, tuple(part.values()), (), part, ordered=live.ordered)
 
 
 def _exact_or_below(known: Sequence[Tree], name: str) -> Tree | None:
@@ -231,7 +242,18 @@ def _below(tree: Tree, path: str, known: Sequence[Tree]) -> Tree | None:
         return _average_tree(group, others, frozenset(), None)
     if tree.role != EMA:
         return part
-    return Tree(path, EMA, part.tensors, part.objects, part.named, tree.settings, tree.partner, tree.form)
+    below = _place_below(tree, part)
+    partner = None if below is None else tree.partner
+    return Tree(path, EMA, part.tensors, part.objects, part.named, tree.settings, partner, below or "", tree.form)
+
+
+def _place_below(tree: Tree, part: Tree) -> str | None:
+    """How the averages of `tree` that lie in its `part` begin in the live tree; None if they are named otherwise."""
+    fqns = {id(tensor): fqn for fqn, tensor in tree.named.items()}
+    pairs = [(fqns[id(tensor)], name) for name, tensor in part.named.items() if id(tensor) in fqns]
+    heads = {fqn[: -len(name)] if f".{fqn}".endswith(f".{name}") else None for fqn, name in pairs}
+    head = heads.pop() if len(heads) == 1 else None
+    return None if head is None else canonical(f"{head}x")[:-1]
 
 
 def find_tree(known: Sequence[Tree], name: str, where: str = "the checkpoint") -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -127,17 +128,34 @@ def _filling(
     catalog: Catalog, known: Sequence[Tree], picked: Tree, fill: bool | str, warnings: list[Warn]
 ) -> dict[str, Tensor] | None:
     """Weights that the EMA lacks: to be taken if asked for, else told."""
-    live = find_tree(known, fill, catalog.resolved) if isinstance(fill, str) else live_of(known, picked)
-    if fill and live is None:
-        raise UsageError("unknown-tree", f"--fill: {catalog.resolved} has no live tree beside {picked.name!r}")
-    if live is None or (picked.role != EMA and not fill):
+    live = live_of(known, picked)
+    source = _fill_source(catalog, known, picked, fill, live)
+    filled = missing_weights(picked, source) if source is not None else {}
+    if live is not None and picked.role == EMA:
+        warnings += _partial(replace(picked, named={**picked.weights, **filled}), live)
+    return filled or None
+
+
+def _fill_source(
+    catalog: Catalog, known: Sequence[Tree], picked: Tree, fill: bool | str, live: Tree | None
+) -> Tree | None:
+    """The tree to take missing weights from, if any are to be taken."""
+    if fill is False:
         return None
+    named = find_tree(known, fill, catalog.resolved) if isinstance(fill, str) else None
+    if named is not None and named.name != picked.partner:
+        return named
+    if live is None:
+        raise UsageError("unknown-tree", f"--fill: {catalog.resolved} has no live tree beside {picked.name!r}")
+    return live
+
+
+def _partial(picked: Tree, live: Tree) -> list[Warn]:
     missing = missing_weights(picked, live)
-    if not missing or fill:
-        return missing or None
+    if not missing:
+        return []
     message = f"{picked.name!r} lacks {counted(len(missing), 'tensor')} that {live.name!r} has: {shown(list(missing))}"
-    warnings.append(Warn("ema-partial", f"{message}; --fill takes them from {live.name!r}"))
-    return None
+    return [Warn("ema-partial", f"{message}; --fill takes them from {live.name!r}")]
 
 
 def _lay_out(
