@@ -63,9 +63,9 @@ class Sums:
 
     @property
     def rel_l2(self) -> float:
-        """‖a − b‖ / ‖b‖: 0 where both are zero, undefined where b alone is."""
+        """‖a − b‖ / ‖b‖: 0 where both are equal, undefined where b alone is zero or float64 holds no square of d."""
         if not self.dd:
-            return 0.0
+            return math.nan if self.unequal else 0.0
         return math.sqrt(self.dd / self.bb) if self.bb else math.nan
 
     @property

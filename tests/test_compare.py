@@ -188,3 +188,9 @@ def test_totals_do_not_depend_on_order() -> None:
     parts = [compare(torch.randn(100), torch.randn(100)) for _ in range(20)]
     assert Sums.total(parts) == Sums.total(parts[::-1])
     assert Sums.total([]) == Sums()
+
+
+def test_differences_whose_squares_vanish_are_undefined_and_not_zero() -> None:
+    found = compare(torch.full((4,), 1e-180, dtype=torch.float64), torch.full((4,), 3e-180, dtype=torch.float64))
+    assert found.unequal == 4
+    assert math.isnan(found.rel_l2)
