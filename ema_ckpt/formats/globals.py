@@ -53,7 +53,7 @@ _EXECUTOR_FUNCTIONS = frozenset(
     "open open_code fdopen system popen Popen startfile eval exec execfile runstring run_path run_module "
     "check_call check_output import_module resolve_name".split()
 )
-# Enumerations and records of these modules: making one does nothing.
+# Enumerations and records, of which making one does nothing, and numpy's generators, which are usual in objects.
 _HARMLESS_NAMES = frozenset(
     [
         ("signal", "Signals"),
@@ -61,6 +61,10 @@ _HARMLESS_NAMES = frozenset(
         ("http", "HTTPMethod"),
         ("os", "terminal_size"),
         ("platform", "uname_result"),
+        ("numpy.random._pickle", "__bit_generator_ctor"),
+        ("numpy.random._pickle", "__generator_ctor"),
+        ("numpy.random._pickle", "__randomstate_ctor"),
+        ("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"),
     ]
 )
 _SAFE_BUILTINS = frozenset(

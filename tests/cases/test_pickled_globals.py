@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,3 +89,17 @@ def test_a_class_is_told_by_name(tmp_path: Path, kind: str, held: Callable[[obje
 def test_dtypes_are_plain(tmp_path: Path, kind: str) -> None:
     report = ema_ckpt.verify(saved(tmp_path, kind, torch.bfloat16))
     assert (report.status, report.warnings) == ("sound", ())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, np.random.PCG64])
+def test_generators_of_numpy_are_opaque(tmp_path: Path, kind: str, make: Callable[[int], object]) -> None:
+    report = ema_ckpt.verify(saved(tmp_path, kind, make(1)))
+    assert report.status == "sound"
+    assert {w.code for w in report.warnings} == {"opaque"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_generator_would_call_is_looked_at_too(tmp_path: Path, kind: str) -> None:
+    constructor = np.random.default_rng(1).__reduce__()[0]
+    refused(saved(tmp_path, kind, Calls(constructor, "touch x", os.system)), "posix.system")
