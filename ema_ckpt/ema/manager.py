@@ -182,8 +182,8 @@ class ShardedEMA:
         """A block in which the model has the averaged weights; afterwards the live ones are back, bit for bit.
 
         Entry is collective where replicas divide the average (DDP, HSDP), and waits `timeout` seconds for the
-        others; exit never is. Inside, `update save restore state_dict load_state_dict full_state_dict`, steps of
-        an attached optimizer and further swaps raise.
+        others; exit never is. Inside, `update advance reset rebind copy_to state_dict load_state_dict
+        full_state_dict`, `save`, `restore`, steps of an attached optimizer and further swaps raise.
         """
         return swap.swapped(self, timeout)
 

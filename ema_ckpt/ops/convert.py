@@ -92,7 +92,7 @@ def convert(
         src: a checkpoint of any readable format.
         dst: what to make. to: `dcp`, `safetensors` or `pt`; by default what the ending of `dst` says, and DCP
             for a directory.
-        world_size: ranks of a DCP target; by default those of a DCP source, else 1.
+        world_size: ranks of a DCP target; by default those of a source saved by several ranks, else 1.
         tree: only these trees; an EMA's settings always come with it.
         args: options that all writing verbs share, see `WriterArgs`.
 
