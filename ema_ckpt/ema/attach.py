@@ -51,7 +51,7 @@ class Attachment:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         if _is_nested(optimizer):
             return
-        swap.refuse_inside(self._ema, "a step of the attached optimizer")
+        swap.refuse_inside(self._ema.model, "a step of the attached optimizer")
         # Only a fresh optimizer is ever initialised, so that the stack need not be looked at on later steps.
         if not optimizer.state and is_state_init():
             self._dummy.add(optimizer)

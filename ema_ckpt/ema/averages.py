@@ -209,7 +209,11 @@ def seed(slot: Slot, held: Held, source: Source | None) -> None:
 
 
 def live_part(slot: Slot, value: torch.Tensor) -> torch.Tensor:
-    """The part of a local tensor that the slot averages, as a view in the shadow's shape."""
+    """The part of a local tensor that the slot averages, as a view in the shadow's shape.
+
+    Raises:
+        StateError: replicas divide it, and it is not contiguous.
+    """
     if not slot.is_split:
         return value
     if not value.is_contiguous():
@@ -225,7 +229,7 @@ def fit(averages: Averages, census: Census, settings: Settings) -> Averages:
     """The same averages beside the model as it is now: moved to another device, or cut where they were whole.
 
     Raises:
-        StateError: a tensor is gone, has another shape or dtype, or was cut in another way.
+        StateError: a tensor is gone or no longer tied, has another shape or dtype, or was cut in another way.
     """
     found = {name: h for h in (*census.parameters, *census.buffers) for name in h.shard.names}
     gone = [slot.shard.fqn for slot in averages.slots if slot.shard.fqn not in found]

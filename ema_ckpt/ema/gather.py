@@ -29,7 +29,7 @@ def gather_full(ema: ShardedEMA, complete: bool, timeout: float) -> dict[str, An
     meet(_CALL, timeout)
     ours = channel("gather")
     weights, live = agreed(ours, _CALL, lambda: _held(ema, complete))
-    names = {name: slot.shard.fqn for slot in ema.averages.slots for name in (slot.shard.fqn, *slot.shard.aliases)}
+    names = {name: slot.shard.fqn for slot in ema.averages.slots for name in slot.shard.names}
     averaged = {fqn: weights[fqn] for fqn in dict.fromkeys(names.values()) if fqn in weights}
     if not complete:
         return gather_tensors(averaged, ours)
@@ -43,7 +43,7 @@ def gather_full(ema: ShardedEMA, complete: bool, timeout: float) -> dict[str, An
 
 def _held(ema: ShardedEMA, complete: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The averages that this rank holds, and with `complete` the live model."""
-    refuse_inside(ema, f"{_CALL}()")
+    refuse_inside(ema.model, f"{_CALL}()")
     return ema.state_dict()["weights"], live_tree(ema.model) if complete else {}
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ema_ckpt.ema import swap
 from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, canonical_modules, census
-from ema_ckpt.errors import StateError
 
 __all__ = [
     "buffer_names",
@@ -19,7 +17,6 @@ __all__ = [
     "live_shards",
     "live_tree",
     "published",
-    "refuse_swapped",
     "set_extra_state",
     "tensor_names",
 ]
@@ -54,16 +51,6 @@ def live_shards(model: nn.Module) -> dict[str, Any]:
         places.setdefault(prefix, place)
     order = sorted(entries, key=lambda name: (places.get(_prefix(name), len(places)), entries[name][0]))
     return {name: entries[name][1] for name in order}
-
-
-def refuse_swapped(model: nn.Module, call: str) -> None:
-    """Raise if the model holds averages instead of its own weights.
-
-    Raises:
-        StateError: inside `swap()` of any manager.
-    """
-    if swap.holds_averages(model):
-        raise StateError("usage", f"{call} inside swap(): the model holds averaged weights; leave the block first")
 
 
 def published(shard: Shard) -> torch.Tensor:

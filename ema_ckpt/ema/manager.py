@@ -110,7 +110,7 @@ class ShardedEMA:
         Args:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
         """
-        swap.refuse_inside(self, "update()")
+        swap.refuse_inside(self.model, "update()")
         with torch.inference_mode(False), torch.no_grad():
             self.follow()
             if self._on_cuda and torch.cuda.is_current_stream_capturing():
@@ -129,7 +129,7 @@ class ShardedEMA:
         Raises:
             StateError: no update was recorded.
         """
-        swap.refuse_inside(self, "advance()")
+        swap.refuse_inside(self.model, "advance()")
         with torch.inference_mode(False), torch.no_grad():
             weight = self.counter.count(samples)
             self._recording.advance(0.0 if weight is None else weight)
@@ -156,7 +156,7 @@ class ShardedEMA:
 
     def reset(self) -> None:
         """Start again: the average is the live parameters, or what `source` gives for them, the counter 0."""
-        swap.refuse_inside(self, "reset()")
+        swap.refuse_inside(self.model, "reset()")
         with torch.inference_mode(False), torch.no_grad():
             self.follow()
             self._settle()
@@ -170,7 +170,7 @@ class ShardedEMA:
         Raises:
             StateError: a parameter is missing there, or has another shape or dtype.
         """
-        swap.refuse_inside(self, "rebind()")
+        swap.refuse_inside(self.model, "rebind()")
         with torch.inference_mode(False), torch.no_grad():
             self._settle()
             self._take(fit(self.averages, census(model), self.settings))
@@ -200,7 +200,7 @@ class ShardedEMA:
 
     def state_dict(self) -> dict[str, Any]:
         """The state: tensors of global shape that alias the average, for `torch.distributed.checkpoint`."""
-        swap.refuse_inside(self, "state_dict()")
+        swap.refuse_inside(self.model, "state_dict()")
         with torch.inference_mode(False), torch.no_grad():
             self.synchronise()
             return state.tree(self.averages, self.counter, self.settings)
@@ -213,7 +213,7 @@ class ShardedEMA:
         Raises:
             StateError: names, shapes or pieces do not fit; nothing was changed.
         """
-        swap.refuse_inside(self, "load_state_dict()")
+        swap.refuse_inside(self.model, "load_state_dict()")
         with torch.inference_mode(False), torch.no_grad():
             self.synchronise()
             state.load(state_dict, self.averages, self.counter)

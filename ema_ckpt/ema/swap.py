@@ -19,7 +19,7 @@ from ema_ckpt.errors import StateError, shown
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
 
-__all__ = ["copy_to", "holds_averages", "refuse_inside", "swapped"]
+__all__ = ["copy_to", "refuse_inside", "swapped"]
 
 _SCRATCH_NBYTES = 16 << 20
 _MANY_UPDATES = 100
@@ -31,17 +31,17 @@ _swapped: set[int] = set()
 Backups = dict[str, torch.Tensor | None]  # the live values by name; None where the shadow holds them meanwhile
 
 
-def refuse_inside(ema: ShardedEMA, call: str) -> None:
-    """Raise if the model of `ema` holds averages, its own or those of another manager.
+def refuse_inside(model: nn.Module, call: str) -> None:
+    """Raise if a model holds averages instead of its own weights.
 
     Raises:
-        StateError: it does.
+        StateError: inside `swap()` of any manager.
     """
-    if holds_averages(ema.model):
+    if _holds_averages(model):
         raise StateError("usage", f"{call} inside swap(): the model holds averaged weights; leave the block first")
 
 
-def holds_averages(model: nn.Module) -> bool:
+def _holds_averages(model: nn.Module) -> bool:
     """Whether tensors of a model hold averages at the moment, whatever a forward inside the block has gathered."""
     return bool(_swapped) and not _swapped.isdisjoint(_places(model))
 
@@ -101,14 +101,14 @@ def _fill(targets: Mapping[Slot, torch.Tensor]) -> None:
 
 
 def _ready(ema: ShardedEMA, call: str) -> None:
-    refuse_inside(ema, call)
+    refuse_inside(ema.model, call)
     ema.synchronise()
 
 
 def _targets(ema: ShardedEMA, module: nn.Module) -> dict[Slot, list[Shard]]:
     """The shards to copy to: of a tensor that is tied here there may be one for each of its names."""
     _ready(ema, "copy_to()")
-    if holds_averages(module):
+    if _holds_averages(module):
         raise StateError("usage", "copy_to(): the module to copy to is inside a swap() of its own manager")
     reshard(module)
     found = census(module)

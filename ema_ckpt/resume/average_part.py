@@ -80,24 +80,25 @@ class AveragePart(Part):
         self.warnings.append(f"{where} holds no averages {self._label!r}: they start from the restored live weights")
 
     def _compare(self, tree: Tree, *, foreign: bool, strict: bool, elsewhere: frozenset[str]) -> None:
+        self._settings = _settings(self._checkpoint, tree.settings)
         ordered = self._checkpoint.catalog.format != "safetensors"
         named = named_by_model(tree, self._manager.model, ordered=ordered)
         stored, targets = average_weights(self._checkpoint, named), self._targets("weights")
         wanted = {name for target in targets for name in target.names}
-        stored |= self._untied(tree, stored, wanted)
+        stored |= self._untied(stored, wanted)
         self._weights = match(self._weights.tree, targets, stored, strict=strict, elsewhere=elsewhere)
         if foreign and not strict:
             self._fill()
         # Buffers that are not averaged have no value of their own here: the live ones count.
-        buffers = {name for h in census(self._manager.model).buffers for name in (h.shard.fqn, *h.shard.aliases)}
+        buffers = {name for h in census(self._manager.model).buffers for name in h.shard.names}
         own = {stored[name].name for name in stored if name in buffers}
         self._weights.unexpected = [name for name in self._weights.unexpected if name not in own]
         inside = {
             name.removeprefix("residual."): t for name, t in tensors_of(tree).items() if name.startswith("residual.")
         }
-        inside |= self._untied(tree, inside, wanted)
+        inside |= self._untied(inside, wanted)
         self._residuals = match(self._residuals.tree, self._targets("residual"), inside, strict=strict)
-        excused = buffers if self._weights.missing and self._began_anew(tree) else set()
+        excused = buffers if self._weights.missing and self._began_anew() else set()
         for found in (self._weights, self._residuals):
             found.unexpected = found.unexpected if found is self._weights else []
             due = [target for target in found.missing if target.names[0] not in excused]
@@ -105,9 +106,9 @@ class AveragePart(Part):
             self.note(found)
         self.seeded += [self._weights.full(target) for target in self._weights.missing]
 
-    def _untied(self, tree: Tree, stored: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    def _untied(self, stored: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
         """What the saved model had tied, under the names that are separate here."""
-        tied = _settings(self._checkpoint, tree.settings)["config"].get("tied")
+        tied = self._settings["config"].get("tied")
         pairs = tied.items() if isinstance(tied, Mapping) else ()
         return {
             alias: stored[first]
@@ -126,24 +127,23 @@ class AveragePart(Part):
         self._weights.misfits += beside.misfits
         self.filled += [beside.full(target) for target, _ in beside.pairs]
 
-    def _began_anew(self, tree: Tree) -> bool:
+    def _began_anew(self) -> bool:
         """Whether the saved run is known to have averaged no buffers: those averaged here start from the live ones."""
-        mode = _settings(self._checkpoint, tree.settings)["config"].get("buffers")
+        mode = self._settings["config"].get("buffers")
         return mode is not None and mode != "average"
 
     def _targets(self, part: str) -> list[Target]:
         values = self._state.get(part, {})
         shards = [slot.shard for slot in self._manager.averages.slots if slot.shard.fqn in values]
-        return [Target((shard.fqn, *shard.aliases), pieces(values[shard.fqn])) for shard in shards]
+        return [Target(shard.names, pieces(values[shard.fqn])) for shard in shards]
 
     def read(self) -> None:
-        """Read averages, residuals and settings."""
+        """Read averages and residuals, and compare the settings."""
         if self._tree is None:
             return
         self._staged = [
             pair for found in (self._weights, self._residuals) for pair in stage_pairs(self._checkpoint, found)
         ]
-        self._settings = _settings(self._checkpoint, self._tree.settings)
         now, then = json.loads(self._state["config"]), self._settings["config"]
         changed = {key: (then[key], now[key]) for key in _COMPARED if key in then and then[key] != now.get(key)}
         self.changed_settings.update({f"{self._label}.{key}": values for key, values in changed.items()})

@@ -22,8 +22,8 @@ from ema_ckpt.resume.sources import Checkpoint, loaded, optimizer_entries
 
 __all__ = ["OptimizerPart"]
 
-# Options that schedulers add to parameter groups.
-_SCHEDULED = {"params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+# What a parameter group has of any kind of optimizer: its parameters, and what schedulers add.
+_COMMON = {"params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
 class OptimizerPart(Part):
@@ -41,7 +41,7 @@ class OptimizerPart(Part):
         super().__init__(["optimizer"])
         self._elsewhere = elsewhere
         self._checkpoint, self._model, self._optimizers = checkpoint, model, listed(optimizers)
-        self._shards = {name: h.shard for h in census(model).parameters for name in (h.shard.fqn, *h.shard.aliases)}
+        self._shards = {name: h.shard for h in census(model).parameters for name in h.shard.names}
         entries = optimizer_entries(checkpoint)
         self._stored: dict[str, dict[str, Any]] = {}
         for name, values in entries.get("state", {}).items():
@@ -54,13 +54,11 @@ class OptimizerPart(Part):
 
     def _take(self, name: str, values: Mapping[str, Any]) -> None:
         shard = self._shards.get(name)
-        if shard is None and name in self._elsewhere:
-            return
-        if shard is None:
-            self.unexpected += [f"optimizer.state.{name}.{key}" for key in values]
-        else:
+        if shard is not None:
             self._stored[shard.fqn] = dict(values)
             self.loaded += [f"optimizer.state.{shard.fqn}.{key}" for key in values]
+        elif name not in self._elsewhere:
+            self.unexpected += [f"optimizer.state.{name}.{key}" for key in values]
 
     def _check(self, *, strict: bool) -> None:
         where = self._checkpoint.where
@@ -107,7 +105,7 @@ class OptimizerPart(Part):
                     f"group {number} here, {shown(sorted(names))}",
                 )
             arranged.append(left.pop(index)[1])
-            self._refuse_other_kind(number, set(arranged[-1]) - _SCHEDULED, set(group) - _SCHEDULED)
+            self._refuse_other_kind(number, set(arranged[-1]) - _COMMON, set(group) - _COMMON)
         return arranged
 
     def _refuse_other_kind(self, number: int, there: set[str], here: set[str]) -> None:

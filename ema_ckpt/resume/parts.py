@@ -115,7 +115,7 @@ class LivePart(Part):
         self._checkpoint, self._model = checkpoint, model
         found = census(model)
         held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
-        targets = [Target((h.shard.fqn, *h.shard.aliases), shard_pieces(h.shard)) for h in held]
+        targets = [Target(h.shard.names, shard_pieces(h.shard)) for h in held]
         extra_state = _extra_state_of(tree)
         sources = {name: t for name, t in live_weights(checkpoint).items() if not _is_extra_state(t)}
         self._match = match("model", targets, sources, strict=strict, elsewhere=elsewhere)

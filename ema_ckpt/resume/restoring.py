@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from ema_ckpt.ema.agreement import agreed
-from ema_ckpt.ema.live import refuse_swapped, tensor_names
+from ema_ckpt.ema.live import tensor_names
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
 from ema_ckpt.ema.shards import reshard
+from ema_ckpt.ema.swap import refuse_inside
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.resume.average_part import AveragePart
 from ema_ckpt.resume.background import settle
@@ -137,7 +138,7 @@ class _Wanted:
 def _parts(opened: list[Checkpoint], wanted: _Wanted) -> list[Part]:
     """What is to be restored, compared with what there is; in the order of writing."""
     model, ema, strict, elsewhere = wanted.model, wanted.ema, wanted.strict, wanted.elsewhere
-    refuse_swapped(model, "restore()")
+    refuse_inside(model, "restore()")
     reshard(model)
     managers = ema if isinstance(ema, Mapping) else {} if ema is None else {"": ema}
     seed, foreign = wanted.missing_ema == "seed", len(opened) > 1

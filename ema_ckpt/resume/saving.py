@@ -17,8 +17,9 @@ from torch import nn
 from ema_ckpt.crc import crc32
 from ema_ckpt.destination import resolve_target
 from ema_ckpt.ema.agreement import agreed
-from ema_ckpt.ema.live import buffer_names, live_shards, refuse_swapped
+from ema_ckpt.ema.live import buffer_names, live_shards
 from ema_ckpt.ema.rendezvous import Channel, channel, meet
+from ema_ckpt.ema.swap import refuse_inside
 from ema_ckpt.errors import TargetError, UsageError, shown
 from ema_ckpt.resume.background import run_in_background, settle
 from ema_ckpt.resume.leaves import Leaf, Pieces, flatten
@@ -144,7 +145,7 @@ def _state(
     optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    refuse_swapped(model, "save()")
+    refuse_inside(model, "save()")
     state: dict[str, Any] = {"model": live_shards(model)}
     if isinstance(ema, Mapping):
         state["ema"] = {name: manager.state_dict() for name, manager in ema.items()}
