@@ -8,6 +8,8 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,18 +51,23 @@ def contents(path: Path) -> dict[str, bytes]:
     return {entry.name: entry.read_bytes() for entry in path.iterdir()}
 
 
-def journal_lines(target: Path) -> int:
-    """Lines in the journal of a target being written, 0 if there is none yet."""
+def begun(target: Path) -> bool:
+    """Whether files of `target` are being written."""
+    return bool(stages_of(target))
+
+
+def journalled(target: Path) -> bool:
+    """Whether the journal of `target` already names a finished range, below its first line."""
     try:
-        return sum((stage / JOURNAL).read_bytes().count(b"\n") for stage in stages_of(target))
+        return any((stage / JOURNAL).read_bytes().count(b"\n") >= 2 for stage in stages_of(target))
     except OSError:
-        return 0
+        return False
 
 
-def interrupt(process: subprocess.Popen[str], number: signal.Signals, target: Path, moment: float | None) -> None:
-    """Send a signal `moment` seconds after the start, or with None as soon as a range of `target` is journalled."""
-    if moment is None:
-        while process.poll() is None and journal_lines(target) < 2:
+def interrupt(process: subprocess.Popen[str], number: signal.Signals, moment: float | Callable[[], bool]) -> None:
+    """Send a signal `moment` seconds after the start, or as soon as `moment()` is true."""
+    if callable(moment):
+        while process.poll() is None and not moment():
             time.sleep(0.0005)
     else:
         time.sleep(moment)
@@ -76,7 +83,8 @@ def test_killed(source: Path, tmp_path: Path) -> None:
     for step in range(1, 21):
         target = runs / f"step_{step}"
         with started("reshard", source, target, "--world-size", 3, "--no-fsync") as process:
-            interrupt(process, signal.SIGKILL, target, rng.uniform(0.4, 1.1) * usual if step % 2 else None)
+            moment = rng.uniform(0.4, 1.1) * usual if step % 2 else partial(begun, target)
+            interrupt(process, signal.SIGKILL, moment)
         caught += bool(stages_of(target))
         code, out, err = ended("inspect", runs, "--json")
         if target.exists():
@@ -110,7 +118,7 @@ def test_terminated(source: Path, tmp_path: Path, number: signal.Signals) -> Non
         if attempt >= 12 and 128 + number in codes:
             break
         with started("consolidate", source, out, "--no-fsync") as process:
-            interrupt(process, number, out, rng.uniform(0.4, 1.1) * usual if attempt % 2 else None)
+            interrupt(process, number, rng.uniform(0.4, 1.1) * usual if attempt % 2 else partial(begun, out))
             _, err = process.communicate(timeout=120)
         codes.add(process.returncode)
         if process.returncode >= 0:
@@ -129,7 +137,7 @@ def test_terminated_under_resume_goes_on(source: Path, tmp_path: Path) -> None:
     assert ended("consolidate", source, expected, "--no-fsync")[0] == 0
     for _ in range(20):
         with started("consolidate", source, out, "--resume", "--no-fsync") as process:
-            interrupt(process, signal.SIGTERM, out, None)
+            interrupt(process, signal.SIGTERM, partial(journalled, out))
         if stages_of(out):
             break
         out.unlink(missing_ok=True)

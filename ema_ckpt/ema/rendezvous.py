@@ -27,6 +27,8 @@ __all__ = ["Channel", "channel", "meet"]
 
 # A rank that dies is noticed at once by its closed connection; this bounds only one that hangs while writing.
 _GROUP_TIMEOUT = timedelta(hours=2)
+# Ranks connect right after they have met: whoever is not there by then has died in between.
+_CONNECT_TIMEOUT = timedelta(minutes=2)
 
 _attempts: dict[tuple[int, ...], int] = {}
 _attempts_of: object = None  # the default group that `_attempts` counts for
@@ -80,7 +82,6 @@ def _met(call: str, timeout: float, deadline: float, ranks: tuple[int, ...], fai
     if "failed" in outcome:
         failed = {int(rank): report for rank, report in outcome["failed"].items()}
         raise joined(call, failed, len(ranks)) from failure
-    meeting.leave()
     return True
 
 
@@ -90,12 +91,12 @@ class _Meeting:
     def __init__(self, ranks: tuple[int, ...], attempt: int) -> None:
         name = "all" if len(ranks) == dist.get_world_size() else "-".join(map(str, ranks))
         self._ranks = ranks
-        self._previous = f"ema_ckpt/{name}/{attempt - 1}"
-        self._name = f"ema_ckpt/{name}/{attempt}"
+        self._name, self._previous, self._over = (f"ema_ckpt/{name}/{attempt - back}" for back in range(3))
         self._store = dist.distributed_c10d._get_default_store()
 
     def arrive(self, call: str, failure: Exception | None) -> None:
         entry = {"call": call, "failure": None if failure is None else described(failure)}
+        self._forget(f"{self._over}/{dist.get_rank()}")  # nobody waits there: all have met once since
         self._store.set(f"{self._name}/{dist.get_rank()}", json.dumps(entry))
         if self._store.add(f"{self._name}/count", 1) == len(self._ranks):
             self._decide(self._found())
@@ -107,12 +108,9 @@ class _Meeting:
             self._store.wait([f"{self._name}/outcome"], timedelta(seconds=left))
         except RuntimeError:  # the FileStore has no class of its own for it
             absent = [rank for rank in self._ranks if not self._store.check([f"{self._name}/{rank}"])]
-            if absent:
-                self._decide({"absent": absent, "timeout": timeout})
+            # All came, yet nobody decided: one was killed after it arrived. What follows the meeting will miss it.
+            self._decide({"absent": absent, "timeout": timeout} if absent else self._found())
         return dict(json.loads(self._store.get(f"{self._name}/outcome")))
-
-    def leave(self) -> None:
-        self._forget(f"{self._name}/{dist.get_rank()}")
 
     def _found(self) -> dict[str, Any]:
         """The outcome once all have arrived."""
@@ -234,6 +232,9 @@ def channel(purpose: str) -> Channel:
     """The channel of all ranks for `purpose`; calls on different channels may run side by side in threads.
 
     Made at the first call, which is collective: `meet` first.
+
+    Raises:
+        CollectiveError: `rank-failed`: another rank died before all were connected.
     """
     if not dist.is_initialized():
         return Channel(None)
@@ -244,7 +245,12 @@ def channel(purpose: str) -> Channel:
         if size == 1:
             return Channel(None)
         store = PrefixStore(f"ema_ckpt/{purpose}", dist.distributed_c10d._get_default_store())
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_GROUP_TIMEOUT)
+        try:
+            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_CONNECT_TIMEOUT)
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            raise CollectiveError("rank-failed", f"another rank ended before all were connected: {cause}") from error
+        gloo._set_default_timeout(_GROUP_TIMEOUT)
         made = _channels[purpose] = (world, Channel(gloo, rank, size))
     return made[1]
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ema_ckpt.ema import rendezvous
 from ema_ckpt.ema.failures import named_ranks
 from ema_ckpt.ema.rendezvous import channel, meet
 from ema_ckpt.errors import CollectiveError
@@ -102,6 +105,27 @@ def test_a_rank_that_dies_is_noticed_at_once() -> None:
     with pytest.raises(WorkersFailed, match="rank 1: died without a word"):
         run(2, _one_dies)
     assert time.monotonic() - started < 20
+
+
+def _one_dies_at_the_door() -> float:
+    meet("save", 20)
+    if dist.get_rank() == 1:
+        dist.distributed_c10d._get_default_store().set(
+            "ema_ckpt/all/2/1", json.dumps({"call": "save", "failure": None})
+        )
+        os._exit(3)  # arrived, but not counted
+    started = time.monotonic()
+    meet("save", 2)
+    assert time.monotonic() - started < 10
+    rendezvous._CONNECT_TIMEOUT = timedelta(seconds=2)
+    with pytest.raises(CollectiveError, match="another rank ended before all were connected"):
+        channel("test")
+    raise RuntimeError("the survivor ended")
+
+
+def test_a_rank_that_dies_as_it_arrives_leaves_nobody_waiting() -> None:
+    with pytest.raises(WorkersFailed, match="the survivor ended"):
+        run(2, _one_dies_at_the_door, timeout=30)
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
