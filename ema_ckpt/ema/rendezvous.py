@@ -96,10 +96,11 @@ class _Meeting:
 
     def arrive(self, call: str, failure: Exception | None) -> None:
         entry = {"call": call, "failure": None if failure is None else described(failure)}
-        self._forget(f"{self._over}/{dist.get_rank()}")  # nobody waits there: all have met once since
+        self._forget(f"{self._over}/{dist.get_rank()}")  # nobody decides there any more
         self._store.set(f"{self._name}/{dist.get_rank()}", json.dumps(entry))
         if self._store.add(f"{self._name}/count", 1) == len(self._ranks):
-            self._decide(self._found())
+            if not self._store.check([f"{self._name}/outcome"]):  # else it failed without us
+                self._decide(self._found())
             self._forget(f"{self._previous}/count", f"{self._previous}/outcome")
 
     def outcome(self, timeout: float, deadline: float) -> dict[str, Any]:
