@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import warnings
 from functools import cache
@@ -56,7 +57,9 @@ def save_replicas(path: Path, tree: dict[str, object], ranks: int) -> Path:
 
 @cache
 def _template() -> Path:
-    return save_dcp(Path(mkdtemp(prefix="ema-ckpt-tests-")) / "dcp", {"model": weights(), "ema": ema()})
+    folder = Path(mkdtemp(prefix="ema-ckpt-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return save_dcp(folder / "dcp", {"model": weights(), "ema": ema()})
 
 
 def dcp_at(path: Path) -> Path:
