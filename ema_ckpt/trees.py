@@ -80,7 +80,7 @@ def trees(catalog: Catalog) -> tuple[Tree, ...]:
 def _assign_roles(groups: Sequence[Group]) -> None:
     for group in groups:
         role = group.role or tree_role(group.name)
-        if group.is_average() and role != OPTIMIZER:
+        if group.is_average():
             role = EMA
         if (role == EMA and not group.has_weights()) or (role == LIVE and not group.tensors):
             role = OTHER

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ema_ckpt.ema.decay import HalfLife, Warmup
 from ema_ckpt.ema.manager import ShardedEMA
@@ -311,6 +312,57 @@ def test_another_kind_of_optimizer_is_refused(tmp_path: Path, saved: Any, here: 
     assert before.keys() == after.keys()
     assert all(torch.equal(v, after[p][k]) for p, s in before.items() for k, v in s.items())
     assert not restore(path, model=model, optimizer=saved(model.parameters())).missing
+
+
+def stepped(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_moment_that_one_parameter_lacks_is_noticed(tmp_path: Path, kind: Any) -> None:
+    model = Net()
+    dcp_to_torch_save(save(tmp_path / "c", model=model, optimizer=stepped(kind, model)), tmp_path / "c.pt")
+    content = torch.load(tmp_path / "c.pt", weights_only=True)
+    lost = list(content["optimizer"]["state"]["norm.weight"])[-1]
+    del content["optimizer"]["state"]["norm.weight"][lost]
+    torch.save(content, tmp_path / "torn.pt")
+    fresh = kind(model.parameters(), lr=1e-3)
+    before = str(fresh.state_dict())
+    with pytest.raises(SourceError, match=f"optimizer.state.norm.weight.{lost}") as caught:
+        restore(tmp_path / "torn.pt", model=model, optimizer=fresh)
+    assert caught.value.code == "incomplete"
+    assert str(fresh.state_dict()) == before
+
+
+def test_an_optimizer_whose_state_differs_by_shape(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = stepped(torch.optim.Adafactor, model)
+    path = save(tmp_path / "c", model=model, optimizer=optimizer)
+    fresh = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    restore(path, model=model, optimizer=fresh)
+    for one, other in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        same(one, other)
+
+
+def test_managers_may_bear_any_name(tmp_path: Path) -> None:
+    run = Run()
+    managers = {name: ShardedEMA(run.model, 0.5) for name in ("optimizer", "model", "rng", "fast")}
+    run.train(0, 2)
+    for number, manager in enumerate(managers.values()):
+        for _ in range(number):
+            manager.update()
+    before = {name: {k: v.clone() for k, v in m.state_dict()["weights"].items()} for name, m in managers.items()}
+    path = save(tmp_path / "c", model=run.model, ema=managers, optimizer=run.optimizer)
+    run.train(2, 4)
+    for manager in managers.values():
+        manager.update()
+    restore(path, model=run.model, ema=managers, optimizer=run.optimizer)
+    for number, (name, manager) in enumerate(managers.items()):
+        same(before[name], manager.state_dict()["weights"])
+        assert manager.num_updates == number
 
 
 def test_state_that_is_not_a_parameters_is_refused(tmp_path: Path) -> None:

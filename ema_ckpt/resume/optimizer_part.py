@@ -95,6 +95,7 @@ class OptimizerPart(Part):
         live = optimizer_tree(self._model, self._optimizers)["param_groups"]
         left = [(self._names(group.get("params", [])) - self._elsewhere, group) for group in saved]
         arranged: list[dict[str, Any]] = []
+        owners = [optimizer for optimizer in self._optimizers for _ in optimizer.param_groups]
         for number, group in enumerate(live):
             names = self._names(group["params"])
             index = next((i for i, (there, _) in enumerate(left) if there == names), None)
@@ -106,7 +107,20 @@ class OptimizerPart(Part):
                 )
             arranged.append(left.pop(index)[1])
             self._refuse_other_kind(number, set(arranged[-1]) - _COMMON, set(group) - _COMMON)
+            if _is_even(owners[number]):
+                self._refuse_gaps(names)
         return arranged
+
+    def _refuse_gaps(self, names: frozenset[str]) -> None:
+        """Refuse state that one parameter lacks and others of its group have. None at all: it was never stepped."""
+        held = {fqn: self._stored[fqn].keys() for fqn in sorted(names) if self._stored.get(fqn)}
+        every = dict.fromkeys(key for keys in held.values() for key in keys)
+        lost = [f"optimizer.state.{fqn}.{key}" for fqn, keys in held.items() for key in every if key not in keys]
+        if lost:
+            raise SourceError(
+                "incomplete",
+                f"{self._checkpoint.where}: nothing was restored: it lacks {shown(lost)}, which others have",
+            )
 
     def _refuse_other_kind(self, number: int, there: set[str], here: set[str]) -> None:
         """Releases of torch add options or drop them; another kind of optimizer does both."""
@@ -154,6 +168,12 @@ class _Staged:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: Mapping[Box, torch.Tensor]
+
+
+def _is_even(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps the same entries for every parameter that it has stepped, as far as is known."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Adafactor
 
 
 def _boxes(shard: Shard, stored: Tensor) -> list[Box]:
