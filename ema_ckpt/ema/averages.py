@@ -113,13 +113,15 @@ def _part_of(held: Held, settings: Settings) -> _Part:
 
 def _allocate(held: Sequence[Held], parts: Sequence[_Part], settings: Settings) -> list[Slot]:
     shards = [h.shard for h in held]
-    dtypes = [settings.dtype.to_complex() if s.dtype.is_complex else settings.dtype for s in shards]
+    # torch has no complex type of two bfloat16, and no lerp for that of two float16.
+    pairs = torch.complex128 if settings.dtype == torch.float64 else torch.complex64
+    dtypes = [pairs if s.dtype.is_complex else settings.dtype for s in shards]
     devices = [s.local.device for s in shards]
     shapes = [torch.Size([n]) if split else s.local.shape for s, (_, n, split) in zip(shards, parts, strict=True)]
     shadows = _zeros(shapes, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)), settings)
     residuals: Sequence[torch.Tensor | None] = [None] * len(shards)
     if settings.compensate:
-        # torch has no complex type of two bfloat16, and float16 has no numbers as small as residuals are.
+        # In float16 there are no numbers as small as residuals are.
         rests = [dtype if dtype.is_complex else torch.bfloat16 for dtype in dtypes]
         kinds = list(zip(rests, devices, (s.dtype for s in shards), strict=True))
         residuals = _zeros(shapes, kinds, settings)

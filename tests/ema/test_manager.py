@@ -21,7 +21,7 @@ from ema_ckpt.ema.sources import master_weights
 from ema_ckpt.errors import StateError, UsageError
 
 
-def one_parameter(start: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def one_parameter(start: complex = 1.0, dtype: torch.dtype = torch.float32) -> nn.Module:
     model = nn.Linear(1, 1, bias=False, dtype=dtype)
     nn.init.constant_(model.weight, start)
     return model
@@ -195,6 +195,18 @@ def test_compensation_keeps_a_slow_drift() -> None:
         ema.update()
     assert torch.equal(average(careful), average(resumed))
     assert careful.nbytes == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_complex_numbers_beside_a_dtype_that_has_no_complex_one(dtype: torch.dtype) -> None:
+    model = one_parameter(1 + 2j, torch.complex64)
+    manager = ShardedEMA(model, 0.5, dtype=dtype)
+    with torch.no_grad():
+        model.weight.mul_(3)
+    manager.update()
+    value = manager.state_dict()["weights"]["weight"]
+    assert value.dtype == (torch.complex128 if dtype == torch.float64 else torch.complex64)
+    assert complex(value) == 2 + 4j
 
 
 def test_compensation_keeps_both_parts_of_a_complex_number() -> None:
