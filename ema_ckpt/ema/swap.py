@@ -151,10 +151,10 @@ def _enter(ema: ShardedEMA) -> Backups:
             live, shadow = slot.shard.local, slot.shadow
             if slot.is_split:
                 backups[slot.shard.fqn] = live.clone()
-            elif live.dtype is shadow.dtype and live.device == shadow.device:
+            elif slot.shard.is_parameter and live.dtype is shadow.dtype and live.device == shadow.device:
                 _exchange(live, shadow)
                 backups[slot.shard.fqn] = None
-            else:  # an exchange would round the average
+            else:  # an exchange would round the average, or let a forward in training mode move that of a buffer
                 backups[slot.shard.fqn] = live.clone()
                 live.copy_(shadow)
         gather(ema.averages.slots, lambda slot: slot.shard.local)

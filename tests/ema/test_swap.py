@@ -257,3 +257,19 @@ def test_what_was_tied_must_stay_tied() -> None:
         ema.update()
     model[1].weight = model[0].weight
     ema.update()
+
+
+def test_a_forward_in_training_mode_inside_leaves_the_averages_of_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ema = ShardedEMA(model, 0.5, buffers="average")
+    model(torch.randn(8, 3))
+    ema.update()
+    live = {name: value.clone() for name, value in model.state_dict().items()}
+    averages = {name: value.clone() for name, value in ema.state_dict()["weights"].items()}
+    assert not torch.equal(live["1.running_mean"], averages["1.running_mean"])
+    with ema.swap():
+        assert torch.equal(model[1].running_mean, averages["1.running_mean"])
+        model(torch.randn(8, 3))
+    now = ema.state_dict()["weights"]
+    assert all(torch.equal(now[n], averages[n]) for n in averages if n != "1.num_batches_tracked")
+    assert all(torch.equal(v, live[n]) for n, v in model.state_dict().items() if n != "1.num_batches_tracked")
