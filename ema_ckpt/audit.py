@@ -84,20 +84,27 @@ class Audit:
     def _check_files(self) -> dict[str, int]:
         """Sizes of the files that are there."""
         sizes: dict[str, int] = {}
-        told = {w.message.partition(":")[0]: w for w in self.catalog.warnings if w.code in _FILE_CODES}
         spans = self._spans()
         for file, expected in self.catalog.files.items():
-            names = list(spans.get(file, ()))
+            told, names = self._told(file), list(spans.get(file, ()))
             holds = f"; it holds {shown(names)}" if names else ""
             try:
                 sizes[file] = self.catalog.source.size(file)
             except SourceError as error:
-                message = told[file].message if file in told else f"{error}{holds}"
+                message = told.message if told else f"{error}{holds}"
                 self.report(error.code, message, names[0] if names else None, file)
                 continue
             if sizes[file] < expected:
                 self._short(file, expected, sizes[file], spans.get(file, {}))
+            elif told is not None:  # cut off within its header, which would have said how long it is
+                self.report(told.code, told.message, None, file)
         return sizes
+
+    def _told(self, file: str) -> Warn | None:
+        """What the reader said of a file that is missing or cut off; of a part's, the part's name comes first."""
+        starts = (f"{file}: ", f"{file.replace('/', ': ', 1)}: ")
+        said = [w for w in self.catalog.warnings if w.code in _FILE_CODES and w.message.startswith(starts)]
+        return said[0] if said else None
 
     def _spans(self) -> dict[str, dict[str, tuple[int, int]]]:
         """For each file the tensors and objects in it, and of each the bytes [first, end) of its last piece there."""
@@ -125,6 +132,12 @@ class Audit:
             trees(self.catalog)
         except SourceError as error:
             self.error(error)
+        unread = self.catalog.extra.get("unread")
+        for file, offset, nbytes in unread if isinstance(unread, tuple) else ():
+            self.unchecked[file, offset] = nbytes
+        told = self.catalog.extra.get("contradictions")
+        for name, message in told if isinstance(told, tuple) else ():
+            self.report("index-mismatch", message, name)
 
     def _check_coverage(self) -> None:
         for tensor in self.catalog.tensors:

@@ -256,7 +256,13 @@ def _join(parts: Sequence[_Part], found: Found, path: str, *, nested: bool) -> C
         files={part.folder + file: nbytes for part in parts for file, nbytes in part.catalog.files.items()},
         digests=dict(chain.from_iterable(map(_digests, parts))),
         warnings=tuple(chain.from_iterable(map(_warnings, parts))),
-        extra={"nesting": _nesting(parts), "ties": _ties(parts), "private": tuple(_private(parts))},
+        extra={
+            "nesting": _nesting(parts),
+            "ties": _ties(parts),
+            "private": tuple(_private(parts)),
+            "contradictions": tuple(_contradictions(parts)),
+            "unread": tuple(_unread(parts)),
+        },
     )
 
 
@@ -311,6 +317,22 @@ def _private(parts: Sequence[_Part]) -> Iterable[tuple[Path, str, str]]:
         found = part.catalog.extra.get("private")
         for path, file, reason in found if isinstance(found, tuple) else ():
             yield part.place(path), part.folder + file, reason
+
+
+def _contradictions(parts: Sequence[_Part]) -> Iterable[tuple[str, str]]:
+    """What the metadata of a part says twice and differently."""
+    for part in parts:
+        found = part.catalog.extra.get("contradictions")
+        for name, message in found if isinstance(found, tuple) else ():
+            yield name, part.folder + message
+
+
+def _unread(parts: Sequence[_Part]) -> Iterable[tuple[str, int, int]]:
+    """Where items of unknown classes lie."""
+    for part in parts:
+        found = part.catalog.extra.get("unread")
+        for file, offset, nbytes in found if isinstance(found, tuple) else ():
+            yield part.folder + file, offset, nbytes
 
 
 def _ties(parts: Sequence[_Part]) -> dict[str, str]:

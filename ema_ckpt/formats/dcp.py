@@ -8,11 +8,11 @@ bytes begin, are in the archive itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ema_ckpt.box import row_major_strides
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
-from ema_ckpt.errors import SourceError, UnsafeError
+from ema_ckpt.errors import SourceError, UnsafeError, shown
 from ema_ckpt.files import Files, safe_name
 from ema_ckpt.formats import record
 from ema_ckpt.formats.dcp_metadata import ItemPlace, Metadata, TensorEntry, parse
@@ -68,7 +68,7 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         files=required,
         digests=_digests(source, tensors),
         warnings=tuple(warnings),
-        extra={"order": order},
+        extra={"order": order, "contradictions": _contradictions(metadata), "unread": _unread(metadata)},
     )
 
 
@@ -95,6 +95,8 @@ def _digests(source: Files, tensors: list[Tensor]) -> dict[str, int]:
 def _read(source: Files, names: Iterable[str]) -> dict[str, list[Metadata]]:
     """Parse each metadata file; the result lists, for each flat name, the ones that know it."""
     known: dict[str, list[Metadata]] = {}
+    names = list(names)
+    _refuse_missing_ranks(source, names)
     for file in names:
         nbytes = source.size(file)
         if nbytes > _MAX_METADATA_NBYTES:
@@ -109,6 +111,20 @@ def _read(source: Files, names: Iterable[str]) -> dict[str, list[Metadata]]:
     return known
 
 
+def _refuse_missing_ranks(source: Files, names: Sequence[str]) -> None:
+    """Where every rank wrote metadata of its own, what one held is known from its file alone."""
+    ranks = {int(match[1]) for name in names if (match := _RANK_METADATA.fullmatch(name))}
+    if not ranks:
+        return
+    saved = {int(match[1]): name for name in source.listing() if (match := _DATA_FILE.fullmatch(name))}
+    written = {rank for rank, name in saved.items() if rank > max(ranks) and source.size(name)}
+    missing = sorted({*range(max(ranks)), *written} - ranks)
+    if missing:
+        files = shown([f"__{rank}.metadata" for rank in missing])
+        message = f"{files}: missing; without it nothing tells what these ranks saved; copy it from where the run saved"
+        raise SourceError("missing-metadata", message, file=f"__{missing[0]}.metadata")
+
+
 def _in_order(metadata: Mapping[str, list[Metadata]]) -> Iterable[str]:
     """Names in the order of the state dict, as far as it is told.
 
@@ -117,6 +133,41 @@ def _in_order(metadata: Mapping[str, list[Metadata]]) -> Iterable[str]:
     """
     told = {name: None for part in _parts(metadata) for name in part.paths if name in metadata}
     return {**told, **dict.fromkeys(metadata)}
+
+
+def _contradictions(metadata: Mapping[str, list[Metadata]]) -> tuple[tuple[str, str], ...]:
+    """Names that the two lists of a metadata file, of what is stored and of paths in the state dict, disagree on.
+
+    Torch makes one from the other: each has the names of the other, and a name is its path joined by dots.
+    """
+    found: dict[str, str] = {}
+    for part in _parts(metadata):
+        found |= {
+            name: f"{METADATA_NAME}: planner_data places {name!r} at the path {path!r}"
+            for name, path in part.paths.items()
+            if ".".join(map(str, path)) != name
+        }
+        lost = [name for name in part.entries if name not in part.paths]
+        unknown = {key[0]: place for key, place in part.items.items() if key[0] not in part.entries}
+        found |= {
+            name: f"{METADATA_NAME}: storage_data has a place in {place.file} for {name!r}, which is no entry"
+            for name, place in unknown.items()
+            if name not in part.opaque
+        }
+        if lost and part.spare:
+            message = f"{METADATA_NAME}: planner_data has no path for {shown(lost)}, and one for {shown(part.spare)}"
+            found |= dict.fromkeys(lost, f"{message}, which is not stored")
+    return tuple(found.items())
+
+
+def _unread(metadata: Mapping[str, list[Metadata]]) -> tuple[tuple[str, int, int], ...]:
+    """File, offset and bytes of the items of entries whose class is unknown."""
+    return tuple(
+        (place.file, place.offset, place.nbytes)
+        for part in _parts(metadata)
+        for key, place in part.items.items()
+        if key[0] in part.opaque
+    )
 
 
 def _parts(metadata: Mapping[str, list[Metadata]]) -> list[Metadata]:

@@ -46,12 +46,16 @@ class TensorEntry:
 
 @dataclass(slots=True)
 class Metadata:
-    """What a `.metadata` file says. `entries` maps each flat name to a tensor entry, or to None for an object."""
+    """What a `.metadata` file says. `entries` maps each flat name to a tensor entry, or to None for an object.
+
+    `paths` are those of entries; `spare` are names that have a path and are no entry.
+    """
 
     entries: dict[str, TensorEntry | None] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     items: dict[Key, ItemPlace] = field(default_factory=dict)
     opaque: dict[str, str] = field(default_factory=dict)
+    spare: tuple[str, ...] = ()
 
 
 class _Fields(Standin):
@@ -315,6 +319,7 @@ def _metadata(fields: dict[str, object], where: str) -> Metadata:
     if isinstance(paths, dict):
         bound = len(entries) + 65536  # a list index far beyond the number of entries asks for a list of that length
         result.paths = {name: _path(path, name, bound, where) for name, path in paths.items() if name in entries}
+        result.spare = tuple([str(name) for name in paths if name not in entries])
     for key, place in items.items():
         item = _key(key)
         result.items[item] = _place(place, item[0], where)
