@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ema_ckpt.ema.banks import local_of
@@ -36,6 +38,14 @@ class _Stepped:
     optimizer: Optimizer
     tensor: torch.Tensor
     parts: tuple[Held, ...]
+
+    def is_idle(self) -> bool:
+        """Whether this rank has nothing of a parameter that others step: under FSDP1 it gets no gradient here.
+
+        State of it would stay at the step at which it was made, and a save might take that for everybody's.
+        """
+        is_empty = not self.tensor.numel() and not isinstance(self.tensor, DTensor)
+        return is_empty and any(prod(held.shard.shape) for held in self.parts)
 
 
 def listed(optimizers: Optimizers) -> list[Optimizer]:
@@ -136,7 +146,7 @@ def _parts(known: Mapping[int, tuple[Held, ...]], tensor: torch.Tensor) -> tuple
 
 def _state_of(one: _Stepped) -> Iterator[tuple[str, dict[str, Any]]]:
     values = one.optimizer.state.get(one.tensor, {})
-    if not values:
+    if not values or one.is_idle():
         return
     for held in one.parts:
         yield held.shard.fqn, {name: _part_of(value, one, held.shard) for name, value in values.items()}
@@ -164,6 +174,8 @@ def _slice(local: torch.Tensor, one: _Stepped, shard: Shard) -> torch.Tensor:
 
 
 def _make(one: _Stepped, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+    if one.is_idle():
+        return
     state, offloaded = one.optimizer.state[one.tensor], handle_of(one.optimizer)
     make = torch.zeros_like if offloaded is None else offloaded.zeros
     for held in one.parts:
