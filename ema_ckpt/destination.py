@@ -39,6 +39,7 @@ _TORCH_FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
 # Torch files by name, but never weights: a weights directory that replaces the old one keeps them.
 _TRAINING_FILES = ("scheduler.*", "optimizer.*", "*random_state*", "rng_state*", "training_args.bin", "*trainer_state*")
 _TORCH_HEADS = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR)
 
@@ -66,6 +67,8 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
     text = os.fspath(target)
     if is_url(text):
         raise UsageError("usage", f"{text}: cannot write to a URL; write to a local path and copy it from there")
+    if _MANGLED_URL.match(text) and not os.path.lexists(text.partition("/")[0]):
+        raise UsageError("usage", f"{text}: cannot write to a URL (a URL loses a slash when it becomes a Path)")
     if not text or "\0" in text:
         raise UsageError("usage", f"{text!r} is not a path to write to")
     path = Path(os.path.realpath(text))
@@ -89,8 +92,7 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
             _check_apart(path, Path(os.path.realpath(source)))
     parent = path.parent
     if not os.path.lexists(parent):
-        hint = " (a URL loses a slash when it becomes a Path)" if re.search(r"[a-z0-9]:/", str(parent)) else ""
-        raise TargetError("not-found", f"{path}: the directory {parent} does not exist{hint}; create it first")
+        raise TargetError("not-found", f"{path}: the directory {parent} does not exist; create it first")
     if not parent.is_dir():
         raise TargetError("usage", f"{path}: {parent} is not a directory")
     if not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):

@@ -84,7 +84,7 @@ class TestRefusals:
         monkeypatch.chdir(tmp_path)
         for target in ("s3://bucket/key", "memory://x/y", "file:///tmp/x", "gs://b/k/"):
             self.refused(target, "usage")
-        error = self.refused(Path("s3://bucket/key"), "not-found")
+        error = self.refused(Path("s3://bucket/key"), "usage")
         assert "URL" in str(error)
         assert os.listdir(tmp_path) == []
 

@@ -859,3 +859,34 @@ def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="file") as caught:
         save(tmp_path / "file" / "step", model=nn.Linear(2, 2))
     assert caught.value.code == "not-found"
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_separate_file_with_buffers_under_any_prefix(run: Run, tmp_path: Path, prefix: str) -> None:
+    live = save(tmp_path / "c", model=run.model)
+    theirs = {f"{prefix}{name}": torch.full_like(v, 3) for name, v in run.model.state_dict().items()}
+    torch.save(theirs, tmp_path / "ema.pt")
+    other = Run(seed=9)
+    report = restore(live, model=other.model, ema=other.ema, ema_path=tmp_path / "ema.pt")
+    assert not report.unexpected
+    weights = other.ema.state_dict()["weights"]
+    assert all(torch.all(weights[name] == 3) for name, _ in other.model.named_parameters())
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_separate_file_of_torchs_averaged_model(run: Run, tmp_path: Path, nested: bool) -> None:
+    live = save(tmp_path / "c", model=run.model)
+    averaged = torch.optim.swa_utils.AveragedModel(run.model)
+    run.train(0, 3)
+    averaged.update_parameters(run.model)
+    run.train(3, 5)
+    averaged.update_parameters(run.model)
+    state = averaged.state_dict()
+    if nested:
+        state = {"module": averaged.module.state_dict(), "n_averaged": state["n_averaged"]}
+    torch.save(state, tmp_path / "ema.pt")
+    other = Run(seed=9)
+    restore(live, model=other.model, ema=other.ema, ema_path=tmp_path / "ema.pt")
+    weights = other.ema.state_dict()["weights"]
+    assert all(torch.equal(weights[name], value) for name, value in averaged.module.named_parameters())
+    assert other.ema.num_updates == 2

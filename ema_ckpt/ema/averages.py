@@ -15,7 +15,7 @@ from ema_ckpt.ema.settings import Settings, Source
 from ema_ckpt.ema.shards import Census, Edge, Held, Slot
 from ema_ckpt.errors import StateError, UsageError, shown
 
-__all__ = ["Averages", "choose", "fit", "live_part", "make", "seed", "value_of"]
+__all__ = ["Averages", "choose", "current_buffers", "fit", "live_part", "make", "seed", "value_of"]
 
 # Averages of so many elements at most share memory, so that one operation moves many of them; for larger ones the
 # gathering would cost more than the calls it saves. Measured on CPU: where the dtypes differ it pays for longer.
@@ -183,7 +183,7 @@ def value_of(held: Held, source: Source | None) -> torch.Tensor:
     """The local values to average: the live ones, or what `source` gives in their place.
 
     Raises:
-        StateError: the source's tensor has another local size.
+        StateError: the source's tensor has another local shape (flat ones aside) or lies in another way.
     """
     shard = held.shard
     value = None if source is None or not shard.is_parameter else source(shard.fqn, held.owner)
@@ -193,7 +193,8 @@ def value_of(held: Held, source: Source | None) -> torch.Tensor:
     local = local.detach()
     if held.within is not None and local.numel() == held.within[1]:
         local = local.reshape(-1)[held.within[0] : held.within[0] + shard.local.numel()]
-    if local.numel() != shard.local.numel():
+    fits = local.numel() == shard.local.numel() and (local.dim() == 1 or local.shape == shard.local.shape)
+    if not fits or _placements(value) not in (None, _placements(held.owner)):
         whole = "" if held.within is None else f" of the flat parameter's shard of {held.within[1]} elements"
         raise StateError(
             "usage",
@@ -201,6 +202,10 @@ def value_of(held: Held, source: Source | None) -> torch.Tensor:
             f" {tuple(shard.local.shape)}{whole}: return the local shard, or a DTensor laid out as the parameter",
         )
     return local.reshape(shard.local.shape)
+
+
+def _placements(value: object) -> object:
+    return getattr(value, "placements", None)
 
 
 def seed(slot: Slot, held: Held, source: Source | None) -> None:
@@ -245,8 +250,13 @@ def fit(averages: Averages, census: Census, settings: Settings) -> Averages:
         slots = [_relinked(slot, h, settings) for slot, h in zip(averages.slots, held, strict=True)]
     else:
         slots = _narrowed(averages.slots, held, settings)
-    live = [found[h.shard.fqn] for h in averages.live_buffers if h.shard.fqn in found]
-    return Averages(tuple(slots), tuple(held), tuple(live), census.edges)
+    return Averages(tuple(slots), tuple(held), current_buffers(averages, census), census.edges)
+
+
+def current_buffers(averages: Averages, census: Census) -> tuple[Held, ...]:
+    """The buffers that are not averaged as they are now: a forward may put new tensors in their places."""
+    found = {name: h for h in census.buffers for name in h.shard.names}
+    return tuple(found[h.shard.fqn] for h in averages.live_buffers if h.shard.fqn in found)
 
 
 def _renamed(held: Held, slot: Slot) -> Held:

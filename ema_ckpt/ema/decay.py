@@ -56,7 +56,9 @@ class Warmup:
         _require(0.0 <= self.min_decay <= 1.0, f"min_decay is between 0 and 1, not {self.min_decay}")
         _require(self.inv_gamma > 0 and isfinite(self.inv_gamma), f"inv_gamma is positive, not {self.inv_gamma}")
         _require(self.power > 0 and isfinite(self.power), f"power is positive, not {self.power}")
-        _require(self.start >= 0, f"start is 0 or more calls, not {self.start}")
+        _require(
+            self.start >= 0 and self.start == int(self.start), f"start is a whole number of calls, not {self.start}"
+        )
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
         """β of call number `call`."""

@@ -37,14 +37,17 @@ class Recording:
             step.record()
         self._steps += [step for step in ready if not any(step is known for known in self._steps)]
 
-    def advance(self, weight: float) -> None:
-        """Set the weight of the next replay, and count it.
+    def require(self) -> None:
+        """Raise if there is nothing to replay.
 
         Raises:
             StateError: nothing was recorded.
         """
         if not self._steps:
             raise StateError("usage", "advance() is for updates inside a CUDA graph, and none was recorded yet")
+
+    def advance(self, weight: float) -> None:
+        """Set the weight of the next replay, and count it."""
         self._advances += 1
         for step in self._steps:
             step.set(weight)

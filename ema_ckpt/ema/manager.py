@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from ema_ckpt.ema import attach, state, swap
-from ema_ckpt.ema.averages import Averages, choose, fit, make, seed, value_of
+from ema_ckpt.ema.averages import Averages, choose, current_buffers, fit, make, seed, value_of
 from ema_ckpt.ema.decay import Schedule, as_schedule
 from ema_ckpt.ema.engines.lists import Step
 from ema_ckpt.ema.engines.offload import OffloadStep
@@ -64,6 +65,8 @@ class ShardedEMA:
         StateError: the model cannot be averaged as it is (on `meta`, placeholders of ZeRO stage 3).
     """
 
+    averages: Averages
+
     def __init__(
         self,
         model: nn.Module,
@@ -116,9 +119,11 @@ class ShardedEMA:
             if self._on_cuda and torch.cuda.is_current_stream_capturing():
                 self._recording.add(self._steps)
                 return
+            # What a source raises, it raises before the call is counted.
+            steps = self._ready_steps() if self.counter.is_due() or self.settings.source is not None else ()
             weight = self.counter.count(samples)
             if weight is not None:
-                for step in self._ready_steps():
+                for step in steps:
                     step(weight)
                 if self.settings.offload == "sync":
                     self.wait()
@@ -131,6 +136,7 @@ class ShardedEMA:
         """
         swap.refuse_inside(self.model, "advance()")
         with torch.inference_mode(False), torch.no_grad():
+            self._recording.require()
             weight = self.counter.count(samples)
             self._recording.advance(0.0 if weight is None else weight)
 
@@ -141,9 +147,10 @@ class ShardedEMA:
         fresh optimizer. `samples` is a number, or a function that gives it at each update.
 
         Raises:
-            UsageError: no optimizer is given.
+            UsageError: no optimizer is given, or no `samples` to a schedule that counts them.
             StateError: the manager is attached already.
         """
+        self.counter.require(samples)
         if self._attachment is not None:
             raise StateError("usage", "this manager is attached already; call detach() first")
         self._attachment = attach.Attachment(self, optimizers, samples)
@@ -203,6 +210,8 @@ class ShardedEMA:
         swap.refuse_inside(self.model, "state_dict()")
         with torch.inference_mode(False), torch.no_grad():
             self.synchronise()
+            if self.averages.live_buffers:
+                self.averages = replace(self.averages, live_buffers=current_buffers(self.averages, census(self.model)))
             return state.tree(self.averages, self.counter, self.settings)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ __all__ = ["Counter", "Settings", "Source", "globs"]
 
 Source: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor | None]
 
+_USUAL_CALLS, _USUAL_BATCH = 100_000, 1024
 _SHADOW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -50,27 +51,38 @@ class Settings:
         _among("dtype", self.dtype, _SHADOW_DTYPES)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise UsageError("usage", f"every is a number of calls, 1 or more; found {self.every!r}")
+        _among("compensate", self.compensate, (False, True))
+        _among("shard_replicas", self.shard_replicas, (None, False, True))
         if self.compensate and self.dtype is not torch.float32:
             raise UsageError("usage", f"compensate=True carries a residual beside float32 averages, not {self.dtype}")
         if self.rounding == "stochastic" and self.dtype is not torch.bfloat16:
             raise UsageError("usage", f"rounding='stochastic' is for dtype=torch.bfloat16, not {self.dtype}")
 
     def warn_of_lost_updates(self) -> None:
-        """Warn if a step of the average is below half the spacing of the shadow's dtype, so that all may round away."""
-        weight = 1 - _limit(self.schedule)
-        if self.rounding == "nearest" and 0 < weight < torch.finfo(self.dtype).eps / 2:
-            warnings.warn(
-                f"a {str(self.dtype).removeprefix('torch.')} average cannot represent decay {1 - weight:g}: updates"
-                " round to nothing; use dtype=torch.float32",
-                stacklevel=4,
-            )
+        """Warn if a step towards weights that are a tenth away rounds to nothing in the shadow's dtype.
+
+        A step is `weight` times that distance, and half the spacing of numbers is `eps / 2` of their size.
+        """
+        weight = _weight(self.schedule)
+        if self.rounding == "stochastic" or self.compensate or weight >= 5 * torch.finfo(self.dtype).eps:
+            return
+        if isinstance(self.schedule, Constant) and not weight:
+            return  # an average that is to stand still
+        remedy = "compensate=True" if self.dtype is torch.float32 else "dtype=torch.float32"
+        warnings.warn(
+            f"a {str(self.dtype).removeprefix('torch.')} average cannot follow {self.schedule}: updates round to"
+            f" nothing; use {remedy}",
+            stacklevel=4,
+        )
 
 
-def _limit(schedule: Schedule) -> float:
-    """The β that a schedule settles at; 0 where it never settles."""
+def _weight(schedule: Schedule) -> float:
+    """The 1 − β that a schedule settles at, or comes to in a run of usual length."""
     if isinstance(schedule, (Constant, Warmup)):
-        return schedule.decay
-    return schedule.beta(1) if isinstance(schedule, HalfLife) and schedule.unit == "updates" else 0.0
+        return 1 - schedule.decay
+    if isinstance(schedule, HalfLife):
+        return 1 - schedule.beta(1, _USUAL_BATCH, _USUAL_BATCH)
+    return 1 - schedule.beta(_USUAL_CALLS, _USUAL_BATCH, _USUAL_CALLS * _USUAL_BATCH)
 
 
 def globs(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -114,6 +126,19 @@ class Counter:
             return None
         self.moved_at, self.applied, self.pending = self.num_updates, self.pending, 1.0
         return 1.0 - self.applied
+
+    def is_due(self) -> bool:
+        """Whether the next call moves the average."""
+        return (self.num_updates + 1) % self.every == 0
+
+    def require(self, samples: object) -> None:
+        """Refuse None where the schedule counts samples.
+
+        Raises:
+            UsageError: it does.
+        """
+        if samples is None and self.schedule.unit == "samples":
+            raise UsageError("usage", f"{self.schedule} counts samples: pass samples=, those of the global batch")
 
     def reset(self) -> None:
         """Back to before the first call."""

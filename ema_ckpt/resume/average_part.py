@@ -13,8 +13,9 @@ from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.ema.averages import seed
 from ema_ckpt.ema.shards import census
 from ema_ckpt.ema.state import parse_config
+from ema_ckpt.ema_forms import is_setting
 from ema_ckpt.errors import SourceError, shown
-from ema_ckpt.naming import LIVE
+from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, canonical
 from ema_ckpt.resume.foreign import named_by_model
 from ema_ckpt.resume.leaves import pieces
 from ema_ckpt.resume.matching import Match, Target, match
@@ -80,18 +81,20 @@ class AveragePart(Part):
         self.warnings.append(f"{where} holds no averages {self._label!r}: they start from the restored live weights")
 
     def _compare(self, tree: Tree, *, foreign: bool, strict: bool, elsewhere: frozenset[str]) -> None:
-        self._settings = _settings(self._checkpoint, tree.settings)
+        loose = {} if tree.role == EMA else _loose_settings(self._checkpoint)
+        self._settings = _settings(self._checkpoint, tree.settings or loose)
         ordered = self._checkpoint.catalog.format != "safetensors"
         named = named_by_model(tree, self._manager.model, ordered=ordered)
         stored, targets = average_weights(self._checkpoint, named), self._targets("weights")
         wanted = {name for target in targets for name in target.names}
+        stored = {name: t for name, t in stored.items() if name not in loose or canonical(name) in wanted}
         stored |= self._untied(stored, wanted)
         self._weights = match(self._weights.tree, targets, stored, strict=strict, elsewhere=elsewhere)
         if foreign and not strict:
             self._fill()
         # Buffers that are not averaged have no value of their own here: the live ones count.
         buffers = {name for h in census(self._manager.model).buffers for name in h.shard.names}
-        own = {stored[name].name for name in stored if name in buffers}
+        own = {stored[name].name for name in stored if canonical(name) in buffers}
         self._weights.unexpected = [name for name in self._weights.unexpected if name not in own]
         inside = {
             name.removeprefix("residual."): t for name, t in tensors_of(tree).items() if name.startswith("residual.")
@@ -168,6 +171,12 @@ class AveragePart(Part):
             for slot, held in zip(self._manager.averages.slots, self._manager.averages.held, strict=True):
                 if slot.shard.fqn in missing:
                     seed(slot, held, self._manager.settings.source)
+
+
+def _loose_settings(checkpoint: Checkpoint) -> dict[str, Tensor | Object]:
+    """Counters beside the weights of a separate file that no tree's name tells to be averages: `n_averaged`."""
+    inner = [item for tree in checkpoint.trees if tree.role != OPTIMIZER for item in tensors_of(tree).items()]
+    return {name: tensor for name, tensor in inner if is_setting(name, tensor)}
 
 
 def _settings(checkpoint: Checkpoint, settings: Mapping[str, Tensor | Object]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ema_ckpt.catalog import Object, Tensor
+from ema_ckpt.ema_forms import is_weight
 from ema_ckpt.errors import UsageError, shown
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER
 from ema_ckpt.resume.reading import Source
@@ -98,12 +99,14 @@ def average_tree(checkpoint: Checkpoint, name: str, *, foreign: bool) -> Tree | 
     """
     found = [tree for tree in checkpoint.trees if tree.role == EMA]
     if not found and foreign:
-        return _one_of(
-            checkpoint, [tree for tree in checkpoint.trees if tree.role != OPTIMIZER and tree.tensors], name, "weights"
-        )
+        return _one_of(checkpoint, [tree for tree in checkpoint.trees if _may_be_averages(tree)], name, "weights")
     if not found or (not foreign and name.count(".") and not any(tree.name == name for tree in found)):
         return None
     return _one_of(checkpoint, found, name, "averages")
+
+
+def _may_be_averages(tree: Tree) -> bool:
+    return tree.role != OPTIMIZER and any(is_weight(name, tensor) for name, tensor in tensors_of(tree).items())
 
 
 def _one_of(checkpoint: Checkpoint, found: Sequence[Tree], name: str, what: str) -> Tree:

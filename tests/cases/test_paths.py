@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import ema_ckpt
 from ema_ckpt.errors import EmaCkptError
@@ -58,5 +59,8 @@ def test_a_url_that_lost_a_slash_makes_no_directory_named_after_its_scheme(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(EmaCkptError, match="URL loses a slash") as caught:
         ema_ckpt.consolidate(source, out)
-    assert caught.value.code == "not-found"
+    assert caught.value.code == "usage"
+    with pytest.raises(EmaCkptError, match="URL loses a slash") as caught:
+        ema_ckpt.save(out, model=torch.nn.Linear(2, 2))
+    assert caught.value.code == "usage"
     assert os.listdir(tmp_path) == ["run"]

@@ -755,6 +755,8 @@ def test_a_manager_is_no_data_to_pickle(tmp_path: Path) -> None:
         {"offload": "async"},
         {"decay": 2.0},
         {"shard_replicas": True},
+        {"compensate": "yes"},
+        {"shard_replicas": "yes"},
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
@@ -766,11 +768,18 @@ def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
     ("decay", "dtype", "warns"),
     [
         (0.9999, torch.bfloat16, True),
-        (0.99, torch.bfloat16, False),
+        (0.99, torch.bfloat16, True),
+        (0.95, torch.bfloat16, False),
         (0.9999, torch.float16, True),
-        (0.999, torch.float16, False),
+        (0.999, torch.float16, True),
+        (0.99, torch.float16, False),
         (Warmup(0.9999), torch.bfloat16, True),
         (HalfLife(10_000), torch.bfloat16, True),
+        (HalfLife(10**7, unit="samples"), torch.bfloat16, True),
+        (PowerFunction(0.1), torch.bfloat16, True),
+        (PowerFunction(0.1), torch.float32, False),
+        (0.9999999, torch.float32, True),
+        (1.0, torch.float32, False),
         (0.99999, torch.float32, False),
     ],
 )
@@ -779,7 +788,7 @@ def test_a_dtype_too_coarse_for_its_decay_is_warned_of(
 ) -> None:
     ShardedEMA(network(), decay, dtype=dtype)
     messages = [str(warning.message) for warning in recwarn.list]
-    assert [("cannot represent decay" in message) for message in messages] == [True] * warns
+    assert [("updates round to nothing" in message) for message in messages] == [True] * warns
 
 
 def test_bytes_on_this_rank() -> None:
@@ -820,3 +829,74 @@ def test_states_that_are_none(change: dict[str, Any], message: str) -> None:
     state = {name: value for name, value in {**ema.state_dict(), **change}.items() if value is not None}
     with pytest.raises(StateError, match=message):
         ema.load_state_dict(state)
+
+
+class Drifting(nn.Module):
+    """A buffer that each forward replaces by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+def test_a_buffer_that_a_forward_replaces(buffers: Any) -> None:
+    model = Drifting()
+    ema = ShardedEMA(model, 0.5, buffers=buffers)
+    model(torch.ones(3, 2))
+    ema.update()
+    model(torch.ones(3, 2))
+    expected = model.mean if buffers == "copy" else torch.full((2,), 0.05)
+    assert torch.allclose(ema.state_dict()["weights"]["mean"], expected)
+    assert torch.allclose(ema.full_state_dict()["mean"], expected)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_call_that_raises_does_not_count(every: int) -> None:
+    model, broken = network(), [False]
+
+    def source(name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+        if broken[0]:
+            raise ValueError(name)
+        return None
+
+    ema = ShardedEMA(model, 0.5, every=every, source=source)
+    broken[0] = True
+    with pytest.raises(ValueError, match="weight"):
+        ema.update()
+    with pytest.raises(StateError, match="none was recorded"):
+        ema.advance()
+    assert (ema.num_updates, ema.current_decay) == (0, 1.0)
+    broken[0] = False
+    ema.update()
+    assert (ema.num_updates, ema.current_decay) == (1, 0.5 if every == 1 else 1.0)
+
+
+def test_a_source_of_another_shape_is_refused() -> None:
+    model = nn.Linear(4, 2, bias=False)
+    for wrong in (torch.zeros(4, 2), torch.zeros(2, 2, 2), torch.zeros(2, 3)):
+        with pytest.raises(StateError, match="source gives 'weight' a tensor of"):
+            ShardedEMA(model, source=lambda *_, wrong=wrong: wrong)
+    ShardedEMA(model, source=lambda *_: torch.zeros(8)).update()
+
+
+def test_a_schedule_in_samples_is_attached_with_their_number() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ema = ShardedEMA(model, HalfLife(10, unit="samples"))
+    with pytest.raises(UsageError, match="pass samples="):
+        ema.attach(optimizer)
+    ema.attach(optimizer, samples=4)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert ema.samples_seen == 4
+
+
+def test_a_start_of_half_a_call_is_refused() -> None:
+    with pytest.raises(UsageError, match="whole number of calls"):
+        Warmup(0.9, start=0.5)  # type: ignore[arg-type]
