@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.catalog import Catalog, Object, Warn
 from ema_ckpt.errors import UsageError, counted
+from ema_ckpt.folders import join, list_folder
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.opening import opened
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["convert", "reshard"]
 
 _FORMS = ("dcp", "safetensors", "pt")
+_STATE_FILES = re.compile(r"trainer_state.*|.*\.(pt|pth|bin|ckpt|pkl|pickle|npz|distcp)")
 _OWN_FILES = re.compile(r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|ema_ckpt\.json|.*\.safetensors(\.index\.json)?")
 
 
@@ -181,16 +183,30 @@ def _fitting(entries: Sequence[Entry], form: str) -> tuple[list[Entry], list[Ski
 
 
 def _beside(catalog: Catalog) -> list[Skipped]:
-    """What is private to single ranks: in rank files, or in files beside a DCP checkpoint, where trainers leave it."""
+    """What is not in the trees: state of single ranks in rank files, and files and folders beside the checkpoint.
+
+    What describes a model beside its weights (config, tokenizer, README) is no state. A checkpoint that is one file,
+    named as such, has nothing beside it.
+    """
     private = catalog.extra.get("private")
     told = private if isinstance(private, tuple) else ()
     found = [Skipped(".".join(map(str, path)), file, reason) for path, file, reason in told]
-    if catalog.format != "dcp":
+    if catalog.resolved.rstrip("/") != catalog.source.root.rstrip("/"):
         return found
-    reason = "a file beside the checkpoint, not part of it"
-    own = {file.partition("/")[0] for file in catalog.files}
-    names = [name for name in catalog.source.listing() if name not in own and not _OWN_FILES.fullmatch(name)]
-    return [*found, *(Skipped(name, name, reason) for name in names if not name.startswith("."))]
+    own = {part for file in catalog.files for part in (file, file.partition("/")[0])}
+    names = [name for name in _names_beside(catalog) if name not in own]
+    return [*found, *(Skipped(name, name, "beside the checkpoint, not part of it") for name in names)]
+
+
+def _names_beside(catalog: Catalog) -> Iterator[str]:
+    """Files and folders in the checkpoint's folder, and files in those of its parts, that may hold state of the run."""
+    for place in dict.fromkeys(["", *(file.rpartition("/")[0] for file in catalog.files)]):
+        held = list_folder(join(catalog.source.root, place) if place else catalog.source.root)
+        names = held.files if place else (*held.folders, *held.files)
+        for name in names:
+            is_state = catalog.format == "dcp" or name in held.folders or _STATE_FILES.fullmatch(name)
+            if is_state and not name.startswith(".") and not _OWN_FILES.fullmatch(name):
+                yield f"{place}/{name}" if place else name
 
 
 def _low_precision(entries: Sequence[Entry], known: Sequence[Tree]) -> list[Warn]:
