@@ -73,11 +73,11 @@ class Staged:
         if self.published:
             return
         with _explained(self.target):
-            # From here on the stage may come to hold the old target, which must never be resumed into.
-            self.journal.discard()
-            if self.fsync:
+            if self.fsync:  # which may take most of the time: a run that ends here is resumed
                 fsync_tree(self.path)
                 fsync_path(self.root)
+            # From here on the stage may come to hold the old target, which must never be resumed into.
+            self.journal.discard()
             self._switch()
             self.published = True
             if self.fsync:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ema_ckpt import staging
 from ema_ckpt.errors import TargetError
 from ema_ckpt.journal import Finished, Journal, recorded_identity
 from ema_ckpt.stagedir import JOURNAL, stage_path, stages_of
@@ -53,6 +55,25 @@ class TestResume:
             assert list(done) == expected
             assert all(found.crc == zlib.crc32(self.PARTS[name][o : o + n]) for (name, o, n), found in done.items())
             self.write(staged, "part3.distcp")
+        assert {p.name: p.read_bytes() for p in target.iterdir()} == self.PARTS
+        assert os.listdir(tmp_path) == ["out"]
+
+    @pytest.mark.parametrize("cause", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+    def test_ended_while_the_disk_is_waited_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: BaseException
+    ) -> None:
+        def interrupted(_path: Path) -> None:
+            raise cause
+
+        target = tmp_path / "out"
+        monkeypatch.setattr(staging, "fsync_tree", interrupted)
+        with pytest.raises((KeyboardInterrupt, TargetError)), self.resumed(target) as staged:
+            for name in self.PARTS:
+                self.write(staged, name)
+        monkeypatch.undo()
+        assert not target.exists()
+        with self.resumed(target) as staged:
+            assert len(staged.journal.completed()) == 2 * len(self.PARTS)
         assert {p.name: p.read_bytes() for p in target.iterdir()} == self.PARTS
         assert os.listdir(tmp_path) == ["out"]
 
