@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ema_ckpt.catalog import Catalog, Object, Tensor
-from ema_ckpt.ema_forms import Averages, find_averages, is_setting, matches, name_averages
+from ema_ckpt.ema_forms import POSITIONS, Averages, find_averages, is_setting, matches, name_averages
 from ema_ckpt.errors import EmaCkptError, UsageError, counted, shown
 from ema_ckpt.grouping import Group, group_entries
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, OTHER, SETTINGS, canonical, live_partners, nearest, tree_role
@@ -242,6 +242,11 @@ def _below(tree: Tree, path: str, known: Sequence[Tree]) -> Tree | None:
         return _average_tree(group, others, frozenset(), None)
     if tree.role != EMA:
         return part
+    if tree.form == POSITIONS:  # a list by itself has no names
+        held = {id(tensor) for tensor in part.tensors}
+        named = {fqn: tensor for fqn, tensor in tree.named.items() if id(tensor) in held}
+        partner, form, problem = tree.partner, tree.form, tree.problem
+        return Tree(path, EMA, part.tensors, part.objects, named, tree.settings, partner, form=form, problem=problem)
     below = _place_below(tree, part)
     partner = None if below is None else tree.partner
     return Tree(path, EMA, part.tensors, part.objects, part.named, tree.settings, partner, below or "", tree.form)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.catalog import Catalog, Object, Warn
@@ -15,7 +15,7 @@ from ema_ckpt.formats.tensorpickle import TensorRef
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.selection import KeptObject
 
-__all__ = ["Carried", "carry_objects", "rank_keyed", "refuse_skipped", "unknown_objects"]
+__all__ = ["Carried", "carried_text", "carry_objects", "rank_keyed", "refuse_skipped", "unknown_objects"]
 
 _RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
 
@@ -60,6 +60,14 @@ def _load(catalog: Catalog, held: KeptObject) -> object:
     except UnsafeError as error:
         message = f"{error}; leave it out with --exclude {held.name!r}"
         raise UnsafeError(error.code, message, tensor=held.name, file=error.file) from None
+
+
+def carried_text(catalog: Catalog) -> dict[str, str]:
+    """What the header of a safetensors source says beside its tensors, ties and format aside."""
+    found, ties = catalog.extra.get("metadata"), catalog.extra.get("ties")
+    text = found if isinstance(found, Mapping) else {}
+    known = ties if isinstance(ties, Mapping) else {}
+    return {str(key): str(value) for key, value in text.items() if key != "format" and key not in known}
 
 
 def unknown_objects(catalog: Catalog, objects: Iterable[Object]) -> list[Skipped]:

@@ -12,7 +12,7 @@ from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError, counted, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import opened
-from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
+from ema_ckpt.ops.carried import carried_text, refuse_skipped, unknown_objects
 from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
@@ -30,7 +30,7 @@ from ema_ckpt.selection import missing_weights, select_tree
 from ema_ckpt.settings import ema_settings
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.target import Entry, Target
-from ema_ckpt.ties import keep_first
+from ema_ckpt.ties import dropped_names, keep_first
 from ema_ckpt.trees import Tree, default_tree, find_tree, live_of, trees
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def consolidate(
         refuse_skipped(skipped, request.strict)
         check_sources(catalog, (entry.source for entry in selection.entries))
         warnings += _stalled(catalog, picked)
-        target, kind, ties = _lay_out(selection.entries, place, shard_nbytes, basename, request.expand_ties)
+        target, kind, ties = _lay_out(
+            catalog, selection.entries, place, shard_nbytes, basename, expand_ties=request.expand_ties
+        )
         job = Job(catalog, place, kind == "directory", target, keep_foreign=kind == "directory", warnings=warnings)
         write(job, request)
         return Written(
@@ -159,9 +161,12 @@ def _partial(picked: Tree, live: Tree) -> list[Warn]:
 
 
 def _lay_out(
-    entries: Sequence[Entry], out: Path, shard_nbytes: int, basename: str, expand_ties: bool
+    catalog: Catalog, entries: Sequence[Entry], out: Path, shard_nbytes: int, basename: str, *, expand_ties: bool
 ) -> tuple[Target, str, dict[str, str]]:
     """The target, what kind of place it is, and the ties it records (dropped name → kept name)."""
+    again = dropped_names(catalog, entries)
+    if expand_ties:
+        entries = [*entries, *(entry for entry, _ in again)]
     if out.suffix in TORCH_SUFFIXES:
         from ema_ckpt.formats import torchfile_target
 
@@ -169,6 +174,8 @@ def _lay_out(
     from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
 
     kept, ties = (list(entries), dict[str, str]()) if expand_ties else keep_first(entries)
+    ties |= {} if expand_ties else {entry.name: name for entry, name in again}
+    text = carried_text(catalog)
     if out.suffix == ".safetensors":
-        return lay_out_file(kept, ties=ties), "file", ties
-    return lay_out_directory(kept, shard_nbytes, basename, ties=ties), "directory", ties
+        return lay_out_file(kept, text, ties=ties), "file", ties
+    return lay_out_directory(kept, shard_nbytes, basename, text, ties=ties), "directory", ties

@@ -14,7 +14,7 @@ from ema_ckpt.folders import join, list_folder
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.opening import opened
-from ema_ckpt.ops.carried import carry_objects, rank_keyed, refuse_skipped
+from ema_ckpt.ops.carried import carried_text, carry_objects, rank_keyed, refuse_skipped
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
@@ -31,7 +31,7 @@ from ema_ckpt.ops.writing import (
 from ema_ckpt.selection import KeptObject, select_all
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.target import Entry, Target
-from ema_ckpt.ties import keep_first
+from ema_ckpt.ties import dropped_names, keep_first
 from ema_ckpt.trees import Tree, trees
 
 if TYPE_CHECKING:
@@ -138,6 +138,10 @@ def _transfer(path: str | os.PathLike[str], order: _Order, tree: Sequence[str] |
         carried = carry_objects(catalog, selection.objects, "torch" if order.form == "pt" else order.form)
         entries, unfit = _fitting(selection.entries, order.form)
         skipped = [*carried.skipped, *unfit, *_beside(catalog)]
+        if order.form != "safetensors":
+            skipped += [
+                Skipped(f"__metadata__.{key}", "", "text of a safetensors header") for key in carried_text(catalog)
+            ]
         refuse_skipped(skipped, request.strict)
         check_sources(catalog, (entry.source for entry in entries))
         warnings = [*catalog.warnings, *carried.warnings]
@@ -146,7 +150,8 @@ def _transfer(path: str | os.PathLike[str], order: _Order, tree: Sequence[str] |
             warnings += _low_precision(entries, known)
         target, ties = _lay_out(catalog, known, entries, carried.objects, order, request)
         is_file = order.form == "pt" or order.out.suffix == ".safetensors"
-        job = Job(catalog, order.out, not is_file, target, warnings=warnings)
+        keep = order.form == "safetensors" and not is_file
+        job = Job(catalog, order.out, not is_file, target, keep, warnings)
         write(job, request)
         return Written(
             source=catalog.resolved,
@@ -227,6 +232,9 @@ def _lay_out(
     request: Request,
 ) -> tuple[Target, dict[str, str]]:
     """The target, and the ties it records (dropped name → kept name)."""
+    again = dropped_names(catalog, entries)
+    if request.expand_ties:
+        entries = [*entries, *(entry for entry, _ in again)]
     if order.form == "dcp":
         from ema_ckpt.formats.dcp_target import StoredObject, lay_out
 
@@ -245,12 +253,17 @@ def _lay_out(
         return torchfile_target.lay_out(entries, nesting=nested, objects=inline, expand_ties=request.expand_ties), {}
     from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
 
+    text = carried_text(catalog)
     kept, ties = (list(entries), dict[str, str]()) if request.expand_ties else keep_first(entries)
-    places = {entry.name: entry.path for entry in entries if entry.name in ties}
+    if not request.expand_ties:
+        ties |= {entry.name: name for entry, name in again}
+    places = {e.name: e.path for e in [*entries, *(entry for entry, _ in again)] if e.name in ties}
     if order.out.suffix == ".safetensors":
-        return lay_out_file(kept, nesting=nested, objects=inline, ties=ties, tied_paths=places), ties
+        return lay_out_file(kept, text, nesting=nested, objects=inline, ties=ties, tied_paths=places), ties
     limit = order.max_shard_nbytes
-    return lay_out_directory(kept, limit, nesting=nested, objects=inline, ties=ties, tied_paths=places), ties
+    return lay_out_directory(
+        kept, limit, "model", text, nesting=nested, objects=inline, ties=ties, tied_paths=places
+    ), ties
 
 
 def _split(catalog: Catalog, known: Sequence[Tree], entries: Sequence[Entry]) -> list[bool]:

@@ -54,14 +54,18 @@ def test_a_whole_part_is_not_called_partial(tmp_path: Path) -> None:
         assert (done.warnings, done.filled, done.tensors) == ((), (), 1)
 
 
-def test_averages_named_by_position_have_no_part_of_the_model_beside_them(tmp_path: Path) -> None:
-    live = {"w": torch.ones(2), "b": torch.ones(2)}
+def test_a_list_of_averages_named_by_its_own_path_is_paired_with_the_model(tmp_path: Path) -> None:
+    live = {"w": torch.ones(2), "b": torch.zeros(3)}
     tree = {"model": live, "ema": {"shadow_params": list(live.values()), "num_updates": 3}}
     source = save_dcp(tmp_path / "run", tree)
-    assert ema_ckpt.consolidate(source, tmp_path / "a.pt", tree="ema.shadow_params").warnings == ()
-    with pytest.raises(ema_ckpt.EmaCkptError, match="--fill") as caught:
-        ema_ckpt.consolidate(source, tmp_path / "b.pt", tree="ema.shadow_params", fill=True)
-    assert caught.value.code == "unknown-tree"
+    done = ema_ckpt.consolidate(source, tmp_path / "a.pt", tree="ema.shadow_params", fill=True)
+    assert done.warnings == done.filled == ()
+    assert written(tmp_path / "a.pt") == {name: value.tolist() for name, value in live.items()}
+    assert ema_ckpt.diff(source, tree="ema.shadow_params").identical == 2
+    short = save_dcp(tmp_path / "short", {"model": live, "ema": {"shadow_params": [live["w"]], "num_updates": 3}})
+    with pytest.raises(ema_ckpt.EmaCkptError, match="cannot be paired") as caught:
+        ema_ckpt.consolidate(short, tmp_path / "b.pt", tree="ema.shadow_params")
+    assert caught.value.code == "unsupported"
 
 
 def test_what_another_tree_does_not_fill_is_still_told(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file, save_model
 
 import ema_ckpt
 from tests.checkpoints import save_dcp, torch_at
@@ -152,3 +152,35 @@ def test_a_sharded_checkpoint_writes_every_stored_name(tmp_path: Path) -> None:
     written = ema_ckpt.consolidate(source, tmp_path / "out.safetensors")
     assert written.ties == {}
     Tied().load_state_dict(load_file(tmp_path / "out.safetensors"), strict=True)
+
+
+def test_a_tie_that_save_model_recorded_is_passed_on_or_written_out(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    source, text = tmp_path / "m.safetensors", {"modelspec.title": "tied"}
+    save_model(model, str(source), metadata=text)
+    for verb in (ema_ckpt.convert, ema_ckpt.consolidate):
+        out = tmp_path / f"{verb.__name__}.safetensors"
+        assert verb(source, out).ties == {"b.weight": "a.weight"}
+        with safe_open(out, "pt") as file:
+            assert file.metadata().items() >= {"b.weight": "a.weight", **text}.items()
+        fresh = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+        fresh["b"].weight = fresh["a"].weight
+        assert load_model(fresh, str(out)) == (set(), [])
+        for suffix in ("safetensors", "pt"):
+            whole = tmp_path / f"{verb.__name__}-whole.{suffix}"
+            verb(source, whole, expand_ties=True)
+            found = load_file(whole) if suffix == "safetensors" else torch.load(whole)
+            assert found.keys() == model.state_dict().keys()
+            assert torch.equal(found["b.weight"], model["a"].weight)
+    ema_ckpt.convert(source, tmp_path / "dcp", expand_ties=True)
+    with ema_ckpt.open(tmp_path / "dcp") as both:
+        assert torch.equal(both["b.weight"], model["a"].weight)
+
+
+def test_text_of_a_header_that_the_target_cannot_hold_is_told(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors", metadata={"title": "x", "format": "pt"})
+    done = ema_ckpt.convert(tmp_path / "m.safetensors", tmp_path / "m.pt")
+    assert [item.name for item in done.skipped] == ["__metadata__.title"]
+    with pytest.raises(ema_ckpt.EmaCkptError, match="--strict"):
+        ema_ckpt.convert(tmp_path / "m.safetensors", tmp_path / "strict.pt", strict=True)

@@ -259,7 +259,7 @@ def test_ties_that_save_model_recorded_are_known(tmp_path):
     safetensors.torch.save_model(model, str(tmp_path / "m.safetensors"))
     foreign = open_one(tmp_path / "m.safetensors")
     assert foreign.extra["ties"] == {"b.weight": "a.weight"}
-    assert "b.weight" not in {tensor.name for tensor in foreign.tensors}  # any text may stand there
+    assert "b.weight" not in {tensor.name for tensor in foreign.tensors}  # any text may stand there: writers pass it on
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "b.weight"}
     write(lay_out_file(entries(tensors), ties={"b.weight": "a.weight"}), tmp_path / "w.safetensors", tensors)
     fresh = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
