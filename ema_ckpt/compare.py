@@ -109,7 +109,7 @@ class Comparer:
 
     Args:
         a, b: the element types of the two sides.
-        rtol, atol: an element has changed if |a − b| > atol + rtol·|b|.
+        rtol, atol: an element has changed if |a − b| > atol + rtol·|b|, or if that distance is infinite.
     """
 
     def __init__(self, a: DType, b: DType, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -229,11 +229,13 @@ class Comparer:
         a, b = self._widened(x, y)
         odd = _Odd() if np.isfinite(a).all() and np.isfinite(b).all() else _set_aside(a, b)
         d = np.subtract(a, b)
-        unequal = int(np.count_nonzero(d))  # NaN counts
+        unequal = self._count(d != 0)  # NaN counts
         magnitude = np.abs(d)
         changed = unequal
         if self._rtol or self._atol:
-            changed = int(np.count_nonzero(~(magnitude <= self._atol + self._rtol * np.abs(b))))
+            # What is infinitely far away has changed, even from infinity, whose multiples are no tolerance.
+            near = (magnitude <= self._atol + self._rtol * np.abs(b)) & np.isfinite(magnitude)
+            changed = self._count(~near)
         a, b, d, magnitude = (np.asarray(v, np.float64) for v in (a, b, d, magnitude))
         return Sums(
             aa=_inner(a, a),
@@ -250,6 +252,13 @@ class Comparer:
             inf_b=odd.inf_b,
             same_bits=not unequal and self._a == self._b and bytes(x) == bytes(y),
         )
+
+    def _count(self, mask: Array) -> int:
+        """Elements for which the mask is set; of a complex one, for either of its numbers."""
+        import numpy as np
+
+        is_complex = self._a.name in _PAIRS or self._b.name in _PAIRS
+        return int(np.count_nonzero(mask.reshape(-1, 2).any(axis=1) if is_complex else mask))
 
     def _widened(self, x: memoryview, y: memoryview) -> tuple[Array, Array]:
         """Both sides in a type that holds their values exactly."""

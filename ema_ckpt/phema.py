@@ -17,6 +17,7 @@ from ema_ckpt.errors import UsageError
 __all__ = ["WIDEST", "Profile", "exponent_of", "inner_product", "mismatch", "solve", "width_of"]
 
 WIDEST = 12**-0.5
+_NARROWEST = 1e-6  # γ is about its inverse
 """The relative standard deviation of the flat profile, γ = 0: the widest there is."""
 
 
@@ -32,8 +33,9 @@ class Profile:
     sigma_rel: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.sigma_rel <= WIDEST:
-            raise UsageError("usage", f"a relative width is above 0 and at most {WIDEST:.4f}, not {self.sigma_rel}")
+        if not _NARROWEST <= self.sigma_rel <= WIDEST:
+            range_ = f"{_NARROWEST:g} to {WIDEST:.4f}"
+            raise UsageError("usage", f"a relative width is a number from {range_}, not {self.sigma_rel}")
         if not (self.time > 0 and math.isfinite(self.time)):
             raise UsageError("usage", f"a snapshot is taken after one step or more, not at {self.time}")
 

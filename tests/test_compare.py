@@ -46,7 +46,10 @@ def check(a: torch.Tensor, b: torch.Tensor, found: Sums, rel: float = 1e-12) -> 
     assert found.dd == pytest.approx(float(d @ d), rel=rel)
     assert found.absolute == pytest.approx(float(d.abs().sum()), rel=rel)
     assert found.largest == pytest.approx(float(d.abs().max()), rel=rel)
-    assert found.changed == found.unequal == int((x != y).sum())
+    differs = x != y
+    if a.is_complex() or b.is_complex():
+        differs = differs.reshape(-1, 2).any(dim=1)
+    assert found.changed == found.unequal == int(differs.sum())
     assert found.rel_l2 == pytest.approx(float(d.norm() / y.norm()), rel=rel)
 
 
@@ -86,6 +89,15 @@ def test_complex_numbers_are_pairs(name: str) -> None:
     check(x, y, compare(x, y))
     mixed = compare(torch.ones(4, dtype=torch.complex64), torch.ones(4))
     assert (mixed.changed, mixed.bb) == (0, 4.0)
+    far = compare(torch.full((4,), 1 + 1j), torch.full((4,), 2 + 2j), rtol=0.1)
+    assert far.changed == far.unequal == 4
+
+
+def test_nothing_is_near_an_infinity() -> None:
+    finite, plus, minus = (torch.tensor([1.0, value]) for value in (1.0, torch.inf, -torch.inf))
+    for a, b in ((finite, plus), (plus, finite), (plus, minus)):
+        assert compare(a, b, rtol=1e-5, atol=1.0).changed == 1
+    assert compare(plus, plus, rtol=1e-5).changed == 0
 
 
 @pytest.mark.parametrize("a", INTS)

@@ -30,8 +30,8 @@ class Mismatch:
 class DiffTensor:
     """How a pair of tensors differs, d = a − b: ‖d‖/‖b‖, the largest and the mean |d|, the cosine, counts.
 
-    Numbers that are undefined are NaN (in JSON null). Complex elements are pairs of numbers; `changed` counts
-    numbers, `numel` elements.
+    Numbers that are undefined are NaN (in JSON null). Complex elements are pairs of numbers; `changed` and
+    `numel` count elements, `nan` and `inf` numbers.
     """
 
     name: str

@@ -16,7 +16,14 @@ from ema_ckpt.files import local_path
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
 from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
-from ema_ckpt.ops.synthesize_parts import Snapshot, match_names, open_snapshots, parts_of, weights_for
+from ema_ckpt.ops.synthesize_parts import (
+    Snapshot,
+    match_names,
+    open_snapshots,
+    parts_of,
+    refuse_unsummable,
+    weights_for,
+)
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
     Job,
@@ -70,6 +77,8 @@ def synthesize(
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
     request = request_of(args)
+    if isinstance(snapshots, (str, os.PathLike)):
+        raise UsageError("usage", f"{os.fspath(snapshots)}: one path; give a list of snapshots")
     place = place_of(out)
     order = _Order(place, _form(place, to, world_size), world_size, parse_size(max_shard_size))
     if not snapshots:
@@ -110,6 +119,7 @@ def _write(
     last = held[-1].tree
     average = Tree(last.name, last.role, virtual.tensors, named={tensor.name: tensor for tensor in virtual.tensors})
     selection = select_tree(average, request.selection)
+    refuse_unsummable(selection.entries)
     skipped = _check(held, request.strict)
     target = _Checked(_lay_out(selection.entries, order, blend), blend)
     keep = order.is_directory and order.form == "safetensors"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from ema_ckpt.aliases import with_aliases
 from ema_ckpt.blend import Part
 from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import EmaCkptError, UsageError, counted, shown
@@ -15,9 +16,10 @@ from ema_ckpt.naming import canonical
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.phema import Profile, mismatch, solve
 from ema_ckpt.settings import ema_settings, samples_seen
+from ema_ckpt.target import Entry
 from ema_ckpt.trees import Tree, default_tree, find_tree, trees
 
-__all__ = ["Snapshot", "match_names", "open_snapshots", "weights_for"]
+__all__ = ["Snapshot", "match_names", "open_snapshots", "parts_of", "refuse_unsummable", "weights_for"]
 
 _POOR = 0.05
 
@@ -52,7 +54,7 @@ def open_snapshots(
             known = trees(catalog)
             picked = [find_tree(known, name, catalog.resolved) for name in names]
             picked = picked or [default_tree(known, command, catalog.resolved, options)]
-            found += [Snapshot(catalog, tree) for tree in picked]
+            found += [Snapshot(catalog, with_aliases(catalog, tree)) for tree in picked]
         undo.pop_all()
     return found
 
@@ -85,10 +87,28 @@ def _refuse_unlike(name: str, tensor: Tensor, last: Tensor, snapshot: Snapshot) 
     raise UsageError("usage", f"{message}; they cannot be added", tensor=name)
 
 
+def is_summed(tensor: Tensor) -> bool:
+    """Whether a tensor's values are averaged, and not taken from the last snapshot as integers are."""
+    return tensor.dtype.kind == "float" or tensor.dtype.name in ("complex64", "complex128")
+
+
+def refuse_unsummable(entries: Iterable[Entry]) -> None:
+    """Refuse numbers that no sum can be stored in: those of 8 bits, and complex ones of 16.
+
+    Raises:
+        UsageError: `unsupported`.
+    """
+    for entry in entries:
+        dtype = entry.source.dtype
+        if not is_summed(entry.source) and dtype.kind not in ("int", "bool"):
+            message = f"tensor {entry.name!r} is {dtype.name}, of which sums are not made; leave it out with --exclude"
+            raise UsageError("unsupported", message, tensor=entry.name)
+
+
 def parts_of(tensors: Sequence[Tensor], snapshots: Sequence[Snapshot], weights: Sequence[float]) -> list[Part]:
     """What makes up one tensor: all snapshots, or for what is not averaged (integers, say) the last alone."""
     pairs = list(zip(snapshots, tensors, weights, strict=True))
-    if tensors[-1].dtype.kind == "float" or tensors[-1].dtype.name in ("complex64", "complex128"):
+    if is_summed(tensors[-1]):
         return [Part(snapshot.catalog, tensor, weight) for snapshot, tensor, weight in pairs]
     snapshot, tensor, _ = pairs[-1]
     return [Part(snapshot.catalog, tensor, 1.0)]

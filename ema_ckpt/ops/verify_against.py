@@ -154,6 +154,8 @@ class _Comparison:
     def _is_part(self, spare: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> bool:
         """Whether only whole trees were left out, as `--tree` does."""
         kept = {t.name for t in self._origin.tensors if t.name in mine}
+        if not kept:
+            return False
         for tree in trees(self._origin):
             names = {t.name for t in tree.tensors}
             if names & kept and names & {t.name for t in spare.values()}:
