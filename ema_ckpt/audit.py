@@ -12,7 +12,7 @@ from typing import cast
 
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn
 from ema_ckpt.coverage import prove
-from ema_ckpt.digests import combined, computed
+from ema_ckpt.digests import combined, computed, mixed
 from ema_ckpt.errors import EmaCkptError, SourceError, shown
 from ema_ckpt.formats.globals import opaque_within
 from ema_ckpt.stored import Inventory, Stored
@@ -223,8 +223,8 @@ class Audit:
     def _digest_differs(self, tensor: Tensor, payloads: Sequence[Payload], expected: int, found: int) -> None:
         files = list(dict.fromkeys(payload.file for payload in payloads))
         message = f"expected the digest crc32:{expected:08x}, found crc32:{found:08x}"
-        why = "these are not the bytes that were saved (files swapped, mixed or changed); use another copy"
         where = ", ".join(files[:3])
+        why = mixed(self.catalog)
         self.report("checksum", f"{where}: tensor {tensor.name!r}: {message}: {why}", tensor.name, files[0])
 
     def _compare_replicas(self, reader: StreamReader) -> None:

@@ -13,12 +13,21 @@ from ema_ckpt.catalog import Catalog, Payload, Tensor
 from ema_ckpt.checks import Interval, joined
 from ema_ckpt.coverage import prove
 from ema_ckpt.crc import crc32
+from ema_ckpt.formats.record import SIDECAR
 from ema_ckpt.regions import BandCutter, row_runs
 from ema_ckpt.streams import Stream, StreamReader
 
-__all__ = ["Cast", "combined", "computed", "stored_digest"]
+__all__ = ["Cast", "combined", "computed", "mixed", "stored_digest"]
 
 Cast = Callable[[memoryview], memoryview]
+
+
+def mixed(catalog: Catalog) -> str:
+    """Why a recorded digest may differ although every storage matches its checksum, and what to do."""
+    message = "these are not the bytes that were saved (files swapped, mixed or changed); use another copy"
+    if SIDECAR not in catalog.source.listing():
+        return message
+    return f"{message}, or, if another checkpoint was saved over this one, delete {SIDECAR}"
 
 
 def combined(

@@ -17,6 +17,7 @@ from ema_ckpt.box import is_contiguous_in, linear, whole
 from ema_ckpt.catalog import Catalog, Payload, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.coverage import prove
+from ema_ckpt.digests import mixed
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import is_url
 from ema_ckpt.hands import Hands, Work
@@ -307,7 +308,7 @@ class _Engine:
             file = work.tensor.chunks[0].file if work.tensor.chunks else ""
             name = work.tensor.name
             message = f"{file}: tensor {name!r}: expected the digest crc32:{expected:08x}, found crc32:{found:08x}"
-            raise SourceError("checksum", f"{message}: the file is damaged; use another copy", tensor=name, file=file)
+            raise SourceError("checksum", f"{message}: {mixed(self.catalog)}", tensor=name, file=file)
 
     def _digest(self) -> None:
         for piece in self.pieces:

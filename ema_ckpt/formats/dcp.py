@@ -43,6 +43,7 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         SourceError: `unreadable`, `out-of-bounds`.
     """
     metadata = _read(source, names)
+    recorded = _recorded(source)
     tensors, objects, required = [], [], dict[str, int]()
     order = tuple(_in_order(metadata))
     for name in order:
@@ -66,9 +67,13 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         nested=any(part.paths for part in _parts(metadata)),
         world_size=_world_size(required),
         files=required,
-        digests=_digests(source, tensors),
+        digests=record.digests_of(recorded, tensors, record.SIDECAR),
         warnings=tuple(warnings),
-        extra={"order": order, "contradictions": _contradictions(metadata), "unread": _unread(metadata)},
+        extra={
+            "order": order,
+            "contradictions": _contradictions(metadata, recorded.digests),
+            "unread": _unread(metadata),
+        },
     )
 
 
@@ -82,14 +87,13 @@ def required_files(source: Files, names: tuple[str, ...]) -> dict[str, int]:
     return required
 
 
-def _digests(source: Files, tensors: list[Tensor]) -> dict[str, int]:
-    """Digests that our own writers left beside `.metadata`."""
+def _recorded(source: Files) -> record.Record:
+    """What our own writers left beside `.metadata`, digests above all."""
     try:
         nbytes = source.size(record.SIDECAR)
     except SourceError:
-        return {}
-    found = record.parse(source.read(record.SIDECAR, 0, nbytes), record.SIDECAR)
-    return record.digests_of(found, tensors, record.SIDECAR)
+        return record.Record()
+    return record.parse(source.read(record.SIDECAR, 0, nbytes), record.SIDECAR)
 
 
 def _read(source: Files, names: Iterable[str]) -> dict[str, list[Metadata]]:
@@ -135,12 +139,18 @@ def _in_order(metadata: Mapping[str, list[Metadata]]) -> Iterable[str]:
     return {**told, **dict.fromkeys(metadata)}
 
 
-def _contradictions(metadata: Mapping[str, list[Metadata]]) -> tuple[tuple[str, str], ...]:
-    """Names that the two lists of a metadata file, of what is stored and of paths in the state dict, disagree on.
+def _contradictions(metadata: Mapping[str, list[Metadata]], recorded: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Names that the lists of a metadata file, of entries, of places and of paths in the state dict, disagree on.
 
-    Torch makes one from the other: each has the names of the other, and a name is its path joined by dots.
+    Torch makes one from the other: each has the names of the other, and a name is its path joined by dots. Digests
+    are `recorded` of tensors that were written.
     """
-    found: dict[str, str] = {}
+    found = {
+        name: f"{record.SIDECAR}: a digest is recorded of {name!r}, which {METADATA_NAME} does not list; if another "
+        f"checkpoint was saved over this one, delete {record.SIDECAR}"
+        for name in recorded
+        if name not in metadata
+    }
     for part in _parts(metadata):
         found |= {
             name: f"{METADATA_NAME}: planner_data places {name!r} at the path {path!r}"
