@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ema_ckpt.errors import SourceError
@@ -65,6 +66,7 @@ DTYPES = (
     DType("uint8", 1, "U8", "ByteStorage", "|u1", "int"),
     DType("bool", 1, "BOOL", "BoolStorage", "|b1", "bool"),
 )
+_FOREIGN = re.compile(r"(q?u?int|b?float|b?complex|bits)\d+(_?\w+)?")  # quantized ones, and those of fewer bits
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
 _BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}
@@ -74,11 +76,14 @@ def by_name(name: str) -> DType:
     """The type torch calls `name` (with or without `torch.`).
 
     Raises:
-        SourceError: `unsupported`, naming the type.
+        SourceError: `unsupported`, naming the type; `unreadable` for what is no type's name.
     """
-    found = _BY_NAME.get(name.removeprefix("torch."))
-    if found is None:
+    bare = name.removeprefix("torch.")
+    found = _BY_NAME.get(bare)
+    if found is None and _FOREIGN.fullmatch(bare):
         raise SourceError("unsupported", f"dtype {name!r} is not one that ema_ckpt reads")
+    if found is None:
+        raise SourceError("unreadable", f"{name!r} is no dtype")
     return found
 
 

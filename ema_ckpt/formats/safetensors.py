@@ -25,6 +25,7 @@ __all__ = ["LENGTH_NBYTES", "MAX_HEADER_NBYTES", "METADATA", "SafetensorsReader"
 MAX_HEADER_NBYTES = 100_000_000
 LENGTH_NBYTES = 8
 METADATA = "__metadata__"
+_SHARDING = "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter: where in its tensor each piece begins
 # Types of the format below one byte; a header that names one is sound, but nothing here reads it.
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
@@ -173,7 +174,7 @@ def _open_index(source: Files, index: str, lenient: bool, warnings: list[Warn]) 
     for file, names in wanted.items():
         files[file] = 0
         try:
-            shard = _open_shard(source, file, lenient, warnings)
+            shard = _open_shard(source, file, lenient, warnings, indexed=True)
         except SourceError as error:
             if not lenient or error.code not in ("missing-file", "truncated-file"):
                 raise
@@ -212,10 +213,10 @@ def _refuse_mismatch(index: str, shard: _Shard, wanted: set[str]) -> None:
     raise SourceError("index-mismatch", message, tensor=(lacking + extra)[0], file=shard.file)
 
 
-def _open_shard(source: Files, file: str, lenient: bool, warnings: list[Warn]) -> _Shard:
+def _open_shard(source: Files, file: str, lenient: bool, warnings: list[Warn], *, indexed: bool = False) -> _Shard:
     size = source.size(file)
     header, start = _read_header(source, file, size)
-    metadata = _metadata(header.pop(METADATA, None), file)
+    metadata = _metadata(header.pop(METADATA, None), file, indexed=indexed)
     tensors = tuple(_tensor(name, value, start, file) for name, value in header.items())
     expected = start + _buffer_nbytes(tensors, start, file)
     if size < expected:
@@ -253,21 +254,30 @@ def _read_header(source: Files, file: str, size: int) -> tuple[dict[str, Any], i
     return record.load_json(text, file), LENGTH_NBYTES + nbytes
 
 
-def _metadata(value: object, file: str) -> dict[str, str]:
+def _metadata(value: object, file: str, *, indexed: bool) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise _bad(file, "__metadata__ is not a map from text to text")
     if not all(record.is_unicode(text) for item in value.items() for text in item):
         raise _bad(file, "__metadata__ is not valid Unicode")
-    if "DCP_SHARDING_INFO" in value:
+    if _SHARDING in value and not (indexed and _begins_at_zero(value[_SHARDING], file)):
         raise SourceError(
             "unsupported",
             f"{file}: holds only the rows of one rank, as torch's HuggingFaceStorageWriter saves them; "
             "merge the ranks with torch's consolidate_safetensors_files first, or save with the default writer",
             file=file,
         )
-    return value
+    return {key: text for key, text in value.items() if key not in (_SHARDING, "DCP_VERSION")}
+
+
+def _begins_at_zero(text: str, file: str) -> bool:
+    """Whether a file of torch's writer holds the beginning of each tensor: the whole, if an index names no other."""
+    places = record.load_json(text.encode(), file)
+    offsets = (
+        [p.get("saved_offsets") for p in places.values() if isinstance(p, dict)] if isinstance(places, dict) else []
+    )
+    return bool(offsets) and all(isinstance(found, list) and not any(found) for found in offsets)
 
 
 def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
