@@ -114,6 +114,7 @@ class Inventory:
         except SourceError as error:
             self._report(_of(error, owner, file), nbytes)
             return
+        self._judge(archive, owner)
         yield from archive_records(archive, lambda _record: owner, with_pickle=is_object)
 
     def _whole(self, file: str) -> Iterator[Stored]:
@@ -122,9 +123,16 @@ class Inventory:
         except SourceError as error:
             self._report(error, self._sizes[file])
             return
+        self._judge(archive, "")
         owners = self._owners
         has_objects = any(item.file == file for item in self.catalog.objects)
         yield from archive_records(archive, lambda r: owners.get((file, r.offset), ""), with_pickle=has_objects)
+
+    def _judge(self, archive: Archive, owner: str) -> None:
+        if not archive.is_torchs():
+            message = f"{archive.file}: no record 'version' in the archive at byte {archive.window.offset}"
+            message += ", which torch refuses to load"
+            self._report(SourceError("bad-header", message, tensor=owner or None, file=archive.file), 0)
 
 
 def _of(error: SourceError, owner: str, file: str) -> SourceError:

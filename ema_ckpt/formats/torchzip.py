@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ema_ckpt.crc import crc32
-from ema_ckpt.errors import SourceError
+from ema_ckpt.errors import SourceError, shown
 from ema_ckpt.files import Files
 
 __all__ = ["ALIGNMENT", "Archive", "Member", "Mould", "Record", "ZipLayout", "mould_of", "read_archive"]
@@ -93,6 +93,10 @@ class Archive:
             raise self.window.bad(f"it has no record {name!r}: not written by torch.save")
         return found
 
+    def is_torchs(self) -> bool:
+        """Whether it has the record that torch asks for before all others."""
+        return "version" in self.records or ".data/version" in self.records
+
     def read(self, name: str) -> bytes:
         """The bytes of a small record, checked. Raises SourceError `checksum` if they do not match."""
         found = self.record(name)
@@ -115,6 +119,9 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
     start, size, count = _directory_span(window)
     raw = [_Central(*fields) for fields in _central_records(window, start, size, count)]
     unchecked = all(entry.crc == 0 for entry in raw)
+    folders = {entry.name.partition("/")[0] for entry in raw}
+    if len(folders) > 1:
+        raise window.bad(f"its records lie in several folders: {shown(sorted(folders))}")
     records: dict[str, Record] = {}
     for entry in raw:
         name = entry.name.partition("/")[2] or entry.name
@@ -132,6 +139,8 @@ class _Central:
     nbytes: int
     crc: int
     header: int
+    flags: int
+    method: int
 
 
 def _directory_span(window: _Window) -> tuple[int, int, int]:
@@ -156,8 +165,10 @@ def _directory_span(window: _Window) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _central_records(window: _Window, start: int, size: int, count: int) -> Iterator[tuple[str, int, int, int]]:
-    """Name, size, CRC-32 and local header offset of each record."""
+def _central_records(
+    window: _Window, start: int, size: int, count: int
+) -> Iterator[tuple[str, int, int, int, int, int]]:
+    """Name, size, CRC-32, local header offset, flags and method of each record."""
     data, at = window.read(start, size), 0
     for _ in range(count):
         if at + _CENTRAL.size > size:
@@ -170,15 +181,11 @@ def _central_records(window: _Window, start: int, size: int, count: int) -> Iter
         if fields[0] != b"PK\1\2" or at > size:
             raise window.bad("its directory is malformed")
         name = data[body : body + name_size].decode("utf-8", "backslashreplace")
-        if method or flags & 1:
-            raise SourceError(
-                "unsupported", f"{window.file}: record {name!r} is compressed or encrypted", file=window.file
-            )
         extra = data[body + name_size : body + name_size + extra_size]
         nbytes, packed, header = _wide(window, extra, nbytes, packed, header)
-        if nbytes != packed:
+        if nbytes != packed and not method:
             raise window.bad(f"the record {name!r} is stored but has two sizes")
-        yield name, nbytes, crc, header
+        yield name, nbytes, crc, header, flags, method
 
 
 def _wide(window: _Window, extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
@@ -200,6 +207,11 @@ def _wide(window: _Window, extra: bytes, nbytes: int, packed: int, header: int) 
 def _data_start(window: _Window, entry: _Central) -> int:
     """Where a record's bytes begin, relative to the archive."""
     local = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
+    if local[0] == b"PK\3\4" and (local[3] != entry.method or (local[2] ^ entry.flags) & 1):
+        raise window.bad(f"the directory and the record {entry.name!r} disagree on how it is stored")
+    if entry.method or entry.flags & 1:
+        message = f"{window.file}: record {entry.name!r} is compressed or encrypted"
+        raise SourceError("unsupported", message, file=window.file)
     start: int = entry.header + _LOCAL.size + local[9] + local[10]
     if local[0] != b"PK\3\4" or start + entry.nbytes > window.nbytes:
         raise window.bad(f"the record {entry.name!r} has no local header, or lies outside the archive")
