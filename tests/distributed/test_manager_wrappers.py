@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ema_ckpt.ema import replicas as replicas_module
@@ -455,3 +456,23 @@ def test_each_rank_pays_for_its_share_alone() -> None:
             share = total / 4 * 1.01 + 4 * 1024 * 4  # and a row of each tensor
             assert nbytes <= share, layout
             assert grown <= share + (16 << 20), f"{layout}: {grown >> 20} MiB"
+
+
+def _other_layout() -> str:
+    model = nn.Linear(4, 4, bias=False)
+    weights = torch.arange(16.0).view(4, 4)
+    with torch.no_grad():
+        model.weight.copy_(weights)
+    fully_shard(model)
+    columns = distribute_tensor(weights, model.weight.device_mesh, [Shard(1)])
+    with pytest.raises(StateError, match="laid out as the parameter") as caught:
+        ShardedEMA(model, source=lambda *_: columns)
+    rows = distribute_tensor(weights + 1, model.weight.device_mesh, [Shard(0)])
+    full = ShardedEMA(model, source=lambda *_: rows).full_state_dict()
+    assert not full or torch.equal(full["weight"], weights + 1)
+    return str(caught.value)
+
+
+def test_a_source_in_another_layout_is_refused() -> None:
+    assert all("'weight'" in message for message in run(2, _other_layout))
+    assert all("'weight'" in message for message in run(4, _other_layout))

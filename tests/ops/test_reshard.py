@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import warnings
 import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import ema_ckpt
@@ -427,3 +430,57 @@ class Span:
         data = self.file.read(nbytes)
         self.at += len(data)
         return data
+
+
+def test_state_beside_any_checkpoint_is_told(tmp_path: Path) -> None:
+    tensors, state = {"a": torch.ones(2)}, {"s": torch.ones(3)}
+    hugging_face, diffusers, actor = tmp_path / "checkpoint-7", tmp_path / "checkpoint-500", tmp_path / "run/actor"
+    for folder in (hugging_face, diffusers / "unet", diffusers / "unet_ema", actor):
+        folder.mkdir(parents=True)
+    save_file(tensors, hugging_face / "model.safetensors")
+    save_file(tensors, hugging_face / "ema.safetensors")
+    for name in ("config.json", "README.md", "LICENSE", "tokenizer.json", "trainer_state.json"):
+        (hugging_face / name).write_text("{}")
+    for folder in ("unet", "unet_ema"):
+        save_file(tensors, diffusers / folder / "diffusion_pytorch_model.safetensors")
+    for rank in range(2):
+        torch.save(tensors, actor / f"model_world_size_2_rank_{rank}.pt")
+    for place in (hugging_face, diffusers, actor):
+        torch.save(state, place / "optimizer.bin")
+        torch.save(state, place / "rng_state_0.pth")
+    expected = {
+        hugging_face: ["optimizer.bin", "rng_state_0.pth", "trainer_state.json"],
+        diffusers: ["optimizer.bin", "rng_state_0.pth", "unet"],
+        actor: ["optimizer.bin", "rng_state_0.pth"],
+        actor.parent: ["actor/optimizer.bin", "actor/rng_state_0.pth"],
+        hugging_face / "model.safetensors": [],
+    }
+    for number, (source, names) in enumerate(expected.items()):
+        done = ema_ckpt.reshard(source, tmp_path / f"out{number}", 2)
+        assert sorted(item.name for item in done.skipped) == names
+        if names:
+            with pytest.raises(ema_ckpt.EmaCkptError, match="--strict"):
+                ema_ckpt.convert(source, tmp_path / "strict.safetensors", strict=True)
+
+
+def test_files_beside_a_hugging_face_target_are_kept(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    for number in range(2):
+        ema_ckpt.convert(tmp_path / "a.safetensors", tmp_path / "hf", to="safetensors", overwrite=bool(number))
+        (tmp_path / "hf/config.json").write_text("{}")
+    assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "ema_ckpt.json", "model.safetensors"]
+
+
+def test_whole_files_of_torchs_hugging_face_writer(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, 3), "v": torch.randn(2)}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"), fqn_to_index_mapping={"w": 1, "v": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tensors, storage_writer=writer)
+    done = ema_ckpt.convert(tmp_path / "hf", tmp_path / "out.safetensors")
+    assert (done.tensors, done.skipped) == (2, ())
+    found = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    (tmp_path / "hf/model.safetensors.index.json").unlink()
+    with pytest.raises(ema_ckpt.EmaCkptError):
+        ema_ckpt.convert(tmp_path / "hf", tmp_path / "again.safetensors")

@@ -254,6 +254,8 @@ def test_a_profile_out_of_reach_is_told(pair: list[Path], tmp_path: Path) -> Non
         ({"sigma_rel": 0.1, "sigma_rels": [0.1], "steps": [1, 2]}, "1 number for 2"),
         ({"sigma_rel": 0.1, "sigma_rels": [0.1, 0.1], "steps": [5, 5]}, "give each once"),
         ({"sigma_rel": 0.5, "sigma_rels": [0.1, 0.1], "steps": [5, 6]}, "0.2887"),
+        ({"sigma_rel": 1e-300, "sigma_rels": [0.1, 0.1], "steps": [5, 6]}, "1e-06 to 0.2887"),
+        ({"sigma_rel": 0.1, "sigma_rels": [1e-160, 0.1], "steps": [5, 6]}, "1e-06 to 0.2887"),
         ({"weights": [0.5, 0.5], "to": "zip"}, "--to zip"),
         ({"weights": [0.5, 0.5], "to": "dcp"}, "ending"),
         ({"weights": [0.5, 0.5], "world_size": 2}, "--world-size"),
@@ -330,3 +332,48 @@ def test_torch_is_not_imported(pair: list[Path], tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32])
+def test_sums_that_no_type_holds_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        torch.save({"w": torch.full((4,), value).to(dtype), "v": torch.full((2,), value)}, tmp_path / f"{name}.pt")
+    sources, out = [tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "o.pt"
+    with pytest.raises(UsageError, match="tensor 'w' is") as caught:
+        synthesize(sources, out, weights=[0.5, 0.5])
+    assert caught.value.code == "unsupported"
+    assert not out.exists()
+    synthesize(sources, out, weights=[0.5, 0.5], exclude=["w"])
+    assert torch.load(out)["v"].tolist() == [1.5, 1.5]
+
+
+def test_one_path_is_no_list_of_snapshots(pair: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="one path"):
+        synthesize(str(pair[0]), tmp_path / "o.pt", weights=[1.0])  # type: ignore[arg-type]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tied_model_comes_out_under_all_its_names(tmp_path: Path) -> None:
+    model = Tied()
+    ema = ShardedEMA(model, 0.5)
+    for step in (1, 2):
+        with torch.no_grad():
+            model.embed.weight.fill_(step)
+        ema.update()
+        ema_ckpt.save(tmp_path / f"step_{step}", model=model, ema=ema)
+    ema_ckpt.consolidate(tmp_path / "step_2", tmp_path / "b.pt")
+    for other in (tmp_path / "step_2", tmp_path / "b.pt"):
+        out = tmp_path / f"{other.name}-sum.pt"
+        synthesize([tmp_path / "step_1", other], out, weights=[0.25, 0.75])
+        Tied().load_state_dict(found := torch.load(out))
+        with ema_ckpt.open(tmp_path / "step_1") as first:
+            expected = 0.25 * first["ema.weights.embed.weight"] + 0.75 * torch.load(tmp_path / "b.pt")["embed.weight"]
+        assert torch.allclose(found["head.weight"], expected)

@@ -16,12 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import ema_ckpt
 from ema_ckpt import EmaCkptError, verify
 from tests.checkpoints import dcp_at, save_dcp
+from tests.distributed import launcher
 
 REPO = Path(__file__).parents[2]
 
@@ -542,3 +545,111 @@ def test_workers_agree(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyP
     raw[raw.index(needle) + len(needle) - 1] ^= 128
     (path / "__0_0.distcp").write_bytes(raw)
     assert [(p.code, p.tensor) for p in verify(path, threads=threads).problems] == [("checksum", "model.t5")]
+
+
+@pytest.mark.parametrize("part", ["", "ema/"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+def test_a_shard_that_does_not_tell_what_it_holds_is_damaged(
+    part: str, damage: str, fixtures: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "whole"
+    for folder in {"": [""], "ema/": ["model", "ema"]}[part]:
+        home.mkdir(exist_ok=True)
+        ema_ckpt.consolidate(fixtures / "tiny-lm", home / folder, max_shard_size="200kB", overwrite=not folder)
+    assert verify(home).status == "sound"
+    shard = home / f"{part}model-00002-of-00003.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[3] ^= 2 if damage == "flipped" else 0
+    shard.write_bytes({"empty": b"", "cut": data[:100], "flipped": data}[damage])
+    found = verify(home, values=True)
+    assert found.status == "damaged"
+    (problem,) = found.problems
+    assert (problem.code, problem.file) == ("truncated-file", f"{part}{shard.name}")
+    assert "model.layers" in problem.message
+
+
+@pytest.mark.parametrize(("rank", "with_data"), [(0, True), (1, True), (2, True), (0, False), (1, False)])
+def test_a_rank_whose_own_metadata_is_missing_is_named(rank: int, with_data: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "step_13"
+    launcher.run(3, _save_without_collectives, str(folder))
+    assert verify(folder).status == "sound"
+    (folder / f"__{rank}.metadata").unlink()
+    if not with_data:
+        (folder / f"__{rank}_0.distcp").unlink()
+    (problem,) = verify(folder).problems
+    assert (problem.code, problem.file) == ("missing-metadata", f"__{rank}.metadata")
+    assert ema_ckpt.latest(tmp_path / "runs") is None
+    with pytest.raises(EmaCkptError, match=rf"__{rank}\.metadata") as caught:
+        ema_ckpt.consolidate(folder, tmp_path / "out.pt")
+    assert caught.value.code == "missing-metadata"
+
+
+def _save_without_collectives(folder: str) -> None:
+    rank = dist.get_rank()
+    tree = {"model": {f"expert{rank}": torch.full((4,), float(rank)), "shared": torch.ones(3)}}
+    dcp.save(tree, storage_writer=FileSystemWriter(folder), use_collectives=False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "status"),
+    [
+        (b"ema.weights.w", b"ema.weights.v", 1, "damaged"),  # the key in planner_data
+        (b"weights", b"weighty", 1, "damaged"),  # an element of its path
+        (b"ema.weights.w", b"ema.weights.v", 0, "damaged"),  # the key of the entry
+        (b"TensorStorageMetadata", b"TensorStorageMetadatb", 0, "unproven"),
+        (b"float32", b"gloat32", 0, "damaged"),
+    ],
+)
+def test_metadata_that_contradicts_itself(
+    old: bytes, new: bytes, place: int, status: str, fixtures: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(fixtures / "nasty/base", tmp_path / "c")
+    data = (folder / ".metadata").read_bytes()
+    at = -1
+    for _ in range(place + 1):
+        at = data.index(old, at + 1)
+    (folder / ".metadata").write_bytes(data[:at] + new + data[at + len(old) :])
+    assert verify(folder).status == status
+
+
+def test_a_digest_of_what_is_not_there(fixtures: Path, tmp_path: Path) -> None:
+    for name, left_out in (("full", ()), ("part", ("model.*norm*",))):
+        ema_ckpt.reshard(fixtures / "tiny-lm", tmp_path / name, 2, exclude=left_out)
+    shutil.copy(tmp_path / "full/ema_ckpt.json", tmp_path / "part/ema_ckpt.json")
+    found = verify(tmp_path / "part")
+    assert found.status == "damaged"
+    assert {p.code for p in found.problems} == {"index-mismatch"}
+    assert all("norm" in str(p.tensor) and "delete ema_ckpt.json" in p.message for p in found.problems)
+
+
+def test_a_save_over_a_directory_of_ours_says_which_record_is_old(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "a", {"model": {"w": torch.ones(3)}})
+    ema_ckpt.reshard(tmp_path / "a", tmp_path / "r", 1)
+    save_dcp(tmp_path / "r", {"model": {"w": torch.zeros(3)}})
+    (problem,) = verify(tmp_path / "r").problems
+    assert "delete ema_ckpt.json" in problem.message
+    with pytest.raises(EmaCkptError, match=r"delete ema_ckpt\.json"):
+        ema_ckpt.consolidate(tmp_path / "r", tmp_path / "out.pt")
+    (tmp_path / "r/ema_ckpt.json").unlink()
+    assert verify(tmp_path / "r").status == "sound"
+
+
+def test_nothing_is_no_conversion_of_something(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    torch.save({}, tmp_path / "empty.pt")
+    (problem,) = verify(tmp_path / "empty.pt", against=tmp_path / "a.pt").problems
+    assert problem.code == "incomplete"
+
+
+@pytest.mark.parametrize("field", ["name of version", "folder", "method", "flags"])
+def test_a_directory_of_an_archive_that_torch_would_not_load(field: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.randn(4)}, path)
+    data = bytearray(path.read_bytes())
+    record = {"name of version": b"x/version", "folder": b"x/data/0"}.get(field, b"x/data/0")
+    at = data.rfind(record)  # in the central directory
+    data[{"name of version": at + 6, "folder": at, "method": at - 36, "flags": at - 38}[field]] ^= 1
+    path.write_bytes(data)
+    assert verify(path).status == "damaged"
+    with pytest.raises(RuntimeError):
+        torch.load(path, weights_only=True)
