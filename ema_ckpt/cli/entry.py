@@ -103,12 +103,19 @@ def _run(argv: list[str]) -> int:
         return code
     except _StoppedError as error:
         interrupted = error.args == (signal.SIGINT,)
-        word = "interrupted" if interrupted else "terminated"
-        return _report(argv, word, word, EXIT_INTERRUPTED if interrupted else EXIT_TERMINATED)
+        code, word = (EXIT_INTERRUPTED, "interrupted") if interrupted else (EXIT_TERMINATED, "terminated")
+        return code if _is_other_rank() else _report(argv, word, word, code)
     except BrokenPipeError as error:
         return _cut_off(argv, error)
     except Exception as error:  # noqa: BLE001 - whatever it is, a user gets one line
         return _failed(argv, error)
+
+
+def _is_other_rank() -> bool:
+    """Whether this is one of several processes and not the first, which says for all of them that a signal came."""
+    from ema_ckpt.distributed import rank_here
+
+    return rank_here() > 0
 
 
 def _failed(argv: list[str], error: Exception) -> int:

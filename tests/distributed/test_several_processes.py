@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,9 +41,12 @@ def free_port() -> int:
 
 
 def launch(
-    size: int, *arguments: object, limits: dict[int, Callable[[], None]] | None = None
+    size: int,
+    *arguments: object,
+    limits: dict[int, Callable[[], None]] | None = None,
+    until: Callable[[], bool] | None = None,
 ) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each of `size` processes that a launcher would start."""
+    """Exit code, stdout and stderr of each of `size` processes that a launcher would start, and stop at `until`."""
     port = str(free_port())
     processes = []
     for rank in range(size):
@@ -52,6 +58,10 @@ def launch(
         processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, preexec_fn=setup))  # noqa: PLW1509
     ends = []
     try:
+        while until is not None and not until() and all(process.poll() is None for process in processes):
+            time.sleep(0.001)
+        for process in processes if until is not None else ():
+            process.send_signal(signal.SIGTERM)
         for process in processes:
             out, err = process.communicate(timeout=60)
             ends.append((process.returncode, out, err))
@@ -118,6 +128,21 @@ def test_failure_of_one_reaches_all_with_its_cause(source: Path, tmp_path: Path)
     assert error["code"] == "rank-failed"
     assert error["message"].startswith("rank 1: ") and "File too large" in error["message"]
     assert "File too large" in ends[1][2] and "Traceback" not in ends[0][2] + ends[1][2]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_signal_to_all_is_said_once(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for _ in range(10):
+        ends = launch(2, "reshard", source, target, "--world-size", 2, until=lambda: bool(stages_of(target)))
+        if not target.exists():
+            break
+        shutil.rmtree(target)
+    else:
+        pytest.fail("never caught")
+    assert [code for code, *_ in ends] == [143, 143], ends
+    assert ends[0][2].splitlines()[-1] == "Error: terminated"
+    assert ends[1][1] == ends[1][2] == ""
     assert os.listdir(tmp_path) == []
 
 
