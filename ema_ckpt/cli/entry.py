@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import gc
@@ -51,8 +52,14 @@ def script() -> NoReturn:
     try:
         main()
     except SystemExit as result:
+        has_torch = "torch" in sys.modules
         # After an error, and where torch's process groups are, the usual ending: there may be hooks to run.
-        if result.code in (0, EXIT_UNLIKE, EXIT_UNPROVEN) and "torch" not in sys.modules:
+        if result.code in (0, EXIT_UNLIKE, EXIT_UNPROVEN) and not has_torch:
+            sys.stderr.flush()
+            os._exit(result.code)
+        if result.code in (EXIT_INTERRUPTED, EXIT_TERMINATED) and has_torch:
+            # A thread may wait for other processes inside gloo, which aborts if the interpreter ends meanwhile.
+            atexit._run_exitfuncs()
             sys.stderr.flush()
             os._exit(result.code)
         raise
