@@ -133,8 +133,8 @@ class Audit:
         except SourceError as error:
             self.error(error)
         unread = self.catalog.extra.get("unread")
-        for file, offset, nbytes in unread if isinstance(unread, tuple) else ():
-            self.unchecked[file, offset] = nbytes
+        for one in unread if isinstance(unread, tuple) else ():
+            self.unchecked[one.file or one.name, one.offset] = one.nbytes or 1  # of a size that is not told
         told = self.catalog.extra.get("contradictions")
         for name, message in told if isinstance(told, tuple) else ():
             self.report("index-mismatch", message, name)
@@ -171,6 +171,9 @@ class Audit:
 
     def _load_objects(self) -> None:
         for item in self.catalog.objects:
+            if not item.is_inline and not item.file:
+                self.report("incomplete", f"object {item.name!r}: no file holds it", item.name)
+                continue
             if not item.is_inline and item.offset + item.nbytes > self._sizes.get(item.file, -1):
                 continue
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from ema_ckpt.catalog import Catalog, Object, Payload, Reader, Tensor, Warn
 from ema_ckpt.errors import SourceError, shown
@@ -16,6 +17,9 @@ from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.found import Found
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, part_role, role_of
 from ema_ckpt.trees import Tree, trees
+
+if TYPE_CHECKING:
+    from ema_ckpt.formats.dcp_doubts import Unread
 
 __all__ = ["JoinedFiles", "join_parts", "open_torch_index"]
 
@@ -88,6 +92,11 @@ class JoinedReader:
     def add(self, name: str, catalog: Catalog, original: Tensor | Object, folder: str) -> None:
         """Remember that `name` is `original` of the part `catalog` in `folder`."""
         self._origins[name] = (catalog, original, folder)
+
+    def tie(self, name: str, kept: str) -> None:
+        """Let `name`, which a part dropped as tied, be read as `kept`."""
+        if kept in self._origins:
+            self._origins.setdefault(name, self._origins[kept])
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
         """The payload of each chunk, in files named from the common directory."""
@@ -240,6 +249,9 @@ def _join(parts: Sequence[_Part], found: Found, path: str, *, nested: bool) -> C
     reader = JoinedReader()
     tensors = tuple(chain.from_iterable(_tensors(part, reader) for part in parts))
     objects = tuple(chain.from_iterable(_objects(part, reader) for part in parts))
+    ties = _ties(parts)
+    for dropped, kept in ties.items():
+        reader.tie(dropped, kept)
     catalogs = [part.catalog for part in parts]
     worlds = [catalog.world_size for catalog in catalogs if catalog.world_size is not None]
     weights = next((catalog for catalog in catalogs if catalog.tensors), catalogs[0])
@@ -258,10 +270,11 @@ def _join(parts: Sequence[_Part], found: Found, path: str, *, nested: bool) -> C
         warnings=tuple(chain.from_iterable(map(_warnings, parts))),
         extra={
             "nesting": _nesting(parts),
-            "ties": _ties(parts),
+            "ties": ties,
             "private": tuple(_private(parts)),
             "contradictions": tuple(_contradictions(parts)),
             "unread": tuple(_unread(parts)),
+            "metadata": _text(parts),
         },
     )
 
@@ -319,6 +332,18 @@ def _private(parts: Sequence[_Part]) -> Iterable[tuple[Path, str, str]]:
             yield part.place(path), part.folder + file, reason
 
 
+def _text(parts: Sequence[_Part]) -> dict[str, str]:
+    """Text of the headers of safetensors parts; of two under one key, the first."""
+    text: dict[str, str] = {}
+    for part in parts:
+        found, ties = part.catalog.extra.get("metadata"), part.catalog.extra.get("ties")
+        known = ties if isinstance(ties, Mapping) else {}
+        for key, value in found.items() if isinstance(found, Mapping) else ():
+            if key not in known:
+                text.setdefault(key, value)
+    return text
+
+
 def _contradictions(parts: Sequence[_Part]) -> Iterable[tuple[str, str]]:
     """What the metadata of a part says twice and differently."""
     for part in parts:
@@ -327,12 +352,12 @@ def _contradictions(parts: Sequence[_Part]) -> Iterable[tuple[str, str]]:
             yield name, part.folder + message
 
 
-def _unread(parts: Sequence[_Part]) -> Iterable[tuple[str, int, int]]:
-    """Where items of unknown classes lie."""
+def _unread(parts: Sequence[_Part]) -> Iterable[Unread]:
+    """Entries of unknown classes."""
     for part in parts:
         found = part.catalog.extra.get("unread")
-        for file, offset, nbytes in found if isinstance(found, tuple) else ():
-            yield part.folder + file, offset, nbytes
+        for one in found if isinstance(found, tuple) else ():
+            yield replace(one, file=part.folder + one.file if one.file else "")
 
 
 def _ties(parts: Sequence[_Part]) -> dict[str, str]:

@@ -78,9 +78,9 @@ class Journal:
         """Close the file; nothing can be recorded after."""
         with self._lock:
             self._closed = True
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                os.close(fd)
 
     def discard(self) -> None:
         """Close and delete: the output is complete, and what is to be deleted next must never be resumed."""

@@ -76,12 +76,14 @@ class Staged:
             if self.fsync:  # which may take most of the time: a run that ends here is resumed
                 fsync_tree(self.path)
                 fsync_path(self.root)
-            # From here on the stage may come to hold the old target, which must never be resumed into.
-            self.journal.discard()
             self._switch()
             self.published = True
             if self.fsync:
                 fsync_path(self.target.parent)
+
+    def _begin_switch(self) -> None:
+        """From here on the stage may come to hold the old target, which must never be resumed into."""
+        self.journal.discard()
 
     def _switch(self) -> None:
         """Rename in, whichever of absent and present the target is at that moment."""
@@ -89,11 +91,13 @@ class Staged:
             foreign = check_replaceable(self.target, self.terms)
             try:
                 if not os.path.lexists(self.target):
+                    self._begin_switch()
                     put(self.path, self.target, plain=self.plain_rename)
                 else:
                     carry(foreign, self.target, self.path)
                     if foreign and self.fsync:
                         fsync_tree(self.path)
+                    self._begin_switch()
                     exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)
             except (FileExistsError, FileNotFoundError):
                 continue

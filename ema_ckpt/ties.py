@@ -30,23 +30,41 @@ def keep_first(entries: Iterable[Entry]) -> tuple[list[Entry], dict[str, str]]:
     return kept, ties
 
 
-def dropped_names(catalog: Catalog, entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
-    """Names that the source says it dropped as tied to one of `entries` (`safetensors.torch.save_model` does).
+def with_dropped(catalog: Catalog) -> Catalog:
+    """The catalog with the names that its source says it dropped as tied (`safetensors.torch.save_model` does)."""
+    tensors = {tensor.name: tensor for tensor in catalog.tensors}
+    again = [
+        replace(tensors[kept], name=dropped, path=_path_beside(tensors[kept].path, dropped))
+        for dropped, kept in _recorded(catalog).items()
+        if kept in tensors and dropped not in tensors
+    ]
+    return replace(catalog, tensors=(*catalog.tensors, *again)) if again else catalog
 
-    Each comes as the entry that would write it, under a name cut as that of the kept one was, with the kept name.
-    """
-    found = catalog.extra.get("ties")
-    recorded = found if isinstance(found, Mapping) else {}
-    written = {entry.source.name: entry for entry in entries}
-    names = {entry.name for entry in entries}
-    again = []
-    for dropped, kept in recorded.items():
-        entry = written.get(kept)
-        if entry is None or dropped in written or not kept.endswith(entry.name):
+
+def dropped_names(catalog: Catalog, entries: Sequence[Entry]) -> tuple[dict[str, str], list[str]]:
+    """What a safetensors target records of names that the source dropped (dropped → kept, as they are written), and
+    the dropped names for which it cannot: their tensor was renamed."""
+    written = {entry.source.name: entry.name for entry in entries}
+    pairs, lost = {}, []
+    for dropped, kept in _recorded(catalog).items():
+        name = written.get(kept)
+        if name is None or dropped in written:
             continue
-        head = kept[: len(kept) - len(entry.name)]
-        name = dropped[len(head) :]
-        if dropped.startswith(head) and name not in names:
-            path = (*entry.path[:-1], name) if len(entry.path) == 1 else tuple(name.split("."))
-            again.append((replace(entry, name=name, path=path), entry.name))
-    return again
+        head = kept[: len(kept) - len(name)]
+        if kept == head + name and dropped.startswith(head):
+            pairs[dropped[len(head) :]] = name
+        else:
+            lost.append(dropped)
+    return pairs, lost
+
+
+def _recorded(catalog: Catalog) -> Mapping[str, str]:
+    found = catalog.extra.get("ties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _path_beside(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...]:
+    home = ".".join(map(str, path[:-1]))
+    if not home:
+        return (name,)
+    return (*path[:-1], name[len(home) + 1 :]) if name.startswith(f"{home}.") else tuple(name.split("."))

@@ -8,13 +8,14 @@ bytes begin, are in the archive itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ema_ckpt.box import row_major_strides
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
 from ema_ckpt.errors import SourceError, UnsafeError, shown
 from ema_ckpt.files import Files, safe_name
 from ema_ckpt.formats import record
+from ema_ckpt.formats.dcp_doubts import contradictions, unread
 from ema_ckpt.formats.dcp_metadata import ItemPlace, Metadata, TensorEntry, parse
 from ema_ckpt.formats.globals import executor_within
 from ema_ckpt.formats.tensorpickle import TensorRef, load_tensor, load_value
@@ -42,19 +43,18 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         UnsafeError: `unsafe-pickle`, `unsafe-path`.
         SourceError: `unreadable`, `out-of-bounds`.
     """
-    metadata = _read(source, names)
-    recorded = _recorded(source)
+    parts = _read(source, names)
+    metadata = _by_name(parts)
     tensors, objects, required = [], [], dict[str, int]()
-    order = tuple(_in_order(metadata))
-    for name in order:
-        entries = metadata[name]
+    for name, entries in metadata.items():
         first, dotted = entries[0], entries[0].paths.get(name, (name,))
         if first.entries[name] is None:
             place = first.items.get((name, None), _EMPTY_PLACE)
             objects.append(Object(name, dotted, _claim(place, required), place.offset, place.nbytes))
         else:
             tensors.append(_tensor(name, dotted, entries, required))
-    opaque = {name: kind for part in _parts(metadata) for name, kind in part.opaque.items()}
+    recorded = _recorded(source, required)
+    opaque = {name: kind for part in parts for name, kind in part.opaque.items()}
     warnings = [Warn("opaque", f"{name!r} is a {kind}, unknown to ema_ckpt") for name, kind in opaque.items()]
     return Catalog(
         path=path,
@@ -63,16 +63,16 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         tensors=tuple(tensors),
         objects=tuple(objects),
         source=source,
-        reader=_Reader(source, _transformed(metadata)),
-        nested=any(part.paths for part in _parts(metadata)),
+        reader=_Reader(source, _transformed(parts)),
+        nested=any(part.paths for part in parts),
         world_size=_world_size(required),
         files=required,
         digests=record.digests_of(recorded, tensors, record.SIDECAR),
         warnings=tuple(warnings),
         extra={
-            "order": order,
-            "contradictions": _contradictions(metadata, recorded.digests),
-            "unread": _unread(metadata),
+            "order": tuple(metadata),
+            "contradictions": contradictions(parts, recorded.digests),
+            "unread": unread(parts),
         },
     )
 
@@ -80,39 +80,46 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
 def required_files(source: Files, names: tuple[str, ...]) -> dict[str, int]:
     """Every data file that the metadata names, and the least size (bytes) it must have."""
     required: dict[str, int] = {}
-    for entries in _read(source, names).values():
-        for part in entries:
-            for place in part.items.values():
-                _claim(place, required)
+    for part in _read(source, names):
+        for place in part.items.values():
+            _claim(place, required)
     return required
 
 
-def _recorded(source: Files) -> record.Record:
-    """What our own writers left beside `.metadata`, digests above all."""
+def _recorded(source: Files, files: Iterable[str]) -> record.Record:
+    """What our own writers left beside `.metadata`, digests above all, if it speaks of one of its files."""
     try:
         nbytes = source.size(record.SIDECAR)
     except SourceError:
         return record.Record()
-    return record.parse(source.read(record.SIDECAR, 0, nbytes), record.SIDECAR)
+    found = record.parse(source.read(record.SIDECAR, 0, nbytes), record.SIDECAR)
+    return found if not found.files or {METADATA_NAME, *files} & set(found.files) else record.Record()
 
 
-def _read(source: Files, names: Iterable[str]) -> dict[str, list[Metadata]]:
-    """Parse each metadata file; the result lists, for each flat name, the ones that know it."""
-    known: dict[str, list[Metadata]] = {}
-    names = list(names)
+def _read(source: Files, names: Sequence[str]) -> list[Metadata]:
+    """Parse each metadata file."""
+    parts = []
     _refuse_missing_ranks(source, names)
     for file in names:
         nbytes = source.size(file)
         if nbytes > _MAX_METADATA_NBYTES:
             raise SourceError("unreadable", f"{file}: {nbytes} bytes is no metadata", file=file)
-        part = parse(source.read(file, 0, nbytes), file)
+        parts.append(parse(source.read(file, 0, nbytes), file))
+    return parts
+
+
+def _by_name(parts: Iterable[Metadata]) -> dict[str, list[Metadata]]:
+    """For each flat name, the metadata that know it, in the order of the state dict, as far as that is told.
+
+    `planner_data` keeps that order. The entries lie by the rank that wrote them, so that replicated tensors, which
+    DCP spreads over the ranks, come out shuffled; EMAs that are lists depend on the order.
+    """
+    known: dict[str, list[Metadata]] = {}
+    for part in parts:
         for name in part.entries:
             known.setdefault(name, []).append(part)
-        if not part.entries:
-            known.setdefault("", []).append(part)
-    if "" in known and not any("" in part.entries for part in known[""]):
-        del known[""]
-    return known
+    told = dict.fromkeys(name for part in parts for name in part.paths if name in known)
+    return {name: known[name] for name in {**told, **known}}
 
 
 def _refuse_missing_ranks(source: Files, names: Sequence[str]) -> None:
@@ -125,63 +132,11 @@ def _refuse_missing_ranks(source: Files, names: Sequence[str]) -> None:
     missing = sorted({*range(max(ranks)), *written} - ranks)
     if missing:
         files = shown([f"__{rank}.metadata" for rank in missing])
-        message = f"{files}: missing; without it nothing tells what these ranks saved; copy it from where the run saved"
+        message = (
+            f"{files}: missing; without it nothing tells what these ranks saved; copy it, or delete the data files"
+        )
+        message += " if an earlier save left them"
         raise SourceError("missing-metadata", message, file=f"__{missing[0]}.metadata")
-
-
-def _in_order(metadata: Mapping[str, list[Metadata]]) -> Iterable[str]:
-    """Names in the order of the state dict, as far as it is told.
-
-    `planner_data` keeps that order. The entries lie by the rank that wrote them, so that replicated tensors, which
-    DCP spreads over the ranks, come out shuffled; EMAs that are lists depend on the order.
-    """
-    told = {name: None for part in _parts(metadata) for name in part.paths if name in metadata}
-    return {**told, **dict.fromkeys(metadata)}
-
-
-def _contradictions(metadata: Mapping[str, list[Metadata]], recorded: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Names that the lists of a metadata file, of entries, of places and of paths in the state dict, disagree on.
-
-    Torch makes one from the other: each has the names of the other, and a name is its path joined by dots. Digests
-    are `recorded` of tensors that were written.
-    """
-    found = {
-        name: f"{record.SIDECAR}: a digest is recorded of {name!r}, which {METADATA_NAME} does not list; if another "
-        f"checkpoint was saved over this one, delete {record.SIDECAR}"
-        for name in recorded
-        if name not in metadata
-    }
-    for part in _parts(metadata):
-        found |= {
-            name: f"{METADATA_NAME}: planner_data places {name!r} at the path {path!r}"
-            for name, path in part.paths.items()
-            if ".".join(map(str, path)) != name
-        }
-        lost = [name for name in part.entries if name not in part.paths]
-        unknown = {key[0]: place for key, place in part.items.items() if key[0] not in part.entries}
-        found |= {
-            name: f"{METADATA_NAME}: storage_data has a place in {place.file} for {name!r}, which is no entry"
-            for name, place in unknown.items()
-            if name not in part.opaque
-        }
-        if lost and part.spare:
-            message = f"{METADATA_NAME}: planner_data has no path for {shown(lost)}, and one for {shown(part.spare)}"
-            found |= dict.fromkeys(lost, f"{message}, which is not stored")
-    return tuple(found.items())
-
-
-def _unread(metadata: Mapping[str, list[Metadata]]) -> tuple[tuple[str, int, int], ...]:
-    """File, offset and bytes of the items of entries whose class is unknown."""
-    return tuple(
-        (place.file, place.offset, place.nbytes)
-        for part in _parts(metadata)
-        for key, place in part.items.items()
-        if key[0] in part.opaque
-    )
-
-
-def _parts(metadata: Mapping[str, list[Metadata]]) -> list[Metadata]:
-    return list({id(part): part for entries in metadata.values() for part in entries}.values())
 
 
 def _claim(place: ItemPlace, required: dict[str, int]) -> str:
@@ -216,11 +171,11 @@ def _tensor(name: str, path: tuple[str | int, ...], entries: list[Metadata], req
     return Tensor(name, path, first.shape, first.dtype, tuple(chunks))
 
 
-def _transformed(metadata: Mapping[str, list[Metadata]]) -> dict[tuple[str, int], str]:
+def _transformed(parts: Iterable[Metadata]) -> dict[tuple[str, int], str]:
     """Items that an extension encoded, by file and offset, and the extension's name."""
     return {
         (place.file, place.offset): ", ".join(place.transforms)
-        for part in _parts(metadata)
+        for part in parts
         for place in part.items.values()
         if place.transforms
     }

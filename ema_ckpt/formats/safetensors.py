@@ -148,9 +148,13 @@ def _refuse_lost(found: record.Record, names: set[str], where: str) -> None:
 
 def _saved_ties(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> dict[str, str]:
     # safetensors.torch.save_model leaves {dropped name: kept name} among the metadata, where any text may stand:
-    # enough to pass it on and to excuse a name that is missing, and not to list one that is not stored.
+    # enough, if both end alike, to pass it on and to excuse a name that is missing, and not to list one.
     names = {tensor.name for tensor in tensors}
-    return {key: text for key, text in metadata.items() if text in names and key not in names and key != "format"}
+    return {
+        key: text
+        for key, text in metadata.items()
+        if text in names and key not in names and key.rpartition(".")[2] == text.rpartition(".")[2]
+    }
 
 
 def _sidecar(source: Files, files: Mapping[str, int]) -> record.Record:

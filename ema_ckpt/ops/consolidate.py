@@ -30,7 +30,7 @@ from ema_ckpt.selection import missing_weights, select_tree
 from ema_ckpt.settings import ema_settings
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.target import Entry, Target
-from ema_ckpt.ties import dropped_names, keep_first
+from ema_ckpt.ties import dropped_names, keep_first, with_dropped
 from ema_ckpt.trees import Tree, default_tree, find_tree, live_of, trees
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def consolidate(
     shard_nbytes = parse_size(max_shard_size)
     _check_basename(basename)
     place = place_of(out)
-    with opened(path) as catalog:
+    with opened(path) as found:
+        catalog = with_dropped(found) if request.expand_ties else found
         known = trees(catalog)
         if tree is None:
             given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
@@ -164,9 +165,6 @@ def _lay_out(
     catalog: Catalog, entries: Sequence[Entry], out: Path, shard_nbytes: int, basename: str, *, expand_ties: bool
 ) -> tuple[Target, str, dict[str, str]]:
     """The target, what kind of place it is, and the ties it records (dropped name → kept name)."""
-    again = dropped_names(catalog, entries)
-    if expand_ties:
-        entries = [*entries, *(entry for entry, _ in again)]
     if out.suffix in TORCH_SUFFIXES:
         from ema_ckpt.formats import torchfile_target
 
@@ -174,8 +172,8 @@ def _lay_out(
     from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
 
     kept, ties = (list(entries), dict[str, str]()) if expand_ties else keep_first(entries)
-    ties |= {} if expand_ties else {entry.name: name for entry, name in again}
-    text = carried_text(catalog)
+    dropped, _ = dropped_names(catalog, entries)
+    text = carried_text(catalog) | dropped
     if out.suffix == ".safetensors":
-        return lay_out_file(kept, text, ties=ties), "file", ties
-    return lay_out_directory(kept, shard_nbytes, basename, text, ties=ties), "directory", ties
+        return lay_out_file(kept, text, ties=ties), "file", ties | dropped
+    return lay_out_directory(kept, shard_nbytes, basename, text, ties=ties), "directory", ties | dropped

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.catalog import Catalog, Object, Warn
-from ema_ckpt.errors import UsageError, counted
+from ema_ckpt.discover import step_number
+from ema_ckpt.errors import SourceError, UsageError, counted
 from ema_ckpt.folders import join, list_folder
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
@@ -31,7 +32,7 @@ from ema_ckpt.ops.writing import (
 from ema_ckpt.selection import KeptObject, select_all
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.target import Entry, Target
-from ema_ckpt.ties import dropped_names, keep_first
+from ema_ckpt.ties import dropped_names, keep_first, with_dropped
 from ema_ckpt.trees import Tree, trees
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["convert", "reshard"]
 
 _FORMS = ("dcp", "safetensors", "pt")
-_STATE_FILES = re.compile(r"trainer_state.*|.*\.(pt|pth|bin|ckpt|pkl|pickle|npz|distcp)")
+# A model's weights in a second form, as Hugging Face repositories have them, are no other state.
+_STATE_FILES = re.compile(r"trainer_state.*|(?!pytorch_model).*\.(pt|pth|bin|ckpt|pkl|pickle|npz|distcp)")
 _OWN_FILES = re.compile(r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|ema_ckpt\.json|.*\.safetensors(\.index\.json)?")
 
 
@@ -132,16 +134,14 @@ def _form(place: Path, to: str | None) -> str:
 
 def _transfer(path: str | os.PathLike[str], order: _Order, tree: Sequence[str] | str, request: Request) -> Written:
     elapsed = timer()
-    with opened(path) as catalog:
+    with opened(path) as found:
+        catalog = with_dropped(found) if request.expand_ties else found
         known = trees(catalog)
         selection = select_all(catalog, known, request.selection, tree, strip=order.verb != "reshard")
         carried = carry_objects(catalog, selection.objects, "torch" if order.form == "pt" else order.form)
         entries, unfit = _fitting(selection.entries, order.form)
-        skipped = [*carried.skipped, *unfit, *_beside(catalog)]
-        if order.form != "safetensors":
-            skipped += [
-                Skipped(f"__metadata__.{key}", "", "text of a safetensors header") for key in carried_text(catalog)
-            ]
+        skipped = [*carried.skipped, *unfit, *_unread(catalog), *_untold(catalog, entries, order.form)]
+        skipped += _beside(catalog)
         refuse_skipped(skipped, request.strict)
         check_sources(catalog, (entry.source for entry in entries))
         warnings = [*catalog.warnings, *carried.warnings]
@@ -187,6 +187,22 @@ def _fitting(entries: Sequence[Entry], form: str) -> tuple[list[Entry], list[Ski
     return kept, skipped
 
 
+def _untold(catalog: Catalog, entries: Sequence[Entry], form: str) -> Iterator[Skipped]:
+    """What a safetensors header says that the target does not: any text, and names dropped as tied."""
+    dropped, lost = dropped_names(catalog, entries)
+    for name in lost if form == "safetensors" else [*dropped, *lost]:
+        yield Skipped(name, "", "a name that the source dropped as tied; --expand-ties writes it")
+    for key in carried_text(catalog) if form != "safetensors" else ():
+        yield Skipped(f"__metadata__.{key}", "", "text of a safetensors header")
+
+
+def _unread(catalog: Catalog) -> list[Skipped]:
+    """Entries of a DCP whose class is unknown: what their bytes mean is not told."""
+    found = catalog.extra.get("unread")
+    told = found if isinstance(found, tuple) else ()
+    return list(dict.fromkeys(Skipped(one.name, one.file, f"is a {one.kind}, unknown to ema_ckpt") for one in told))
+
+
 def _beside(catalog: Catalog) -> list[Skipped]:
     """What is not in the trees: state of single ranks in rank files, and files and folders beside the checkpoint.
 
@@ -209,9 +225,22 @@ def _names_beside(catalog: Catalog) -> Iterator[str]:
         held = list_folder(join(catalog.source.root, place) if place else catalog.source.root)
         names = held.files if place else (*held.folders, *held.files)
         for name in names:
-            is_state = catalog.format == "dcp" or name in held.folders or _STATE_FILES.fullmatch(name)
+            is_state = catalog.format == "dcp" or (
+                _holds_weights(join(held.root, name)) if name in held.folders else _STATE_FILES.fullmatch(name)
+            )
             if is_state and not name.startswith(".") and not _OWN_FILES.fullmatch(name):
                 yield f"{place}/{name}" if place else name
+
+
+def _holds_weights(folder: str) -> bool:
+    """Whether a folder beside a checkpoint holds state of its own: not one of configs or logs, nor another step."""
+    if step_number(folder.rpartition("/")[2]) is not None:
+        return False
+    try:
+        files = list_folder(folder).files
+    except SourceError:  # what may not be listed is told rather than passed over
+        return True
+    return any(_STATE_FILES.fullmatch(name) or _OWN_FILES.fullmatch(name) for name in files)
 
 
 def _low_precision(entries: Sequence[Entry], known: Sequence[Tree]) -> list[Warn]:
@@ -232,9 +261,6 @@ def _lay_out(
     request: Request,
 ) -> tuple[Target, dict[str, str]]:
     """The target, and the ties it records (dropped name → kept name)."""
-    again = dropped_names(catalog, entries)
-    if request.expand_ties:
-        entries = [*entries, *(entry for entry, _ in again)]
     if order.form == "dcp":
         from ema_ckpt.formats.dcp_target import StoredObject, lay_out
 
@@ -253,17 +279,16 @@ def _lay_out(
         return torchfile_target.lay_out(entries, nesting=nested, objects=inline, expand_ties=request.expand_ties), {}
     from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
 
-    text = carried_text(catalog)
+    dropped, _ = dropped_names(catalog, entries)
+    text = carried_text(catalog) | dropped
     kept, ties = (list(entries), dict[str, str]()) if request.expand_ties else keep_first(entries)
-    if not request.expand_ties:
-        ties |= {entry.name: name for entry, name in again}
-    places = {e.name: e.path for e in [*entries, *(entry for entry, _ in again)] if e.name in ties}
+    places = {entry.name: entry.path for entry in entries if entry.name in ties}
     if order.out.suffix == ".safetensors":
-        return lay_out_file(kept, text, nesting=nested, objects=inline, ties=ties, tied_paths=places), ties
+        return lay_out_file(kept, text, nesting=nested, objects=inline, ties=ties, tied_paths=places), ties | dropped
     limit = order.max_shard_nbytes
     return lay_out_directory(
         kept, limit, "model", text, nesting=nested, objects=inline, ties=ties, tied_paths=places
-    ), ties
+    ), ties | dropped
 
 
 def _split(catalog: Catalog, known: Sequence[Tree], entries: Sequence[Entry]) -> list[bool]:

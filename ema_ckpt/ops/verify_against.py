@@ -20,6 +20,7 @@ from ema_ckpt.errors import EmaCkptError, counted, shown
 from ema_ckpt.naming import EMA, canonical
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.streams import StreamReader, locate
+from ema_ckpt.ties import with_dropped
 from ema_ckpt.trees import Tree, inner_names, trees
 
 __all__ = ["compare_with"]
@@ -35,7 +36,7 @@ def compare_with(audit: Audit, source: str | os.PathLike[str]) -> None:
     """
     origin = open_catalog(source)
     try:
-        _Comparison(audit, origin).run()
+        _Comparison(audit, with_dropped(origin)).run()
     finally:
         origin.source.close()
 

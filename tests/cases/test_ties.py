@@ -173,9 +173,31 @@ def test_a_tie_that_save_model_recorded_is_passed_on_or_written_out(tmp_path: Pa
             found = load_file(whole) if suffix == "safetensors" else torch.load(whole)
             assert found.keys() == model.state_dict().keys()
             assert torch.equal(found["b.weight"], model["a"].weight)
-    ema_ckpt.convert(source, tmp_path / "dcp", expand_ties=True)
+        for suffix in ("", "-whole"):
+            out = tmp_path / f"{verb.__name__}{suffix}.safetensors"
+            assert ema_ckpt.verify(out, against=source).status == "sound"
+    ema_ckpt.convert(source, tmp_path / "dcp", world_size=2, expand_ties=True)
     with ema_ckpt.open(tmp_path / "dcp") as both:
-        assert torch.equal(both["b.weight"], model["a"].weight)
+        assert all(torch.equal(both[name], value) for name, value in model.state_dict().items())
+    assert ema_ckpt.verify(tmp_path / "dcp").status == "sound"
+    assert [item.name for item in ema_ckpt.convert(source, tmp_path / "told").skipped] == [
+        "b.weight",
+        "__metadata__.modelspec.title",
+    ]
+    renamed = ema_ckpt.convert(source, tmp_path / "renamed.safetensors", rename=["=x."], expand_ties=True)
+    assert renamed.tensors == 4
+    assert [item.name for item in ema_ckpt.convert(source, tmp_path / "lost.safetensors", rename=["=x."]).skipped] == [
+        "b.weight"
+    ]
+
+
+@pytest.mark.parametrize("text", ["a.weight", "weight"])
+def test_text_that_is_no_tie(tmp_path: Path, text: str) -> None:
+    save_file(
+        {"a.weight": torch.ones(2), "weight": torch.ones(1)}, tmp_path / "m.safetensors", metadata={"layer": text}
+    )
+    ema_ckpt.convert(tmp_path / "m.safetensors", tmp_path / "m.pt", expand_ties=True)
+    assert torch.load(tmp_path / "m.pt").keys() == {"a.weight", "weight"}
 
 
 def test_text_of_a_header_that_the_target_cannot_hold_is_told(tmp_path: Path) -> None:

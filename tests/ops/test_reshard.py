@@ -437,6 +437,10 @@ def test_state_beside_any_checkpoint_is_told(tmp_path: Path) -> None:
     hugging_face, diffusers, actor = tmp_path / "checkpoint-7", tmp_path / "checkpoint-500", tmp_path / "run/actor"
     for folder in (hugging_face, diffusers / "unet", diffusers / "unet_ema", actor):
         folder.mkdir(parents=True)
+    for folder in (hugging_face / "1_Pooling", hugging_face / "runs", actor / "huggingface"):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    torch.save(tensors, hugging_face / "pytorch_model.bin")
     save_file(tensors, hugging_face / "model.safetensors")
     save_file(tensors, hugging_face / "ema.safetensors")
     for name in ("config.json", "README.md", "LICENSE", "tokenizer.json", "trainer_state.json"):

@@ -13,13 +13,14 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, SavePlan
 
 import ema_ckpt
 from ema_ckpt import EmaCkptError, verify
@@ -596,6 +597,7 @@ def _save_without_collectives(folder: str) -> None:
         (b"ema.weights.w", b"ema.weights.v", 1, "damaged"),  # the key in planner_data
         (b"weights", b"weighty", 1, "damaged"),  # an element of its path
         (b"ema.weights.w", b"ema.weights.v", 0, "damaged"),  # the key of the entry
+        (b"note.text", b"note.texu", 0, "damaged"),  # and of an object's
         (b"TensorStorageMetadata", b"TensorStorageMetadatb", 0, "unproven"),
         (b"float32", b"gloat32", 0, "damaged"),
     ],
@@ -653,3 +655,56 @@ def test_a_directory_of_an_archive_that_torch_would_not_load(field: str, tmp_pat
     assert verify(path).status == "damaged"
     with pytest.raises(RuntimeError):
         torch.load(path, weights_only=True)
+
+
+class Renaming(DefaultSavePlanner):
+    """Stores everything under other names, as planners of users' own may."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [replace(item, index=replace(item.index, fqn=f"r_{item.index.fqn}")) for item in plan.items]
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: Any) -> Any:
+        return super().lookup_object(replace(index, fqn=index.fqn.removeprefix("r_")))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_planner_renamed_is_sound(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3), "v": torch.ones(2)}, checkpoint_id=tmp_path / "c", planner=Renaming(), no_dist=True)
+    assert verify(tmp_path / "c").status == "sound"
+
+
+class Unknown:
+    """A class of metadata that is not known yet."""
+
+
+@pytest.mark.parametrize("change", ["object without a place", "place without a chunk", "unknown class"])
+def test_lists_of_metadata_that_do_not_fit(change: str, tmp_path: Path) -> None:
+    folder = save_dcp(tmp_path / "c", {"w": torch.ones(4), "v": torch.ones(2), "step": 1})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    places, entries = metadata.storage_data, metadata.state_dict_metadata
+    if change == "object without a place":
+        metadata.storage_data = {index: place for index, place in places.items() if index.fqn != "step"}
+    elif change == "place without a chunk":
+        odd = replace(next(index for index in places if index.fqn == "w"), offset=torch.Size([2]))
+        places[odd] = places[next(index for index in places if index.fqn == "w")]
+    else:
+        metadata.state_dict_metadata = dict.fromkeys(entries, Unknown())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = verify(folder)
+    if change == "unknown class":
+        assert found.status == "unproven"
+        assert found.unchecked_bytes
+        done = ema_ckpt.convert(folder, tmp_path / "out.safetensors")
+        assert sorted(item.name for item in done.skipped) == ["step", "v", "w"]
+    else:
+        assert {p.code for p in found.problems} == {"incomplete" if "object" in change else "index-mismatch"}
+
+
+def test_a_record_of_other_files_says_nothing(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(3)}}, tmp_path / "p.pt")
+    ema_ckpt.consolidate(tmp_path / "p.pt", tmp_path / "hf")
+    save_dcp(tmp_path / "hf", {"z": torch.ones(3)})
+    assert verify(tmp_path / "hf").status == "sound"
