@@ -19,13 +19,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ema_ckpt.ema.decay import HalfLife, Warmup
+from ema_ckpt import consolidate
+from ema_ckpt.ema.decay import HalfLife, PowerFunction, Warmup
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.sources import master_weights
 from ema_ckpt.errors import EmaCkptError, SourceError, StateError, TargetError, UsageError
 from ema_ckpt.resume import latest, restore, rng_state, save
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.* does not tell how many updates"),
+]
 
 
 class Net(nn.Module):
@@ -890,3 +894,102 @@ def test_a_separate_file_of_torchs_averaged_model(run: Run, tmp_path: Path, nest
     weights = other.ema.state_dict()["weights"]
     assert all(torch.equal(weights[name], value) for name, value in averaged.module.named_parameters())
     assert other.ema.num_updates == 2
+
+
+@pytest.mark.parametrize("decay", [Warmup(0.9), PowerFunction(0.1), 0.9])
+def test_averages_whose_counter_is_not_told(run: Run, tmp_path: Path, decay: Any) -> None:
+    run.train(0, 3)
+    path = run.save(tmp_path / "c")
+    consolidate(path, tmp_path / "ema.safetensors")
+    model = Net(seed=9)
+    ema = ShardedEMA(model, decay)
+    told = restore(path, model=model, ema=ema, ema_path=tmp_path / "ema.safetensors").warnings
+    assert ["the first update replaces them" in message for message in told] == [True] * (decay != 0.9)
+    assert restore(path, model=model, ema=ema).warnings == ()
+
+
+def test_two_optimizers_of_one_parameter_are_refused(tmp_path: Path) -> None:
+    model = Net()
+    first, second = (stepped(torch.optim.AdamW, model) for _ in range(2))
+    with pytest.raises(UsageError, match="two optimizers keep state of"):
+        save(tmp_path / "c", model=model, optimizer=[first, second])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_that_an_optimizer_hides_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    sharp = stepped(torch.optim.SGD, model)
+    sharp.base_optimizer = stepped(torch.optim.AdamW, model)  # type: ignore[attr-defined]
+    apex = stepped(torch.optim.SGD, model)
+    apex.param_groups_master = [{"params": []}]  # type: ignore[attr-defined]
+    for optimizer, what in ((sharp, "optimizers of its own"), (apex, "param_groups_master")):
+        with pytest.raises(UsageError, match=what) as caught:
+            save(tmp_path / "c", model=model, optimizer=optimizer)
+        assert caught.value.code == "unsupported"
+    wrapper = stepped(torch.optim.SGD, model)
+    wrapper.optimizer = stepped(torch.optim.AdamW, model)  # type: ignore[attr-defined]
+    wrapper.state = wrapper.optimizer.state  # type: ignore[attr-defined]
+    save(tmp_path / "c", model=model, optimizer=wrapper)
+
+
+@pytest.mark.filterwarnings("ignore:.*cast")
+@pytest.mark.parametrize(("there", "here"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_moments_follow_the_dtype_of_their_weights(tmp_path: Path, there: torch.dtype, here: torch.dtype) -> None:
+    models = [nn.Linear(3, 3).to(dtype) for dtype in (there, here)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    models[0](torch.ones(1, 3, dtype=there)).sum().backward()
+    optimizers[0].step()
+    path = save(tmp_path / "c", model=models[0], optimizer=optimizers[0])
+    report = restore(path, model=models[1], optimizer=optimizers[1])
+    assert any("optimizer's state of" in message for message in report.warnings)
+    moments = optimizers[1].state[models[1].weight]["exp_avg"]
+    assert moments.dtype is here
+    assert torch.equal(moments, optimizers[0].state[models[0].weight]["exp_avg"].to(here))
+    models[1](torch.ones(1, 3, dtype=here)).sum().backward()
+    optimizers[1].step()
+
+
+def test_masters_keep_their_own_dtype(tmp_path: Path) -> None:
+    models = [nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).bfloat16()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for parameter in models[0].parameters():
+        optimizers[0].state[parameter]["master_param"] = torch.randn(parameter.shape)
+    restore(save(tmp_path / "c", model=models[0], optimizer=optimizers[0]), model=models[1], optimizer=optimizers[1])
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(optimizers[0].state[one]["master_param"], optimizers[1].state[other]["master_param"])
+
+
+def test_learning_rates_that_are_tensors_stay_apart(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.weight], "lr": torch.tensor(0.05)}, {"params": [model.bias], "lr": torch.tensor(0.01)}]
+    path = save(tmp_path / "c", model=model, optimizer=torch.optim.AdamW(groups, foreach=False))
+    shared = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias]}], torch.tensor(0.1), foreach=False)
+    restore(path, model=model, optimizer=shared)
+    assert [round(group["lr"].item(), 4) for group in shared.param_groups] == [0.05, 0.01]
+
+
+def test_an_untied_run_into_a_tied_model_takes_all_of_the_first_name(tmp_path: Path) -> None:
+    apart, tied = (nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    optimizer, fresh = (torch.optim.AdamW(model.parameters()) for model in (apart, tied))
+    apart(torch.randn(2, 3)).square().sum().backward()
+    optimizer.step()
+    path = save(tmp_path / "c", model=apart, optimizer=optimizer)
+    with pytest.raises(SourceError, match=r"optimizer\.state\.1\.weight"):
+        restore(path, model=tied, optimizer=fresh)
+    report = restore(path, model=tied, optimizer=fresh, strict=False)
+    assert "optimizer.state.1.weight.exp_avg" in report.unexpected
+    same(optimizer.state[apart[0].weight], fresh.state[tied[0].weight])
+    assert torch.equal(tied[0].weight, apart[0].weight)
+
+
+def test_tuples_in_an_optimizers_state(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"betas": (0.9, 0.99), "shape": tuple(parameter.shape), "none": ()}
+    path = save(tmp_path / "c", model=model, optimizer=optimizer)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    restore(path, model=model, optimizer=fresh)
+    assert fresh.state[model.weight]["betas"] == (0.9, 0.99)
+    assert fresh.state[model.weight]["shape"] == (2, 3)

@@ -83,6 +83,12 @@ class AveragePart(Part):
     def _compare(self, tree: Tree, *, foreign: bool, strict: bool, elsewhere: frozenset[str]) -> None:
         loose = {} if tree.role == EMA else _loose_settings(self._checkpoint)
         self._settings = _settings(self._checkpoint, tree.settings or loose)
+        if not self._settings["is_counted"] and self._manager.settings.schedule.kind in ("warmup", "power-function"):
+            self.warnings.append(
+                f"{self._checkpoint.where} does not tell how many updates its averages have had: {self._label} counts"
+                f" from 0, and with {self._manager.settings.schedule} the first update replaces them. Use a constant"
+                " decay, or a checkpoint with the counter"
+            )
         ordered = self._checkpoint.catalog.format != "safetensors"
         named = named_by_model(tree, self._manager.model, ordered=ordered)
         stored, targets = average_weights(self._checkpoint, named), self._targets("weights")
@@ -190,4 +196,5 @@ def _settings(checkpoint: Checkpoint, settings: Mapping[str, Tensor | Object]) -
         "num_updates": int(config.get("num_updates", config.get("decay_steps", 0)) if count is None else count),
         "samples_seen": int(seen or 0),
         "config": config,
+        "is_counted": count is not None or "num_updates" in config or "decay_steps" in config,
     }

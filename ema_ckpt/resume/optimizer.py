@@ -9,6 +9,7 @@ learning rate 0 to make the state of a fresh one, and that step fires hooks.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -26,9 +27,17 @@ from ema_ckpt.ema.published import publish
 from ema_ckpt.ema.shards import Held, Shard, census
 from ema_ckpt.errors import UsageError, shown
 
-__all__ = ["Optimizers", "fill", "listed", "make_state", "optimizer_tree"]
+__all__ = ["Blank", "Optimizers", "fill", "listed", "make_state", "optimizer_tree"]
 
 Optimizers = Optimizer | Iterable[Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """A tensor of optimizer state to be made: its global shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +66,8 @@ def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """State and options of `optimizers` under the model's canonical names; tensors share the optimizers' memory.
 
     Raises:
-        UsageError: an optimizer steps a tensor that is no parameter of `model`.
+        UsageError: an optimizer steps a tensor that is no parameter of `model`, or keeps state that is not one
+            entry for each of its parameters.
     """
     known = _by_owner(model)
     state: dict[str, dict[str, Any]] = {}
@@ -72,7 +82,11 @@ def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
             fqns = [held.shard.fqn for one in stepped for held in one.parts]
             groups.append({name: value for name, value in group.items() if name != "params"} | {"params": fqns})
             for one in stepped:
-                state.update(_state_of(one))
+                for fqn, values in _state_of(one):
+                    if fqn in state:
+                        message = f"two optimizers keep state of {fqn!r}: save one of them under extra"
+                        raise UsageError("unsupported", message, tensor=fqn)
+                    state[fqn] = values
     return {"state": state, "param_groups": groups}
 
 
@@ -80,7 +94,7 @@ def make_state(model: nn.Module, optimizers: Optimizers, wanted: Mapping[str, Ma
     """Give every parameter the state entries it lacks and `wanted` has, so that `optimizer_tree` shows them all.
 
     Args:
-        wanted: per fqn and state name, a (shape, dtype) in which to allocate, or any other value to set as it is.
+        wanted: per fqn and state name, a `Blank` to allocate, or any other value to set as it is.
     """
     known = _by_owner(model)
     for optimizer in listed(optimizers):
@@ -93,12 +107,16 @@ def make_state(model: nn.Module, optimizers: Optimizers, wanted: Mapping[str, Ma
 def fill(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
     """Set the options of all parameter groups, in order; tensors are filled in place."""
     live = [group for optimizer in listed(optimizers) for group in optimizer.param_groups]
+    held = Counter(id(value) for group in live for value in group.values() if isinstance(value, torch.Tensor))
     for group, saved in zip(live, groups, strict=True):
         for name, value in saved.items():
-            if name == "params":
+            if name in ("params", "param_names"):
                 continue
-            if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
-                group[name].copy_(value)
+            there = group.get(name)
+            if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor):
+                if held[id(there)] > 1:  # one default learning rate for all groups
+                    group[name] = there = there.clone()
+                there.copy_(value)
             else:
                 group[name] = value
 
@@ -115,7 +133,9 @@ def _refuse_hidden(optimizer: Optimizer) -> None:
         names = [f"a tensor of shape {list(k.shape)}" if isinstance(k, torch.Tensor) else str(k) for k in others]
         message = f"state under {shown(names)}, which is not in its parameter groups"
     elif _keeps_state_elsewhere(optimizer):
-        message = "its state in optimizers of its own on each rank"
+        message = "state in optimizers of its own"
+    elif getattr(optimizer, "param_groups_master", None):
+        message = "master weights in param_groups_master"
     else:
         return
     raise UsageError("unsupported", f"{type(optimizer).__name__} keeps {message}: save it under extra")
@@ -123,7 +143,11 @@ def _refuse_hidden(optimizer: Optimizer) -> None:
 
 def _keeps_state_elsewhere(optimizer: Optimizer) -> bool:
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return True
+    # A wrapper that shows the state of the one inside (accelerate's) is saved as that one.
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    return any(one.state and one.state is not optimizer.state for one in inner)
 
 
 def _by_owner(model: nn.Module) -> dict[int, tuple[Held, ...]]:
@@ -182,12 +206,12 @@ def _make(one: _Stepped, wanted: Mapping[str, Mapping[str, Any]]) -> None:
         for name, value in wanted.get(held.shard.fqn, {}).items():
             if name in state:
                 continue
-            if not isinstance(value, tuple):
+            if not isinstance(value, Blank):
                 state[name] = value
-            elif value[0] == held.shard.shape != ():
-                state[name] = make(one.tensor, dtype=value[1]).requires_grad_(False)
+            elif value.shape == held.shard.shape != ():
+                state[name] = make(one.tensor, dtype=value.dtype).requires_grad_(False)
             else:
-                state[name] = torch.zeros(value[0], dtype=value[1], device=_device_of(one, name))
+                state[name] = torch.zeros(value.shape, dtype=value.dtype, device=_device_of(one, name))
     if not state:
         del one.optimizer.state[one.tensor]
 

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FlatParameter
 
 from ema_ckpt.box import Box, whole
 from ema_ckpt.catalog import Tensor
 from ema_ckpt.ema.optimizer import handle_of
 from ema_ckpt.ema.shards import Shard, census
 from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.naming import LIVE
 from ema_ckpt.resume.leaves import pieces
-from ema_ckpt.resume.optimizer import Optimizers, fill, listed, make_state, optimizer_tree
+from ema_ckpt.resume.optimizer import Blank, Optimizers, fill, listed, make_state, optimizer_tree
 from ema_ckpt.resume.parts import Part
 from ema_ckpt.resume.reading import dtype_of
-from ema_ckpt.resume.sources import Checkpoint, loaded, optimizer_entries
+from ema_ckpt.resume.sources import Checkpoint, live_weights, loaded, optimizer_entries
 
 __all__ = ["OptimizerPart"]
 
@@ -44,6 +46,9 @@ class OptimizerPart(Part):
         self._shards = {name: h.shard for h in census(model).parameters for name in h.shard.names}
         entries = optimizer_entries(checkpoint)
         self._stored: dict[str, dict[str, Any]] = {}
+        self._names_taken: dict[str, str] = {}
+        self._cast: list[str] = []
+        self._weights = live_weights(checkpoint) if any(tree.role == LIVE for tree in checkpoint.trees) else {}
         for name, values in entries.get("state", {}).items():
             self._take(name, values)
         self._groups = [entries["param_groups"][index] for index in sorted(entries.get("param_groups", {}))]
@@ -55,6 +60,12 @@ class OptimizerPart(Part):
     def _take(self, name: str, values: Mapping[str, Any]) -> None:
         shard = self._shards.get(name)
         if shard is not None:
+            # Weights that are one here and were separate there come from the first of their names.
+            known = self._names_taken.setdefault(shard.fqn, name)
+            if shard.names.index(name) > shard.names.index(known):
+                self.unexpected += [f"optimizer.state.{name}.{key}" for key in values]
+                return
+            self._names_taken[shard.fqn] = name
             self._stored[shard.fqn] = dict(values)
             self.loaded += [f"optimizer.state.{shard.fqn}.{key}" for key in values]
         elif name not in self._elsewhere:
@@ -80,15 +91,45 @@ class OptimizerPart(Part):
             fqn: {name: self._read(self._shards[fqn], value) for name, value in values.items()}
             for fqn, values in self._stored.items()
         }
+        self._warn_of_uneven()
+        if self._cast:
+            names = shown(list(dict.fromkeys(self._cast)))
+            self.warnings.append(f"the optimizer's state of {names} is cast as their weights are")
         self._options = self._arranged([loaded(self._checkpoint.source, group) for group in self._groups])
+
+    def _warn_of_uneven(self) -> None:
+        """Warn of parameters in one flat parameter whose state differs: FSDP1 then has one step count for all."""
+        flat: dict[int, list[str]] = {}
+        for held in census(self._model).parameters:
+            if isinstance(held.owner, FlatParameter) and 0 not in held.shard.shape:
+                flat.setdefault(id(held.owner), []).append(held.shard.fqn)
+        for names in flat.values():
+            first = _common(self._values.get(names[0], {}))
+            odd = [fqn for fqn in names if _common(self._values.get(fqn, {})) != first]
+            if odd:
+                self.warnings.append(
+                    f"the optimizer's state of {shown(odd)} is not at the step of that of {names[0]!r}, and one flat"
+                    " parameter holds them: the run does not go on as it was; wrap with use_orig_params=True"
+                )
 
     def _read(self, shard: Shard, value: Any) -> Any:
         """A state entry: boxes with host values if it has the parameter's shape, else the whole value."""
         if isinstance(value, Tensor):
             boxes = _boxes(shard, value)
             values = self._checkpoint.source.read(value, boxes)
-            return _Staged(value.shape, dtype_of(value), dict(zip(boxes, values, strict=True)))
+            dtype = self._dtype(shard, value)
+            return _Staged(value.shape, dtype, dict(zip(boxes, values, strict=True)))
         return loaded(self._checkpoint.source, value)
+
+    def _dtype(self, shard: Shard, value: Tensor) -> torch.dtype:
+        """That of the state as it was saved; state in the dtype of its weight follows the weight's here."""
+        dtype = dtype_of(value)
+        weight = next((self._weights[name] for name in shard.names if name in self._weights), None)
+        follows = weight is not None and value.shape == shard.shape != () and dtype_of(weight) is dtype
+        if not follows or dtype is shard.dtype:
+            return dtype
+        self._cast.append(shard.fqn)
+        return shard.dtype
 
     def _arranged(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved groups in the order of the live ones, paired by the parameters in them."""
@@ -142,7 +183,7 @@ class OptimizerPart(Part):
         for optimizer in self._optimizers:
             optimizer.state.clear()
         wanted = {
-            fqn: {name: (v.shape, v.dtype) if isinstance(v, _Staged) else v for name, v in values.items()}
+            fqn: {name: Blank(v.shape, v.dtype) if isinstance(v, _Staged) else v for name, v in values.items()}
             for fqn, values in self._values.items()
         }
         make_state(self._model, self._optimizers, wanted)
@@ -174,6 +215,17 @@ def _is_even(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it keeps the same entries for every parameter that it has stepped, as far as is known."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Adafactor
+
+
+def _common(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What parameters that are stepped together have alike: names, and values of no dimension."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, _Staged):
+            found[name] = [] if value.shape else [part.item() for part in value.parts.values()]
+        else:
+            found[name] = repr(value)
+    return found
 
 
 def _boxes(shard: Shard, stored: Tensor) -> list[Box]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from ema_ckpt.ema.agreement import agreed
@@ -90,7 +91,8 @@ def restore(
         for part in parts:
             part.take_back()
         raise
-    agreed(ours, _CALL, lambda: _write(model, parts))
+    with torch.inference_mode(False):  # what is made here is trained with
+        agreed(ours, _CALL, lambda: _write(model, parts))
     return _report(opened[0], parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import warnings
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import nn
 
+from ema_ckpt.box import whole
 from ema_ckpt.crc import crc32
 from ema_ckpt.destination import resolve_target
 from ema_ckpt.ema.agreement import agreed
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["save"]
 
 _CALL = "save"
+_SMALL_NUMEL = 4096
 
 
 @overload
@@ -114,7 +117,7 @@ def save(
     if not ours.rank:
         _warn_of_unreadable(leaves)
     loose = _buffer_names(model, ema) | {leaf.name for leaf in leaves if leaf.path[0] == "extra"}
-    _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in loose], ours)
+    _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in loose or _is_small(leaf)], ours)
     planned = plan(leaves, loose, ours, _CALL)
     if not async_save:
         return write(target, planned, ours, _CALL, overwrite=overwrite)
@@ -184,6 +187,8 @@ def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
     if ours.size == 1:
         return
     mine = [[leaf.name, _marks(leaf)] for leaf in leaves]
+    if not ours.exchange_if_different(hashlib.sha256(json.dumps(mine).encode()).hexdigest()):
+        return
     found: dict[tuple[str, tuple[int, ...]], set[int]] = {}
     for data in ours.gather(json.dumps(mine).encode()):
         for name, held in json.loads(data):
@@ -192,10 +197,20 @@ def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
     differing = sorted({name for (name, _), crcs in found.items() if len(crcs) > 1})
     if differing:
         warnings.warn(
-            f"replicas-differ: ranks hold different values of {shown(differing)}; the lowest rank's are saved. What "
-            "each rank has of its own goes into extra under names that tell the rank",
+            f"replicas-differ: ranks hold different values of {shown(differing)}; one rank's are saved, of buffers and"
+            " extra the lowest one's. What each has of its own goes into extra under names that tell the rank",
             stacklevel=3,
         )
+
+
+def _is_small(leaf: Leaf) -> bool:
+    """Whether this is optimizer state, or an option, that a rank has whole: one per layer, say, and not per weight."""
+    if leaf.path[0] != "optimizer":
+        return False
+    held = leaf.value.held if isinstance(leaf.value, Pieces) else ()
+    return isinstance(leaf.value, bytes) or all(
+        box.numel <= _SMALL_NUMEL and box == whole(leaf.value.shape) for box, _ in held
+    )
 
 
 def _warn_of_unreadable(leaves: Sequence[Leaf]) -> None:

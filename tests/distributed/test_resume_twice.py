@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,61 @@ def test_a_run_resumed_twice_equals_one_that_was_not(layout: str, optimizer: Any
         assert resumed.keys() == names
         assert {int(resumed[name]) for name in names if name.endswith(".step")} == {9}
         assert [name for name in names if not torch.equal(straight[name], resumed[name])] == []
+
+
+class OwnScale(torch.optim.Optimizer):
+    """Divides a gradient by a norm that each rank has of its own shard."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            value, grad = parameter.to_local(), parameter.grad.to_local()
+            norm = self.state[parameter].setdefault("norm", torch.zeros(()))
+            norm.add_(grad.square().sum())
+            value.sub_(0.01 * grad / norm.sqrt())
+
+
+def _own_state(parent: str) -> list[str]:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    optimizer = OwnScale(model.parameters())
+    model(torch.arange(4.0)[None]).square().sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(Path(parent, "c"), model=model, optimizer=optimizer)
+    return [str(warning.message) for warning in caught]
+
+
+def test_state_that_each_rank_has_of_its_own_is_told(tmp_path: Path) -> None:
+    first, second = run(2, _own_state, str(tmp_path))
+    assert ["'optimizer.state.weight.norm'" in message for message in first] == [True]
+    assert second == []
+
+
+def _late_layer(parent: str) -> tuple[str, ...]:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    model = _fsdp2(made())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        model(torch.ones(1, 2)).sum().backward()
+        if step < 3:
+            model[0].weight.grad = model[0].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    path = save(Path(parent, "c"), model=model, optimizer=optimizer)
+    flat = _fsdp1(ShardingStrategy.FULL_SHARD, made(), use_orig_params=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return restore(path, model=flat, optimizer=torch.optim.AdamW(flat.parameters())).warnings
+
+
+def test_steps_that_one_flat_parameter_cannot_keep_are_told(tmp_path: Path) -> None:
+    for told in run(2, _late_layer, str(tmp_path)):
+        assert ["not at the step of" in message for message in told] == [True]
