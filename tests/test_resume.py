@@ -26,10 +26,7 @@ from ema_ckpt.ema.sources import master_weights
 from ema_ckpt.errors import EmaCkptError, SourceError, StateError, TargetError, UsageError
 from ema_ckpt.resume import latest, restore, rng_state, save
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:.* does not tell how many updates"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Net(nn.Module):

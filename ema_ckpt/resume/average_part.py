@@ -84,7 +84,7 @@ class AveragePart(Part):
         loose = {} if tree.role == EMA else _loose_settings(self._checkpoint)
         self._settings = _settings(self._checkpoint, tree.settings or loose)
         if not self._settings["is_counted"] and self._manager.settings.schedule.kind in ("warmup", "power-function"):
-            self.warnings.append(
+            self.notes.append(
                 f"{self._checkpoint.where} does not tell how many updates its averages have had: {self._label} counts"
                 f" from 0, and with {self._manager.settings.schedule} the first update replaces them. Use a constant"
                 " decay, or a checkpoint with the counter"

@@ -41,6 +41,7 @@ class Part:
         self.changed_settings: dict[str, tuple[Any, Any]] = {}
         self.extra: dict[str, Any] = {}
         self.warnings: list[str] = []
+        self.notes: list[str] = []  # for the report alone
 
     def read(self) -> None:
         """Read what this rank needs into host memory."""

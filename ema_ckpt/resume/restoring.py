@@ -181,6 +181,7 @@ def _report(checkpoint: Checkpoint, parts: list[Part]) -> RestoreReport:
     notes = [note for part in parts for note in part.warnings]
     for note in notes:
         warnings.warn(note, stacklevel=3)
+    notes += [note for part in parts for note in part.notes]
     return replace(
         report,
         trees={tree.name: "restored" if tree.name in restored else "ignored" for tree in checkpoint.trees},

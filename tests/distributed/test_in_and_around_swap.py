@@ -72,7 +72,7 @@ def _divided_optimizer(parent: str) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(UsageError, match="ZeroRedundancyOptimizer keeps its state in optimizers of its own"):
+    with pytest.raises(UsageError, match="ZeroRedundancyOptimizer keeps state in optimizers of its own"):
         save(Path(parent, "step"), model=model, optimizer=optimizer)
 
 
