@@ -135,8 +135,8 @@ class Audit:
         unread = self.catalog.extra.get("unread")
         for one in unread if isinstance(unread, tuple) else ():
             self.unchecked[one.file or one.name, one.offset] = one.nbytes or 1  # of a size that is not told
-        told = self.catalog.extra.get("contradictions")
-        for name, message in told if isinstance(told, tuple) else ():
+        ask = self.catalog.extra.get("contradictions")
+        for name, message in ask() if callable(ask) else ():
             self.report("index-mismatch", message, name)
 
     def _check_coverage(self) -> None:

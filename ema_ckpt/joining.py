@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -272,7 +273,7 @@ def _join(parts: Sequence[_Part], found: Found, path: str, *, nested: bool) -> C
             "nesting": _nesting(parts),
             "ties": ties,
             "private": tuple(_private(parts)),
-            "contradictions": tuple(_contradictions(parts)),
+            "contradictions": partial(_contradictions, parts),
             "unread": tuple(_unread(parts)),
             "metadata": _text(parts),
         },
@@ -344,12 +345,10 @@ def _text(parts: Sequence[_Part]) -> dict[str, str]:
     return text
 
 
-def _contradictions(parts: Sequence[_Part]) -> Iterable[tuple[str, str]]:
+def _contradictions(parts: Sequence[_Part]) -> tuple[tuple[str, str], ...]:
     """What the metadata of a part says twice and differently."""
-    for part in parts:
-        found = part.catalog.extra.get("contradictions")
-        for name, message in found if isinstance(found, tuple) else ():
-            yield name, part.folder + message
+    told = [(part, part.catalog.extra.get("contradictions")) for part in parts]
+    return tuple((name, part.folder + text) for part, ask in told if callable(ask) for name, text in ask())
 
 
 def _unread(parts: Sequence[_Part]) -> Iterable[Unread]:

@@ -17,8 +17,8 @@ from ema_ckpt.errors import UsageError
 __all__ = ["WIDEST", "Profile", "exponent_of", "inner_product", "mismatch", "solve", "width_of"]
 
 WIDEST = 12**-0.5
-_NARROWEST = 1e-6  # γ is about its inverse
 """The relative standard deviation of the flat profile, γ = 0: the widest there is."""
+_NARROWEST = 1e-6  # γ is about its inverse
 
 
 @dataclass(frozen=True, slots=True)

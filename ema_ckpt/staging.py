@@ -83,7 +83,10 @@ class Staged:
 
     def _begin_switch(self) -> None:
         """From here on the stage may come to hold the old target, which must never be resumed into."""
+        is_recorded = os.path.exists(self.root / JOURNAL)
         self.journal.discard()
+        if self.fsync and is_recorded:
+            fsync_path(self.root)
 
     def _switch(self) -> None:
         """Rename in, whichever of absent and present the target is at that moment."""
@@ -94,6 +97,8 @@ class Staged:
                     self._begin_switch()
                     put(self.path, self.target, plain=self.plain_rename)
                 else:
+                    if foreign:  # what is carried now may be old when a later run goes on
+                        self._begin_switch()
                     carry(foreign, self.target, self.path)
                     if foreign and self.fsync:
                         fsync_tree(self.path)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ema_ckpt.catalog import Catalog
 from ema_ckpt.target import Entry
 
-__all__ = ["dropped_names", "keep_first"]
+__all__ = ["dropped_names", "keep_first", "with_dropped"]
 
 
 def keep_first(entries: Iterable[Entry]) -> tuple[list[Entry], dict[str, str]]:
@@ -42,13 +42,16 @@ def with_dropped(catalog: Catalog) -> Catalog:
 
 
 def dropped_names(catalog: Catalog, entries: Sequence[Entry]) -> tuple[dict[str, str], list[str]]:
-    """What a safetensors target records of names that the source dropped (dropped → kept, as they are written), and
-    the dropped names for which it cannot: their tensor was renamed."""
+    """What a safetensors target records of names that the source dropped: dropped → kept, as they are written.
+
+    The second list has those for which it cannot, as their tensor was renamed.
+    """
     written = {entry.source.name: entry.name for entry in entries}
+    listed = {tensor.name for tensor in catalog.tensors}  # those are selected, or not, by themselves
     pairs, lost = {}, []
     for dropped, kept in _recorded(catalog).items():
         name = written.get(kept)
-        if name is None or dropped in written:
+        if name is None or dropped in listed:
             continue
         head = kept[: len(kept) - len(name)]
         if kept == head + name and dropped.startswith(head):

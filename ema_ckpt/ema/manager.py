@@ -120,7 +120,7 @@ class ShardedEMA:
                 self._recording.add(self._steps)
                 return
             # What a source raises, it raises before the call is counted.
-            steps = self._ready_steps() if self.counter.is_due() or self.settings.source is not None else ()
+            steps = self._ready_steps() if self.counter.is_due() else ()
             weight = self.counter.count(samples)
             if weight is not None:
                 for step in steps:

@@ -250,7 +250,7 @@ def channel(purpose: str) -> Channel:
             gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_CONNECT_TIMEOUT)
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
-            raise CollectiveError("rank-failed", f"another rank ended before all were connected: {cause}") from error
+            raise CollectiveError("rank-failed", f"not all ranks could be connected: {cause}") from error
         gloo._set_default_timeout(_GROUP_TIMEOUT)
         made = _channels[purpose] = (world, Channel(gloo, rank, size))
     return made[1]

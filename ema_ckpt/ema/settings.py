@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ema_ckpt.ema.decay import Constant, HalfLife, Schedule, Warmup
+from ema_ckpt.ema.decay import Constant, HalfLife, Schedule
 from ema_ckpt.errors import UsageError
 
 __all__ = ["Counter", "Settings", "Source", "globs"]
@@ -68,7 +68,8 @@ class Settings:
             return
         if isinstance(self.schedule, Constant) and not weight:
             return  # an average that is to stand still
-        remedy = "compensate=True" if self.dtype is torch.float32 else "dtype=torch.float32"
+        wider = {torch.float64: "a decay further from 1", torch.float32: "compensate=True"}
+        remedy = wider.get(self.dtype, "dtype=torch.float32")
         warnings.warn(
             f"a {str(self.dtype).removeprefix('torch.')} average cannot follow {self.schedule}: updates round to"
             f" nothing; use {remedy}",
@@ -78,7 +79,7 @@ class Settings:
 
 def _weight(schedule: Schedule) -> float:
     """The 1 − β that a schedule settles at, or comes to in a run of usual length."""
-    if isinstance(schedule, (Constant, Warmup)):
+    if isinstance(schedule, Constant):
         return 1 - schedule.decay
     if isinstance(schedule, HalfLife):
         return 1 - schedule.beta(1, _USUAL_BATCH, _USUAL_BATCH)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ema_ckpt.box import row_major_strides
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
@@ -71,10 +72,15 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         warnings=tuple(warnings),
         extra={
             "order": tuple(metadata),
-            "contradictions": contradictions(parts, recorded.digests),
+            "contradictions": partial(_contradictions, source, names, tuple(recorded.digests)),
             "unread": unread(parts),
         },
     )
+
+
+def _contradictions(source: Files, names: Sequence[str], recorded: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Read once more, since only one verb asks: what the metadata says twice and differently."""
+    return contradictions(_read(source, names), recorded)
 
 
 def required_files(source: Files, names: tuple[str, ...]) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ema_ckpt.errors import shown
 from ema_ckpt.formats import record
 from ema_ckpt.formats.dcp_metadata import Metadata, TensorEntry
 
@@ -33,7 +32,7 @@ def contradictions(parts: Sequence[Metadata], recorded: Iterable[str]) -> tuple[
     """Names, and what is wrong with each. Digests are `recorded` of tensors that were written.
 
     A planner of a user's own may store under other names than those of the state dict: names of the two lists
-    that merely differ are no damage, names that are one character apart are.
+    that differ are damage only where it is one alone, by one bit.
     """
     names = {name for part in parts for name in (*part.entries, *part.opaque)}
     found = {
@@ -49,19 +48,22 @@ def contradictions(parts: Sequence[Metadata], recorded: Iterable[str]) -> tuple[
 
 
 def _paths(part: Metadata) -> Iterator[tuple[str, str]]:
-    for name, path in part.paths.items():
-        if _near(".".join(map(str, path)), name):
-            yield name, f"{_METADATA}: planner_data places {name!r} at the path {path!r}"
+    """The one name that paths and entries have differently, if it is but one and a bit apart."""
+    moved = [(name, ".".join(map(str, path))) for name, path in part.paths.items()]
+    moved = [(name, joined) for name, joined in moved if joined != name]
     lost = [name for name in part.entries if name not in part.paths] if part.spare else []
-    for name in lost:
-        if any(_near(name, other) for other in part.spare):
-            others = f"{_METADATA}: planner_data has a path for {shown(part.spare)}, which is not stored"
-            yield name, f"{others}, and none for {name!r}"
+    if len(moved) == 1 and not lost and _near(*moved[0]):
+        name, joined = moved[0]
+        yield name, f"{_METADATA}: planner_data places {name!r} at {joined!r}"
+    if len(lost) == len(part.spare) == 1 and _near(lost[0], part.spare[0]):
+        message = f"planner_data has a path for {part.spare[0]!r}, which is not stored, and none for {lost[0]!r}"
+        yield lost[0], f"{_METADATA}: {message}"
 
 
 def _near(a: str, b: str) -> bool:
-    """Whether two names are one character apart, as one flipped bit makes them."""
-    return len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) == 1
+    """Whether two names differ in one bit of one character, as damage makes them."""
+    odd = [ord(x) ^ ord(y) for x, y in zip(a, b, strict=False) if x != y]
+    return len(a) == len(b) and len(odd) == 1 and odd[0].bit_count() == 1
 
 
 def _places(part: Metadata) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.catalog import Catalog, Object, Warn
@@ -14,8 +14,10 @@ from ema_ckpt.formats.picklewriter import is_plain
 from ema_ckpt.formats.tensorpickle import TensorRef
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.selection import KeptObject
+from ema_ckpt.target import Entry
+from ema_ckpt.ties import dropped_names
 
-__all__ = ["Carried", "carried_text", "carry_objects", "rank_keyed", "refuse_skipped", "unknown_objects"]
+__all__ = ["Carried", "carried_text", "carry_objects", "rank_keyed", "refuse_skipped", "unknown_objects", "untold"]
 
 _RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
 
@@ -68,6 +70,15 @@ def carried_text(catalog: Catalog) -> dict[str, str]:
     text = found if isinstance(found, Mapping) else {}
     known = ties if isinstance(ties, Mapping) else {}
     return {str(key): str(value) for key, value in text.items() if key != "format" and key not in known}
+
+
+def untold(catalog: Catalog, entries: Sequence[Entry], form: str) -> Iterator[Skipped]:
+    """What a safetensors header says that the target does not: any text, and names dropped as tied."""
+    dropped, lost = dropped_names(catalog, entries)
+    for name in lost if form == "safetensors" else [*dropped, *lost]:
+        yield Skipped(name, "", "a name that the source dropped as tied; --expand-ties writes it")
+    for key in carried_text(catalog) if form != "safetensors" else ():
+        yield Skipped(f"__metadata__.{key}", "", "text of a safetensors header")
 
 
 def unknown_objects(catalog: Catalog, objects: Iterable[Object]) -> list[Skipped]:

@@ -12,7 +12,7 @@ from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError, counted, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import opened
-from ema_ckpt.ops.carried import carried_text, refuse_skipped, unknown_objects
+from ema_ckpt.ops.carried import carried_text, refuse_skipped, unknown_objects, untold
 from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
@@ -82,6 +82,7 @@ def consolidate(
         selection = select_tree(whole, request.selection, _filling(catalog, known, whole, fill, warnings))
         skipped = unknown_objects(catalog, catalog.objects) if catalog.format in ("torch", "rank-files") else []
         skipped += [Skipped(t.name, t.chunks[0].file if t.chunks else "", "not averaged") for t in picked.left_out]
+        skipped += untold(catalog, selection.entries, "torch" if place.suffix in TORCH_SUFFIXES else "safetensors")
         refuse_skipped(skipped, request.strict)
         check_sources(catalog, (entry.source for entry in selection.entries))
         warnings += _stalled(catalog, picked)

@@ -15,7 +15,7 @@ from ema_ckpt.folders import join, list_folder
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.opening import opened
-from ema_ckpt.ops.carried import carried_text, carry_objects, rank_keyed, refuse_skipped
+from ema_ckpt.ops.carried import carried_text, carry_objects, rank_keyed, refuse_skipped, untold
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
@@ -140,7 +140,7 @@ def _transfer(path: str | os.PathLike[str], order: _Order, tree: Sequence[str] |
         selection = select_all(catalog, known, request.selection, tree, strip=order.verb != "reshard")
         carried = carry_objects(catalog, selection.objects, "torch" if order.form == "pt" else order.form)
         entries, unfit = _fitting(selection.entries, order.form)
-        skipped = [*carried.skipped, *unfit, *_unread(catalog), *_untold(catalog, entries, order.form)]
+        skipped = [*carried.skipped, *unfit, *_unread(catalog), *untold(catalog, entries, order.form)]
         skipped += _beside(catalog)
         refuse_skipped(skipped, request.strict)
         check_sources(catalog, (entry.source for entry in entries))
@@ -187,15 +187,6 @@ def _fitting(entries: Sequence[Entry], form: str) -> tuple[list[Entry], list[Ski
     return kept, skipped
 
 
-def _untold(catalog: Catalog, entries: Sequence[Entry], form: str) -> Iterator[Skipped]:
-    """What a safetensors header says that the target does not: any text, and names dropped as tied."""
-    dropped, lost = dropped_names(catalog, entries)
-    for name in lost if form == "safetensors" else [*dropped, *lost]:
-        yield Skipped(name, "", "a name that the source dropped as tied; --expand-ties writes it")
-    for key in carried_text(catalog) if form != "safetensors" else ():
-        yield Skipped(f"__metadata__.{key}", "", "text of a safetensors header")
-
-
 def _unread(catalog: Catalog) -> list[Skipped]:
     """Entries of a DCP whose class is unknown: what their bytes mean is not told."""
     found = catalog.extra.get("unread")
@@ -206,8 +197,8 @@ def _unread(catalog: Catalog) -> list[Skipped]:
 def _beside(catalog: Catalog) -> list[Skipped]:
     """What is not in the trees: state of single ranks in rank files, and files and folders beside the checkpoint.
 
-    What describes a model beside its weights (config, tokenizer, README) is no state. A checkpoint that is one file,
-    named as such, has nothing beside it.
+    Beside a DCP that is every file; elsewhere what describes a model (config, tokenizer, README) is no state. A
+    checkpoint that is one file, named as such, has nothing beside it.
     """
     private = catalog.extra.get("private")
     told = private if isinstance(private, tuple) else ()
@@ -225,9 +216,10 @@ def _names_beside(catalog: Catalog) -> Iterator[str]:
         held = list_folder(join(catalog.source.root, place) if place else catalog.source.root)
         names = held.files if place else (*held.folders, *held.files)
         for name in names:
-            is_state = catalog.format == "dcp" or (
-                _holds_weights(join(held.root, name)) if name in held.folders else _STATE_FILES.fullmatch(name)
-            )
+            if name in held.folders:
+                is_state = _holds_weights(join(held.root, name))
+            else:
+                is_state = catalog.format == "dcp" or _STATE_FILES.fullmatch(name) is not None
             if is_state and not name.startswith(".") and not _OWN_FILES.fullmatch(name):
                 yield f"{place}/{name}" if place else name
 

@@ -51,7 +51,7 @@ def diff(
     Args:
         path, other: checkpoints, directories that hold one, or fsspec URLs.
         tree: a's tree. against: b's tree.
-        rtol, atol: an element has changed if |a − b| > atol + rtol·|b|.
+        rtol, atol: an element has changed if |a − b| > atol + rtol·|b|, or is infinite.
         html: a file to write a self-contained page to.
         max_memory: bytes of buffers in flight. progress: is told the bytes that were read of both sides.
 

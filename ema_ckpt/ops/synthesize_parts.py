@@ -19,7 +19,7 @@ from ema_ckpt.settings import ema_settings, samples_seen
 from ema_ckpt.target import Entry
 from ema_ckpt.trees import Tree, default_tree, find_tree, trees
 
-__all__ = ["Snapshot", "match_names", "open_snapshots", "parts_of", "refuse_unsummable", "weights_for"]
+__all__ = ["Snapshot", "is_summed", "match_names", "open_snapshots", "parts_of", "refuse_unsummable", "weights_for"]
 
 _POOR = 0.05
 

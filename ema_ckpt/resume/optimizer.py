@@ -76,7 +76,7 @@ def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
         offloaded = handle_of(optimizer)
         if offloaded is not None:
             offloaded.wait()
-        _refuse_hidden(optimizer)
+        _refuse_hidden(optimizer, listed(optimizers))
         for group in optimizer.param_groups:
             stepped = [_Stepped(optimizer, tensor, _parts(known, tensor)) for tensor in group["params"]]
             fqns = [held.shard.fqn for one in stepped for held in one.parts]
@@ -121,7 +121,7 @@ def fill(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
                 group[name] = value
 
 
-def _refuse_hidden(optimizer: Optimizer) -> None:
+def _refuse_hidden(optimizer: Optimizer, all_of_them: list[Optimizer]) -> None:
     """Refuse an optimizer whose state is not that of the tensors it steps: it would be lost.
 
     Raises:
@@ -132,7 +132,7 @@ def _refuse_hidden(optimizer: Optimizer) -> None:
     if others:
         names = [f"a tensor of shape {list(k.shape)}" if isinstance(k, torch.Tensor) else str(k) for k in others]
         message = f"state under {shown(names)}, which is not in its parameter groups"
-    elif _keeps_state_elsewhere(optimizer):
+    elif _keeps_state_elsewhere(optimizer, all_of_them):
         message = "state in optimizers of its own"
     elif getattr(optimizer, "param_groups_master", None):
         message = "master weights in param_groups_master"
@@ -141,13 +141,15 @@ def _refuse_hidden(optimizer: Optimizer) -> None:
     raise UsageError("unsupported", f"{type(optimizer).__name__} keeps {message}: save it under extra")
 
 
-def _keeps_state_elsewhere(optimizer: Optimizer) -> bool:
+def _keeps_state_elsewhere(optimizer: Optimizer, saved: list[Optimizer]) -> bool:
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return True
     # A wrapper that shows the state of the one inside (accelerate's) is saved as that one.
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    return any(one.state and one.state is not optimizer.state for one in inner)
+    return any(
+        one.state and one.state is not optimizer.state and all(one is not other for other in saved) for one in inner
+    )
 
 
 def _by_owner(model: nn.Module) -> dict[int, tuple[Held, ...]]:

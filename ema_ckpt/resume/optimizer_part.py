@@ -46,30 +46,31 @@ class OptimizerPart(Part):
         self._shards = {name: h.shard for h in census(model).parameters for name in h.shard.names}
         entries = optimizer_entries(checkpoint)
         self._stored: dict[str, dict[str, Any]] = {}
-        self._names_taken: dict[str, str] = {}
         self._cast: list[str] = []
         self._weights = live_weights(checkpoint) if any(tree.role == LIVE for tree in checkpoint.trees) else {}
-        for name, values in entries.get("state", {}).items():
-            self._take(name, values)
+        self._take(entries.get("state", {}))
         self._groups = [entries["param_groups"][index] for index in sorted(entries.get("param_groups", {}))]
         self._order: list[int] = []
         self._values: dict[str, dict[str, Any]] = {}
         self._options: list[dict[str, Any]] = []
         self._check(strict=strict)
 
-    def _take(self, name: str, values: Mapping[str, Any]) -> None:
-        shard = self._shards.get(name)
-        if shard is not None:
-            # Weights that are one here and were separate there come from the first of their names.
-            known = self._names_taken.setdefault(shard.fqn, name)
-            if shard.names.index(name) > shard.names.index(known):
+    def _take(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
+        """Find the parameter of each entry. Of several that are one tensor here the first name's state is taken, as
+        its weight is."""
+        names: dict[str, list[str]] = {}
+        for name, values in stored.items():
+            shard = self._shards.get(name)
+            if shard is not None:
+                names.setdefault(shard.fqn, []).append(name)
+            elif name not in self._elsewhere:
                 self.unexpected += [f"optimizer.state.{name}.{key}" for key in values]
-                return
-            self._names_taken[shard.fqn] = name
-            self._stored[shard.fqn] = dict(values)
-            self.loaded += [f"optimizer.state.{shard.fqn}.{key}" for key in values]
-        elif name not in self._elsewhere:
-            self.unexpected += [f"optimizer.state.{name}.{key}" for key in values]
+        for fqn, found in names.items():
+            first, *others = sorted(found, key=self._shards[fqn].names.index)
+            self._stored[fqn] = dict(stored[first])
+            self.loaded += [f"optimizer.state.{fqn}.{key}" for key in stored[first]]
+            if others:
+                self.warnings.append(f"{shown(others)} are tied to {first!r} here: the optimizer's state is that of it")
 
     def _check(self, *, strict: bool) -> None:
         where = self._checkpoint.where

@@ -206,3 +206,21 @@ def test_text_of_a_header_that_the_target_cannot_hold_is_told(tmp_path: Path) ->
     assert [item.name for item in done.skipped] == ["__metadata__.title"]
     with pytest.raises(ema_ckpt.EmaCkptError, match="--strict"):
         ema_ckpt.convert(tmp_path / "m.safetensors", tmp_path / "strict.pt", strict=True)
+
+
+def test_a_tie_that_is_left_out_does_not_come_back(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    torch.save({"a.w": shared, "b.w": shared}, tmp_path / "m.pt")
+    assert ema_ckpt.convert(tmp_path / "m.pt", tmp_path / "m.safetensors").ties == {"b.w": "a.w"}
+    for verb in (ema_ckpt.convert, ema_ckpt.consolidate):
+        out = tmp_path / f"{verb.__name__}.safetensors"
+        assert verb(tmp_path / "m.safetensors", out, exclude=["b.*"]).ties == {}
+        assert [tensor.name for tensor in ema_ckpt.inspect(out).tensors] == ["a.w"]
+
+
+def test_consolidating_into_a_torch_file_tells_what_it_leaves_out(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    save_model(model, str(tmp_path / "m.safetensors"), metadata={"note": "x"})
+    done = ema_ckpt.consolidate(tmp_path / "m.safetensors", tmp_path / "m.pt")
+    assert [item.name for item in done.skipped] == ["b.weight", "__metadata__.note"]

@@ -670,6 +670,29 @@ class Renaming(DefaultSavePlanner):
         return super().lookup_object(replace(index, fqn=index.fqn.removeprefix("r_")))
 
 
+class Shifted(Renaming):
+    """Numbers layers by the stage of a pipeline: all names are one character away from those of the state dict."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = DefaultSavePlanner.create_local_plan(self)
+        moved = {name: name.replace("layers.0", "layers.4").replace("layers.1", "layers.5") for name in self.mappings}
+        self.mappings = {moved[name]: path for name, path in self.mappings.items()}
+        items = [replace(item, index=replace(item.index, fqn=moved[item.index.fqn])) for item in plan.items]
+        self.plan = replace(plan, items=items, planner_data=self.mappings)
+        return self.plan
+
+    def lookup_object(self, index: Any) -> Any:
+        name = index.fqn.replace("layers.4", "layers.0").replace("layers.5", "layers.1")
+        return DefaultSavePlanner.lookup_object(self, replace(index, fqn=name))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_stage_of_a_pipeline_renumbered_is_sound(tmp_path: Path) -> None:
+    tree = {"layers": {str(n): {"w": torch.full((3,), float(n))} for n in range(2)}}
+    dcp.save(tree, checkpoint_id=tmp_path / "c", planner=Shifted(), no_dist=True)
+    assert verify(tmp_path / "c").status == "sound"
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_planner_renamed_is_sound(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3), "v": torch.ones(2)}, checkpoint_id=tmp_path / "c", planner=Renaming(), no_dist=True)
