@@ -280,9 +280,9 @@ class _Claim:
                 self._close()
                 break
             except BaseException as error:
-                if isinstance(error, Exception):
+                interruption = _stopped_by(error)
+                if interruption is None:
                     raise
-                interruption = error
         if interruption is not None:
             raise interruption
 
@@ -306,6 +306,13 @@ class _Claim:
         if os.path.exists(root) and self._staged is not None:
             message = f"{root}: left behind, some of it could not be deleted; {self.target} is not affected"
             self._staged.warnings.append(Warn("stale-file", message))
+
+
+def _stopped_by(error: BaseException | None) -> BaseException | None:
+    """What a signal raised, also where it made something else fail: `rmtree` then closes a descriptor twice."""
+    while isinstance(error, Exception):
+        error = error.__context__
+    return error
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -483,3 +484,25 @@ class TestCutSwitch:
             write_new(staged, "newer")
         assert read_target(target) == "newer"
         assert os.listdir(target.parent) == ["out"]
+
+
+def test_a_signal_that_makes_the_removal_fail_is_still_that_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the closing of a descriptor and the note of it: `shutil.rmtree` then closes it once more."""
+    removed, failures = shutil.rmtree, [0]
+
+    def interrupted(path: Path, **options: Any) -> None:
+        if failures[0]:
+            return removed(path, **options)
+        failures[0] += 1
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise OSError(errno.EBADF, "closed twice")
+
+    with pytest.raises(KeyboardInterrupt), stage(tmp_path / "out", is_directory=True):
+        monkeypatch.setattr(shutil, "rmtree", interrupted)
+        raise ValueError("the write failed")
+    assert failures == [1]
+    assert os.listdir(tmp_path) == []
