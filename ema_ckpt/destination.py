@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ema_ckpt.errors import TargetError, UsageError, shown
-from ema_ckpt.files import is_url
+from ema_ckpt.files import is_mangled_url, is_url
 from ema_ckpt.stagedir import stage_path
 
 __all__ = [
@@ -39,7 +39,6 @@ _TORCH_FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
 # Torch files by name, but never weights: a weights directory that replaces the old one keeps them.
 _TRAINING_FILES = ("scheduler.*", "optimizer.*", "*random_state*", "rng_state*", "training_args.bin", "*trainer_state*")
 _TORCH_HEADS = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR)
 
@@ -67,7 +66,7 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
     text = os.fspath(target)
     if is_url(text):
         raise UsageError("usage", f"{text}: cannot write to a URL; write to a local path and copy it from there")
-    if _MANGLED_URL.match(text) and not os.path.lexists(text.partition("/")[0]):
+    if is_mangled_url(text) and not os.path.lexists(text.partition("/")[0]):
         raise UsageError("usage", f"{text}: cannot write to a URL (a URL loses a slash when it becomes a Path)")
     if not text or "\0" in text:
         raise UsageError("usage", f"{text!r} is not a path to write to")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from ema_ckpt.complete import check_complete
 from ema_ckpt.errors import EmaCkptError, SourceError, UsageError, counted, shown
 from ema_ckpt.families import families, family_of
-from ema_ckpt.files import is_url
+from ema_ckpt.files import is_mangled_url, is_url
 from ema_ckpt.folders import Folder, base_name, is_folder, join, list_folder, parent_of
 from ema_ckpt.found import DCP, PARTS, RANK_FILES, SAFETENSORS, TORCH, Found
 from ema_ckpt.naming import LIVE, OPTIMIZER, OTHER, part_role
@@ -32,7 +32,6 @@ _NEVER = re.compile(
 )
 _ZERO_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt", re.ASCII)
 _ZERO_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt", re.ASCII)
-_MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _WEIGHTS = re.compile(r"(?:diffusion_pytorch_|pytorch_|adapter_)?model\.safetensors")
 _LEVELS_BELOW = 2
 
@@ -59,7 +58,7 @@ def _stranded(path: str) -> Found:
     """A target whose writer crashed between two renames is read from its stage."""
     stage = None if is_url(path) or not path else recovered(path)
     if stage is None:
-        hint = " (a URL loses a slash when it becomes a Path: pass it as text)" if _MANGLED_URL.match(path) else ""
+        hint = " (a URL loses a slash when it becomes a Path: pass it as text)" if is_mangled_url(path) else ""
         raise SourceError("not-found", f"{path}: no such file or directory{hint}", file=path)
     note = f"{path} was being replaced when its writer died; reading the complete new checkpoint in {stage}"
     return replace(find(str(stage)), note=note)

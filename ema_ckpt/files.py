@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -13,13 +14,30 @@ from ema_ckpt.errors import SourceError, UnsafeError
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
-__all__ = ["Files", "LocalFiles", "RemoteFiles", "held_limit", "is_url", "local_path", "open_files", "safe_name"]
+__all__ = [
+    "Files",
+    "LocalFiles",
+    "RemoteFiles",
+    "held_limit",
+    "is_mangled_url",
+    "is_url",
+    "local_path",
+    "open_files",
+    "safe_name",
+]
+
+_MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 
 
 def is_url(path: str) -> bool:
     """Whether `path` names a place behind fsspec (`s3://…`, `memory://…`) rather than on this machine."""
     scheme, found, _ = path.partition("://")
     return bool(found) and scheme.replace("+", "").isalnum() and len(scheme) > 1
+
+
+def is_mangled_url(path: str) -> bool:
+    """Whether `path` looks like a URL that lost a slash as it became a `Path` (`s3:/bucket/key`)."""
+    return _MANGLED_URL.match(path) is not None
 
 
 def local_path(path: str) -> str | None:

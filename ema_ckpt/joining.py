@@ -17,6 +17,7 @@ from ema_ckpt.files import Files, open_files, safe_name
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.found import Found
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, part_role, role_of
+from ema_ckpt.ties import recorded_ties
 from ema_ckpt.trees import Tree, trees
 
 if TYPE_CHECKING:
@@ -337,8 +338,7 @@ def _text(parts: Sequence[_Part]) -> dict[str, str]:
     """Text of the headers of safetensors parts; of two under one key, the first."""
     text: dict[str, str] = {}
     for part in parts:
-        found, ties = part.catalog.extra.get("metadata"), part.catalog.extra.get("ties")
-        known = ties if isinstance(ties, Mapping) else {}
+        found, known = part.catalog.extra.get("metadata"), recorded_ties(part.catalog)
         for key, value in found.items() if isinstance(found, Mapping) else ():
             if key not in known:
                 text.setdefault(key, value)

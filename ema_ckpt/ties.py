@@ -8,7 +8,7 @@ from dataclasses import replace
 from ema_ckpt.catalog import Catalog
 from ema_ckpt.target import Entry
 
-__all__ = ["dropped_names", "keep_first", "with_dropped"]
+__all__ = ["dropped_names", "keep_first", "recorded_ties", "with_dropped"]
 
 
 def keep_first(entries: Iterable[Entry]) -> tuple[list[Entry], dict[str, str]]:
@@ -32,10 +32,13 @@ def keep_first(entries: Iterable[Entry]) -> tuple[list[Entry], dict[str, str]]:
 
 def with_dropped(catalog: Catalog) -> Catalog:
     """The catalog with the names that its source says it dropped as tied (`safetensors.torch.save_model` does)."""
+    recorded = recorded_ties(catalog)
+    if not recorded:
+        return catalog
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     again = [
         replace(tensors[kept], name=dropped, path=_path_beside(tensors[kept].path, dropped))
-        for dropped, kept in _recorded(catalog).items()
+        for dropped, kept in recorded.items()
         if kept in tensors and dropped not in tensors
     ]
     return replace(catalog, tensors=(*catalog.tensors, *again)) if again else catalog
@@ -46,10 +49,13 @@ def dropped_names(catalog: Catalog, entries: Sequence[Entry]) -> tuple[dict[str,
 
     The second list has those for which it cannot, as their tensor was renamed.
     """
+    recorded = recorded_ties(catalog)
+    if not recorded:
+        return {}, []
     written = {entry.source.name: entry.name for entry in entries}
     listed = {tensor.name for tensor in catalog.tensors}  # those are selected, or not, by themselves
     pairs, lost = {}, []
-    for dropped, kept in _recorded(catalog).items():
+    for dropped, kept in recorded.items():
         name = written.get(kept)
         if name is None or dropped in listed:
             continue
@@ -61,7 +67,8 @@ def dropped_names(catalog: Catalog, entries: Sequence[Entry]) -> tuple[dict[str,
     return pairs, lost
 
 
-def _recorded(catalog: Catalog) -> Mapping[str, str]:
+def recorded_ties(catalog: Catalog) -> Mapping[str, str]:
+    """Dropped name → kept name, as the source records it."""
     found = catalog.extra.get("ties")
     return found if isinstance(found, Mapping) else {}
 

@@ -138,10 +138,8 @@ def _refuse_missing_ranks(source: Files, names: Sequence[str]) -> None:
     missing = sorted({*range(max(ranks)), *written} - ranks)
     if missing:
         files = shown([f"__{rank}.metadata" for rank in missing])
-        message = (
-            f"{files}: missing; without it nothing tells what these ranks saved; copy it, or delete the data files"
-        )
-        message += " if an earlier save left them"
+        remedy = "copy it, or delete the data files if an earlier save left them"
+        message = f"{files}: missing; without it nothing tells what these ranks saved; {remedy}"
         raise SourceError("missing-metadata", message, file=f"__{missing[0]}.metadata")
 
 

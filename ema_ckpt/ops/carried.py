@@ -15,7 +15,7 @@ from ema_ckpt.formats.tensorpickle import TensorRef
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.selection import KeptObject
 from ema_ckpt.target import Entry
-from ema_ckpt.ties import dropped_names
+from ema_ckpt.ties import dropped_names, recorded_ties
 
 __all__ = ["Carried", "carried_text", "carry_objects", "rank_keyed", "refuse_skipped", "unknown_objects", "untold"]
 
@@ -66,9 +66,8 @@ def _load(catalog: Catalog, held: KeptObject) -> object:
 
 def carried_text(catalog: Catalog) -> dict[str, str]:
     """What the header of a safetensors source says beside its tensors, ties and format aside."""
-    found, ties = catalog.extra.get("metadata"), catalog.extra.get("ties")
+    found, known = catalog.extra.get("metadata"), recorded_ties(catalog)
     text = found if isinstance(found, Mapping) else {}
-    known = ties if isinstance(ties, Mapping) else {}
     return {str(key): str(value) for key, value in text.items() if key != "format" and key not in known}
 
 

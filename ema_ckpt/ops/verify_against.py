@@ -20,7 +20,7 @@ from ema_ckpt.errors import EmaCkptError, counted, shown
 from ema_ckpt.naming import EMA, canonical
 from ema_ckpt.opening import open_catalog
 from ema_ckpt.streams import StreamReader, locate
-from ema_ckpt.ties import with_dropped
+from ema_ckpt.ties import recorded_ties, with_dropped
 from ema_ckpt.trees import Tree, inner_names, trees
 
 __all__ = ["compare_with"]
@@ -180,9 +180,7 @@ def _by_tree(tree: Tree) -> _Names:
 
 
 def _ties(catalog: Catalog) -> Iterator[str]:
-    found = catalog.extra.get("ties")
-    if isinstance(found, Mapping):
-        yield from found
+    yield from recorded_ties(catalog)
     first: dict[object, str] = {}
     for tensor in catalog.tensors:
         key = (tensor.storage, tensor.shape, tensor.dtype.name)
