@@ -191,10 +191,11 @@ def _settings(checkpoint: Checkpoint, settings: Mapping[str, Tensor | Object]) -
     entries = [(name.split(".")[1:], item) for name, item in settings.items() if name.startswith("config.")]
     config |= {str(name): loaded(checkpoint.source, item) for name, item in nested(entries).items()}
     count = setting(checkpoint.source, settings, *_COUNTERS)
+    told = config.get("num_updates", config.get("decay_steps")) if count is None else count
     seen = setting(checkpoint.source, settings, "samples_seen")
     return {
-        "num_updates": int(config.get("num_updates", config.get("decay_steps", 0)) if count is None else count),
+        "num_updates": int(told or 0),
         "samples_seen": int(seen or 0),
         "config": config,
-        "is_counted": count is not None or "num_updates" in config or "decay_steps" in config,
+        "is_counted": told is not None,
     }

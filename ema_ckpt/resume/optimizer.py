@@ -72,11 +72,12 @@ def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     known = _by_owner(model)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    for optimizer in listed(optimizers):
+    saved = listed(optimizers)
+    for optimizer in saved:
         offloaded = handle_of(optimizer)
         if offloaded is not None:
             offloaded.wait()
-        _refuse_hidden(optimizer, listed(optimizers))
+        _refuse_hidden(optimizer, saved)
         for group in optimizer.param_groups:
             stepped = [_Stepped(optimizer, tensor, _parts(known, tensor)) for tensor in group["params"]]
             fqns = [held.shard.fqn for one in stepped for held in one.parts]
@@ -121,7 +122,7 @@ def fill(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
                 group[name] = value
 
 
-def _refuse_hidden(optimizer: Optimizer, all_of_them: list[Optimizer]) -> None:
+def _refuse_hidden(optimizer: Optimizer, saved: list[Optimizer]) -> None:
     """Refuse an optimizer whose state is not that of the tensors it steps: it would be lost.
 
     Raises:
@@ -132,7 +133,7 @@ def _refuse_hidden(optimizer: Optimizer, all_of_them: list[Optimizer]) -> None:
     if others:
         names = [f"a tensor of shape {list(k.shape)}" if isinstance(k, torch.Tensor) else str(k) for k in others]
         message = f"state under {shown(names)}, which is not in its parameter groups"
-    elif _keeps_state_elsewhere(optimizer, all_of_them):
+    elif _keeps_state_elsewhere(optimizer, saved):
         message = "state in optimizers of its own"
     elif getattr(optimizer, "param_groups_master", None):
         message = "master weights in param_groups_master"
