@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ema_ckpt.buffers import buffer
 from ema_ckpt.dtypes import DType
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Comparer:
 
         held = self._scratch.get(name)
         if held is None or held.size < count:
-            held = self._scratch[name] = np.empty(max(count, _PART), dtype)
+            held = self._scratch[name] = np.frombuffer(buffer(max(count, _PART) * np.dtype(dtype).itemsize), dtype)
         return held[:count]
 
     # The fast way.

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from ema_ckpt.box import Box, whole
+from ema_ckpt.buffers import buffer
 from ema_ckpt.catalog import Catalog, Payload, Tensor
 from ema_ckpt.checks import Checks
 from ema_ckpt.coverage import prove
@@ -52,7 +53,7 @@ class StreamReader:
     def read(self, place: int, stream: Stream, band: Box) -> memoryview:
         """The bytes of a band in row-major order, valid until the next read with the same `place`."""
         while len(self._blocks) <= place:
-            self._blocks.append(memoryview(bytearray(self.block_nbytes)))
+            self._blocks.append(buffer(self.block_nbytes))
         source = stream.catalog.source
         reader = self._readers.get(id(source))
         if reader is None:

@@ -16,13 +16,13 @@ PACKAGE = REPO / "ema_ckpt"
 # (family, layer, modules). A module imports its own family and families of lower layers, nothing else.
 # A package stands for all in it. Families of one layer do not know each other.
 FAMILIES = (
-    ("base", 0, "errors dtypes naming sizes crc notices"),
+    ("base", 0, "errors dtypes naming sizes crc notices buffers"),
     ("catalog", 1, "box catalog files families coverage stagedir target ties distributed"),
     ("formats", 2, "formats"),
     ("plan", 2, "selection trees grouping ema_forms"),
     ("ema", 2, "ema"),
     ("opening", 3, "opening joining discover complete folders found settings aliases"),
-    ("engine", 3, "cast checks regions lanes workers hands outputs shares execute"),
+    ("engine", 3, "cast checks regions lanes workers forks hands outputs shares execute"),
     ("engine", 3, "streams values digests stored sums audit lowprecision compare phema blend"),
     ("engine", 3, "staging destination journal publish"),
     ("ops", 4, "ops"),
@@ -37,7 +37,7 @@ TORCH_AT_TOP = ("ema", "resume")
 # Where a call that is forbidden elsewhere belongs.
 ALLOWED = {
     "print": ("cli",),
-    "exit": ("cli", "__main__"),
+    "exit": ("cli", "__main__", "forks"),
     "pickle": ("formats.unpickle",),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json as jsonlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.verified import Verified
 
 __all__ = ["Style", "document", "inspected", "progress", "verified", "written"]
+
+_REDRAW_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,16 @@ def progress(style: Style, doing: str = "writing") -> Iterator[Callable[[int], N
     from rich.progress import FileSizeColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=terminal(stderr=True), transient=True) as bar:
+    # Without a thread that redraws: a process that has one cannot be copied safely.
+    with Progress(*columns, console=terminal(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task(doing, total=None)
-        yield lambda nbytes: bar.advance(task, nbytes)
+        drawn = 0.0
+
+        def advance(nbytes: int) -> None:
+            nonlocal drawn
+            bar.advance(task, nbytes)
+            if time.monotonic() - drawn >= _REDRAW_S:
+                drawn = time.monotonic()
+                bar.refresh()
+
+        yield advance

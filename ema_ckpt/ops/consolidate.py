@@ -13,13 +13,13 @@ from ema_ckpt.errors import UsageError, counted, shown
 from ema_ckpt.naming import EMA, OPTIMIZER
 from ema_ckpt.opening import opened
 from ema_ckpt.ops.carried import carried_text, refuse_skipped, unknown_objects, untold
+from ema_ckpt.ops.present import check_sources
 from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
     Job,
     WriterArgs,
-    check_sources,
     payload_nbytes,
     place_of,
     request_of,

@@ -16,13 +16,13 @@ from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.opening import opened
 from ema_ckpt.ops.carried import carried_text, carry_objects, rank_keyed, refuse_skipped, untold
+from ema_ckpt.ops.present import check_sources
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.writing import (
     TORCH_SUFFIXES,
     Job,
     Request,
     WriterArgs,
-    check_sources,
     payload_nbytes,
     place_of,
     request_of,

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
 
 from ema_ckpt.catalog import Tensor
 from ema_ckpt.compare import FAST_NUMEL, Comparer, Sums
 from ema_ckpt.errors import UsageError
 from ema_ckpt.files import is_url
+from ema_ckpt.forks import can_fork, run_forked
 from ema_ckpt.ops.diff_findings import Compared, find
 from ema_ckpt.ops.diff_sides import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.diffed import Diffed, DiffSummary, DiffTensor, Mismatch, ShapeEntry
-from ema_ckpt.ops.writing import check_sources
+from ema_ckpt.ops.present import check_sources
 from ema_ckpt.regions import BandCutter
 from ema_ckpt.sizes import parse_size
 from ema_ckpt.streams import Stream, StreamReader, band_jobs, locate
@@ -29,6 +31,10 @@ _BUDGET_NBYTES = 16 << 20
 _REMOTE_BUDGET_NBYTES = 256 << 20
 _BLOCK_NBYTES = 512 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
+# Smaller blocks stay in the second-level cache; threads would meet at the interpreter's lock more often.
+_FORKED_BLOCK_NBYTES = 256 << 10
+_LEAST_FORKED_NBYTES = 64 << 20
+_PACKED = struct.Struct("<q6d6q?")  # place of the pair, then the fields of `Sums`
 
 
 def diff(
@@ -106,13 +112,13 @@ def compare_trees(
             from ema_ckpt.ops.diff_page import check_page
 
             check_page(html, (a.catalog, b.catalog))
-        workers = worker_count(threads)
         remote = any(is_url(side.catalog.source.root) for side in (a, b))
-        block_nbytes = _block_nbytes(max_memory, workers, remote)
         pairing = pair(a.tree, b.tree)
+        nbytes = sum(x.nbytes + y.nbytes for _, x, y in pairing.pairs)
+        effort = _Effort.fit(nbytes, worker_count(threads), max_memory, remote)
         _check(a, [x for _, x, _ in pairing.pairs])
         _check(b, [y for _, _, y in pairing.pairs])
-        sums = _Pairs(a, b, pairing, rtol, atol, progress).run(workers, block_nbytes)
+        sums = _Pairs(a, b, pairing, rtol, atol, progress).run(effort)
         compared = Compared(a, b, pairing, sums, is_pair=other is None or against is not None)
         return replace(compared, findings=find(compared))
     finally:
@@ -129,13 +135,23 @@ def _check(side: Side, tensors: Sequence[Tensor]) -> None:
         unknown_objects(side.catalog, side.catalog.objects)
 
 
-def _block_nbytes(max_memory: int | str | None, workers: int, remote: bool) -> int:
-    """Bytes of one buffer: two of them and as much scratch for each worker fit the budget."""
-    budget = (_REMOTE_BUDGET_NBYTES if remote else _BUDGET_NBYTES) if max_memory is None else parse_size(max_memory)
-    if budget < _MIN_BUDGET_NBYTES:
-        raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
-    largest = _REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES
-    return max(64 << 10, min(budget // (4 * workers), largest)) & ~4095
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """Workers, whether they are copies of this process rather than threads, and the bytes of one buffer."""
+
+    workers: int
+    forked: bool
+    block_nbytes: int
+
+    @classmethod
+    def fit(cls, nbytes: int, workers: int, max_memory: int | str | None, remote: bool) -> _Effort:
+        """What suits so many bytes; two buffers and as much scratch for each worker fit `max_memory`."""
+        forked = workers > 1 and not remote and nbytes >= _LEAST_FORKED_NBYTES and can_fork()
+        budget = (_REMOTE_BUDGET_NBYTES if remote else _BUDGET_NBYTES) if max_memory is None else parse_size(max_memory)
+        if budget < _MIN_BUDGET_NBYTES:
+            raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
+        largest = _FORKED_BLOCK_NBYTES if forked else _REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES
+        return cls(workers, forked, max(64 << 10, min(budget // (4 * workers), largest)) & ~4095)
 
 
 class _Pairs:
@@ -153,22 +169,51 @@ class _Pairs:
         self._parts: dict[str, list[Sums]] = {name: [] for name, _, _ in pairing.pairs}
         self._lock = threading.Lock()
 
-    def run(self, workers: int, block_nbytes: int) -> dict[str, Sums]:
+    def run(self, effort: _Effort) -> dict[str, Sums]:
         """The sums of each pair, by name, in the order of the pairs."""
-        run_jobs(self._jobs(block_nbytes), workers, lambda: _Hand(block_nbytes, self._rtol, self._atol))
+        make = partial(_Hand, effort.block_nbytes, self._rtol, self._atol)
+        if not effort.forked or not self._run_forked(effort.workers, list(self._jobs(effort.block_nbytes)), make):
+            run_jobs(self._jobs(effort.block_nbytes), effort.workers, make)
         return {name: Sums.total(parts) for name, parts in self._parts.items()}
+
+    def _run_forked(self, workers: int, jobs: Sequence[Callable[[_Hand], None]], make: Callable[[], _Hand]) -> bool:
+        """The same by copies of this process; whether they succeeded."""
+        progress, names = self._progress, list(self._parts)
+
+        def work(numbers: Iterator[int], tell: Callable[[int], None]) -> bytes:
+            self._progress, hand = tell, make()
+            for number in numbers:
+                jobs[number](hand)
+            found = enumerate(self._parts.values())
+            return b"".join(_PACKED.pack(place, *astuple(part)) for place, parts in found for part in parts)
+
+        try:
+            results = run_forked(work, len(jobs), workers, progress)
+        finally:
+            self._parts, self._progress = {name: [] for name in names}, progress
+        for place, *numbers in (row for result in results or () for row in _PACKED.iter_unpack(result)):
+            self._parts[names[place]].append(Sums(*numbers))
+        return results is not None
 
     def _jobs(self, block_nbytes: int) -> Iterator[Callable[[_Hand], None]]:
         for name, a, b in self._pairing.pairs:
-            streams = locate(self._a.catalog, a), locate(self._b.catalog, b)
             if a.numel:
-                take = partial(self._segment, name, streams)
+                take = partial(self._segment, name, cache(partial(self._located, a, b)))
                 yield from band_jobs(a.shape, max(a.dtype.itemsize, b.dtype.itemsize), block_nbytes, take)
 
+    def _located(self, a: Tensor, b: Tensor) -> tuple[Stream, Stream]:
+        return locate(self._a.catalog, a), locate(self._b.catalog, b)
+
     def _segment(
-        self, name: str, streams: tuple[Stream, Stream], hand: _Hand, cutter: BandCutter, first: int, stop: int
+        self,
+        name: str,
+        located: Callable[[], tuple[Stream, Stream]],
+        hand: _Hand,
+        cutter: BandCutter,
+        first: int,
+        stop: int,
     ) -> None:
-        a, b = streams
+        a, b = located()
         comparer = hand.comparer(a.tensor, b.tensor)
         fast = a.tensor.numel >= FAST_NUMEL
         parts, nbytes = [], 0

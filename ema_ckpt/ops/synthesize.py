@@ -14,6 +14,7 @@ from ema_ckpt.catalog import Catalog, Tensor, Warn
 from ema_ckpt.errors import UsageError, counted
 from ema_ckpt.files import local_path
 from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
+from ema_ckpt.ops.present import check_sources
 from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
 from ema_ckpt.ops.synthesize_parts import (
@@ -29,7 +30,6 @@ from ema_ckpt.ops.writing import (
     Job,
     Request,
     WriterArgs,
-    check_sources,
     payload_nbytes,
     place_of,
     request_of,
