@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from ema_ckpt.buffers import buffer
 from ema_ckpt.catalog import Payload
 from ema_ckpt.crc import combine, crc32
 from ema_ckpt.errors import SourceError
@@ -37,10 +38,10 @@ def joined(intervals: Iterable[Interval], nbytes: int) -> int | None:
 
 def storage_crc(source: Files, payload: Payload) -> int:
     """CRC-32 of a whole storage, read in blocks."""
-    buffer = memoryview(bytearray(min(_BLOCK_NBYTES, max(payload.nbytes, 1))))
+    memory = buffer(min(_BLOCK_NBYTES, payload.nbytes))
     crc, at = 0, 0
     while at < payload.nbytes:
-        block = buffer[: min(len(buffer), payload.nbytes - at)]
+        block = memory[: payload.nbytes - at]
         source.read_into(payload.file, payload.offset + at, block)
         crc = crc32(block, crc)
         at += len(block)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ema_ckpt.box import Box, linear
+from ema_ckpt.buffers import buffer
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.crc import combine, crc32
@@ -49,6 +50,12 @@ class Work:
         """Bytes of the piece as it is read."""
         return self.piece.box.numel * self.tensor.dtype.itemsize
 
+    @property
+    def abreast(self) -> int:
+        """Shares that hold a part of the piece's first row."""
+        starts = self.piece.box.offsets[:1]
+        return sum(share.box.offsets[:1] == starts for share in self.shares)
+
     def written(self, source_nbytes: int) -> int:
         """Bytes that so many bytes of the source become."""
         return source_nbytes // self.tensor.dtype.itemsize * self.piece.entry.dtype.itemsize
@@ -65,6 +72,7 @@ class Foreman(Protocol):
     outputs: Outputs
     checks: Checks
     block_nbytes: int
+    moved_nbytes: int
     finished: dict[Range, Finished]
     journals: bool
 
@@ -91,7 +99,7 @@ class Hands:
     def __init__(self, engine: Foreman) -> None:
         self._engine = engine
         self._source = engine.catalog.source
-        self._block = memoryview(bytearray(engine.block_nbytes))
+        self._block = buffer(engine.block_nbytes)
         self._reader = BandReader(self._source, engine.checks, engine.block_nbytes)
         self._second: memoryview | None = None
         self._casters: dict[tuple[str, str], Caster] = {}
@@ -132,7 +140,7 @@ class Hands:
 
     def _move_run(self, work: Work, run: Run, first: int, last: int) -> tuple[int, int]:
         """CRC-32 of what was written, and of what was read."""
-        source, outputs, block = self._source, self._engine.outputs, self._block
+        source, outputs, block = self._source, self._engine.outputs, self._block[: self._engine.moved_nbytes]
         piece, payload, casts = work.piece, run.payload, work.casts
         crc = source_crc = 0
         from_start = run.start + first - run.dest
@@ -261,7 +269,7 @@ class Hands:
 
     def _second_buffer(self) -> memoryview:
         if self._second is None:
-            self._second = memoryview(bytearray(self._engine.block_nbytes))
+            self._second = buffer(self._engine.block_nbytes)
         return self._second
 
     def _fill(self, work: Work, view: memoryview) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class Journal:
         _drop_torn_line(self._path)
         self._found = dict(_ranges(self._path))
         self._closed = False
-        self._kept: list[bytes] = []
+        self._kept: list[object] = []
         self._due = time.monotonic() + after
         if not after:
             self._open()
@@ -88,13 +88,12 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
     def _append(self, entry: object) -> None:
-        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._closed:
                 raise ValueError("the journal is closed")
-            self._kept.append(line)
+            self._kept.append(entry)
             if time.monotonic() >= self._due:
-                os.write(self._open(), b"".join(self._kept))
+                os.write(self._open(), b"".join(map(_line, self._kept)))
                 self._kept.clear()
 
     def _open(self) -> int:
@@ -113,6 +112,10 @@ class Journal:
                     yield key, self._found[key]
         finally:
             os.close(fd)
+
+
+def _line(entry: object) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
 def recorded_identity(stage: Path) -> dict[str, str] | None:

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ema_ckpt.box import Box, intersect, is_contiguous_in, linear, row_major_strides
+from ema_ckpt.buffers import buffer
 from ema_ckpt.catalog import Payload, Tensor
 from ema_ckpt.checks import Checks
 from ema_ckpt.crc import crc32
@@ -193,7 +194,7 @@ class BandReader:
 
     def _take(self, nbytes: int) -> memoryview:
         if len(self._scratch) < nbytes:
-            self._scratch = memoryview(bytearray(nbytes))
+            self._scratch = buffer(nbytes)
         return self._scratch[:nbytes]
 
     def _read_share(self, tensor: Tensor, share: Share, box: Box, target: NDArray[Any]) -> None:

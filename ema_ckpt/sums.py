@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from ema_ckpt.buffers import buffer
 from ema_ckpt.checks import Interval, joined
 from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
@@ -41,7 +42,7 @@ class _Hand:
     def __init__(self, source: Files) -> None:
         self._source = source
         remote = "://" in source.root
-        self._block = memoryview(bytearray(_REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES))
+        self._block = buffer(_REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES)
 
     def sum(self, stored: Stored, start: int, stop: int) -> int:
         """CRC-32 of the bytes [start, stop) of a record."""
