@@ -17,6 +17,7 @@ from ema_ckpt.ema.engines.lists import Step
 from ema_ckpt.ema.engines.offload import OffloadStep
 from ema_ckpt.ema.engines.select import prepare
 from ema_ckpt.ema.graphs import Recording
+from ema_ckpt.ema.modes import PlainMode
 from ema_ckpt.ema.pairs import lists_of
 from ema_ckpt.ema.settings import Counter, Settings, Source, globs
 from ema_ckpt.ema.shards import census
@@ -95,7 +96,7 @@ class ShardedEMA:
         self._events_reported = 0
         self._recording = Recording()
         self._attachment: attach.Attachment | None = None
-        with torch.inference_mode(False), torch.no_grad():
+        with PlainMode():
             found = census(model)
             chosen, live_buffers = choose(found, self.settings)
             slots = make(chosen, self.settings)
@@ -114,7 +115,7 @@ class ShardedEMA:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
         """
         swap.refuse_inside(self.model, "update()")
-        with torch.inference_mode(False), torch.no_grad():
+        with PlainMode():
             self.follow()
             if self._on_cuda and torch.cuda.is_current_stream_capturing():
                 self._recording.add(self._steps)
@@ -135,7 +136,7 @@ class ShardedEMA:
             StateError: no update was recorded.
         """
         swap.refuse_inside(self.model, "advance()")
-        with torch.inference_mode(False), torch.no_grad():
+        with PlainMode():
             self._recording.require()
             weight = self.counter.count(samples)
             self._recording.advance(0.0 if weight is None else weight)
@@ -164,7 +165,7 @@ class ShardedEMA:
     def reset(self) -> None:
         """Start again: the average is the live parameters, or what `source` gives for them, the counter 0."""
         swap.refuse_inside(self.model, "reset()")
-        with torch.inference_mode(False), torch.no_grad():
+        with PlainMode():
             self.follow()
             self._settle()
             for slot, held in zip(self.averages.slots, self.averages.held, strict=True):
@@ -178,7 +179,7 @@ class ShardedEMA:
             StateError: a parameter is missing there, or has another shape or dtype.
         """
         swap.refuse_inside(self.model, "rebind()")
-        with torch.inference_mode(False), torch.no_grad():
+        with PlainMode():
             self._settle()
             self._take(fit(self.averages, census(model), self.settings))
             self.model = model
@@ -208,7 +209,7 @@ class ShardedEMA:
     def state_dict(self) -> dict[str, Any]:
         """The state: tensors of global shape that alias the average, for `torch.distributed.checkpoint`."""
         swap.refuse_inside(self.model, "state_dict()")
-        with torch.inference_mode(False), torch.no_grad():
+        with PlainMode():
             self.synchronise()
             if self.averages.live_buffers:
                 self.averages = replace(self.averages, live_buffers=current_buffers(self.averages, census(self.model)))
@@ -223,7 +224,7 @@ class ShardedEMA:
             StateError: names, shapes or pieces do not fit; nothing was changed.
         """
         swap.refuse_inside(self.model, "load_state_dict()")
-        with torch.inference_mode(False), torch.no_grad():
+        with PlainMode():
             self.synchronise()
             state.load(state_dict, self.averages, self.counter)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ema_ckpt.ema.averages import live_part
+from ema_ckpt.ema.modes import PlainMode
 from ema_ckpt.ema.replicas import gather, meet_replicas
 from ema_ckpt.ema.shards import Shard, Slot, census, reshard
 from ema_ckpt.errors import StateError, shown
@@ -58,7 +59,7 @@ def _places(model: nn.Module) -> Iterator[int]:
 @contextmanager
 def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
     """See `ShardedEMA.swap`."""
-    with torch.inference_mode(False), torch.no_grad():
+    with PlainMode():
         failure = _failure(lambda: _ready(ema, "swap()"))
         meet_replicas(ema.averages.slots, "swap()", timeout, failure)
         _warn(ema)
@@ -70,7 +71,7 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.inference_mode(False), torch.no_grad():
+        with PlainMode():
             _swapped.difference_update(places)
             # What the last forward gathered are averages; and a first forward inside may have moved the shards.
             reshard(ema.model)
@@ -84,7 +85,7 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
 def copy_to(ema: ShardedEMA, module: nn.Module, timeout: float) -> None:
     """See `ShardedEMA.copy_to`."""
     targets: dict[Slot, list[Shard]] = {}
-    with torch.inference_mode(False), torch.no_grad():
+    with PlainMode():
         failure = _failure(lambda: targets.update(_targets(ema, module)))
         meet_replicas(ema.averages.slots, "copy_to()", timeout, failure)
         for place in range(max(map(len, targets.values()))):

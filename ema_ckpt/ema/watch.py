@@ -26,16 +26,17 @@ class Watch:
     Costs 0.1 to 0.2 µs a tensor, so that it can be asked before each update.
     """
 
-    __slots__ = ("_addresses", "_dtensors", "_places", "_pointed", "_seen", "_single", "_whole")
+    __slots__ = ("_addresses", "_as_seen", "_dtensors", "_places", "_pointed", "_seen", "_single", "_whole")
 
     def __init__(self, held: Iterable[Held], edges: Iterable[Edge]) -> None:
         held = list(held)
         self._whole, whole, rest = _split([*((h.place, h.key, h.seen) for h in held), *edges])
+        self._as_seen = [{key: seen for _, key, seen in watched} for watched in whole]
         self._places = ([place for place, _, _ in rest], [key for _, key, _ in rest])
-        self._seen = ([seen for _, _, seen in whole], [seen for _, _, seen in rest])
-        # Lists compare by identity first, but go on to `==`: a new tensor of one equal element would pass it, and
-        # what it does for a subclass (a DTensor may talk to other ranks) is not known here.
-        single = [entry for entry in (*whole, *rest) if _is_compared_alone(entry[2])]
+        self._seen = [seen for _, _, seen in rest]
+        # Dictionaries and lists compare by identity first, but go on to `==`: a new tensor of one equal element would
+        # pass it, and what it does for a subclass (a DTensor may talk to other ranks) is not known here.
+        single = [entry for entry in (*chain.from_iterable(whole), *rest) if _is_compared_alone(entry[2])]
         self._single = ([place for place, _, _ in single], [key for _, key, _ in single], [s for _, _, s in single])
         self._pointed = [h.pointed for h in held if h.pointed is not None]
         self._addresses = [tensor.data_ptr() for tensor in self._pointed]
@@ -48,12 +49,8 @@ class Watch:
         return all(map(is_, map(dict.get, places, keys), seen)) and self._same_objects() and self._same_memory()
 
     def _same_objects(self) -> bool:
-        whole, rest = self._seen
         try:
-            return (
-                list(chain.from_iterable(map(dict.values, self._whole))) == whole
-                and list(map(dict.get, *self._places)) == rest
-            )
+            return self._whole == self._as_seen and list(map(dict.get, *self._places)) == self._seen
         except (RuntimeError, TypeError, ValueError):  # from `==` of tensors, which are others then
             return False
 
@@ -70,19 +67,19 @@ def _is_compared_alone(seen: object) -> bool:
     return isinstance(seen, torch.Tensor) and (seen.numel() <= 1 or type(seen) not in _PLAIN)
 
 
-def _split(entries: Sequence[_Entry]) -> tuple[list[dict[str, Any]], list[_Entry], list[_Entry]]:
-    """Dictionaries of which every value is watched, their entries in order, and the other entries."""
+def _split(entries: Sequence[_Entry]) -> tuple[list[dict[str, Any]], list[list[_Entry]], list[_Entry]]:
+    """Dictionaries of which every value is watched, the entries of each, and all other entries."""
     by_place: dict[int, dict[str, _Entry]] = {}
     for entry in entries:
         by_place.setdefault(id(entry[0]), {})[entry[1]] = entry
     whole: list[dict[str, Any]] = []
-    inside: list[_Entry] = []
+    inside: list[list[_Entry]] = []
     rest: list[_Entry] = []
     for watched in by_place.values():
         place = next(iter(watched.values()))[0]
         if watched.keys() == place.keys():
             whole.append(place)
-            inside += [watched[key] for key in place]
+            inside.append(list(watched.values()))
         else:
             rest += watched.values()
     return whole, inside, rest

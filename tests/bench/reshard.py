@@ -138,7 +138,8 @@ def _loading(source: Path, folder: Path, options: argparse.Namespace) -> None:
     run_once(_ours("reshard", source, one, "--world-size", 1, "--no-fsync", "-q"), folder / "log", ENV)
     run_once(_ours("reshard", one, eight, "--world-size", 8, "--no-fsync", "-q"), folder / "log", ENV)
     rows = [["dcp.load on 8 ranks", "seconds of the slowest rank (min of runs)", "files opened by rank 3"]]
-    for name, path in (("saved by one rank", one), ("the same after reshard", eight)):
+    kinds = {"saved by one rank": one, "the same after reshard": eight, "saved by eight ranks, torch's own": source}
+    for name, path in kinds.items():
         seconds, opened = [], ""
         for _ in range(min(options.runs, 3)):
             run_once(_launched(8, HERE, "worker", "load", path, folder / "took"), folder / "log", ENV)
