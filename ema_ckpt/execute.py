@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 from ema_ckpt.box import is_contiguous_in, linear, whole
@@ -136,9 +138,9 @@ class _Engine:
         self.settings = settings
         self.journal = journal
         self.finished = journal.completed() if journal else {}
-        remote = is_url(catalog.source.root)
-        self.block_nbytes = settings.block_nbytes(remote)
-        self.moved_nbytes = self.block_nbytes if remote else min(self.block_nbytes, _MOVED_NBYTES)
+        self._is_remote = is_url(catalog.source.root)
+        self.block_nbytes = settings.block_nbytes(self._is_remote)
+        self.moved_nbytes = self.block_nbytes if self._is_remote else min(self.block_nbytes, _MOVED_NBYTES)
         self.checks = Checks(catalog.source, settings.verify)
         self.outcome = Outcome([0] * len(target.pieces))
         self.journals = journal is not None
@@ -169,7 +171,7 @@ class _Engine:
 
         And no more than find work where a file takes the writes of one of them at a time.
         """
-        if is_url(self.catalog.source.root):
+        if self._is_remote:
             return self.settings.threads
         reads = sum(len(piece.entry.source.chunks) for piece in self.pieces)
         nbytes = sum(piece.nbytes for piece in self.pieces)
@@ -223,8 +225,11 @@ class _Engine:
         for index in indices:
             piece = self.pieces[index]
             widest = max(piece.entry.dtype.itemsize, piece.entry.source.dtype.itemsize)
-            if piece.box.numel * widest > self.moved_nbytes:
+            if piece.box.numel * widest > self.block_nbytes:
                 yield from self._segments(self.prepare(index))
+                continue
+            if piece.box.numel * widest > self.moved_nbytes:
+                yield piece.nbytes, partial(self._alone, index)
                 continue
             if batch and not self._joins(batch, piece):
                 yield self._batch_job(batch)
@@ -241,6 +246,10 @@ class _Engine:
 
     def _batch_job(self, batch: Sequence[int]) -> tuple[int, Callable[[Hands], None]]:
         return sum(self.pieces[index].nbytes for index in batch), lambda hands: hands.batch(batch)
+
+    def _alone(self, index: int, hands: Hands) -> None:
+        for _, job in self._segments(self.prepare(index)):
+            job(hands)
 
     def _segments(self, work: Work) -> Iterator[tuple[int, Callable[[Hands], None]]]:
         if work.runs is not None:
@@ -260,9 +269,11 @@ class _Engine:
             yield nbytes, lambda hands, first=first, stop=stop: hands.bands(work, cutter, first, stop)  # type: ignore[misc]
 
     def _band_nbytes(self, work: Work) -> int:
-        if self.moved_nbytes == self.block_nbytes:
+        if self._is_remote:
             return self.block_nbytes
-        return min(self.block_nbytes, max(self.moved_nbytes // 2, _READ_NBYTES * work.abreast))
+        row_nbytes = prod(work.piece.box.sizes[1:]) * work.tensor.dtype.itemsize
+        whole_row = row_nbytes if row_nbytes <= self.block_nbytes else 0  # of which lanes consist
+        return min(self.block_nbytes, max(self.moved_nbytes // 2, _READ_NBYTES * work.abreast, whole_row))
 
     def _divide(self, work: Work, jobs: int) -> None:
         work.pending = jobs

@@ -14,27 +14,35 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 __all__ = ["can_fork", "run_forked"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_PATIENCE_S = 0.1
+_PATIENCE_MS = 100
 _TURN = struct.Struct("<i")
-_MOST_TURNS = 4096  # a pipe of the least capacity, 64 KiB, holds four times as many
+_MOST_TURNS = 1024  # fit into the one page that a pipe has at least
+_WHOLE = b"."  # ends what a copy sends: neither its exit status nor the end of the pipe can be relied on
+_TASKS = "/proc/self/task"
 
 Progress = Callable[[int], None]
 Work = Callable[[Iterator[int], Progress], bytes]
 
 
+class _LostError(Exception):
+    """A copy has ended while there was work."""
+
+
 def can_fork() -> bool:
-    """Whether copies of this process can work: none of its locks may be held, and torch keeps threads of its own."""
-    return hasattr(os, "fork") and threading.active_count() == 1 and "torch" not in sys.modules
+    """Whether copies of this process can work: no other thread may hold a lock, and torch starts some of its own."""
+    if not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
+        return False
+    return not os.path.isdir(_TASKS) or len(os.listdir(_TASKS)) == 1
 
 
 def run_forked(work: Work, jobs: int, count: int, progress: Progress | None = None) -> list[bytes] | None:
-    """What `work(numbers, tell)` gives here and in `count` − 1 copies; None if a copy failed.
+    """What `work(numbers, tell)` gives here and in up to `count` − 1 copies; None if a copy failed or none can be made.
 
     Args:
         work: does the jobs whose numbers it is given, and tells the bytes of each when it is finished. What it
@@ -44,24 +52,62 @@ def run_forked(work: Work, jobs: int, count: int, progress: Progress | None = No
     Raises:
         BaseException: what `work` raises here.
     """
-    board, turns = _Board(count), _Turns(jobs)
     copies: list[_Copy] = []
+    board = _Board(count)
 
     def tell(nbytes: int) -> None:
         board.add(0, nbytes)
         if progress is not None:
             progress(board.news())
 
-    try:
-        copies.extend(_Copy(work, turns, board, index) for index in range(1, count))
-        results = [work(iter(turns), tell)]
-        results += [result for copy in copies if (result := copy.result(tell)) is not None]
-        tell(0)
-        return results if len(results) == count else None
-    finally:
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(_end, copies)
+        try:
+            turns = cleanup.enter_context(contextlib.closing(_Turns(jobs)))
+            _make(copies, work, turns, board, min(count, jobs) - 1)
+        except OSError:  # no memory, too many processes or files
+            return None
+        try:
+            results = [work(turns.beside(copies), tell)]
+        except _LostError:
+            return None
         for copy in copies:
-            copy.end()
-        turns.close()
+            result = copy.result(tell)
+            if result is None:
+                return None
+            results.append(result)
+        tell(0)
+        return results
+
+
+def _make(copies: list[_Copy], work: Work, turns: _Turns, board: _Board, count: int) -> None:
+    """Append as many copies; no signal comes between one's beginning and its place in the list."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        for index in range(1, count + 1):
+            near, far = os.pipe()
+            parent = os.getpid()
+            try:
+                pid = os.fork()
+            except OSError:
+                os.close(near)
+                os.close(far)
+                raise
+            if not pid:
+                for copy in copies:
+                    os.close(copy.pipe)
+                os.close(near)
+                _do(work, turns, board, index, parent, far, before)
+            os.close(far)
+            copies.append(_Copy(pid, near))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(copies: Sequence[_Copy]) -> None:
+    for copy in copies:
+        copy.end()
 
 
 class _Turns:
@@ -75,9 +121,29 @@ class _Turns:
             pipe.write(b"".join(map(_TURN.pack, range(0, jobs, self._step))))
 
     def __iter__(self) -> Iterator[int]:
-        while turn := os.read(self._near, _TURN.size):
-            (first,) = _TURN.unpack(turn)
-            yield from range(first, min(first + self._step, self._jobs))
+        while turn := self._take():
+            yield from turn
+
+    def beside(self, copies: Sequence[_Copy]) -> Iterator[int]:
+        """The same, unless one of `copies` ends before all are taken. Raises `_LostError` then."""
+        poll = select.poll()
+        for copy in copies:
+            poll.register(copy.pipe, 0)  # tells when the other end is closed
+        while True:
+            ended = poll.poll(0)
+            turn = self._take()
+            if not turn:
+                return
+            if ended:
+                raise _LostError
+            yield from turn
+
+    def _take(self) -> range:
+        turn = os.read(self._near, _TURN.size)
+        if not turn:
+            return range(0)
+        (first,) = _TURN.unpack(turn)
+        return range(first, min(first + self._step, self._jobs))
 
     def close(self) -> None:
         os.close(self._near)
@@ -101,60 +167,46 @@ class _Board:
 
 
 class _Copy:
-    """A copy of this process that works until no turn is left, and ends."""
+    """A copy of this process that works until no turn is left, sends what it found, and ends."""
 
-    def __init__(self, work: Work, turns: _Turns, board: _Board, index: int) -> None:
-        self._is_gone = False
-        parent = os.getpid()
-        self._pipe, far = os.pipe()
-        with _blocked():  # a signal must not unwind the copy, which has the caller's stack
-            self._pid = os.fork()
-            if not self._pid:
-                _do(work, turns, board, index, parent, far)
-        os.close(far)
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pipe = pipe
+        self._pid = pid
+        self._has_ended = False
 
     def result(self, tell: Progress) -> bytes | None:
-        """What it sent; None where it failed."""
+        """What it sent; None where it failed. Tells progress meanwhile."""
+        poll = select.poll()
+        poll.register(self.pipe, select.POLLIN)
         parts = []
         while True:
-            if not select.select([self._pipe], [], [], _PATIENCE_S)[0]:
+            if not poll.poll(_PATIENCE_MS):
                 tell(0)
-            elif part := os.read(self._pipe, 1 << 20):
+            elif part := os.read(self.pipe, 1 << 20):
                 parts.append(part)
             else:
-                return b"".join(parts) if self._ended_well() else None
+                sent, self._has_ended = b"".join(parts), True
+                return sent.removesuffix(_WHOLE) if sent.endswith(_WHOLE) else None
 
     def end(self) -> None:
-        """Stop it if it still works."""
-        os.close(self._pipe)
-        if not self._is_gone:
+        """Stop it, if it still works, and forget it."""
+        os.close(self.pipe)
+        if not self._has_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
-            self._ended_well()
-
-    def _ended_well(self) -> bool:
-        self._is_gone = True
         with contextlib.suppress(ChildProcessError):  # someone else collects this process' children
-            return os.waitpid(self._pid, 0)[1] == 0
-        return False
+            os.waitpid(self._pid, 0)
 
 
-@contextlib.contextmanager
-def _blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _do(work: Work, turns: _Turns, board: _Board, index: int, parent: int, far: int) -> NoReturn:
+def _do(
+    work: Work, turns: _Turns, board: _Board, index: int, parent: int, far: int, mask: set[signal.Signals | int]
+) -> NoReturn:
     """Be the copy."""
-    code = 1
     try:
         for number in _SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a signal must not unwind the caller's stack in here
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         def tell(nbytes: int) -> None:
             board.add(index, nbytes)
@@ -163,7 +215,6 @@ def _do(work: Work, turns: _Turns, board: _Board, index: int, parent: int, far: 
 
         result = work(iter(turns), tell)
         with open(far, "wb") as pipe:
-            pipe.write(result)
-        code = 0
+            pipe.write(result + _WHOLE)
     finally:
-        os._exit(code)
+        os._exit(0)

@@ -334,7 +334,7 @@ def optimizer_table(layers: int) -> None:
         torch.cuda.empty_cache()
 
 
-def step_table(layers: int, pairs: int, tokens: int) -> None:
+def step_table(layers: int, pairs: int, tokens: int, accumulate: int) -> None:
     """The step of a training, in blocks of 20 that alternate between without and with an average."""
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store = None if "RANK" in os.environ else dist.HashStore()
@@ -349,8 +349,9 @@ def step_table(layers: int, pairs: int, tokens: int) -> None:
     batch = torch.randint(VOCABULARY, (tokens // 2048, 2049), device="cuda")
 
     def step(update: Update | None) -> None:
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        for _ in range(accumulate):
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if update is not None:
@@ -372,7 +373,10 @@ def step_table(layers: int, pairs: int, tokens: int) -> None:
             if index < counts[name]:
                 times[name].append(_block(step, update) / (without := _block(step, None)) - 1)
     if not dist.get_rank():
-        print(f"{dist.get_world_size()} ranks, {tokens} tokens a rank; a step without an average {without:.1f} ms")
+        print(
+            f"{dist.get_world_size()} ranks, {accumulate} x {tokens} tokens a rank and step; a step without an average"
+            f" {without:.1f} ms"
+        )
         for name, ratios in times.items():
             low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
             print(f"{name}: {statistics.median(ratios):+.2%} (quartiles {low:+.2%} {high:+.2%}, {len(ratios)} pairs)")
@@ -410,11 +414,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=12_288)
+    parser.add_argument("--accumulate", type=int, default=1, help="forward and backward passes of one step")
     options = parser.parse_args()
     if not int(os.environ.get("RANK", "0")):
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     if options.table == "step":
-        step_table(options.layers, options.pairs, options.tokens)
+        step_table(options.layers, options.pairs, options.tokens, options.accumulate)
     else:
         tables = {"update": update_table, "offload": offload_table, "optimizer": optimizer_table}
         tables[options.table](options.layers)

@@ -42,7 +42,7 @@ class _Block:
 
 
 def prepare(lists: Lists) -> Step:
-    """A step over `lists` with all views and scratch made beforehand: at most 6 blocks, 48 MiB in float32."""
+    """A step over `lists` with all views and scratch made beforehand: at most 41 MiB in float32."""
     blocks = list(_blocks(lists))
     if lists.is_plain:
         direct = [block for block in blocks if block.gathered is None and block.widened is None]
@@ -91,7 +91,7 @@ def _move(block: _Block, weight: float, scratch: Sequence[torch.Tensor], *, skip
 def _blocks(lists: Lists) -> Iterator[_Block]:
     """The lists as blocks of at most `BLOCK_NUMEL` elements; large tensors that need no scratch stay whole."""
     same = lists.params[0].dtype is lists.wide
-    gathered = torch.empty(BLOCK_NUMEL, dtype=lists.params[0].dtype, device=lists.params[0].device)
+    gathered = torch.empty(_GATHERED_NUMEL, dtype=lists.params[0].dtype, device=lists.params[0].device)
     widened = None if same else torch.empty(BLOCK_NUMEL, dtype=lists.wide, device=gathered.device)
     residuals: Sequence[torch.Tensor | None] = lists.residuals or [None] * len(lists.shadows)
     bare = lists.is_plain and same
