@@ -11,7 +11,7 @@ not finite on one side alone leaves norms and extremes undefined (NaN).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,13 +122,16 @@ class Comparer:
         self._is_plain = a.is_castable and b.is_castable and not rtol and not atol
         self._single = a.name in _SINGLE and b.name in _SINGLE and self._is_plain
 
-    def compare(self, a: memoryview, b: memoryview, *, fast: bool) -> Sums:
-        """Compare the raw little-endian bytes of as many whole elements of each side."""
+    def compare(self, blocks: Iterable[tuple[memoryview, memoryview]], *, fast: bool) -> list[Sums]:
+        """Compare blocks, each the raw little-endian bytes of as many whole elements of a and of b."""
         import numpy as np
 
+        fast = fast and self._single
         with np.errstate(all="ignore"):
-            found = self._fast(a, b) if fast and self._single else None
-            return found or Sums.total([self._plain(x, y) or self._exact(x, y) for x, y in self._parts(a, b)])
+            return [(self._fast(a, b) if fast else None) or self._surely(a, b) for a, b in blocks]
+
+    def _surely(self, a: memoryview, b: memoryview) -> Sums:
+        return Sums.total([self._plain(x, y) or self._exact(x, y) for x, y in self._parts(a, b)])
 
     def _parts(self, a: memoryview, b: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
         count, of_a, of_b = len(a) // self._a.itemsize, self._a.itemsize, self._b.itemsize

@@ -115,8 +115,8 @@ class BandCutter:
             inner *= box.sizes[axis]
         self.axis = max(axis - 1, 0)
         rows = box.sizes[self.axis] if box.sizes else 1
-        below = prod(box.sizes[self.axis + 1 :]) * itemsize
-        self._step = max(1, min(rows, nbytes // max(below, 1)))
+        self._below = prod(box.sizes[self.axis + 1 :])
+        self._step = max(1, min(rows, nbytes // max(self._below * itemsize, 1)))
         self._per_outer = -(-rows // self._step)
         self.count = prod(box.sizes[: self.axis]) * self._per_outer
 
@@ -124,6 +124,14 @@ class BandCutter:
         """Where the band with that index begins on `axis`, relative to the box, and how many rows it has."""
         first = index % self._per_outer * self._step
         return first, min(self._step, self.box.sizes[self.axis] - first)
+
+    def extent(self, index: int) -> tuple[int, int]:
+        """Where the band with that index begins in the box' row-major order, and how long it is, in elements."""
+        if not self.box.sizes:
+            return 0, 1
+        outer, part = divmod(index, self._per_outer)
+        rows, first = self.box.sizes[self.axis], part * self._step
+        return (outer * rows + first) * self._below, min(self._step, rows - first) * self._below
 
     def band(self, index: int) -> Box:
         """The band with that index, in tensor coordinates."""

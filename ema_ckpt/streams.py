@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from ema_ckpt.box import Box, whole
@@ -12,22 +14,24 @@ from ema_ckpt.buffers import buffer
 from ema_ckpt.catalog import Catalog, Payload, Tensor
 from ema_ckpt.checks import Checks
 from ema_ckpt.coverage import prove
-from ema_ckpt.regions import BandCutter, BandReader, Share, find_shares
+from ema_ckpt.regions import BandCutter, BandReader, Run, Share, find_shares, row_runs
 
 __all__ = ["Stream", "StreamReader", "band_jobs", "locate"]
 
 _SEGMENT_NBYTES = 16 << 20
+_begin = attrgetter("dest")
 
 Hand = TypeVar("Hand")
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A tensor whose bytes have been found."""
+    """A tensor whose bytes have been found; as runs too, where its chunks are whole rows."""
 
     catalog: Catalog
     tensor: Tensor
     shares: Sequence[Share]
+    runs: Sequence[Run] | None
 
 
 def locate(catalog: Catalog, tensor: Tensor, payloads: Sequence[Payload] | None = None) -> Stream:
@@ -39,7 +43,9 @@ def locate(catalog: Catalog, tensor: Tensor, payloads: Sequence[Payload] | None 
     picked = prove(tensor)
     if payloads is None:
         payloads = catalog.reader.payloads(tensor) if picked else ()
-    return Stream(catalog, tensor, find_shares(tensor, payloads, picked, whole(tensor.shape)))
+    box = whole(tensor.shape)
+    runs = row_runs(tensor, payloads, picked, box)
+    return Stream(catalog, tensor, find_shares(tensor, payloads, picked, box), runs)
 
 
 class StreamReader:
@@ -52,16 +58,41 @@ class StreamReader:
 
     def read(self, place: int, stream: Stream, band: Box) -> memoryview:
         """The bytes of a band in row-major order, valid until the next read with the same `place`."""
-        while len(self._blocks) <= place:
-            self._blocks.append(buffer(self.block_nbytes))
         source = stream.catalog.source
         reader = self._readers.get(id(source))
         if reader is None:
             checks = Checks(source, enabled=False)
             reader = self._readers[id(source)] = BandReader(source, checks, self.block_nbytes, sums=False)
-        view = self._blocks[place][: band.numel * stream.tensor.dtype.itemsize]
+        view = self._block(place)[: band.numel * stream.tensor.dtype.itemsize]
         reader.read(stream.tensor, stream.shares, band, view)
         return view
+
+    def read_band(self, place: int, stream: Stream, cutter: BandCutter, index: int) -> memoryview:
+        """The same for a band of a cutter of the whole tensor; with less ado where it lies in one run."""
+        itemsize = stream.tensor.dtype.itemsize
+        start, numel = cutter.extent(index)
+        at, nbytes = start * itemsize, numel * itemsize
+        run = _run_with(stream.runs or (), at, nbytes)
+        if run is None:
+            return self.read(place, stream, cutter.band(index))
+        view = self._block(place)[:nbytes]
+        payload = run.payload
+        stream.catalog.source.read_into(payload.file, payload.offset + run.start + at - run.dest, view)
+        return view
+
+    def _block(self, place: int) -> memoryview:
+        while len(self._blocks) <= place:
+            self._blocks.append(buffer(self.block_nbytes))
+        return self._blocks[place]
+
+
+def _run_with(runs: Sequence[Run], at: int, nbytes: int) -> Run | None:
+    """The run that holds these bytes of the tensor, if one does."""
+    index = bisect_right(runs, at, key=_begin) - 1
+    if index < 0:
+        return None
+    run = runs[index]
+    return run if at + nbytes <= run.dest + run.nbytes else None
 
 
 def band_jobs(

@@ -148,3 +148,23 @@ def test_lanes_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject)
         reader.tell("t", checks)
     assert bytes(out) == cut_out(values, box).tobytes()
     checks.finish()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=4),
+    corner=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    nbytes=st.integers(1, 400),
+)
+def test_the_extent_of_a_band_is_where_its_elements_are(
+    sizes: list[int], corner: list[int], itemsize: int, nbytes: int
+) -> None:
+    box = Box(tuple(corner[: len(sizes)]), tuple(sizes))
+    cutter = BandCutter(box, itemsize, nbytes)
+    at = 0
+    for index in range(cutter.count):
+        band = cutter.band(index)
+        assert cutter.extent(index) == (at, band.numel)
+        assert linear(band.within(box).offsets, box.sizes) == at or not band.numel
+        at += band.numel
+    assert at == box.numel

@@ -27,7 +27,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 def compare(a: torch.Tensor, b: torch.Tensor, *, fast: bool = False, **tolerance: float) -> Sums:
     kinds = (by_name(str(side.dtype)) for side in (a, b))
-    return Comparer(*kinds, **tolerance).compare(raw(a), raw(b), fast=fast)
+    return Comparer(*kinds, **tolerance).compare([(raw(a), raw(b))], fast=fast)[0]
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:

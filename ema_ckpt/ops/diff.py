@@ -214,14 +214,10 @@ class _Pairs:
         stop: int,
     ) -> None:
         a, b = located()
-        comparer = hand.comparer(a.tensor, b.tensor)
-        fast = a.tensor.numel >= FAST_NUMEL
-        parts, nbytes = [], 0
-        for index in range(first, stop):
-            band = cutter.band(index)
-            x, y = hand.reader.read(0, a, band), hand.reader.read(1, b, band)
-            parts.append(comparer.compare(x, y, fast=fast))
-            nbytes += len(x) + len(y)
+        read, numel = hand.reader.read_band, sum(cutter.extent(index)[1] for index in range(first, stop))
+        blocks = ((read(0, a, cutter, index), read(1, b, cutter, index)) for index in range(first, stop))
+        parts = hand.comparer(a.tensor, b.tensor).compare(blocks, fast=a.tensor.numel >= FAST_NUMEL)
+        nbytes = numel * (a.tensor.dtype.itemsize + b.tensor.dtype.itemsize)
         found = Sums.total(parts)
         with self._lock:
             self._parts[name].append(found)

@@ -212,7 +212,7 @@ def _look(
 ) -> None:
     scanner, found = Scanner(stream.tensor.dtype), Seen()
     for index in range(first, stop):
-        found.add(scanner.scan(reader.read(0, stream, cutter.band(index))))
+        found.add(scanner.scan(reader.read_band(0, stream, cutter, index)))
     with lock:
         seen.add(found)
 
