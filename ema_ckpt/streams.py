@@ -67,18 +67,23 @@ class StreamReader:
         reader.read(stream.tensor, stream.shares, band, view)
         return view
 
-    def read_band(self, place: int, stream: Stream, cutter: BandCutter, index: int) -> memoryview:
-        """The same for a band of a cutter of the whole tensor; with less ado where it lies in one run."""
-        itemsize = stream.tensor.dtype.itemsize
-        start, numel = cutter.extent(index)
-        at, nbytes = start * itemsize, numel * itemsize
-        run = _run_with(stream.runs or (), at, nbytes)
-        if run is None:
-            return self.read(place, stream, cutter.band(index))
-        view = self._block(place)[:nbytes]
-        payload = run.payload
-        stream.catalog.source.read_into(payload.file, payload.offset + run.start + at - run.dest, view)
-        return view
+    def read_bands(self, place: int, stream: Stream, cutter: BandCutter, first: int, stop: int) -> Iterator[memoryview]:
+        """The same for bands [first, stop) of a cutter of the whole tensor, with less ado for those inside a run."""
+        read_into, runs = stream.catalog.source.read_into, stream.runs or ()
+        block, itemsize = self._block(place), stream.tensor.dtype.itemsize
+        run, begin, end = None, 0, 0
+        for index in range(first, stop):
+            start, numel = cutter.extent(index)
+            at, nbytes = start * itemsize, numel * itemsize
+            if at < begin or at + nbytes > end:
+                run = _run_with(runs, at, nbytes)
+                begin, end = (run.dest, run.dest + run.nbytes) if run else (0, 0)
+            if run is None:
+                yield self.read(place, stream, cutter.band(index))
+                continue
+            view = block if nbytes == len(block) else block[:nbytes]
+            read_into(run.payload.file, run.payload.offset + run.start + at - begin, view)
+            yield view
 
     def _block(self, place: int) -> memoryview:
         while len(self._blocks) <= place:

@@ -214,10 +214,11 @@ class _Pairs:
         stop: int,
     ) -> None:
         a, b = located()
-        read, numel = hand.reader.read_band, sum(cutter.extent(index)[1] for index in range(first, stop))
-        blocks = ((read(0, a, cutter, index), read(1, b, cutter, index)) for index in range(first, stop))
+        bands = hand.reader.read_bands
+        blocks = zip(bands(0, a, cutter, first, stop), bands(1, b, cutter, first, stop), strict=True)
         parts = hand.comparer(a.tensor, b.tensor).compare(blocks, fast=a.tensor.numel >= FAST_NUMEL)
-        nbytes = numel * (a.tensor.dtype.itemsize + b.tensor.dtype.itemsize)
+        (begin, _), (last, numel) = cutter.extent(first), cutter.extent(stop - 1)
+        nbytes = (last + numel - begin) * (a.tensor.dtype.itemsize + b.tensor.dtype.itemsize)
         found = Sums.total(parts)
         with self._lock:
             self._parts[name].append(found)

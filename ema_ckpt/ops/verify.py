@@ -211,8 +211,8 @@ def _look(
     stream: Stream, seen: Seen, lock: threading.Lock, reader: StreamReader, cutter: BandCutter, first: int, stop: int
 ) -> None:
     scanner, found = Scanner(stream.tensor.dtype), Seen()
-    for index in range(first, stop):
-        found.add(scanner.scan(reader.read_band(0, stream, cutter, index)))
+    for block in reader.read_bands(0, stream, cutter, first, stop):
+        found.add(scanner.scan(block))
     with lock:
         seen.add(found)
 
