@@ -235,7 +235,8 @@ class ShardedEMA:
         """
         from ema_ckpt.ema.gather import gather_full
 
-        return gather_full(self, complete, timeout)
+        with PlainMode():
+            return gather_full(self, complete, timeout)
 
     def wait(self, host: bool = False) -> None:
         """Make later work in the current stream, and with `host` the caller, wait for what `update` began.
@@ -290,7 +291,7 @@ class ShardedEMA:
         Raises:
             StateError: `non-finite`: with `nonfinite="raise"`, new values were not finite since the last call.
         """
-        self.follow()
+        self.follow(thorough=True)
         self._settle()
         self._recording.check()
         if self.settings.nonfinite == "raise" and (events := self.nonfinite_events) > self._events_reported:
@@ -312,9 +313,12 @@ class ShardedEMA:
         self._steps: list[Step] | None = None
         self._sources: list[torch.Tensor] = []
 
-    def follow(self) -> None:
-        """Find the live shards anew if the model's tensors were exchanged since: `.to()`, a late wrapper."""
-        if not self._watch.unchanged():
+    def follow(self, thorough: bool = False) -> None:
+        """Find the live shards anew if the model's tensors were exchanged since: `.to()`, a late wrapper.
+
+        With `thorough` also if one has another shape or strides on the same memory, as `.data = .data[:n]` gives it.
+        """
+        if not self._watch.unchanged() or (thorough and not self._watch.same_layout()):
             self._settle()
             self._take(fit(self.averages, census(self.model), self.settings))
 

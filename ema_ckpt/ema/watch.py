@@ -26,7 +26,7 @@ class Watch:
     Costs 0.1 to 0.2 µs a tensor, so that it can be asked before each update.
     """
 
-    __slots__ = ("_addresses", "_as_seen", "_dtensors", "_places", "_pointed", "_seen", "_single", "_whole")
+    __slots__ = ("_addresses", "_as_seen", "_dtensors", "_layouts", "_places", "_pointed", "_seen", "_single", "_whole")
 
     def __init__(self, held: Iterable[Held], edges: Iterable[Edge]) -> None:
         held = list(held)
@@ -40,6 +40,7 @@ class Watch:
         self._single = ([place for place, _, _ in single], [key for _, key, _ in single], [s for _, _, s in single])
         self._pointed = [h.pointed for h in held if h.pointed is not None]
         self._addresses = [tensor.data_ptr() for tensor in self._pointed]
+        self._layouts = list(map(_layout, self._pointed))
         dtensors = [h.seen for h in held if hasattr(h.seen, "_local_tensor")]
         self._dtensors = (dtensors, list(map(_LOCAL, dtensors)))
 
@@ -48,10 +49,14 @@ class Watch:
         places, keys, seen = self._single
         return all(map(is_, map(dict.get, places, keys), seen)) and self._same_objects() and self._same_memory()
 
+    def same_layout(self) -> bool:
+        """Whether tensors of the same memory still have its shapes and strides; twice as long as `unchanged` takes."""
+        return list(map(_layout, self._pointed)) == self._layouts
+
     def _same_objects(self) -> bool:
         try:
             return self._whole == self._as_seen and list(map(dict.get, *self._places)) == self._seen
-        except (RuntimeError, TypeError, ValueError):  # from `==` of tensors, which are others then
+        except Exception:  # noqa: BLE001 - from somebody's `==`, of tensors for one, which are others then
             return False
 
     def _same_memory(self) -> bool:
@@ -64,7 +69,13 @@ class Watch:
 
 
 def _is_compared_alone(seen: object) -> bool:
-    return isinstance(seen, torch.Tensor) and (seen.numel() <= 1 or type(seen) not in _PLAIN)
+    if isinstance(seen, torch.Tensor):
+        return seen.numel() <= 1 or type(seen) not in _PLAIN
+    return type(seen).__eq__ is not object.__eq__
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
 
 
 def _split(entries: Sequence[_Entry]) -> tuple[list[dict[str, Any]], list[list[_Entry]], list[_Entry]]:

@@ -901,3 +901,14 @@ def test_a_schedule_in_samples_is_attached_with_their_number() -> None:
 def test_a_start_of_half_a_call_is_refused() -> None:
     with pytest.raises(UsageError, match="whole number of calls"):
         Warmup(0.9, start=0.5)  # type: ignore[arg-type]
+
+
+def test_whole_tensors_asked_for_in_inference_mode_can_be_trained() -> None:
+    model = nn.Linear(2, 2)
+    ema = ShardedEMA(model)
+    with torch.inference_mode():
+        whole = ema.full_state_dict()
+    assert not any(tensor.is_inference() for tensor in whole.values())
+    other = nn.Linear(2, 2)
+    other.load_state_dict(whole, assign=True)
+    other(torch.ones(1, 2)).sum().backward()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ema_ckpt import StateError
 from ema_ckpt.ema.manager import ShardedEMA
 
 
@@ -55,3 +56,46 @@ def test_new_values_are_no_exchange() -> None:
             param.add_(1)
     model.load_state_dict(_model().state_dict())
     assert watch.unchanged()
+
+
+class _Alike(nn.Module):
+    """A module that takes any other of its class for equal, and one that cannot be compared at all."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails, self.w = fails, nn.Parameter(torch.zeros(3))
+
+    def __eq__(self, other: object) -> bool:
+        if self.fails:
+            raise AttributeError("nope")
+        return isinstance(other, _Alike)
+
+    __hash__ = nn.Module.__hash__
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modules_are_not_asked_whether_they_are_equal(fails: bool) -> None:
+    model = nn.Sequential(_Alike(fails))
+    ema = ShardedEMA(model, decay=0.0)
+    model[0] = _Alike(fails)
+    nn.init.constant_(model[0].w, 7.0)
+    ema.update()
+    assert ema.full_state_dict()["0.w"].tolist() == [7.0] * 3
+
+
+def test_another_shape_in_the_same_memory_raises_when_the_average_is_asked_for() -> None:
+    model = nn.Linear(2, 4)
+    ema = ShardedEMA(model, decay=0.5)
+    model.weight.data = model.weight.data[:2]
+    for ask in (ema.state_dict, ema.full_state_dict, ema.swap().__enter__):
+        with pytest.raises(StateError, match=r"'weight' changed its shape from \(4, 2\) to \(2, 2\)"):
+            ask()
+
+
+def test_other_strides_in_the_same_memory_are_followed_from_then_on() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    ema = ShardedEMA(model, decay=0.0)
+    model.weight.data = model.weight.data.t()
+    ema.state_dict()
+    ema.update()
+    assert torch.equal(ema.full_state_dict()["weight"], model.weight)
