@@ -312,7 +312,8 @@ def test_diff_by_copies_equals_diff_by_one_to_the_last_bit(source: Path) -> None
     assert shown == "3 processes\n"
     one = diffed(source, "--threads", 1)
     assert numbers_of(json.loads(text)) == numbers_of(one)
-    assert numbers_of(diffed(source, "--threads", 2, "--max-memory", "4MiB")) == numbers_of(one)
+    for threads, budget in ((2, "4MiB"), (8, "4MiB"), (40, "16MiB")):
+        assert numbers_of(diffed(source, "--threads", threads, "--max-memory", budget)) == numbers_of(one)
     weights = {entry["name"]: entry for entry in one["tensors"]}
     assert weights["layer0.weight"]["rel_l2"] == pytest.approx(0.001, rel=1e-3)
     assert weights["same"]["changed"] == 0

@@ -145,13 +145,17 @@ class _Effort:
 
     @classmethod
     def fit(cls, nbytes: int, workers: int, max_memory: int | str | None, remote: bool) -> _Effort:
-        """What suits so many bytes; two buffers and as much scratch for each worker fit `max_memory`."""
-        forked = workers > 1 and not remote and nbytes >= _LEAST_FORKED_NBYTES and can_fork()
+        """What suits so many bytes; two buffers and as much scratch for each worker fit `max_memory`.
+
+        Here fewer workers rather than shorter blocks, for blocks change the last digits; behind a URL shorter blocks.
+        """
         budget = (_REMOTE_BUDGET_NBYTES if remote else _BUDGET_NBYTES) if max_memory is None else parse_size(max_memory)
         if budget < _MIN_BUDGET_NBYTES:
             raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
-        largest = _REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES
-        return cls(workers, forked, max(64 << 10, min(budget // (4 * workers), largest)) & ~4095)
+        if remote:
+            return cls(workers, False, max(64 << 10, min(budget // (4 * workers), _REMOTE_BLOCK_NBYTES)) & ~4095)
+        workers = min(workers, budget // (4 * _BLOCK_NBYTES))
+        return cls(workers, workers > 1 and nbytes >= _LEAST_FORKED_NBYTES and can_fork(), _BLOCK_NBYTES)
 
 
 class _Pairs:

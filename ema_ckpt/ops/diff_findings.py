@@ -131,7 +131,7 @@ def _non_finite(compared: Compared) -> Iterator[Warn]:
     for letter, side in (("a", compared.a), ("b", compared.b)):
         bad = [n for n, s in compared.sums.items() if getattr(s, f"nan_{letter}") or getattr(s, f"inf_{letter}")]
         if bad:
-            message = f"{side.tree.name or 'the root'!r} of {side.catalog.resolved} holds NaN or Inf in {shown(bad)}"
+            message = f"{_where(side)} holds NaN or Inf in {shown(bad)}"
             yield Warn("non-finite", f"{message}; go back to a checkpoint before that")
 
 
@@ -160,4 +160,4 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _where(side: Side) -> str:
-    return f"{side.tree.name!r} of {side.catalog.resolved}"
+    return f"{side.tree.name or 'the root'!r} of {side.catalog.resolved}"
