@@ -68,7 +68,7 @@ def run_forked(work: Work, jobs: int, count: int, progress: Progress | None = No
         except OSError:  # no memory, too many processes or files
             return None
         try:
-            results = [work(turns.beside(copies), tell)]
+            results = [work(turns.taken(copies), tell)]
         except _LostError:
             return None
         for copy in copies:
@@ -120,12 +120,8 @@ class _Turns:
         with open(far, "wb") as pipe:
             pipe.write(b"".join(map(_TURN.pack, range(0, jobs, self._step))))
 
-    def __iter__(self) -> Iterator[int]:
-        while turn := self._take():
-            yield from turn
-
-    def beside(self, copies: Sequence[_Copy]) -> Iterator[int]:
-        """The same, unless one of `copies` ends before all are taken. Raises `_LostError` then."""
+    def taken(self, copies: Sequence[_Copy] = ()) -> Iterator[int]:
+        """Those that this process takes. Raises `_LostError` if one of `copies` ends before all are taken."""
         poll = select.poll()
         for copy in copies:
             poll.register(copy.pipe, 0)  # tells when the other end is closed
@@ -213,7 +209,7 @@ def _do(
             if os.getppid() != parent:
                 os._exit(1)
 
-        result = work(iter(turns), tell)
+        result = work(turns.taken(), tell)
         with open(far, "wb") as pipe:
             pipe.write(result + _WHOLE)
     finally:

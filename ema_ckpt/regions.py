@@ -129,9 +129,9 @@ class BandCutter:
         """Where the band with that index begins in the box' row-major order, and how long it is, in elements."""
         if not self.box.sizes:
             return 0, 1
-        outer, part = divmod(index, self._per_outer)
-        rows, first = self.box.sizes[self.axis], part * self._step
-        return (outer * rows + first) * self._below, min(self._step, rows - first) * self._below
+        first, rows = self.rows(index)
+        before = index // self._per_outer * self.box.sizes[self.axis]
+        return (before + first) * self._below, rows * self._below
 
     def band(self, index: int) -> Box:
         """The band with that index, in tensor coordinates."""

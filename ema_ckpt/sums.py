@@ -11,7 +11,7 @@ from ema_ckpt.buffers import buffer
 from ema_ckpt.checks import Interval, joined
 from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError
-from ema_ckpt.files import Files
+from ema_ckpt.files import Files, is_url
 from ema_ckpt.stored import Stored
 from ema_ckpt.workers import run_jobs
 
@@ -41,7 +41,7 @@ class _Hand:
 
     def __init__(self, source: Files) -> None:
         self._source = source
-        remote = "://" in source.root
+        remote = is_url(source.root)
         self._block = buffer(_REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES)
 
     def sum(self, stored: Stored, start: int, stop: int) -> int:

@@ -25,11 +25,15 @@ assert can_fork()
 """
 
 
-def script(body: str, *arguments: object, code: int = 0) -> str:
+def ran(body: str, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HEAD + body, *map(str, arguments)]
     result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == code, result.stderr
-    return result.stdout
+    return result
+
+
+def script(body: str, *arguments: object) -> str:
+    return ran(body, *arguments).stdout
 
 
 @pytest.mark.parametrize("jobs", [0, 1, 7, 4096, 10_000])
@@ -301,9 +305,7 @@ from ema_ckpt.cli.entry import main
 {SEEN}
 main(["diff", *sys.argv[1:]])
 """
-    command = [sys.executable, "-c", HEAD + body, str(source), *map(str, options)]
-    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == code, result.stderr
+    result = ran(body, source, *options, code=code)
     return result.stdout, result.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -28,8 +27,6 @@ __all__ = ["diff_command"]
 @general
 def diff_command(path: str, other: str | None, top: int, exit_code: bool, html: str | None, **given: Any) -> int:
     """Compare an EMA with its live weights, or two checkpoints, tensor by tensor."""
-    # The workers are ours; threads inside each inner product would only cost memory.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ema_ckpt.cli import output
     from ema_ckpt.ops.diff import compare_trees, result_of
 

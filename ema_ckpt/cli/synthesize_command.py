@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -43,7 +42,6 @@ def _numbers(text: str) -> tuple[float, ...]:
 @general
 def synthesize_command(snapshots: tuple[str, ...], out: str, **given: Any) -> None:
     """Write an average of another length from snapshots (post-hoc EMA), or a weighted sum of checkpoints."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ema_ckpt.cli import output
     from ema_ckpt.ops.synthesize import synthesize
 
