@@ -13,7 +13,7 @@ from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.crc import combine, crc32
 from ema_ckpt.journal import Finished, Range
 from ema_ckpt.lanes import Lane, LaneReader, find_lanes
-from ema_ckpt.outputs import Outputs
+from ema_ckpt.outputs import Outputs, write_end
 from ema_ckpt.regions import BandCutter, BandReader, Run, Share
 from ema_ckpt.target import Piece
 
@@ -116,18 +116,37 @@ class Hands:
             self._recheck(work, start, stop)
             engine.complete(work, [(base, nbytes, known.crc)])
             return
-        intervals: list[Interval] = []
-        sources: list[Interval] = []
+        crc, sources = self._move_runs(work, start, stop)
+        self._wrote(piece.file, piece.offset + base, nbytes, crc)
+        engine.complete(work, [(base, nbytes, crc)], sources if work.casts else ())
+
+    def _move_runs(self, work: Work, start: int, stop: int) -> tuple[int, list[Interval]]:
+        """Write the bytes [start, stop) of the source block by block; CRC-32 of what was written, and of each run."""
+        source, outputs, piece = self._source, self._engine.outputs, work.piece
+        crc, sources = 0, list[Interval]()
+        at, end = start, self._block_end(work, start, stop)
         for run in work.runs or ():
             first, last = max(run.dest, start), min(run.dest + run.nbytes, stop)
-            if first < last:
-                crc, source_crc = self._move_run(work, run, first, last)
-                at = work.written(first)
-                intervals.append((at, work.written(last) - at, crc))
-                sources.append((first, last - first, source_crc))
-        shifted = [(at - base, length, crc) for at, length, crc in intervals]
-        self._wrote(piece.file, piece.offset + base, nbytes, joined(shifted, nbytes) or 0)
-        engine.complete(work, intervals, sources if work.casts else ())
+            if first >= last:
+                continue
+            shift, position, run_crc = run.payload.offset + run.start - run.dest, first, 0
+            while position < last:
+                view = self._block[position - at : min(last, end) - at]
+                source.read_into(run.payload.file, shift + position, view)
+                run_crc = crc32(view, run_crc)
+                position += len(view)
+                if position == end:
+                    view = self._block[: end - at]
+                    if work.casts:
+                        view = self._cast(work, view)
+                        crc = crc32(view, crc)
+                    outputs.write(piece.file, piece.offset + work.written(at), view)
+                    at, end = end, self._block_end(work, end, stop)
+            sources.append((first, last - first, run_crc))
+            self._engine.checks.read(work.tensor.name, run.payload, first - run.dest + run.start, last - first, run_crc)
+        if not work.casts:
+            crc = joined([(first - start, nbytes, part) for first, nbytes, part in sources], stop - start) or 0
+        return crc, sources
 
     def _recheck(self, work: Work, start: int = 0, stop: int | None = None) -> None:
         """Have the storages behind a range that an earlier run wrote read once more: it may have died before it had all
@@ -138,23 +157,12 @@ class Hands:
         for share in work.shares if work.runs is None else ():
             self._engine.checks.partly(work.tensor.name, share.payload)
 
-    def _move_run(self, work: Work, run: Run, first: int, last: int) -> tuple[int, int]:
-        """CRC-32 of what was written, and of what was read."""
-        source, outputs, block = self._source, self._engine.outputs, self._block[: self._engine.moved_nbytes]
-        piece, payload, casts = work.piece, run.payload, work.casts
-        crc = source_crc = 0
-        from_start = run.start + first - run.dest
-        shift = payload.offset + from_start - first
-        for at in range(first, last, len(block)):
-            view = block[: last - at]
-            source.read_into(payload.file, shift + at, view)
-            source_crc = crc32(view, source_crc)
-            if casts:
-                view = self._cast(work, view)
-                crc = crc32(view, crc)
-            outputs.write(piece.file, piece.offset + work.written(at), view)
-        self._engine.checks.read(work.tensor.name, payload, from_start, last - first, source_crc)
-        return crc if casts else source_crc, source_crc
+    def _block_end(self, work: Work, at: int, stop: int) -> int:
+        """Where the block of the source that begins at byte `at` ends, so that the write does where it had best."""
+        step = self._engine.moved_nbytes
+        begin = work.piece.offset + work.written(at)
+        end = write_end(begin, work.written(step))
+        return min(at + (work.read(end - begin) or step), stop)
 
     def bands(self, work: Work, cutter: BandCutter, first: int, stop: int) -> None:
         """Assemble the bands [first, stop) of a piece, cast them if asked, and write each."""
