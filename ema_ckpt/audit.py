@@ -246,7 +246,7 @@ class Audit:
     def _compare(self, tensor: Tensor, copies: Sequence[tuple[Chunk, Payload]], reader: StreamReader) -> None:
         crcs: dict[int, list[str]] = {}
         for chunk, payload in copies:
-            alone = replace(tensor, shape=chunk.sizes, chunks=(replace(chunk, offsets=(0,) * len(chunk.sizes)),))
+            alone = replace(tensor, shape=chunk.sizes, chunks=(chunk._replace(offsets=(0,) * len(chunk.sizes)),))
             try:
                 crc = computed(locate(self.catalog, alone, (payload,)), reader)
                 crcs.setdefault(crc, []).append(chunk.file)

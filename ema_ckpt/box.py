@@ -6,8 +6,8 @@ A box is `(offsets, sizes)`, both in elements, one number per dimension; a 0-dim
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 __all__ = [
     "Box",
@@ -23,8 +23,7 @@ __all__ = [
 Ints = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A box of elements inside a tensor: where it begins and how far it reaches, per dimension."""
 
     offsets: Ints

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ema_ckpt.box import Box
 from ema_ckpt.dtypes import DType
@@ -32,8 +32,7 @@ class Warn:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One stored piece of a tensor: its box, and the span of a file that the metadata gives for it.
 
     The span is what frames the piece in its format (a whole zip for a DCP item), not the bare payload;
@@ -52,8 +51,7 @@ class Chunk:
         return Box(self.offsets, self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """The bytes behind one chunk.
 
     Attributes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ema_ckpt.complete import check_complete
 from ema_ckpt.errors import EmaCkptError, SourceError, UsageError, counted, shown
@@ -61,7 +61,7 @@ def _stranded(path: str) -> Found:
         hint = " (a URL loses a slash when it becomes a Path: pass it as text)" if is_mangled_url(path) else ""
         raise SourceError("not-found", f"{path}: no such file or directory{hint}", file=path)
     note = f"{path} was being replaced when its writer died; reading the complete new checkpoint in {stage}"
-    return replace(find(str(stage)), note=note)
+    return find(str(stage))._replace(note=note)
 
 
 def _list(root: str) -> Folder:
@@ -249,7 +249,7 @@ def _newest(folder: Folder, stray: str = "") -> Found | None:
     skipped = f"; not complete: {_listed(steps.broken)}" if steps.broken else ""
     beside = f"; {stray}, which lies beside them, is not read" if stray else ""
     several = counted(steps.count, "step")
-    return replace(found, note=f"reading {name}, the newest complete of {several} in {folder.root}{skipped}{beside}")
+    return found._replace(note=f"reading {name}, the newest complete of {several} in {folder.root}{skipped}{beside}")
 
 
 def _listed(broken: Sequence[tuple[str, EmaCkptError]]) -> str:
@@ -309,7 +309,7 @@ class _Search:
         if self.hits:
             skipped = f"; not complete: {_listed(self.broken)}" if self.broken else ""
             hit = self.hits[0]
-            return replace(hit, note=hit.note or f"reading {hit.resolved}, the only checkpoint found{skipped}")
+            return hit._replace(note=hit.note or f"reading {hit.resolved}, the only checkpoint found{skipped}")
         if self.broken:
             raise self.broken[0][1]
         names = [*(f"{name}/" for name in folder.folders), *folder.files]

@@ -15,7 +15,7 @@ Every trainer shapes its EMA differently. The forms below are tried in order, th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ema_ckpt.catalog import Tensor
 from ema_ckpt.errors import EmaCkptError, SourceError, counted, shown
@@ -32,8 +32,7 @@ _BESIDE = (("model", "config"), ("module", "n_averaged"))
 POSITIONS = "shadow_params.*"
 
 
-@dataclass(frozen=True, slots=True)
-class Averages:
+class Averages(NamedTuple):
     """The averaged weights of one EMA tree by the name that each has there, and why they cannot be named, if so."""
 
     form: str

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from ema_ckpt.box import is_contiguous_in, linear, whole
 from ema_ckpt.catalog import Catalog, Payload, Tensor
@@ -48,8 +49,7 @@ _WORTH_NBYTES = 48 << 10  # of one read, for a second worker to be of use
 _MAX_JOINED_NBYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """How to run: workers, bytes of buffers in flight, whether stored checksums are compared."""
 
     threads: int = 2
@@ -216,7 +216,7 @@ class _Engine:
         self.count(part.overflow)
         self.checks.absorb(part.pending)
         for begun in part.begun:
-            work = self._divided[begun.index][0]
+            work = self._divided[begun.piece][0]
             work.pending -= begun.jobs - 1
             self.complete(work, begun.intervals, begun.source_intervals)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import is_url
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Folder", "base_name", "is_folder", "join", "list_folder", "parent_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
+class Folder(NamedTuple):
     """A directory's path or URL and the names in it, sorted. What is no directory counts as a file."""
 
     root: str

@@ -106,7 +106,7 @@ class JoinedReader:
         if not isinstance(original, Tensor):
             raise SourceError("unreadable", f"{tensor.name!r} is no tensor", tensor=tensor.name)
         payloads = catalog.reader.payloads(original)
-        return tuple(replace(payload, file=folder + payload.file) for payload in payloads) if folder else payloads
+        return tuple(payload._replace(file=folder + payload.file) for payload in payloads) if folder else payloads
 
     def load(self, item: Object) -> object:
         """An object, read safely by its part."""
@@ -286,7 +286,7 @@ def _tensors(part: _Part, reader: JoinedReader) -> Iterable[Tensor]:
         path = part.place(tensor.path)
         name = ".".join(map(str, path))
         reader.add(name, part.catalog, tensor, part.folder)
-        chunks = tuple(replace(c, file=part.folder + c.file) for c in tensor.chunks) if part.folder else tensor.chunks
+        chunks = tuple(c._replace(file=part.folder + c.file) for c in tensor.chunks) if part.folder else tensor.chunks
         yield replace(tensor, name=name, path=path, chunks=chunks, storage=_storage(tensor, part.folder))
 
 

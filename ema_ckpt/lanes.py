@@ -8,9 +8,8 @@ a multiplication away, and what one job reads of a lane is one interval of its s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ema_ckpt.crc import crc32
 from ema_ckpt.files import Files
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Lane", "LaneReader", "find_lanes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(NamedTuple):
     """What a chunk holds of a box: the rows [first, stop) of the bands' axis, each of `row_nbytes` bytes.
 
     `start` is where row `first` begins, in bytes of the storage; `inner` is where the rows lie on the axes

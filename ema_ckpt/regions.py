@@ -8,10 +8,9 @@ result of some hundred KiB, each put together in a small buffer from all chunks 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ema_ckpt.box import Box, intersect, is_contiguous_in, linear, row_major_strides
 from ema_ckpt.buffers import buffer
@@ -31,8 +30,7 @@ UNITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 _GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The part of a box that one chunk holds: in tensor coordinates, with the chunk's own box, payload and strides."""
 
     box: Box
@@ -48,8 +46,7 @@ class Share:
         return at
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Bytes that lie together in a storage (`start`, relative to it) and in the result (`dest`)."""
 
     dest: int
@@ -241,8 +238,7 @@ class BandReader:
         return np.lib.stride_tricks.as_strided(np.frombuffer(block, kind), tile.box.sizes, steps, writeable=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
+class _Tile(NamedTuple):
     """Part of a strided box: one read of `span` elements, or `reads` of them along `axis`."""
 
     box: Box

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 from ema_ckpt.catalog import Catalog, Object, Tensor
 from ema_ckpt.dtypes import DType, by_name
@@ -50,8 +51,7 @@ _CASTS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SUGGESTED_FROM = 4000
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """What a writer was asked to take and how to name it; see the module's docstring for the order."""
 
     match: tuple[str, ...] = ()
@@ -62,8 +62,7 @@ class Options:
     keep_prefixes: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class KeptObject:
+class KeptObject(NamedTuple):
     """An object to be written: the name and path it gets, and where it comes from."""
 
     name: str

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ema_ckpt.checks import Interval, Pending
 
 __all__ = ["Begun", "Crew", "Part"]
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(NamedTuple):
     """A piece of which this process wrote `jobs` parts and others the rest; CRC-32s by place in the piece."""
 
-    index: int
+    piece: int
     jobs: int
     intervals: Sequence[Interval]
     source_intervals: Sequence[Interval]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One process' share: CRC-32s of whole pieces, intervals of entries, overflows, and what others complete."""
 
     crcs: Mapping[int, int]

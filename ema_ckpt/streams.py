@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ema_ckpt.box import Box, whole
 from ema_ckpt.buffers import buffer
@@ -24,8 +23,7 @@ _begin = attrgetter("dest")
 Hand = TypeVar("Hand")
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """A tensor whose bytes have been found; as runs too, where its chunks are whole rows."""
 
     catalog: Catalog

@@ -8,8 +8,7 @@ pieces, then asks for the frames (headers, directories, indices), which carry th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ema_ckpt.box import Box
 from ema_ckpt.catalog import Tensor
@@ -18,8 +17,7 @@ from ema_ckpt.dtypes import DType
 __all__ = ["Entry", "Frame", "Piece", "Target"]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor to be written: the name and path it gets, where it comes from, the dtype it is cast to."""
 
     name: str
@@ -33,8 +31,7 @@ class Entry:
         return self.source.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of one tensor, written row-major and little-endian at `offset` (bytes) of the target file `file`."""
 
     entry: Entry
@@ -48,8 +45,7 @@ class Piece:
         return self.box.numel * self.entry.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """Bytes that belong around payloads: a header, a directory, an index, a small item."""
 
     file: str

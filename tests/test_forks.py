@@ -162,6 +162,9 @@ thread = threading.Thread(target=event.wait)
 thread.start()
 print(can_fork())
 event.set(); thread.join()
+deadline = time.monotonic() + 10  # joined is not yet gone: the kernel takes its own time
+while not can_fork() and time.monotonic() < deadline:
+    time.sleep(0.01)
 print(can_fork())
 sys.modules["torch"] = sys
 print(can_fork())

@@ -7,8 +7,7 @@ import json as jsonlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.catalog import Warn
 from ema_ckpt.cli.text import clean, terminal
@@ -25,8 +24,7 @@ __all__ = ["Style", "document", "inspected", "progress", "verified", "written"]
 _REDRAW_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(NamedTuple):
     """How to print: `--json`, `--quiet`."""
 
     json: bool = False

@@ -7,7 +7,7 @@ Torch writes three lists: entries with shapes and chunks, places of items in fil
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ema_ckpt.formats import record
 from ema_ckpt.formats.dcp_metadata import Metadata, TensorEntry
@@ -17,8 +17,7 @@ __all__ = ["Unread", "contradictions", "unread"]
 _METADATA = ".metadata"
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
+class Unread(NamedTuple):
     """An entry of a class that is not known here, and one place of its bytes; `file` is empty if it has none."""
 
     name: str

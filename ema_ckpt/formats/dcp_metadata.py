@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
+from typing import NamedTuple
 
 from ema_ckpt.dtypes import DType, by_name
 from ema_ckpt.errors import SourceError
@@ -25,8 +26,7 @@ Ints = tuple[int, ...]
 Key = tuple[str, Ints | None]
 
 
-@dataclass(frozen=True, slots=True)
-class ItemPlace:
+class ItemPlace(NamedTuple):
     """Where an item lies: a file beside `.metadata`, and the bytes of it (`_StorageInfo`)."""
 
     file: str
@@ -35,8 +35,7 @@ class ItemPlace:
     transforms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor of the state dict: dtype, global shape, and (offsets, sizes) of its chunks in stored order."""
 
     dtype: DType

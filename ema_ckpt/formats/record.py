@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ema_ckpt.catalog import Object, Tensor
 from ema_ckpt.dtypes import DTYPES, by_name
@@ -57,8 +57,7 @@ _DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(NamedTuple):
     """A recorded CRC-32 and the dtype and shape of the tensor it was taken of."""
 
     crc: int

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn, check_geometry
 from ema_ckpt.dtypes import DType, by_safetensors
@@ -30,8 +30,7 @@ _SHARDING = "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter: where in it
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
+class _Shard(NamedTuple):
     """One file's header: its tensors in stored order, its metadata, the size the file must have."""
 
     file: str

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from ema_ckpt.box import whole
 from ema_ckpt.catalog import Object
@@ -30,8 +31,7 @@ _RESERVED = ("format", record.KEY)
 _ITEM_NBYTES = len('"":{"dtype":"","shape":[],"data_offsets":[,]},') + 2 * 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """One file of the output: its entries in the order in which they lie, and its own metadata."""
 
     file: str

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ema_ckpt.crc import crc32
 from ema_ckpt.errors import SourceError, shown
@@ -33,8 +34,7 @@ _PEEK_NBYTES = 4096
 _MAX_DIRECTORY_NBYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One record: its absolute range in the file and its recorded CRC-32 (None if checksums are switched off)."""
 
     name: str
@@ -133,8 +133,7 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
     return Archive(file, records, window)
 
 
-@dataclass(frozen=True, slots=True)
-class _Central:
+class _Central(NamedTuple):
     name: str
     nbytes: int
     crc: int
@@ -218,8 +217,7 @@ def _data_start(window: _Window, entry: _Central) -> int:
     return start
 
 
-@dataclass(frozen=True, slots=True)
-class Mould:
+class Mould(NamedTuple):
     """The bytes around one record that all archives of the same content but that record's share.
 
     Items of equally shaped tensors differ in payload, serialization id and checksums alone. An archive that
@@ -262,8 +260,7 @@ def mould_of(archive: Archive, name: str) -> Mould | None:
     return Mould(record, window.read(0, record.offset - window.offset), start, cuts, crc_at)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A record to be written: its bytes, or None if `nbytes` bytes of payload are copied in by the engine."""
 
     name: str

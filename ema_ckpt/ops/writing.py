@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from ema_ckpt.catalog import Catalog, Warn
 from ema_ckpt.destination import resolve_target
@@ -78,8 +78,7 @@ class WriterArgs(TypedDict, total=False):
     progress: Callable[[int], None] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """The arguments of a writing verb, checked. `budget_nbytes` None: what suits the source."""
 
     selection: Options
