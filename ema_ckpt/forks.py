@@ -25,6 +25,7 @@ _TURN = struct.Struct("<i")
 _MOST_TURNS = 1024  # fit into the one page that a pipe has at least
 _WHOLE = b"."  # ends what a copy sends: neither its exit status nor the end of the pipe can be relied on
 _TASKS = "/proc/self/task"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Progress = Callable[[int], None]
 Work = Callable[[Iterator[int], Progress], bytes]
@@ -203,6 +204,7 @@ def _do(
             if signal.getsignal(number) is not signal.SIG_IGN:  # a signal must not unwind the caller's stack in here
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _end_with_parent()
 
         def tell(nbytes: int) -> None:
             board.add(index, nbytes)
@@ -214,3 +216,15 @@ def _do(
             pipe.write(result + _WHOLE)
     finally:
         os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Have Linux kill this process when the one that made it ends, whose locks it would go on to hold.
+
+    Elsewhere, and where the other one has just ended, `tell` notices it after the job at hand.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)

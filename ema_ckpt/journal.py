@@ -55,17 +55,23 @@ class Journal:
         _drop_torn_line(self._path)
         self._found = dict(_ranges(self._path))
         self._closed = False
+        self._follows = False
         self._kept: list[object] = []
         self._due = time.monotonic() + after
         if not after:
             self._open()
-        if not self._path.exists() or not self._path.stat().st_size:
+        if not self._is_begun():
             self._append({"journal": _VERSION, "identity": dict(identity)})
 
     def done(self, file: str, offset: int, nbytes: int, finished: Finished) -> None:
         """Record that `nbytes` bytes at `offset` of `file` are written."""
         entry = [file, offset, nbytes, f"{finished.crc:08x}"]
         self._append([*entry, dict(finished.overflow)] if finished.overflow else entry)
+
+    def follow(self) -> None:
+        """Go on in a copy of the process: lines of its own, behind the first, which the other one writes."""
+        self._follows = True
+        self._kept.clear()
 
     def completed(self) -> dict[Range, Finished]:
         """Ranges of an earlier run that are there and intact. Reads each of them back."""
@@ -92,9 +98,12 @@ class Journal:
             if self._closed:
                 raise ValueError("the journal is closed")
             self._kept.append(entry)
-            if time.monotonic() >= self._due:
+            if time.monotonic() >= self._due and (not self._follows or self._is_begun()):
                 os.write(self._open(), b"".join(map(_line, self._kept)))
                 self._kept.clear()
+
+    def _is_begun(self) -> bool:
+        return self._path.exists() and self._path.stat().st_size > 0
 
     def _open(self) -> int:
         if self._fd is None:

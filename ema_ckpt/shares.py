@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from ema_ckpt.catalog import Payload
 from ema_ckpt.checks import Interval, Pending
 
 __all__ = ["Begun", "Crew", "Part"]
@@ -27,6 +29,36 @@ class Part(NamedTuple):
     overflow: Mapping[str, int]
     begun: Sequence[Begun]
     pending: Pending
+
+    def dump(self) -> bytes:
+        """As JSON, for `load`."""
+        pending = [(*key, *rest) for key, rest in self.pending.items()]
+        rows = (list(self.crcs.items()), list(self.intervals.items()), dict(self.overflow), self.begun, pending)
+        return json.dumps(rows, separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, data: bytes) -> Part:
+        """What `dump` gave."""
+        crcs, intervals, overflow, begun, pending = json.loads(data)
+        return cls(
+            dict(crcs),
+            {name: _intervals(found) for name, found in intervals},
+            overflow,
+            [Begun(piece, jobs, _intervals(own), _intervals(read)) for piece, jobs, own, read in begun],
+            {
+                (file, offset): (tensor, _payload(payload), _intervals(found), nbytes)
+                for file, offset, tensor, payload, found, nbytes in pending
+            },
+        )
+
+
+def _intervals(found: Sequence[Sequence[int]]) -> list[Interval]:
+    return [(start, nbytes, crc) for start, nbytes, crc in found]
+
+
+def _payload(found: Sequence[Any]) -> Payload:
+    payload = Payload(*found)
+    return payload if payload.strides is None else payload._replace(strides=tuple(payload.strides))
 
 
 class Crew(Protocol):

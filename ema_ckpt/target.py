@@ -7,14 +7,16 @@ pieces, then asks for the frames (headers, directories, indices), which carry th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ema_ckpt.box import Box
 from ema_ckpt.catalog import Tensor
 from ema_ckpt.dtypes import DType
 
-__all__ = ["Entry", "Frame", "Piece", "Target"]
+__all__ = ["Entry", "Frame", "Piece", "Target", "together"]
+
+_JOINED_NBYTES = 64 << 10
 
 
 class Entry(NamedTuple):
@@ -73,3 +75,22 @@ class Target(Protocol):
         row-major bytes of the whole entry `name`.
         """
         ...
+
+
+def together(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """Put frames together that follow one another: the end of one archive and the beginning of the next."""
+    last: Frame | None = None
+    for frame in frames:
+        if last is None:
+            last = frame
+        elif _follows(frame, last) and len(last.data) + len(frame.data) <= _JOINED_NBYTES:
+            last = Frame(last.file, last.offset, last.data + frame.data)
+        else:
+            yield last
+            last = frame
+    if last is not None:
+        yield last
+
+
+def _follows(frame: Frame, last: Frame) -> bool:
+    return frame.file == last.file and frame.offset == last.offset + len(last.data)
