@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby, zip_longest
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ _MAX_BATCH = 4096
 _WRITERS = 4
 # By copies of the process instead of threads 2 GB of columns take a tenth less time, and rows as long as before.
 _LEAST_FORKED_NBYTES = 64 << 20
+_LAST_JOBS = 8  # of each worker
 _WORTH_NBYTES = 48 << 10  # of one read, for a second worker to be of use
 
 
@@ -186,7 +188,7 @@ class _Engine:
 
     def _run_forked(self, workers: int) -> bool:
         """Do all jobs by copies of this process; whether they succeeded."""
-        jobs = list(chain.from_iterable(self._streams(None)))
+        jobs = self._listed(workers)
         progress, parent = self._progress, os.getpid()
 
         def work(numbers: Iterator[int], tell: Callable[[int], None]) -> bytes:
@@ -209,12 +211,24 @@ class _Engine:
             self._absorb(Part.load(result))
         return results is not None
 
+    def _listed(self, workers: int) -> list[Callable[[Hands], None]]:
+        """All jobs: neighbours write to different files if there are several, and small ones come last."""
+        files = [list(self._cut(indices)) for indices in self._by_file()]
+        groups = (files[first : first + workers] for first in range(0, len(files), workers))
+        sized = [job for group in groups for row in zip_longest(*group) for job in row if job is not None]
+        last = slice(-_LAST_JOBS * workers, None)
+        sized[last] = sorted(sized[last], key=itemgetter(0), reverse=True)
+        return [job for _, job in sized]
+
+    def _by_file(self) -> Iterator[list[int]]:
+        for _, group in groupby(range(len(self.pieces)), key=lambda index: self.pieces[index].file):
+            yield list(group)
+
     def _streams(self, crew: Crew | None) -> Iterator[Iterator[Callable[[Hands], None]]]:
         """All jobs by output file, or those that begin in this process' share of the bytes."""
         total = max(sum(piece.nbytes for piece in self.pieces), 1)
         at = 0
-        for _, group in groupby(range(len(self.pieces)), key=lambda index: self.pieces[index].file):
-            indices = list(group)
+        for indices in self._by_file():
             yield self._jobs(indices, at, total, crew)
             at += sum(self.pieces[index].nbytes for index in indices)
 
