@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import groupby
 from math import prod
 from operator import itemgetter
 from pathlib import Path
@@ -25,14 +25,14 @@ from ema_ckpt.coverage import prove
 from ema_ckpt.digests import mixed
 from ema_ckpt.errors import SourceError
 from ema_ckpt.files import is_url
-from ema_ckpt.forks import can_fork, run_forked
+from ema_ckpt.forks import can_fork, run_forked, turn_length
 from ema_ckpt.hands import Hands, Work
 from ema_ckpt.journal import Finished, Journal
 from ema_ckpt.outputs import Outputs
 from ema_ckpt.regions import BandCutter, Share, find_runs, find_shares, row_runs
 from ema_ckpt.shares import Begun, Crew, Part
 from ema_ckpt.target import Piece, Target, together
-from ema_ckpt.workers import run_streams
+from ema_ckpt.workers import interleaved, run_streams
 
 __all__ = ["MIN_BUDGET_NBYTES", "Outcome", "Settings", "run"]
 
@@ -49,6 +49,7 @@ _MAX_BATCH = 4096
 # Of one file. Measured on 16 cores: rows 1.2 s with four workers, 1.4 s with eight; columns 2.5 s and 3.6 s.
 _WRITERS = 4
 # By copies of the process instead of threads 2 GB of columns take a tenth less time, and rows as long as before.
+# They share that time with the making of copies, each of which imports numpy: 0.05 s.
 _LEAST_FORKED_NBYTES = 64 << 20
 _LAST_JOBS = 8  # of each worker
 _WORTH_NBYTES = 48 << 10  # of one read, for a second worker to be of use
@@ -111,12 +112,6 @@ def run(
     return outcome
 
 
-def _is_moved(piece: Piece) -> bool:
-    """Whether a piece's bytes are moved as they are, as far as shapes tell: they are rows, and nothing is cast."""
-    source = piece.entry.source
-    return piece.entry.dtype == source.dtype and all(chunk.sizes[1:] == source.shape[1:] for chunk in source.chunks)
-
-
 class _Engine:
     """One run: hands out jobs, collects checksums, stops at the first error."""
 
@@ -133,16 +128,16 @@ class _Engine:
         self._is_remote = is_url(catalog.source.root)
         self.block_nbytes = settings.block_nbytes(self._is_remote)
         self.moved_nbytes = self.block_nbytes if self._is_remote else min(self.block_nbytes, _MOVED_NBYTES)
-        self.journals = journal is not None
+        self.journals, self.aligns = journal is not None, not self._is_remote
         self.lock = threading.Lock()
         # Where a tensor goes to several files its pieces come far apart, each after a file's worth of others.
         self._recurs = len({piece.entry.name for piece in target.pieces}) < len(target.pieces)
         self._located: dict[str, tuple[tuple[Payload, ...], list[int]]] = {}
         self._progress = settings.progress
-        self._forget()
+        self._begin()
 
-    def _forget(self) -> None:
-        """Begin to collect what is found out."""
+    def _begin(self) -> None:
+        """Nothing is found out yet."""
         self.checks = Checks(self.catalog.source, self.settings.verify)
         self.outcome = Outcome([0] * len(self.pieces))
         self._parts: dict[str, list[Interval]] = {}
@@ -180,10 +175,10 @@ class _Engine:
         return self.settings.threads if casts else min(self.settings.threads, _WRITERS * self._files)
 
     def _forks(self, workers: int) -> bool:
-        """Whether copies of this process shall work: where numpy has most of the work, and enough of it."""
+        """Whether copies of this process shall work: where numpy has enough to do."""
         if workers < 2 or self._is_remote or not can_fork():
             return False
-        pieces = (piece for piece in self.pieces if not _is_moved(piece))
+        pieces = (piece for piece in self.pieces if not piece.is_moved)
         return sum(piece.nbytes for piece in pieces) >= _LEAST_FORKED_NBYTES
 
     def _run_forked(self, workers: int) -> bool:
@@ -200,23 +195,26 @@ class _Engine:
                 jobs[number](hands)
             return self._part().dump() if is_copy else b""
 
-        results = None
         try:
             results = run_forked(work, len(jobs), workers, progress)
         finally:
             self._progress = progress
-            if results is None:
-                self._forget()
-        for result in (results or ())[1:]:
+        if results is None:
+            self._begin()
+            return False
+        for result in results[1:]:
             self._absorb(Part.load(result))
-        return results is not None
+        return True
 
     def _listed(self, workers: int) -> list[Callable[[Hands], None]]:
-        """All jobs: neighbours write to different files if there are several, and small ones come last."""
+        """All jobs: those done at once write to different files if there are several, the last few by size.
+
+        Reads the headers of tensors that are cut, and holds what was found, before a byte is moved.
+        """
         files = [list(self._cut(indices)) for indices in self._by_file()]
-        groups = (files[first : first + workers] for first in range(0, len(files), workers))
-        sized = [job for group in groups for row in zip_longest(*group) for job in row if job is not None]
-        last = slice(-_LAST_JOBS * workers, None)
+        length = turn_length(sum(map(len, files)))
+        sized = interleaved(files, workers, length)
+        last = slice(-_LAST_JOBS * workers * length, None)
         sized[last] = sorted(sized[last], key=itemgetter(0), reverse=True)
         return [job for _, job in sized]
 
@@ -259,7 +257,7 @@ class _Engine:
         self.count(part.overflow)
         self.checks.absorb(part.pending)
         for begun in part.begun:
-            work = self._divided[begun.piece][0]
+            work = self._divided[begun.place][0]
             work.pending -= begun.jobs - 1
             self.complete(work, begun.intervals, begun.source_intervals)
 
@@ -268,7 +266,7 @@ class _Engine:
         for index in indices:
             piece = self.pieces[index]
             widest = max(piece.entry.dtype.itemsize, piece.entry.source.dtype.itemsize)
-            if piece.box.numel * widest > max(self.block_nbytes, _SEGMENT_NBYTES):
+            if piece.box.numel * widest > _SEGMENT_NBYTES:
                 yield from self._segments(self.prepare(index))
                 continue
             if piece.box.numel * widest > self.moved_nbytes:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-__all__ = ["can_fork", "run_forked"]
+__all__ = ["can_fork", "run_forked", "turn_length"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE_MS = 100
@@ -48,12 +48,11 @@ def run_forked(work: Work, jobs: int, count: int, progress: Progress | None = No
     Args:
         work: does the jobs whose numbers it is given, and tells the bytes of each when it is finished. What it
             raises in a copy is lost.
-        progress: is told the bytes that any of them finished, here.
+        progress: is told the bytes that any of them finished, here; with None as the result, that they are not.
 
     Raises:
         BaseException: what `work` raises here.
     """
-    copies: list[_Copy] = []
     board = _Board(count)
 
     def tell(nbytes: int) -> None:
@@ -61,6 +60,14 @@ def run_forked(work: Work, jobs: int, count: int, progress: Progress | None = No
         if progress is not None:
             progress(board.news())
 
+    results = _results(work, jobs, count, board, tell)
+    if results is None and progress is not None:
+        progress(-board.told)
+    return results
+
+
+def _results(work: Work, jobs: int, count: int, board: _Board, tell: Progress) -> list[bytes] | None:
+    copies: list[_Copy] = []
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(_end, copies)
         try:
@@ -111,12 +118,17 @@ def _end(copies: Sequence[_Copy]) -> None:
         copy.end()
 
 
+def turn_length(jobs: int) -> int:
+    """How many jobs that follow one another are taken at once."""
+    return -(-jobs // _MOST_TURNS) or 1
+
+
 class _Turns:
     """Numbers that whoever is free takes next, through a pipe that all copies read."""
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
-        self._step = -(-jobs // _MOST_TURNS) or 1
+        self._step = turn_length(jobs)
         self._near, far = os.pipe()
         with open(far, "wb") as pipe:
             pipe.write(b"".join(map(_TURN.pack, range(0, jobs, self._step))))
@@ -151,7 +163,7 @@ class _Board:
 
     def __init__(self, count: int) -> None:
         self._counts = memoryview(mmap.mmap(-1, 8 * count)).cast("q")
-        self._told = 0
+        self.told = 0
 
     def add(self, index: int, nbytes: int) -> None:
         self._counts[index] += nbytes
@@ -159,7 +171,7 @@ class _Board:
     def news(self) -> int:
         """Bytes finished since the last call."""
         total = sum(self._counts)
-        news, self._told = total - self._told, total
+        news, self.told = total - self.told, total
         return news
 
 
@@ -205,6 +217,8 @@ def _do(
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _end_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
 
         def tell(nbytes: int) -> None:
             board.add(index, nbytes)
@@ -221,10 +235,10 @@ def _do(
 def _end_with_parent() -> None:
     """Have Linux kill this process when the one that made it ends, whose locks it would go on to hold.
 
-    Elsewhere, and where the other one has just ended, `tell` notices it after the job at hand.
+    Elsewhere `tell` notices it after the job at hand.
     """
     if sys.platform == "linux":
-        import ctypes
+        with contextlib.suppress(ImportError, OSError, AttributeError):
+            import ctypes
 
-        with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)

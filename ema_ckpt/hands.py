@@ -11,6 +11,7 @@ from ema_ckpt.buffers import buffer
 from ema_ckpt.catalog import Catalog, Tensor
 from ema_ckpt.checks import Checks, Interval, joined
 from ema_ckpt.crc import combine, crc32
+from ema_ckpt.errors import SourceError
 from ema_ckpt.journal import Finished, Range
 from ema_ckpt.lanes import Lane, LaneReader, find_lanes
 from ema_ckpt.outputs import Outputs, write_end
@@ -75,6 +76,7 @@ class Foreman(Protocol):
     moved_nbytes: int
     finished: dict[Range, Finished]
     journals: bool
+    aligns: bool
 
     def prepare(self, index: int) -> Work:
         """Find out where a piece's bytes are."""
@@ -144,9 +146,10 @@ class Hands:
                     at, end = end, self._block_end(work, end, stop)
             sources.append((first, last - first, run_crc))
             self._engine.checks.read(work.tensor.name, run.payload, first - run.dest + run.start, last - first, run_crc)
-        if not work.casts:
-            crc = joined([(first - start, nbytes, part) for first, nbytes, part in sources], stop - start) or 0
-        return crc, sources
+        read = joined([(first - start, nbytes, part) for first, nbytes, part in sources], stop - start)
+        if read is None:
+            raise SourceError("internal", f"the runs of {work.tensor.name!r} do not make a whole")
+        return crc if work.casts else read, sources
 
     def _recheck(self, work: Work, start: int = 0, stop: int | None = None) -> None:
         """Have the storages behind a range that an earlier run wrote read once more: it may have died before it had all
@@ -160,6 +163,8 @@ class Hands:
     def _block_end(self, work: Work, at: int, stop: int) -> int:
         """Where the block of the source that begins at byte `at` ends, so that the write does where it had best."""
         step = self._engine.moved_nbytes
+        if not self._engine.aligns:
+            return min(at + step, stop)
         begin = work.piece.offset + work.written(at)
         end = write_end(begin, work.written(step))
         return min(at + (work.read(end - begin) or step), stop)

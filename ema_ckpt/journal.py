@@ -40,7 +40,7 @@ class Finished:
 
 
 class Journal:
-    """Append-only record of finished ranges. `done` may be called from several threads."""
+    """Append-only record of finished ranges. `done` may be called from several threads, and in copies that `follow`."""
 
     def __init__(self, stage: Path, payload: Path, identity: Mapping[str, str], *, after: float = 0.0) -> None:
         """Start a journal in `stage`, or take up the one there; `payload` is what is being written.

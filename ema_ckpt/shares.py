@@ -13,9 +13,12 @@ __all__ = ["Begun", "Crew", "Part"]
 
 
 class Begun(NamedTuple):
-    """A piece of which this process wrote `jobs` parts and others the rest; CRC-32s by place in the piece."""
+    """A piece of which this process wrote `jobs` parts and others the rest; CRC-32s by place in the piece.
 
-    piece: int
+    `place` is the piece's in the target.
+    """
+
+    place: int
     jobs: int
     intervals: Sequence[Interval]
     source_intervals: Sequence[Interval]
@@ -44,7 +47,7 @@ class Part(NamedTuple):
             dict(crcs),
             {name: _intervals(found) for name, found in intervals},
             overflow,
-            [Begun(piece, jobs, _intervals(own), _intervals(read)) for piece, jobs, own, read in begun],
+            [Begun(place, jobs, _intervals(own), _intervals(read)) for place, jobs, own, read in begun],
             {
                 (file, offset): (tensor, _payload(payload), _intervals(found), nbytes)
                 for file, offset, tensor, payload, found, nbytes in pending

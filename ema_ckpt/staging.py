@@ -127,7 +127,7 @@ def stage(
 ) -> Iterator[Staged]:
     """Write a target beside its place and switch it in when the block ends without an exception.
 
-    Whoever writes below the stage has to be done, its threads joined, when the block ends.
+    Whoever writes below the stage has to be done, its threads joined and its copies ended, when the block ends.
 
     Args:
         target: file or directory to make.

@@ -46,6 +46,12 @@ class Piece(NamedTuple):
         """Bytes of the piece in the dtype that is written."""
         return self.box.numel * self.entry.dtype.itemsize
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether its bytes are moved as they are, as far as shapes tell: they are rows, and nothing is cast."""
+        source = self.entry.source
+        return self.entry.dtype == source.dtype and all(c.sizes[1:] == source.shape[1:] for c in source.chunks)
+
 
 class Frame(NamedTuple):
     """Bytes that belong around payloads: a header, a directory, an index, a small item."""

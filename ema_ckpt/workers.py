@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Generic, TypeVar
 
-__all__ = ["run_jobs", "run_streams", "usable_cpus", "worker_count"]
+__all__ = ["interleaved", "run_jobs", "run_streams", "usable_cpus", "worker_count"]
 
 Hand = TypeVar("Hand")
+Job = TypeVar("Job")
 _MOST = 8
 
 
@@ -42,6 +44,16 @@ def run_streams(streams: Iterator[Iterator[Callable[[Hand], None]]], threads: in
     For jobs that hinder each other, as those that write to one file do: the kernel lets one thread do so at a time.
     """
     _Pool(streams, make).run(threads)
+
+
+def interleaved(streams: Sequence[Sequence[Job]], abreast: int, length: int) -> list[Job]:
+    """The same for jobs in a list, of which whoever is free takes `length` in a row: in turn from so many streams."""
+    out: list[Job] = []
+    for first in range(0, len(streams), abreast):
+        group = streams[first : first + abreast]
+        rows = zip_longest(*([jobs[at : at + length] for at in range(0, len(jobs), length)] for jobs in group))
+        out += [job for row in rows for turn in row for job in turn or ()]
+    return out
 
 
 class _Pool(Generic[Hand]):

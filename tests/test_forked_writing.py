@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,14 @@ HEAD = """
 import os, signal, sys, time
 import ema_ckpt.execute as engine
 from ema_ckpt.cli.entry import main
-engine._LEAST_FORKED_NBYTES = 1
+engine._LEAST_FORKED_NBYTES = 0
+engine._WORTH_NBYTES = 0
 made = []
 usual = engine.run_forked
 def seen(work, jobs, count, progress=None):
-    made.append(None)
+    made.append((min(count, jobs), None))
     result = usual(work, jobs, count, progress)
-    made[-1] = len(result or ())
+    made[-1] = (min(count, jobs), len(result or ()))
     return result
 engine.run_forked = seen
 def run(*arguments):
@@ -52,8 +53,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tensors that have to be put together from what lies across, in several jobs each, and some that have not."""
     torch.manual_seed(5)
     tensors = {f"model.across{i}": torch.randn(1500 + i, 301) for i in range(12)}
-    tensors |= {"model.large": torch.randn(3000, 4000), "model.huge": torch.full((40, 50), 3e38)}
-    tensors |= {"model.row": torch.randn(90, 1000), "model.cube": torch.randn(60, 70, 80)}
+    tensors |= {"model.large": torch.randn(3000, 4000), "model.cube": torch.randn(60, 70, 80)}
+    tensors |= {f"model.huge{i}": torch.full((1500, 301), 3e38) for i in range(4)}
+    tensors["model.row"] = torch.randn(90, 1000)
     cuts = {name: [[box] for box in columns(tensor.shape)] for name, tensor in tensors.items()}
     cuts["model.row"] = rows((90, 1000), 2)
     return save_cut(tmp_path_factory.mktemp("forked") / "step_1", tensors, cuts)
@@ -83,6 +85,9 @@ for verb, name, *options in (
     first = run(verb, sys.argv[1], left, "--threads", 1, *options)
     assert not made, "one worker makes no copies"
     assert run(verb, sys.argv[1], right, "--threads", 3, "--max-memory", "4MiB", *options) == first, (verb, name)
+    if first == 0:
+        ((expected, found),) = made
+        assert found == max(expected, 1), (name, made)
     print(name, first, *made)
     made.clear()
     files = [p.relative_to(left) for p in left.rglob("*") if p.is_file()] if left.is_dir() else [Path()]
@@ -96,11 +101,11 @@ for verb, name, *options in (
 def test_the_same_bytes_as_by_one_worker(source: Path, tmp_path: Path) -> None:
     result = ran(COMPARED, source, tmp_path)
     assert result.stdout.splitlines() == [
-        "a.safetensors 0 3",
-        "a.pt 0 3",
-        "folder 0 3",
-        "half.safetensors 0 3",
-        "ranks 0 3",
+        "a.safetensors 0 (3, 3)",
+        "a.pt 0 (3, 3)",
+        "folder 0 (3, 3)",
+        "half.safetensors 0 (3, 3)",
+        "ranks 0 (3, 3)",
     ], result.stderr
 
 
@@ -108,25 +113,44 @@ def test_the_same_bytes_as_by_one_worker(source: Path, tmp_path: Path) -> None:
 def test_fixtures(folder: str, tmp_path: Path) -> None:
     result = ran(f"engine._MOVED_NBYTES = 64\n{COMPARED}", FIXTURES / "dcp" / folder, tmp_path)
     assert len(result.stdout.splitlines()) == 5, result.stderr
+    assert " 0 " in result.stdout
 
 
 def test_values_that_a_copy_made_infinite_are_told(source: Path, tmp_path: Path) -> None:
+    # Slow here, so that copies find something to do.
     body = """
-main(["consolidate", sys.argv[1], sys.argv[2], "--dtype", "fp16", "--threads", "3"])
+here = os.getpid()
+usual_alone = engine._Engine._alone
+def alone(self, index, hands):
+    if os.getpid() == here:
+        time.sleep(0.3)
+    return usual_alone(self, index, hands)
+engine._Engine._alone = alone
+try:
+    main(["consolidate", sys.argv[1], sys.argv[2], "--dtype", "fp16", "--threads", "3"])
+finally:
+    print(made)
 """
     result = ran(body, source, tmp_path / "a.safetensors")
-    assert "2,000 finite values of 'huge' became infinite" in " ".join(result.stdout.split() + result.stderr.split())
+    assert result.stdout.splitlines()[-1] == "[(3, 3)]"
+    for i in range(4):
+        assert f"{1500 * 301:,} finite values of 'huge{i}' became infinite" in result.stderr
 
 
 # The first job here waits until a copy has died, so that one takes part whatever the scheduler does.
 DYING = """
 here, waited = os.getpid(), False
+def has_died():
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
 usual_alone = engine._Engine._alone
 def alone(self, index, hands):
     global waited
     if os.getpid() != here:
         {harm}
-    while not waited and not os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+    while not waited and not has_died():
         time.sleep(0.01)
     waited = True
     return usual_alone(self, index, hands)
@@ -141,7 +165,7 @@ def test_right_when_a_copy_fails(source: Path, tmp_path: Path, harm: str) -> Non
     plain, out = tmp_path / "plain.safetensors", tmp_path / "out.safetensors"
     assert ran("sys.exit(run('consolidate', *sys.argv[1:]))", source, plain, "--threads", 1).returncode == 0
     result = ran(DYING.format(harm=harm), source, out)
-    assert result.stdout == "0 [0]\n", result.stderr
+    assert result.stdout == "0 [(3, 0)]\n", result.stderr
     assert out.read_bytes() == plain.read_bytes()
 
 
@@ -178,59 +202,84 @@ main(["consolidate", sys.argv[1], sys.argv[2], "--threads", "3", "-q"])
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            pids = {int(process.stdout.readline()) for _ in range(3)}
+            pids = set()
+            while len(pids) < 3:
+                pids.add(int(process.stdout.readline()))
             process.send_signal(signum)
             _, shown = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert len(pids) == 3
     assert (process.returncode, shown.count("\n")) == (130 if signum == signal.SIGINT else 143, 1)
-    deadline = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert gone(pids)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_copies_wrote_before_a_kill_is_not_written_again(source: Path, tmp_path: Path) -> None:
-    plain, out = tmp_path / "plain.safetensors", tmp_path / "out.safetensors"
-    assert ran("sys.exit(run('consolidate', *sys.argv[1:]))", source, plain, "--threads", 1).returncode == 0
+def gone(pids: Iterable[int], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        if time.monotonic() > deadline:
+            return not left
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_copies_wrote_before_a_kill_is_not_written_again(source: Path, tmp_path: Path, threads: int) -> None:
+    plain, out, log = tmp_path / "plain.safetensors", tmp_path / "out.safetensors", tmp_path / "log"
+    options = ("--dtype", "fp16", "--threads")
+    assert ran("sys.exit(run('consolidate', *sys.argv[1:]))", source, plain, *options, 1).returncode == 0
     body = """
 here = os.getpid()
 usual_wrote = engine._Engine.wrote
 def wrote(self, *rest):
     usual_wrote(self, *rest)
-    os.write(1, b"here\\n" if os.getpid() == here else b"copy\\n")
+    os.write(1, f"{os.getpid()} {os.getpid() == here}\\n".encode())
     time.sleep(0.2)
 engine._Engine.wrote = wrote
-main(["consolidate", sys.argv[1], sys.argv[2], "--threads", "3", "--resume", "-q"])
+main(["consolidate", *sys.argv[1:], "--resume", "-q"])
 """
-    command = [sys.executable, "-c", HEAD + body, str(source), str(out)]
+    command = [sys.executable, "-c", HEAD + body, str(source), str(out), *options, "3"]
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline()]
-        while lines.count("copy\n") < 3 or "here\n" not in lines:
-            lines.append(process.stdout.readline())
-            assert lines[-1]
+        lines = [process.stdout.readline().split()]
+        while [is_here for _, is_here in lines].count("False") < 3 or "True" not in [is_here for _, is_here in lines]:
+            lines.append(process.stdout.readline().split())
         process.kill()
+    assert gone({int(pid) for pid, _ in lines})
     (stage,) = (path for path in tmp_path.iterdir() if path.name.startswith("."))
     recorded = (stage / JOURNAL).read_text().splitlines()
     assert recorded[0].startswith('{"journal"')
-    assert len(recorded) - 1 >= len(lines) - 1
+    assert len(recorded) - 1 >= len(lines)
     body = """
-written = []
 usual_write = engine.Outputs.write
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 def write(self, file, offset, data):
-    written.append(len(data))
+    os.write(log, b"%d\\n" % len(data))
     return usual_write(self, file, offset, data)
 engine.Outputs.write = write
-code = run("consolidate", sys.argv[1], sys.argv[2], "--threads", 1, "--resume")
-print(code, sum(written))
+try:
+    main(["consolidate", *sys.argv[2:], "--resume"])
+finally:
+    print(made)
 """
-    code, nbytes = map(int, ran(body, source, out).stdout.split())
-    assert code == 0
-    assert nbytes <= plain.stat().st_size - 4 * 1500 * 301 * 4
+    result = ran(body, log, source, out, *options, threads)
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[-1] == ("[(3, 3)]" if threads == 3 else "[]")
+    assert sum(map(int, log.read_text().split())) <= plain.stat().st_size - 4 * 1500 * 301 * 2
     assert out.read_bytes() == plain.read_bytes()
+    for i in range(4):
+        assert f"{1500 * 301:,} finite values of 'huge{i}' became infinite" in result.stderr
+
+
+def test_progress_ends_at_what_was_written(source: Path, tmp_path: Path) -> None:
+    body = DYING.format(harm="raise OSError('the disk does not answer')").replace(
+        'code = run("consolidate", sys.argv[1], sys.argv[2], "--threads", 3)',
+        "import ema_ckpt\n"
+        "told = []\n"
+        "result = ema_ckpt.consolidate(sys.argv[1], sys.argv[2], threads=3, progress=told.append)\n"
+        "code = sum(told) - result.nbytes",
+    )
+    assert ran(body, source, tmp_path / "out.safetensors").stdout == "0 [(3, 0)]\n"
 
 
 def test_a_copy_waits_for_the_journals_first_line(tmp_path: Path) -> None:
