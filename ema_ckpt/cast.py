@@ -8,6 +8,7 @@ NaN there). Blocks of 256 KiB to 2 MiB keep all passes in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ema_ckpt.dtypes import DType
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
     Buffer = memoryview | bytes | bytearray | Array
 
-__all__ = ["Caster", "cast_block"]
+__all__ = ["Caster", "cast_block", "import_all"]
 
 # Elements that one pass handles: 256 KiB of float32, with scratch and result well inside a core's L2 cache.
 _PASS = 65536
@@ -166,3 +167,12 @@ def cast_block(block: Buffer, source: DType, target: DType) -> tuple[memoryview,
     """Cast one block of raw bytes; returns raw bytes of `target` and how many finite values became infinite."""
     caster = Caster(source, target)
     return caster.cast(block), caster.overflow
+
+
+def import_all(casts: Iterable[tuple[DType, DType]]) -> None:
+    """Import numpy and what these casts need, so that copies of this process share it."""
+    import numpy as np  # noqa: F401
+
+    for source, target in set(casts):
+        if source != target:
+            cast_block(bytes(source.itemsize), source, target)

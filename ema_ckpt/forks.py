@@ -114,8 +114,15 @@ def _make(copies: list[_Copy], work: Work, turns: _Turns, board: _Board, count: 
 
 
 def _end(copies: Sequence[_Copy]) -> None:
-    for copy in copies:
-        copy.end()
+    """Stop those that still work, all before any is waited for, and forget them, whatever signal comes meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        for copy in copies:
+            copy.stop()
+        for copy in copies:
+            copy.forget()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def turn_length(jobs: int) -> int:
@@ -197,12 +204,15 @@ class _Copy:
                 sent, self._has_ended = b"".join(parts), True
                 return sent.removesuffix(_WHOLE) if sent.endswith(_WHOLE) else None
 
-    def end(self) -> None:
-        """Stop it, if it still works, and forget it."""
+    def stop(self) -> None:
+        """Stop it, if it still works."""
         os.close(self.pipe)
         if not self._has_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
+
+    def forget(self) -> None:
+        """Wait until it is gone."""
         with contextlib.suppress(ChildProcessError):  # someone else collects this process' children
             os.waitpid(self._pid, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -67,8 +68,9 @@ class _Pool(Generic[Hand]):
     def run(self, threads: int) -> None:
         others = [threading.Thread(target=self._serve, daemon=True) for _ in range(threads - 1)]
         try:
-            for thread in others:
-                thread.start()
+            with contextlib.suppress(RuntimeError):  # no more threads are allowed: those that are do the work
+                for thread in others:
+                    thread.start()
             self._serve()
         except BaseException as error:
             self._error = self._error or error

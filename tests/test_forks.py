@@ -257,6 +257,32 @@ print(stopped > 10, len(os.listdir("/proc/self/fd")) < 10)
     assert script(body) == "True True\n"
 
 
+def test_a_signal_while_copies_are_ended_leaves_none() -> None:
+    body = """
+signal.signal(signal.SIGINT, signal.default_int_handler)
+usual, here, signalled = os.waitpid, os.getpid(), []
+def waitpid(*arguments):
+    if not signalled:
+        signalled.append(True)
+        signal.raise_signal(signal.SIGINT)
+    return usual(*arguments)
+os.waitpid = waitpid
+def work(numbers, tell):
+    if os.getpid() == here:
+        raise SystemExit(4)
+    time.sleep(60)
+try:
+    run_forked(work, 100, 4)
+except BaseException as error:
+    print(type(error).__name__)
+try:
+    usual(-1, os.WNOHANG)
+except ChildProcessError:
+    print("none")
+"""
+    assert script(body) == "KeyboardInterrupt\nnone\n"
+
+
 # ---------------------------------------------------------------- diff
 
 

@@ -57,7 +57,7 @@ class WriterArgs(TypedDict, total=False):
         no_fsync: do not wait for the disk. overwrite: replace a checkpoint at the target.
         resume: continue a killed run. strict: fail if anything would be left out.
         expand_ties: write tied weights under every name. keep_prefixes: keep wrapper prefixes of names.
-        progress: is told the bytes of each finished range.
+        progress: is told the bytes of each finished range; less than none where they will be written anew.
     """
 
     match: Sequence[str]
