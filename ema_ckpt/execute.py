@@ -173,13 +173,13 @@ class _Engine:
         nbytes = sum(piece.nbytes for piece in self.pieces)
         if nbytes < reads * _WORTH_NBYTES:
             return 1
-        casts = any(piece.entry.dtype != piece.entry.source.dtype for piece in self.pieces)
+        casts = any(piece.entry.casts for piece in self.pieces)
         return self.settings.threads if casts else min(self.settings.threads, _WRITERS * self._files)
 
     def _forks(self, copies: int) -> bool:
         """Whether so many copies of this process shall work: where numpy has enough to do."""
-        nbytes = sum(piece.nbytes for piece in self.pieces if not piece.is_moved)
-        if copies < 2 or self._is_remote or nbytes < _LEAST_FORKED_NBYTES or not can_fork():
+        able = copies > 1 and not self._is_remote and can_fork()
+        if not able or sum(piece.nbytes for piece in self.pieces if not piece.is_moved) < _LEAST_FORKED_NBYTES:
             return False
         import_all((piece.entry.source.dtype, piece.entry.dtype) for piece in self.pieces)
         return can_fork()  # numpy starts threads of its own where it is not told to do without

@@ -44,7 +44,7 @@ class Work:
     @property
     def casts(self) -> bool:
         """Whether values change on the way."""
-        return self.piece.entry.dtype != self.tensor.dtype
+        return self.piece.entry.casts
 
     @property
     def source_nbytes(self) -> int:

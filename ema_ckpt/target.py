@@ -32,6 +32,11 @@ class Entry(NamedTuple):
         """Bytes of the whole tensor in the dtype that is written."""
         return self.source.numel * self.dtype.itemsize
 
+    @property
+    def casts(self) -> bool:
+        """Whether values change on the way."""
+        return self.dtype != self.source.dtype
+
 
 class Piece(NamedTuple):
     """A box of one tensor, written row-major and little-endian at `offset` (bytes) of the target file `file`."""
@@ -50,7 +55,7 @@ class Piece(NamedTuple):
     def is_moved(self) -> bool:
         """Whether its bytes are moved as they are, as far as shapes tell: they are rows, and nothing is cast."""
         source = self.entry.source
-        return self.entry.dtype == source.dtype and all(c.sizes[1:] == source.shape[1:] for c in source.chunks)
+        return not self.entry.casts and all(chunk.sizes[1:] == source.shape[1:] for chunk in source.chunks)
 
 
 class Frame(NamedTuple):

@@ -237,7 +237,7 @@ def _holds_weights(folder: str) -> bool:
 
 def _low_precision(entries: Sequence[Entry], known: Sequence[Tree]) -> list[Warn]:
     averages = {id(tensor) for tree in known if tree.role == EMA for tensor in tree.tensors}
-    cast = [e.name for e in entries if e.dtype != e.source.dtype and id(e.source) in averages and e.dtype.itemsize < 4]
+    cast = [e.name for e in entries if e.casts and id(e.source) in averages and e.dtype.itemsize < 4]
     if not cast:
         return []
     message = f"{counted(len(cast), 'averaged tensor')} stored in less than fp32: a run that resumes from them stalls"

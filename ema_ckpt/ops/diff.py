@@ -59,7 +59,8 @@ def diff(
         tree: a's tree. against: b's tree.
         rtol, atol: an element has changed if |a − b| > atol + rtol·|b|, or is infinite.
         html: a file to write a self-contained page to.
-        max_memory: bytes of buffers in flight. progress: is told the bytes that were read of both sides.
+        max_memory: bytes of buffers in flight. progress: is told the bytes that were read of both sides;
+            less than none where they will be read anew.
 
     Raises:
         EmaCkptError: `ambiguous-tree unknown-tree usage`, `target-is-source` for a page in the place of what is
