@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ema_ckpt.ema.decay import HalfLife, PowerFunction, Warmup
-    from ema_ckpt.ema.manager import ShardedEMA
-    from ema_ckpt.ema.optimizer import OffloadedOptimizer, offload_optimizer
-    from ema_ckpt.ema.sources import master_weights
-    from ema_ckpt.errors import (
+    from ema_ckpt.core.errors import (
         CollectiveError,
         EmaCkptError,
         SourceError,
@@ -23,6 +19,10 @@ if TYPE_CHECKING:
         UnsafeError,
         UsageError,
     )
+    from ema_ckpt.ema.manager import ShardedEMA
+    from ema_ckpt.ema.offload.optimizer import OffloadedOptimizer, offload_optimizer
+    from ema_ckpt.ema.schedules import HalfLife, PowerFunction, Warmup
+    from ema_ckpt.ema.sources import master_weights
     from ema_ckpt.ops.checkpoint import Checkpoint
     from ema_ckpt.ops.checkpoint import open_checkpoint as open  # noqa: A004 - as gzip.open: named by its module
     from ema_ckpt.ops.consolidate import consolidate
@@ -31,14 +31,18 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.inspect import inspect
     from ema_ckpt.ops.synthesize import synthesize
     from ema_ckpt.ops.verify import verify
-    from ema_ckpt.resume import RestoreReport, latest, restore, rng_state, save
+    from ema_ckpt.resume.newest import latest
+    from ema_ckpt.resume.report import RestoreReport
+    from ema_ckpt.resume.restore import restore
+    from ema_ckpt.resume.rng import rng_state
+    from ema_ckpt.resume.save import save
 
 _MODULES = {
-    "ema_ckpt.ema.decay": ("HalfLife", "PowerFunction", "Warmup"),
+    "ema_ckpt.ema.schedules": ("HalfLife", "PowerFunction", "Warmup"),
     "ema_ckpt.ema.manager": ("ShardedEMA",),
-    "ema_ckpt.ema.optimizer": ("OffloadedOptimizer", "offload_optimizer"),
+    "ema_ckpt.ema.offload.optimizer": ("OffloadedOptimizer", "offload_optimizer"),
     "ema_ckpt.ema.sources": ("master_weights",),
-    "ema_ckpt.errors": (
+    "ema_ckpt.core.errors": (
         "CollectiveError",
         "EmaCkptError",
         "SourceError",
@@ -56,9 +60,9 @@ _MODULES = {
     "ema_ckpt.ops.verify": ("verify",),
     "ema_ckpt.resume.newest": ("latest",),
     "ema_ckpt.resume.report": ("RestoreReport",),
-    "ema_ckpt.resume.restoring": ("restore",),
+    "ema_ckpt.resume.restore": ("restore",),
     "ema_ckpt.resume.rng": ("rng_state",),
-    "ema_ckpt.resume.saving": ("save",),
+    "ema_ckpt.resume.save": ("save",),
 }
 _RENAMED = {"open": "open_checkpoint"}
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,6 +1,6 @@
 """`python -m ema_ckpt`: the same as the command `ema-ckpt`."""
 
-from ema_ckpt.cli.entry import script
+from ema_ckpt.cli.main import script
 
 if __name__ == "__main__":
     script()

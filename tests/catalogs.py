@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ema_ckpt.catalog import Catalog, Chunk, Object, Payload, Tensor
-from ema_ckpt.dtypes import by_name
+from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Tensor
+from ema_ckpt.core.dtypes import by_name
 
 
 @dataclass(frozen=True)

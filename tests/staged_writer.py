@@ -8,15 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ema_ckpt.staging import Staged
+from ema_ckpt.writing.staging import Staged
 
 REPO = Path(__file__).parents[1]
 
 # argv: target, generation, how many files, pause in ms, then any of: overwrite, resume, plain, term, wait.
 WRITER = """
 import os, signal, sys, time, zlib
-from ema_ckpt.journal import Finished
-from ema_ckpt.staging import stage
+from ema_ckpt.writing.journal import Finished
+from ema_ckpt.writing.staging import stage
 target, generation, count, pause, *words = sys.argv[1:]
 if "term" in words:
     def stop(number, frame): raise SystemExit(128 + number)

@@ -7,14 +7,15 @@ from typing import Any
 
 import click
 
-from ema_ckpt import __version__, notices
-from ema_ckpt.cli.command import Command, style_of
+from ema_ckpt import __version__
+from ema_ckpt.cli.click_ext import Command, style_of
 from ema_ckpt.cli.diff_command import diff_command
 from ema_ckpt.cli.options import general, writer
 from ema_ckpt.cli.synthesize_command import synthesize_command
 from ema_ckpt.cli.text import clean
 from ema_ckpt.cli.verify_command import verify_command
-from ema_ckpt.errors import UsageError
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.runtime import notices
 
 __all__ = ["cli", "run"]
 

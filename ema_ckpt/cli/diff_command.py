@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ema_ckpt.cli.command import Command, style_of
+from ema_ckpt.cli.click_ext import Command, style_of
 from ema_ckpt.cli.options import general
 
 __all__ = ["diff_command"]
@@ -35,7 +35,7 @@ def diff_command(path: str, other: str | None, top: int, exit_code: bool, html: 
         compared = compare_trees(path, other, html=html, progress=advance, **given)
     result = result_of(compared)
     if html is not None:
-        from ema_ckpt.ops.diff_page import write_page
+        from ema_ckpt.ops.diff_html import write_page
 
         write_page(html, result, compared.catalogs)
     if style.json:

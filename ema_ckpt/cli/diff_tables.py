@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from rich.markup import escape
 from rich.tree import Tree as Drawn
 
+from ema_ckpt.analysis.compare import Sums
 from ema_ckpt.cli.text import clean, terminal
-from ema_ckpt.compare import Sums
-from ema_ckpt.errors import counted
+from ema_ckpt.core.errors import counted
 from ema_ckpt.ops.diff_findings import Compared
 from ema_ckpt.ops.diffed import Diffed, DiffTensor
 

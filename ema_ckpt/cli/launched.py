@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ema_ckpt.distributed import is_launched, joined, rank_here
+from ema_ckpt.comm.launched import is_launched, joined, rank_here
 
 __all__ = ["run_launched", "silenced"]
 

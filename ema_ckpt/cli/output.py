@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ema_ckpt.catalog import Warn
 from ema_ckpt.cli.text import clean, terminal
-from ema_ckpt.errors import counted
+from ema_ckpt.core.catalog import Warn
+from ema_ckpt.core.errors import counted
+from ema_ckpt.core.text import format_size
 from ema_ckpt.ops.results import Written, as_json
-from ema_ckpt.sizes import format_size
 
 if TYPE_CHECKING:
     from ema_ckpt.ops.inspected import Inspected
@@ -78,7 +78,7 @@ def inspected(result: Inspected, style: Style, tree: str | None, depth: int | No
     if style.json:
         document(result)
     if style.talks:
-        from ema_ckpt.cli.tables import print_inspected
+        from ema_ckpt.cli.inspect_tables import print_inspected
 
         print_inspected(result, tree, depth, shards)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ema_ckpt.cli.command import Command, style_of
+from ema_ckpt.cli.click_ext import Command, style_of
 from ema_ckpt.cli.options import general, writer
 
 __all__ = ["synthesize_command"]

@@ -1,0 +1,1 @@
+"""Averages of a live model: schedules, shadows, update engines, swap."""

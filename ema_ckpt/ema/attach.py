@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema import swap
-from ema_ckpt.ema.shards import is_state_init
-from ema_ckpt.errors import UsageError
+from ema_ckpt.ema.model.scan import is_state_init
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA

@@ -10,19 +10,20 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from ema_ckpt.ema import attach, state, swap
-from ema_ckpt.ema.averages import Averages, choose, current_buffers, fit, make, seed, value_of
-from ema_ckpt.ema.decay import Schedule, as_schedule
+from ema_ckpt.core.errors import StateError, UsageError
+from ema_ckpt.ema import attach, swap
+from ema_ckpt.ema.batching import lists_of
+from ema_ckpt.ema.checkpoint import state
+from ema_ckpt.ema.cuda_graphs import Recording
 from ema_ckpt.ema.engines.lists import Step
 from ema_ckpt.ema.engines.offload import OffloadStep
 from ema_ckpt.ema.engines.select import prepare
-from ema_ckpt.ema.graphs import Recording
+from ema_ckpt.ema.model.change_detector import Watch
+from ema_ckpt.ema.model.scan import census
 from ema_ckpt.ema.modes import PlainMode
-from ema_ckpt.ema.pairs import lists_of
+from ema_ckpt.ema.schedules import Schedule, as_schedule
 from ema_ckpt.ema.settings import Counter, Settings, Source, globs
-from ema_ckpt.ema.shards import census
-from ema_ckpt.ema.watch import Watch
-from ema_ckpt.errors import StateError, UsageError
+from ema_ckpt.ema.shadows import Averages, choose, current_buffers, fit, make, seed, value_of
 
 __all__ = ["ShardedEMA"]
 
@@ -233,7 +234,7 @@ class ShardedEMA:
 
         Collective.
         """
-        from ema_ckpt.ema.gather import gather_full
+        from ema_ckpt.ema.checkpoint.gather import gather_full
 
         with PlainMode():
             return gather_full(self, complete, timeout)

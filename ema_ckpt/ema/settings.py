@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ema_ckpt.ema.decay import Constant, HalfLife, Schedule
-from ema_ckpt.errors import UsageError
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.ema.schedules import Constant, HalfLife, Schedule
 
 __all__ = ["Counter", "Settings", "Source", "globs"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.settings import Source
-from ema_ckpt.errors import StateError
 
 __all__ = ["master_weights"]
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ema_ckpt.ema.averages import live_part
+from ema_ckpt.core.errors import StateError, shown
+from ema_ckpt.ema.checkpoint.replicas import gather, meet_replicas
+from ema_ckpt.ema.model.scan import Shard, Slot, census, reshard
 from ema_ckpt.ema.modes import PlainMode
-from ema_ckpt.ema.replicas import gather, meet_replicas
-from ema_ckpt.ema.shards import Shard, Slot, census, reshard
-from ema_ckpt.errors import StateError, shown
+from ema_ckpt.ema.shadows import live_part
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ema_ckpt.errors import SourceError, TargetError
-from ema_ckpt.formats.globals import Opaque, parts_of
+from ema_ckpt.core.errors import SourceError, TargetError
+from ema_ckpt.formats.pickle.safe_globals import Opaque, parts_of
 
 __all__ = ["Nesting", "flatten", "renest"]
 

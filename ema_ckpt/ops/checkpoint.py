@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
-from ema_ckpt.aliases import with_aliases
-from ema_ckpt.box import whole
-from ema_ckpt.catalog import Catalog, Tensor
-from ema_ckpt.checks import Checks
-from ema_ckpt.coverage import prove
-from ema_ckpt.errors import UsageError, shown
-from ema_ckpt.naming import nearest
-from ema_ckpt.opening import open_catalog
+from ema_ckpt.core.box import whole
+from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.errors import UsageError, shown
+from ema_ckpt.core.names import nearest
+from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.inspected import TreeEntry
-from ema_ckpt.regions import BandCutter, BandReader, find_shares
-from ema_ckpt.selection import cast_target
-from ema_ckpt.trees import Tree, default_tree, find_tree, find_trees, trees
+from ema_ckpt.reading.checksums import Checks
+from ema_ckpt.reading.overlaps import BandCutter, BandReader, find_shares
+from ema_ckpt.state_dicts.aliases import with_aliases
+from ema_ckpt.state_dicts.selection import cast_target
+from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, trees
 
 if TYPE_CHECKING:
     import os

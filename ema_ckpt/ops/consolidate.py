@@ -7,16 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from ema_ckpt.aliases import with_aliases
-from ema_ckpt.catalog import Catalog, Tensor, Warn
-from ema_ckpt.errors import UsageError, counted, shown
-from ema_ckpt.naming import EMA, OPTIMIZER
-from ema_ckpt.opening import opened
-from ema_ckpt.ops.carried import carried_text, refuse_skipped, unknown_objects, untold
+from ema_ckpt.core.catalog import Catalog, Tensor, Warn
+from ema_ckpt.core.errors import UsageError, counted, shown
+from ema_ckpt.core.names import EMA, OPTIMIZER
+from ema_ckpt.core.text import parse_size
+from ema_ckpt.core.write_plan import Entry, Target, keep_first
+from ema_ckpt.discovery.opening import opened
+from ema_ckpt.ops.objects import carried_text, refuse_skipped, unknown_objects, untold
 from ema_ckpt.ops.present import check_sources
-from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
-from ema_ckpt.ops.writing import (
+from ema_ckpt.ops.suggest import ready_command, ready_options
+from ema_ckpt.ops.write import (
     TORCH_SUFFIXES,
     Job,
     WriterArgs,
@@ -26,12 +27,11 @@ from ema_ckpt.ops.writing import (
     timer,
     write,
 )
-from ema_ckpt.selection import missing_weights, select_tree
-from ema_ckpt.settings import ema_settings
-from ema_ckpt.sizes import parse_size
-from ema_ckpt.target import Entry, Target
-from ema_ckpt.ties import dropped_names, keep_first, with_dropped
-from ema_ckpt.trees import Tree, default_tree, find_tree, live_of, trees
+from ema_ckpt.state_dicts.aliases import with_aliases
+from ema_ckpt.state_dicts.ema_config import ema_settings
+from ema_ckpt.state_dicts.selection import missing_weights, select_tree
+from ema_ckpt.state_dicts.ties import dropped_names, with_dropped
+from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, live_of, trees
 
 if TYPE_CHECKING:
     import os
@@ -167,10 +167,10 @@ def _lay_out(
 ) -> tuple[Target, str, dict[str, str]]:
     """The target, what kind of place it is, and the ties it records (dropped name → kept name)."""
     if out.suffix in TORCH_SUFFIXES:
-        from ema_ckpt.formats import torchfile_target
+        from ema_ckpt.formats.torch_file import writer as torchfile_target
 
         return torchfile_target.lay_out(entries, expand_ties=expand_ties), "torch", {}
-    from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
+    from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file
 
     kept, ties = (list(entries), dict[str, str]()) if expand_ties else keep_first(entries)
     dropped, _ = dropped_names(catalog, entries)

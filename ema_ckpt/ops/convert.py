@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from ema_ckpt.catalog import Catalog, Object, Warn
-from ema_ckpt.discover import step_number
-from ema_ckpt.errors import SourceError, UsageError, counted
-from ema_ckpt.folders import join, list_folder
+from ema_ckpt.core.catalog import Catalog, Object, Warn
+from ema_ckpt.core.errors import SourceError, UsageError, counted
+from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
+from ema_ckpt.core.text import parse_size
+from ema_ckpt.core.write_plan import Entry, Target, keep_first
+from ema_ckpt.discovery.locate import step_number
+from ema_ckpt.discovery.opening import opened
 from ema_ckpt.formats.nesting import Nesting
-from ema_ckpt.naming import EMA, LIVE, OPTIMIZER, role_of
-from ema_ckpt.opening import opened
-from ema_ckpt.ops.carried import carried_text, carry_objects, rank_keyed, refuse_skipped, untold
+from ema_ckpt.ops.objects import carried_text, carry_objects, rank_keyed, refuse_skipped, untold
 from ema_ckpt.ops.present import check_sources
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
-from ema_ckpt.ops.writing import (
+from ema_ckpt.ops.write import (
     TORCH_SUFFIXES,
     Job,
     Request,
@@ -29,11 +30,10 @@ from ema_ckpt.ops.writing import (
     timer,
     write,
 )
-from ema_ckpt.selection import KeptObject, select_all
-from ema_ckpt.sizes import parse_size
-from ema_ckpt.target import Entry, Target
-from ema_ckpt.ties import dropped_names, keep_first, with_dropped
-from ema_ckpt.trees import Tree, trees
+from ema_ckpt.state_dicts.selection import KeptObject, select_all
+from ema_ckpt.state_dicts.ties import dropped_names, with_dropped
+from ema_ckpt.state_dicts.tree import Tree, trees
+from ema_ckpt.storage.directories import join, list_folder
 
 if TYPE_CHECKING:
     import os
@@ -174,7 +174,7 @@ def _fitting(entries: Sequence[Entry], form: str) -> tuple[list[Entry], list[Ski
     """Entries that the form has a type for, and the rest."""
     if form != "safetensors":
         return list(entries), []
-    from ema_ckpt.formats.safetensors_target import refusal
+    from ema_ckpt.formats.safetensors.writer import refusal
 
     kept, skipped = [], []
     for entry in entries:
@@ -254,7 +254,7 @@ def _lay_out(
 ) -> tuple[Target, dict[str, str]]:
     """The target, and the ties it records (dropped name → kept name)."""
     if order.form == "dcp":
-        from ema_ckpt.formats.dcp_target import StoredObject, lay_out
+        from ema_ckpt.formats.dcp.writer import StoredObject, lay_out
 
         split = _split(catalog, known, entries)
         stored = [StoredObject(held.name, held.path, held.source) for held in objects]
@@ -266,10 +266,10 @@ def _lay_out(
     nesting = catalog.extra.get("nesting")
     nested = nesting if isinstance(nesting, Nesting) else Nesting()
     if order.form == "pt":
-        from ema_ckpt.formats import torchfile_target
+        from ema_ckpt.formats.torch_file import writer as torchfile_target
 
         return torchfile_target.lay_out(entries, nesting=nested, objects=inline, expand_ties=request.expand_ties), {}
-    from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
+    from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file
 
     dropped, _ = dropped_names(catalog, entries)
     text = carried_text(catalog) | dropped

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
 
-from ema_ckpt.catalog import Tensor
-from ema_ckpt.compare import FAST_NUMEL, Comparer, Sums
-from ema_ckpt.errors import UsageError
-from ema_ckpt.files import is_url
-from ema_ckpt.forks import can_fork, run_forked
+from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, Sums
+from ema_ckpt.core.catalog import Tensor
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.text import parse_size
 from ema_ckpt.ops.diff_findings import Compared, find
-from ema_ckpt.ops.diff_sides import Pairing, Side, open_sides, pair
+from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.diffed import Diffed, DiffSummary, DiffTensor, Mismatch, ShapeEntry
 from ema_ckpt.ops.present import check_sources
-from ema_ckpt.regions import BandCutter
-from ema_ckpt.sizes import parse_size
-from ema_ckpt.streams import Stream, StreamReader, band_jobs, locate
-from ema_ckpt.workers import run_jobs, worker_count
+from ema_ckpt.reading.overlaps import BandCutter
+from ema_ckpt.reading.streams import Stream, StreamReader, band_jobs, locate
+from ema_ckpt.runtime.fork_pool import can_fork, run_forked
+from ema_ckpt.runtime.thread_pool import run_jobs, worker_count
+from ema_ckpt.storage.files import is_url
 
 __all__ = ["compare_trees", "diff", "result_of"]
 
@@ -80,7 +80,7 @@ def diff(
     )
     result = result_of(compared)
     if html is not None:
-        from ema_ckpt.ops.diff_page import write_page
+        from ema_ckpt.ops.diff_html import write_page
 
         write_page(html, result, compared.catalogs)
     return result
@@ -110,7 +110,7 @@ def compare_trees(
     a, b = open_sides(path, other, tree, against)
     try:
         if html is not None:
-            from ema_ckpt.ops.diff_page import check_page
+            from ema_ckpt.ops.diff_html import check_page
 
             check_page(html, (a.catalog, b.catalog))
         remote = any(is_url(side.catalog.source.root) for side in (a, b))
@@ -131,7 +131,7 @@ def _check(side: Side, tensors: Sequence[Tensor]) -> None:
     """Refuse a side that is incomplete, or a torch file with an object that would run code, before all the reading."""
     check_sources(side.catalog, tensors)
     if side.catalog.format in ("torch", "rank-files"):
-        from ema_ckpt.ops.carried import unknown_objects
+        from ema_ckpt.ops.objects import unknown_objects
 
         unknown_objects(side.catalog, side.catalog.objects)
 

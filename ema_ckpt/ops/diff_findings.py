@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ema_ckpt.box import whole
-from ema_ckpt.catalog import Catalog, Object, Tensor, Warn
-from ema_ckpt.compare import Sums
-from ema_ckpt.errors import counted, shown
-from ema_ckpt.naming import EMA, LIVE
-from ema_ckpt.ops.diff_sides import Pairing, Side
-from ema_ckpt.settings import ema_settings, exchange_marks
-from ema_ckpt.streams import StreamReader, locate
+from ema_ckpt.analysis.compare import Sums
+from ema_ckpt.core.box import whole
+from ema_ckpt.core.catalog import Catalog, Object, Tensor, Warn
+from ema_ckpt.core.errors import counted, shown
+from ema_ckpt.core.names import EMA, LIVE
+from ema_ckpt.ops.diff_pairing import Pairing, Side
+from ema_ckpt.reading.streams import StreamReader, locate
+from ema_ckpt.state_dicts.ema_config import ema_settings, exchange_marks
 
 __all__ = ["Compared", "find"]
 

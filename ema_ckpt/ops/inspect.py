@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ema_ckpt.catalog import Catalog, Object, Tensor, Warn
-from ema_ckpt.coverage import prove
-from ema_ckpt.errors import EmaCkptError, SourceError, UnsafeError
-from ema_ckpt.naming import EMA, glob_matcher
-from ema_ckpt.opening import opened
+from ema_ckpt.core.catalog import Catalog, Object, Tensor, Warn
+from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
+from ema_ckpt.core.names import EMA, glob_matcher
+from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.checkpoint import tree_entry
 from ema_ckpt.ops.inspected import ChunkEntry, Inspected, ObjectEntry, TensorEntry
-from ema_ckpt.selection import refuse_idle
-from ema_ckpt.settings import ema_settings
-from ema_ckpt.trees import Tree, find_trees, inner_names, trees
+from ema_ckpt.state_dicts.ema_config import ema_settings
+from ema_ckpt.state_dicts.selection import refuse_idle
+from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, trees
 
 if TYPE_CHECKING:
     import os

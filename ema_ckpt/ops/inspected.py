@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ema_ckpt.catalog import Warn
+from ema_ckpt.core.catalog import Warn
 
 __all__ = ["ChunkEntry", "Inspected", "ObjectEntry", "TensorEntry", "TreeEntry"]
 

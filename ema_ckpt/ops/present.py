@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ema_ckpt.catalog import Catalog, Tensor
-from ema_ckpt.coverage import prove
-from ema_ckpt.errors import SourceError, shown
+from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.errors import SourceError, shown
 
 __all__ = ["check_sources"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 
-from ema_ckpt.catalog import Warn
+from ema_ckpt.core.catalog import Warn
 
 __all__ = ["FileEntry", "Skipped", "Written", "as_json"]
 

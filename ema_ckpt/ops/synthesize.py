@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
-from ema_ckpt.blend import Blend
-from ema_ckpt.catalog import Catalog, Tensor, Warn
-from ema_ckpt.errors import UsageError, counted
-from ema_ckpt.files import local_path
-from ema_ckpt.ops.carried import refuse_skipped, unknown_objects
+from ema_ckpt.analysis.weighted_sum import Blend
+from ema_ckpt.core.catalog import Catalog, Tensor, Warn
+from ema_ckpt.core.errors import UsageError, counted
+from ema_ckpt.core.text import parse_size
+from ema_ckpt.core.write_plan import Entry, Frame, Piece, Target
+from ema_ckpt.ops.objects import refuse_skipped, unknown_objects
 from ema_ckpt.ops.present import check_sources
-from ema_ckpt.ops.ready import ready_command, ready_options
 from ema_ckpt.ops.results import FileEntry, Skipped, Written
-from ema_ckpt.ops.synthesize_parts import (
+from ema_ckpt.ops.suggest import ready_command, ready_options
+from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,
     match_names,
     open_snapshots,
@@ -25,7 +26,7 @@ from ema_ckpt.ops.synthesize_parts import (
     refuse_unsummable,
     weights_for,
 )
-from ema_ckpt.ops.writing import (
+from ema_ckpt.ops.write import (
     TORCH_SUFFIXES,
     Job,
     Request,
@@ -36,10 +37,9 @@ from ema_ckpt.ops.writing import (
     timer,
     write,
 )
-from ema_ckpt.selection import select_tree
-from ema_ckpt.sizes import parse_size
-from ema_ckpt.target import Entry, Frame, Piece, Target
-from ema_ckpt.trees import Tree
+from ema_ckpt.state_dicts.selection import select_tree
+from ema_ckpt.state_dicts.tree import Tree
+from ema_ckpt.storage.files import local_path
 
 __all__ = ["synthesize"]
 
@@ -207,14 +207,14 @@ def _local(held: Sequence[Snapshot]) -> tuple[str, ...]:
 
 def _lay_out(entries: Sequence[Entry], order: _Order, blend: Blend) -> Target:
     if order.form == "dcp":
-        from ema_ckpt.formats.dcp_target import lay_out
+        from ema_ckpt.formats.dcp.writer import lay_out
 
         return lay_out(entries, (), [bool(entry.source.shape) for entry in entries], order.world_size, blend)
     if order.form == "pt":
-        from ema_ckpt.formats import torchfile_target
+        from ema_ckpt.formats.torch_file import writer as torchfile_target
 
         return torchfile_target.lay_out(entries)
-    from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file
+    from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file
 
     return lay_out_directory(entries, order.max_shard_nbytes) if order.is_directory else lay_out_file(entries)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ema_ckpt.catalog import Warn
+from ema_ckpt.core.catalog import Warn
 
 __all__ = ["Problem", "Verified"]
 

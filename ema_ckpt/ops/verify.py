@@ -7,20 +7,20 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ema_ckpt.audit import Audit, Finding
-from ema_ckpt.catalog import Catalog, Tensor, Warn
-from ema_ckpt.discover import find
-from ema_ckpt.errors import EmaCkptError, SourceError, UsageError, counted
-from ema_ckpt.files import is_url
-from ema_ckpt.folders import join, list_folder
-from ema_ckpt.found import PARTS, SAFETENSORS, TORCH, Found
-from ema_ckpt.opening import open_found
+from ema_ckpt.analysis.audit import Audit, Finding
+from ema_ckpt.analysis.value_scan import ABSURD, Scanner, Seen, has_values
+from ema_ckpt.core.catalog import Catalog, Tensor, Warn
+from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError, counted
+from ema_ckpt.discovery.found import PARTS, SAFETENSORS, TORCH, Found
+from ema_ckpt.discovery.locate import find
+from ema_ckpt.discovery.opening import open_found
 from ema_ckpt.ops.verified import Problem, Verified
 from ema_ckpt.ops.verify_against import compare_with
-from ema_ckpt.regions import BandCutter
-from ema_ckpt.streams import Stream, StreamReader, band_jobs, locate
-from ema_ckpt.values import ABSURD, Scanner, Seen, has_values
-from ema_ckpt.workers import run_jobs, worker_count
+from ema_ckpt.reading.overlaps import BandCutter
+from ema_ckpt.reading.streams import Stream, StreamReader, band_jobs, locate
+from ema_ckpt.runtime.thread_pool import run_jobs, worker_count
+from ema_ckpt.storage.directories import join, list_folder
+from ema_ckpt.storage.files import is_url
 
 __all__ = ["verify"]
 

@@ -10,18 +10,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ema_ckpt.aliases import with_aliases
-from ema_ckpt.audit import Audit
-from ema_ckpt.cast import Caster
-from ema_ckpt.catalog import Catalog, Tensor
-from ema_ckpt.digests import computed, stored_digest
-from ema_ckpt.dtypes import DType
-from ema_ckpt.errors import EmaCkptError, counted, shown
-from ema_ckpt.naming import EMA, canonical
-from ema_ckpt.opening import open_catalog
-from ema_ckpt.streams import StreamReader, locate
-from ema_ckpt.ties import recorded_ties, with_dropped
-from ema_ckpt.trees import Tree, inner_names, trees
+from ema_ckpt.analysis.audit import Audit
+from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.dtypes import DType
+from ema_ckpt.core.errors import EmaCkptError, counted, shown
+from ema_ckpt.core.names import EMA, canonical
+from ema_ckpt.discovery.opening import open_catalog
+from ema_ckpt.reading.cast import Caster
+from ema_ckpt.reading.digests import computed, stored_digest
+from ema_ckpt.reading.streams import StreamReader, locate
+from ema_ckpt.state_dicts.aliases import with_aliases
+from ema_ckpt.state_dicts.ties import recorded_ties, with_dropped
+from ema_ckpt.state_dicts.tree import Tree, inner_names, trees
 
 __all__ = ["compare_with"]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ema_ckpt.catalog import Tensor
-from ema_ckpt.dtypes import by_name
-from ema_ckpt.ema.shards import census
-from ema_ckpt.ema_forms import find_averages, name_averages
-from ema_ckpt.trees import Tree
+from ema_ckpt.core.catalog import Tensor
+from ema_ckpt.core.dtypes import by_name
+from ema_ckpt.ema.model.scan import census
+from ema_ckpt.state_dicts.ema_layouts import find_averages, name_averages
+from ema_ckpt.state_dicts.tree import Tree
 
 __all__ = ["named_by_model"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ema_ckpt.discover import latest_step
+from ema_ckpt.discovery.locate import latest_step
 
 __all__ = ["latest"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ema_ckpt.ema.failures import named_ranks
+from ema_ckpt.comm.failures import named_ranks
 
 __all__ = ["RngState", "rng_state"]
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ema_ckpt.catalog import Object, Tensor
-from ema_ckpt.ema_forms import is_weight
-from ema_ckpt.errors import UsageError, shown
-from ema_ckpt.naming import EMA, LIVE, OPTIMIZER
-from ema_ckpt.resume.reading import Source
-from ema_ckpt.settings import exchange_marks
-from ema_ckpt.trees import Tree, trees
+from ema_ckpt.core.catalog import Object, Tensor
+from ema_ckpt.core.errors import UsageError, shown
+from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
+from ema_ckpt.resume.tensor_source import Source
+from ema_ckpt.state_dicts.ema_config import exchange_marks
+from ema_ckpt.state_dicts.ema_layouts import is_weight
+from ema_ckpt.state_dicts.tree import Tree, trees
 
 __all__ = [
     "Checkpoint",
@@ -34,7 +34,7 @@ class Checkpoint:
     """An opened checkpoint: its trees, and a source to read them from."""
 
     def __init__(self, path: str) -> None:
-        from ema_ckpt.opening import open_catalog
+        from ema_ckpt.discovery.opening import open_catalog
 
         self.catalog = open_catalog(path)
         self.source = Source(self.catalog)

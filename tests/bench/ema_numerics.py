@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ema_ckpt.ema.engines import blocked
+from ema_ckpt.ema.engines import cpu as blocked
 from ema_ckpt.ema.engines.lists import Lists
 
 UPDATES, NUMEL = 1000, 10_000

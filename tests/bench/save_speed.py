@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
+from ema_ckpt import save
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.resume import save
 from tests.distributed.launcher import run
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ema_ckpt.ema.decay import Warmup
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.ema.shards import census
-from ema_ckpt.resume.leaves import pieces
-from ema_ckpt.resume.optimizer import _by_owner, _part_of, _Stepped
+from ema_ckpt.ema.model.scan import census
+from ema_ckpt.ema.schedules import Warmup
+from ema_ckpt.resume.flatten import pieces
+from ema_ckpt.resume.optimizer_state import _by_owner, _part_of, _Stepped
 from tests.distributed.layouts import LAYOUTS, OTHERS, Model, Odd, Tied, Wrap, batch, in_bfloat16, make_model
 
 SCHEDULE = Warmup(0.9, inv_gamma=2.0, power=0.7)

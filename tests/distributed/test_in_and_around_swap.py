@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ema_ckpt.ema.live import live_tree
+from ema_ckpt import restore, save
+from ema_ckpt.core.errors import CollectiveError, StateError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import CollectiveError, StateError, UsageError
-from ema_ckpt.resume import restore, save
-from ema_ckpt.resume.leaves import pieces
+from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.resume.flatten import pieces
 from tests.distributed.launcher import run
 
 

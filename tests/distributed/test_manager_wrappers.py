@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ema_ckpt.ema import replicas as replicas_module
+from ema_ckpt.core.errors import CollectiveError, StateError, UsageError
+from ema_ckpt.ema.checkpoint import replicas as replicas_module
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.sources import master_weights
-from ema_ckpt.errors import CollectiveError, StateError, UsageError
 from tests.distributed.launcher import run
 from tests.distributed.layouts import Block, Model, Tied, batch, flat, fsdp2, in_bfloat16, make_model
 from tests.distributed.test_update_layouts import train_step, whole_average, whole_live

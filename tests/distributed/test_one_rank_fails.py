@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import StateError
 from tests.distributed.launcher import run
 
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import ema_ckpt
-from ema_ckpt.ema.live import live_tree
+from ema_ckpt import restore, save
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import SourceError
-from ema_ckpt.resume import restore, save
+from ema_ckpt.ema.model.live import live_tree
 from tests.distributed.launcher import run
 from tests.distributed.test_save_failures import bits
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from ema_ckpt.ema.placement import dtensor_boxes, torch_computes_offsets
-from ema_ckpt.ema.published import Published, publish
-from ema_ckpt.ema.shards import Slot
+from ema_ckpt.ema.checkpoint.local_shards_tensor import Published, publish
+from ema_ckpt.ema.model.placement import dtensor_boxes, torch_computes_offsets
+from ema_ckpt.ema.model.scan import Slot
 from tests.distributed.launcher import run
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.resume_runs import check, family_of, start, truth

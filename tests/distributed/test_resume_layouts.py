@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from ema_ckpt.ema.live import live_tree
-from ema_ckpt.resume import restore, save
-from ema_ckpt.resume.optimizer import optimizer_tree
+from ema_ckpt import restore, save
+from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.resume.optimizer_state import optimizer_tree
 from tests.distributed.launcher import run
 from tests.distributed.resume_runs import FAMILIES, WRAPS, batch_for, check, family_of, start, truth
 from tests.distributed.test_update_layouts import whole_live

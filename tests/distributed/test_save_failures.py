@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from ema_ckpt.complete import check_complete
-from ema_ckpt.discover import find
-from ema_ckpt.ema.live import live_tree
+from ema_ckpt import latest, restore, rng_state, save
+from ema_ckpt.core.errors import CollectiveError, EmaCkptError, SourceError, StateError, TargetError, UsageError
+from ema_ckpt.discovery.completeness import check_complete
+from ema_ckpt.discovery.locate import find
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import CollectiveError, EmaCkptError, SourceError, StateError, TargetError, UsageError
-from ema_ckpt.resume import latest, restore, rng_state, save
-from ema_ckpt.resume.leaves import pieces
-from ema_ckpt.resume.optimizer import optimizer_tree
+from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.resume.flatten import pieces
+from ema_ckpt.resume.optimizer_state import optimizer_tree
 from tests.distributed.launcher import run
 
 

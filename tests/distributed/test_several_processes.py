@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ema_ckpt
-from ema_ckpt.stagedir import stages_of
+from ema_ckpt.storage.stage_names import stages_of
 from tests.checkpoints import save_dcp
 
 REPO = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor.debug import CommDebugMode
 
+from ema_ckpt.ema.checkpoint.local_shards_tensor import pieces_of
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.ema.published import pieces_of
 from tests.distributed.launcher import run
 from tests.distributed.layouts import LAYOUTS, OTHERS, batch, ddp_tp
 

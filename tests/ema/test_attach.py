@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from ema_ckpt.ema.decay import HalfLife
+from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import StateError, UsageError
+from ema_ckpt.ema.schedules import HalfLife
 
 
 def network() -> nn.Linear:

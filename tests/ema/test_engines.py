@@ -6,8 +6,10 @@ from itertools import product
 import pytest
 import torch
 
-from ema_ckpt.ema.engines import blocked, foreach, reference
+from ema_ckpt.ema.engines import cpu as blocked
+from ema_ckpt.ema.engines import foreach
 from ema_ckpt.ema.engines.lists import Lists, Step
+from tests.ema import reference_engine as reference
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

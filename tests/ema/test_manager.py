@@ -15,10 +15,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.utils.parametrizations import weight_norm
 
-from ema_ckpt.ema.decay import HalfLife, PowerFunction, Warmup
+from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.ema.schedules import HalfLife, PowerFunction, Warmup
 from ema_ckpt.ema.sources import master_weights
-from ema_ckpt.errors import StateError, UsageError
 
 
 def one_parameter(start: complex = 1.0, dtype: torch.dtype = torch.float32) -> nn.Module:

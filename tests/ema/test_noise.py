@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ema_ckpt.box import Box
+from ema_ckpt.core.box import Box
+from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.engines import stochastic
 from ema_ckpt.ema.engines.lists import Lists
 from ema_ckpt.ema.engines.noise import Noise, Position, positions, random_bits
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import UsageError
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from ema_ckpt.box import Box
-from ema_ckpt.ema.placement import dtensor_boxes, flat_boxes, replica_part, torch_computes_offsets
-from ema_ckpt.errors import StateError
+from ema_ckpt.core.box import Box
+from ema_ckpt.core.errors import StateError
+from ema_ckpt.ema.model.placement import dtensor_boxes, flat_boxes, replica_part, torch_computes_offsets
 
 DIMS = [1, 2, 3, 5, 7, 10, 13]
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]

@@ -1,4 +1,4 @@
-"""The private names of torch that `ema_ckpt.ema.shards` uses exist: a new torch that renames one fails here first."""
+"""The private names of torch that `ema_ckpt.ema.model.scan` uses exist: a new torch that renames one fails here first."""
 
 from __future__ import annotations
 

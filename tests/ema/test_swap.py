@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema import swap
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import StateError
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -10,18 +10,17 @@ import pytest
 import safetensors.torch
 import torch
 
-from ema_ckpt.catalog import Catalog
-from ema_ckpt.dtypes import by_name
-from ema_ckpt.errors import SourceError
-from ema_ckpt.execute import Settings, run
-from ema_ckpt.files import LocalFiles
-from ema_ckpt.formats.picklewriter import is_plain
-from ema_ckpt.formats.safetensors import open_safetensors
-from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file, refusal
-from ema_ckpt.formats.torchfile import open_torchfile
-from ema_ckpt.formats.torchfile_target import lay_out
-from ema_ckpt.target import Entry
-from ema_ckpt.ties import keep_first
+from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.core.dtypes import by_name
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.write_plan import Entry, keep_first
+from ema_ckpt.formats.pickle.writer import is_plain
+from ema_ckpt.formats.safetensors.reader import open_safetensors
+from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file, refusal
+from ema_ckpt.formats.torch_file.reader import open_torchfile
+from ema_ckpt.formats.torch_file.writer import lay_out
+from ema_ckpt.storage.files import LocalFiles
+from ema_ckpt.writing.engine import Settings, run
 from tests.formats.writing import raw_bytes, read
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

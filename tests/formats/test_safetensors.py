@@ -14,13 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ema_ckpt.catalog import Object
-from ema_ckpt.errors import EmaCkptError, SourceError, TargetError, UnsafeError
-from ema_ckpt.files import LocalFiles
-from ema_ckpt.formats import safetensors as format_module
+from ema_ckpt.core.catalog import Object
+from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, UnsafeError
 from ema_ckpt.formats.nesting import Nesting
-from ema_ckpt.formats.safetensors import open_safetensors
-from ema_ckpt.formats.safetensors_target import lay_out_directory, lay_out_file, refusal
+from ema_ckpt.formats.safetensors import reader as format_module
+from ema_ckpt.formats.safetensors.reader import open_safetensors
+from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file, refusal
+from ema_ckpt.storage.files import LocalFiles
 from tests.formats.writing import entries, entry, raw_bytes, read, write
 
 DTYPES = [

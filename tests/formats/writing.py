@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ema_ckpt.catalog import Catalog, Tensor
-from ema_ckpt.dtypes import by_name
-from ema_ckpt.target import Entry, Target
+from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.dtypes import by_name
+from ema_ckpt.core.write_plan import Entry, Target
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import StateError
 
 WEIGHTS = [1e-4, 0.3, 0.5, 0.7, 1.0]
 

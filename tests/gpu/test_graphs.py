@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ema_ckpt.ema.decay import Warmup
+from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.errors import StateError
+from ema_ckpt.ema.schedules import Warmup
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:

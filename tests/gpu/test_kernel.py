@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ema_ckpt.box import Box
-from ema_ckpt.ema.engines import reference, stochastic, triton
+from ema_ckpt.core.box import Box
+from ema_ckpt.ema.engines import cuda as triton
+from ema_ckpt.ema.engines import stochastic
 from ema_ckpt.ema.engines.lists import Lists
 from ema_ckpt.ema.engines.noise import Noise, positions
+from tests.ema import reference_engine as reference
 
 SHAPES = [(3,), (), (7, 5), (1,), (2048,), (4096,), (4097,), (33, 65), (300, 1000)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ema_ckpt.ema.engines import offload, triton
+from ema_ckpt.ema.engines import cuda as triton
+from ema_ckpt.ema.engines import offload
 from ema_ckpt.ema.manager import ShardedEMA
 
 DECAY = 0.9

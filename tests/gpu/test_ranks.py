@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from ema_ckpt import restore, save
-from ema_ckpt.ema.averages import live_part
 from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.ema.shadows import live_part
 from tests.distributed import test_offload_optimizer as offloaded_optimizer
 from tests.distributed.launcher import run
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import ema_ckpt
 from ema_ckpt import EmaCkptError, SourceError, UsageError, synthesize
-from ema_ckpt.ema.decay import PowerFunction
+from ema_ckpt.analysis.phema import Profile, solve
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.phema import Profile, solve
+from ema_ckpt.ema.schedules import PowerFunction
 from tests.checkpoints import save_dcp
 
 REPO = Path(__file__).parents[2]

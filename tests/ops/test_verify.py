@@ -534,8 +534,8 @@ def test_neither_torch_nor_numpy_is_imported(fixtures: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_workers_agree(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records longer than a segment are summed by several workers and joined."""
-    monkeypatch.setattr("ema_ckpt.sums._SEGMENT_NBYTES", 1000)
-    monkeypatch.setattr("ema_ckpt.sums._BATCH_NBYTES", 2000)
+    monkeypatch.setattr("ema_ckpt.analysis.checksum_pass._SEGMENT_NBYTES", 1000)
+    monkeypatch.setattr("ema_ckpt.analysis.checksum_pass._BATCH_NBYTES", 2000)
     state = {f"t{i}": torch.randn(37, 61 + i) for i in range(8)}
     path = save_dcp(tmp_path / "c", {"model": state})
     found = verify(path, threads=threads)

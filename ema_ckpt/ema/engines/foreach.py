@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from ema_ckpt.ema.engines import blocked
+from ema_ckpt.ema.engines import cpu as blocked
 from ema_ckpt.ema.engines.lists import Lists, Step
 
 __all__ = ["prepare"]

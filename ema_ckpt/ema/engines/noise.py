@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from ema_ckpt.box import Box
+from ema_ckpt.core.box import Box
 
 __all__ = ["Noise", "Position", "positions", "random_bits"]
 

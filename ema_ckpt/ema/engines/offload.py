@@ -21,10 +21,10 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ema_ckpt.ema.engines import triton
+from ema_ckpt.core.errors import StateError, UsageError
+from ema_ckpt.ema.engines import cuda as triton
 from ema_ckpt.ema.engines.lists import Lists, Step
 from ema_ckpt.ema.engines.noise import Noise
-from ema_ckpt.errors import StateError, UsageError
 
 __all__ = ["OffloadStep"]
 

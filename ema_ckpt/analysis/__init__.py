@@ -1,0 +1,1 @@
+"""Reading tensors to judge or combine them: compare, scan, check, average."""

@@ -1,0 +1,1 @@
+"""Ranks that talk to each other: meeting, agreeing, failing together."""

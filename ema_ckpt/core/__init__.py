@@ -1,0 +1,1 @@
+"""The nouns (Catalog, WritePlan, Box) and pure functions on them. Opens no file."""

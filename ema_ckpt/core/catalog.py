@@ -1,0 +1,193 @@
+"""The noun in the middle: what a checkpoint holds and where its bytes lie, whatever its format.
+
+A format module reads a checkpoint's metadata into a `Catalog`; layouts, plans and the streaming readers
+know nothing but catalogs. Everything here is frozen; shapes and boxes are in elements, spans in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple, Protocol
+
+from ema_ckpt.core.box import Box
+from ema_ckpt.core.dtypes import DType
+from ema_ckpt.core.errors import SourceError
+
+__all__ = ["Catalog", "Chunk", "Files", "Object", "Payload", "Reader", "Tensor", "Warn", "check_geometry"]
+
+Ints = tuple[int, ...]
+Path = tuple[str | int, ...]
+
+_MAX_ELEMENTS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something a person should know that does not stop the work; `code` is stable."""
+
+    code: str
+    message: str
+
+
+class Chunk(NamedTuple):
+    """One stored piece of a tensor: its box, and the span of a file that the metadata gives for it.
+
+    The span is what frames the piece in its format (a whole zip for a DCP item), not the bare payload;
+    `Catalog.reader.payloads` finds that. `file` is relative to the checkpoint, with `/` between parts.
+    """
+
+    offsets: Ints
+    sizes: Ints
+    file: str
+    offset: int
+    nbytes: int
+
+    @property
+    def box(self) -> Box:
+        """Where the piece lies in its tensor, in elements."""
+        return Box(self.offsets, self.sizes)
+
+
+class Payload(NamedTuple):
+    """The bytes behind one chunk.
+
+    Attributes:
+        file, offset, nbytes: the whole storage the chunk's elements lie in, in bytes.
+        strides: element strides of the chunk in that storage; None means row-major and contiguous.
+        start: element at which the chunk begins in the storage.
+        crc: CRC-32 of the storage's bytes as the format records it, or None if it records none.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    strides: Ints | None = None
+    start: int = 0
+    crc: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the checkpoint: full stored dotted name, path of dict keys and list indices, shape, dtype.
+
+    `chunks` are in stored order and include empty ones. `storage` is equal for tensors that share memory
+    in a source that records it (torch files), and None elsewhere.
+    """
+
+    name: str
+    path: Path
+    shape: Ints
+    dtype: DType
+    chunks: tuple[Chunk, ...]
+    storage: tuple[object, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor when whole and contiguous."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """A stored value that is no tensor. Its span frames the pickle; `inline` holds values already read safely."""
+
+    name: str
+    path: Path
+    file: str
+    offset: int = 0
+    nbytes: int = 0
+    inline: object = None
+    is_inline: bool = False
+
+
+class Files(Protocol):
+    """A directory (or one file's directory) that can be read at positions. Names are relative, with `/`."""
+
+    root: str
+
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises SourceError `missing-file` if there is none."""
+        ...
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes at `offset`. Raises SourceError `truncated-file` if there are fewer."""
+        ...
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`. Raises SourceError `truncated-file` if there are fewer bytes."""
+        ...
+
+    def listing(self) -> list[str]:
+        """Names directly inside the directory, sorted."""
+        ...
+
+    def close(self) -> None:
+        """Release what was opened."""
+        ...
+
+
+class Reader(Protocol):
+    """What a format offers beyond its metadata."""
+
+    def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
+        """Find the payload of each of `tensor.chunks`, in their order. Reads headers, never payload bytes."""
+        ...
+
+    def load(self, item: Object) -> object:
+        """Read an object safely: plain values, `Opaque` placeholders for unknown classes.
+
+        Raises:
+            UnsafeError: `unsafe-pickle` if unpickling it would call anything.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """A checkpoint opened: tensors and objects in stored order, and how to get at their bytes.
+
+    Attributes:
+        path: what the user named. `resolved`: the checkpoint found there.
+        format: `dcp`, `safetensors`, `torch` or `rank-files`.
+        nested: whether paths come from real nesting; if not, every path is the name alone and trees are
+            told by name.
+        files: every data file the metadata names, with the least size it must have.
+        digests: recorded CRC-32 of logical row-major bytes, by full stored tensor name.
+        extra: format facts to carry along (`__metadata__` of safetensors, say), by name.
+    """
+
+    path: str
+    resolved: str
+    format: str
+    tensors: tuple[Tensor, ...]
+    objects: tuple[Object, ...]
+    source: Files
+    reader: Reader
+    nested: bool
+    world_size: int | None = None
+    files: Mapping[str, int] = field(default_factory=dict)
+    digests: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[Warn, ...] = ()
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+def check_geometry(name: str, shape: Ints, dtype: DType, file: str) -> None:
+    """Refuse shapes that no tensor can have, before anything multiplies or allocates by them.
+
+    Raises:
+        SourceError: `out-of-bounds` for negative dimensions or 2**63 bytes and more.
+    """
+    if any(size < 0 for size in shape) or prod(shape) * dtype.itemsize >= _MAX_ELEMENTS:
+        raise SourceError(
+            "out-of-bounds",
+            f"{file}: tensor {name!r} has the impossible shape {list(shape)}",
+            tensor=name,
+            file=file,
+        )

@@ -1,0 +1,186 @@
+"""Names and what they say: wrapper prefixes, the roles of trees and parts, globs, rename rules, near misses.
+
+Pure strings; nothing here knows a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ema_ckpt.core.errors import UsageError
+
+__all__ = [
+    "EMA",
+    "LIVE",
+    "OPTIMIZER",
+    "OTHER",
+    "SETTINGS",
+    "WRAPPERS",
+    "canonical",
+    "glob_matcher",
+    "is_wrapped",
+    "live_partners",
+    "nearest",
+    "parse_rename",
+    "part_role",
+    "rename_path",
+    "role_of",
+    "tree_role",
+]
+
+EMA, LIVE, OPTIMIZER, OTHER = "ema", "live", "optimizer", "other"
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Components that DDP, `torch.compile`, FSDP1 and activation checkpointing put into names."""
+
+SETTINGS = frozenset(
+    {"decay", "num_updates", "n_averaged", "optimization_step", "step", "initted", "samples_seen", "config"}
+)
+"""Entries of an EMA tree that describe the average and are no weights."""
+
+_NAMES = {
+    EMA: "ema shadow shadow_params state_dict_ema model_ema generator_ema net_ema",
+    LIVE: "model generator net state_dict module app.model current_model_state online_model",
+    OPTIMIZER: "optimizer optimizers optim opt optimizer_state optimizer_states optimizer_state_dict",
+    OTHER: (
+        "lr_scheduler lr_schedulers scheduler train_state trainer_state dataloader rng rng_state extra extra_state "
+        "args hyper_parameters callbacks loops scaler grad_scaler"
+    ),
+}
+_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+
+_PARTS = {
+    **dict.fromkeys(("model", "pytorch_model", "actor", "model_and_optim"), LIVE),
+    **dict.fromkeys(("ema", "ema_model", "unet_ema"), EMA),
+    **dict.fromkeys(("optim", "optimizer"), OPTIMIZER),
+    **dict.fromkeys(("extra_state", "dataloader_state"), OTHER),
+}
+_NUMBERED_PARTS = (("pytorch_model_fsdp_", LIVE), ("pytorch_ema_model_fsdp_", EMA), ("optimizer_", OPTIMIZER))
+
+Path = tuple[str | int, ...]
+
+
+def is_wrapped(name: str) -> bool:
+    """Whether `name` may hold a wrapper component; a cheap test that is never wrongly false."""
+    return "module." in name or "_orig_mod." in name
+
+
+def canonical(name: str) -> str:
+    """`name` without wrapper components, at whatever depth they stand; the last component always stays."""
+    if not is_wrapped(name):
+        return name
+    *heads, last = name.split(".")
+    return ".".join([*(head for head in heads if head not in WRAPPERS), last])
+
+
+def role_of(name: str) -> str | None:
+    """The role that a tree's name tells (`ema`, `live`, `optimizer`, or `other` for bookkeeping), or None."""
+    found = _ROLES.get(name)
+    if found is None and name.endswith("_optimizer"):
+        return OPTIMIZER
+    if found is None and (name.endswith("_ema") or name.startswith("ema_")):
+        return EMA
+    return found or _numbered_role(name)
+
+
+def tree_role(name: str) -> str | None:
+    """The role that a tree's dotted name tells, by itself or by its last component (`app.model`)."""
+    return role_of(name) or role_of(name.rpartition(".")[2])
+
+
+def part_role(name: str) -> str | None:
+    """The role of a checkpoint's part by the name of its directory or file stem, or None if it is no part."""
+    if name.startswith("rng"):
+        return OTHER
+    return _numbered_role(name) or _PARTS.get(name)
+
+
+def _numbered_role(name: str) -> str | None:
+    """The role of a directory of accelerate (`pytorch_model_fsdp_0`), which is a tree once it is in one checkpoint."""
+    for prefix, role in _NUMBERED_PARTS:
+        if name.startswith(prefix) and name[len(prefix) :].isdecimal():
+            return role
+    return None
+
+
+def live_partners(name: str) -> tuple[str, ...]:
+    """Names under which the live weights of the EMA tree `name` are looked for, best first.
+
+    `generator_ema` belongs to `generator`, `app.ema` to `app.model`, `pytorch_ema_model_fsdp_0` to
+    `pytorch_model_fsdp_0`.
+    """
+    head, dot, last = name.rpartition(".")
+    if last.endswith("_ema"):
+        bare = last.removesuffix("_ema")
+    elif last.startswith("ema_"):
+        bare = last.removeprefix("ema_")
+    else:
+        bare = last.replace("_ema_", "_") if "_ema_" in last else "model"
+    near = [f"{head}{dot}{bare}", f"{head}{dot}model"]
+    above = head.rpartition(".")[0]
+    if head and role_of(head.rpartition(".")[2]) == EMA:
+        near.append(f"{above}.model" if above else "model")
+    return tuple(dict.fromkeys(near))
+
+
+def glob_matcher(glob: str) -> Callable[[str], bool]:
+    """A test for whole names, case-sensitive; `*` crosses dots (`fnmatch.fnmatchcase`, compiled once)."""
+    if not any(char in glob for char in "*?["):
+        return glob.__eq__
+    if glob.endswith("*") and not any(char in glob[:-1] for char in "*?["):
+        prefix = glob[:-1]
+        return lambda name: name.startswith(prefix)
+    import fnmatch
+    import re
+
+    match = re.compile(fnmatch.translate(glob)).match
+    return lambda name: match(name) is not None
+
+
+def parse_rename(text: str) -> tuple[str, str]:
+    """Split `OLD=NEW` at the first `=`. Both sides are plain string prefixes; either may be empty.
+
+    Raises:
+        UsageError: `usage` if there is no `=`.
+    """
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise UsageError("usage", f"--rename {text!r}: expected OLD=NEW, found no '='")
+    return old, new
+
+
+def rename_path(path: Path, old: str, new: str) -> Path:
+    """Carry a rename of the dotted name's prefix `old` to `new` over to the path behind the name.
+
+    Elements behind the prefix stay as they are. Elements that it covers wholly give way to the dotted components
+    of `new`; where it ends inside an element, the nesting keeps its depth as far as the new name has dots.
+    """
+    head = f"{path[0]}."
+    if len(path) > 1 and old.startswith(head) and new.startswith(head):
+        return (path[0], *rename_path(path[1:], old[len(head) :], new[len(head) :]))
+    covered, reached = 0, 0
+    while covered < len(path) and (reached < len(old) or (reached == len(old) and new and not new.endswith("."))):
+        reached += len(str(path[covered])) + 1
+        covered += 1
+    kept = path[covered:]
+    dotted = ".".join(map(str, path))
+    changed = (new + dotted[len(old) : max(reached - 1, len(old))]).removesuffix("." if kept else "")
+    whole = reached == len(old) and bool(kept)
+    inner = changed.split(".", -1 if whole else max(covered - 1, 0)) if changed else ()
+    # A rename that leaves an empty component (`.weight`) has no nesting to keep.
+    name = new + dotted[len(old) :]
+    moved = (*inner, *kept)
+    return moved if moved and ".".join(map(str, moved)) == name else (name,)
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """`names`, the most similar to `name` first; equally similar ones keep their order."""
+    from difflib import SequenceMatcher
+
+    matcher = SequenceMatcher(b=name, autojunk=False)
+
+    def distance(other: str) -> float:
+        matcher.set_seq1(other)
+        return -matcher.ratio()
+
+    return sorted(names, key=distance)

@@ -1,0 +1,1 @@
+"""From a path to a catalog."""

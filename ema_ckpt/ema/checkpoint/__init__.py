@@ -1,0 +1,1 @@
+"""The average as a state dict: global tensors, gathering, replicas."""

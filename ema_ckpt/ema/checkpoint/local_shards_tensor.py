@@ -1,0 +1,315 @@
+"""Local shards as tensors of global shape that `torch.distributed.checkpoint` saves and loads in place.
+
+A `DTensor` where torch locates its shard right, a `Published` tensor elsewhere: for pieces cut inside rows, parts
+of a replica, uneven strided shards, and host tensors of a device mesh. Neither copies: both alias the local memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+
+from ema_ckpt.core.box import Box, row_major_strides, whole
+from ema_ckpt.core.errors import StateError
+from ema_ckpt.ema.model.placement import dtensor_boxes, torch_computes_offsets
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Layout", "Published", "box_of", "box_views", "pieces_of", "publish"]
+
+Layout = tuple["DeviceMesh", Sequence[Placement]]  # of the live DTensor
+aten = torch.ops.aten
+
+
+def publish(
+    boxes: Sequence[Box],
+    shape: Sequence[int],
+    local: torch.Tensor,
+    dtensor_like: DTensor | Layout | None = None,
+    replicas: int = 1,
+) -> torch.Tensor:
+    """A tensor of global `shape` whose elements in `boxes` are `local`'s; it shares `local`'s memory.
+
+    Args:
+        boxes: in elements; read row-major one after the other they are `local`'s row-major flattening.
+        shape: global, in elements.
+        local: of one box's shape, or 1-D.
+        dtensor_like: mesh and placements of the live tensor. With them the result is a `DTensor` where torch
+            computes right offsets on every rank. All ranks decide alike.
+        replicas: how many ranks divide each shard between them; in a `DTensor` they count as one more `Shard`.
+
+    Returns:
+        `local` itself if it is the whole tensor and no layout is given.
+
+    Raises:
+        StateError: `boxes` hold another number of elements than `local`.
+    """
+    boxes, shape = tuple(boxes), tuple(shape)
+    if sum(box.numel for box in boxes) != local.numel():
+        raise StateError("internal", f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}")
+    if dtensor_like is not None:
+        layout = _layout(dtensor_like)
+        placements = _placements_for(boxes, shape, local, layout, replicas)
+        if placements is not None:
+            return _as_dtensor(shape, local, layout[0], placements, dtensor_like)
+    elif tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
+        return local
+    return Published(shape, boxes, box_views(boxes, local), local)
+
+
+def pieces_of(tensor: torch.Tensor) -> tuple[tuple[Box, torch.Tensor], ...]:
+    """The boxes of a published tensor that this rank holds, each with the local elements in the box's shape."""
+    if isinstance(tensor, Published):
+        return tuple(zip(tensor.boxes, tensor.views, strict=True))
+    if isinstance(tensor, DTensor):
+        mesh, local = tensor.device_mesh, tensor.to_local().detach()
+        at = mesh.get_coordinate()
+        boxes = () if at is None else dtensor_boxes(tensor.shape, mesh.shape, at, tensor.placements)
+        return tuple(zip(boxes, box_views(boxes, local), strict=True))
+    return ((whole(tensor.shape), tensor),)
+
+
+class Published(torch.Tensor):
+    """This rank's pieces of a tensor of global shape: boxes, and views of the local memory behind them.
+
+    Understood by `dcp.save`, `dcp.load` and `dcp.async_save`'s staging through the protocol that `DTensor` also
+    follows. It is no operand for arithmetic: anything but copying and moving raises `NotImplementedError`.
+    """
+
+    boxes: tuple[Box, ...]
+    views: tuple[torch.Tensor, ...]
+
+    def __new__(
+        cls, shape: Sequence[int], boxes: Sequence[Box], views: Sequence[torch.Tensor], like: torch.Tensor
+    ) -> Self:
+        """`like` gives dtype and device, also where there is no piece."""
+        self: Self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), strides=row_major_strides(shape), dtype=like.dtype, device=like.device
+        )
+        self.boxes = tuple(boxes)
+        self.views = tuple(view.detach() for view in views)
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        held = ", ".join(f"{list(box.offsets)}+{list(box.sizes)}" for box in self.boxes)
+        return f"Published(shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, holds=[{held}])"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        operation = _OPERATIONS.get(func)
+        if operation is None:
+            raise NotImplementedError(
+                f"{func} on a tensor of which this rank holds only pieces; `pieces_of(tensor)` gives those, "
+                "`ShardedEMA.full_state_dict()` whole tensors"
+            )
+        return operation(*args, **(kwargs or {}))
+
+    def __create_write_items__(self, fqn: str, tensor: Published) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        # A tensor without elements still has a shape to keep: every rank lists one empty piece, DCP keeps one.
+        boxes = self.boxes if self.numel() else (whole(self.shape),)
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box, view in zip(self.boxes, self.views, strict=True):
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return view
+        if not self.numel():
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        raise StateError("internal", f"this rank holds no piece of {index.fqn!r} at {index.offset}")
+
+
+def box_views(boxes: Sequence[Box], local: torch.Tensor) -> list[torch.Tensor]:
+    """`local` in pieces of the boxes' shapes, without a copy."""
+    if len(boxes) == 1 and tuple(local.shape) == boxes[0].sizes:
+        return [local]
+    if boxes and local.dim() > 1 and all(box.sizes[1:] == tuple(local.shape[1:]) for box in boxes):
+        return list(torch.split(local, [box.sizes[0] for box in boxes]))
+    parts = torch.split(local.view(-1), [box.numel for box in boxes])
+    return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
+
+
+def _layout(like: DTensor | Layout) -> Layout:
+    return (like.device_mesh, like.placements) if isinstance(like, DTensor) else like
+
+
+def _placements_for(
+    boxes: tuple[Box, ...], shape: tuple[int, ...], local: torch.Tensor, layout: Layout, replicas: int
+) -> Sequence[Placement] | None:
+    """Placements under which torch finds every rank's elements at their boxes; None if there are none."""
+    mesh, placements = layout
+    # DTensor.from_local would move a host tensor to the mesh's device, and so break the alias.
+    if mesh.get_coordinate() is None or len(boxes) > 1 or local.device.type != mesh.device_type:
+        return None
+    candidates = [placements] if replicas == 1 else _split_over_replicas(shape, mesh.shape, placements, replicas)
+    for candidate in candidates:
+        if torch_computes_offsets(shape, mesh.shape, candidate) and _is_local(boxes, shape, local, mesh, candidate):
+            return candidate
+    return None
+
+
+def _is_local(
+    boxes: tuple[Box, ...],
+    shape: tuple[int, ...],
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+) -> bool:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    expected = (Box(tuple(offsets), tuple(sizes)),) if prod(sizes) else ()
+    return tuple(local.shape) == tuple(sizes) and boxes == expected
+
+
+def _split_over_replicas(
+    shape: tuple[int, ...], mesh_sizes: Sequence[int], placements: Sequence[Placement], replicas: int
+) -> list[Sequence[Placement]]:
+    """`placements` with one replicated mesh dimension cutting the rows inside all other cuts.
+
+    Only where rows divide evenly, so that `torch.chunk` and near-even parts are the same on every rank.
+    """
+    found: list[Sequence[Placement]] = []
+    row_cuts = [
+        size if isinstance(p, Shard | _StridedShard) and p.dim == 0 else 1
+        for size, p in zip(mesh_sizes, placements, strict=True)
+    ]
+    for axis, placement in enumerate(placements):
+        even = bool(shape) and shape[0] % (prod(row_cuts) * replicas) == 0
+        if isinstance(placement, Replicate) and mesh_sizes[axis] == replicas and even:
+            factor = prod(row_cuts[axis + 1 :])
+            cut = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+            found.append([*placements[:axis], cut, *placements[axis + 1 :]])
+    return found
+
+
+def _as_dtensor(
+    shape: tuple[int, ...],
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    like: DTensor | Layout,
+) -> DTensor:
+    stride = like.stride() if isinstance(like, DTensor) else row_major_strides(shape)
+    return DTensor.from_local(
+        _rebased(local.detach()),
+        mesh,
+        tuple(placements),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+
+
+def _rebased(local: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor with storage offset 0.
+
+    A DTensor takes over the offset of its local tensor; then its data pointer is not 0, and the staging of
+    `dcp.async_save` tries to copy a storage that it does not have (torch 2.13, `_state_dict_stager.py`).
+    """
+    if not local.storage_offset():
+        return local
+    if not local.numel():
+        return torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    return torch.utils.dlpack.from_dlpack(local)
+
+
+def _mapped(tensor: Published, change: Callable[[torch.Tensor], torch.Tensor]) -> Published:
+    """The same boxes with every piece changed."""
+    like = change(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    return Published(tensor.shape, tensor.boxes, [change(view) for view in tensor.views], like)
+
+
+def _detach(tensor: Published) -> Published:
+    return Published(tensor.shape, tensor.boxes, tensor.views, tensor)
+
+
+def _view(tensor: Published, size: Sequence[int]) -> Published:
+    if tuple(size) != tuple(tensor.shape):
+        raise NotImplementedError("a published tensor keeps its shape")
+    return _detach(tensor)
+
+
+def _clone(tensor: Published, *, memory_format: torch.memory_format | None = None) -> Published:
+    del memory_format
+    return _mapped(tensor, torch.clone)
+
+
+def _new_empty(tensor: Published, size: Sequence[int], **options: Any) -> torch.Tensor:
+    asked: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    asked |= {name: value for name, value in options.items() if value is not None}
+    if tuple(size) != tuple(tensor.shape):
+        return torch.empty(tuple(size), **asked)
+    return _mapped(tensor, lambda view: torch.empty_like(view, **asked))
+
+
+def _empty_like(tensor: Published, **options: Any) -> torch.Tensor:
+    return _new_empty(tensor, tensor.shape, **{k: v for k, v in options.items() if k != "memory_format"})
+
+
+def _to_copy(tensor: Published, **options: Any) -> Published:
+    return _mapped(tensor, lambda view: aten._to_copy.default(view, **options))
+
+
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, Published):
+        raise NotImplementedError("a rank that holds only pieces cannot fill a whole tensor")
+    if isinstance(source, Published):
+        if source.boxes != target.boxes:
+            raise StateError("internal", f"cannot copy {source!r} into {target!r}: they hold other elements")
+        parts: Sequence[torch.Tensor] = source.views
+    else:
+        parts = [box_of(source, box) for box in target.boxes]
+    for view, part in zip(target.views, parts, strict=True):
+        view.copy_(part, non_blocking=non_blocking)
+    return target
+
+
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of `tensor` in `box`, as a view."""
+    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(axis, offset, size)
+    return tensor
+
+
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.view.default: _view,
+    aten.clone.default: _clone,
+    aten.new_empty.default: _new_empty,
+    aten.empty_like.default: _empty_like,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy_,
+}

@@ -1,0 +1,1 @@
+"""The live model: which shards it has, and where they lie."""

@@ -1,0 +1,205 @@
+"""Decay schedules: β of each call, in float64, as pure functions of the call's number.
+
+The average moves by e ← β·e + (1 − β)·p. Calls are numbered i = 1, 2, …
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from ema_ckpt.core.errors import UsageError
+
+__all__ = ["Constant", "HalfLife", "PowerFunction", "Schedule", "Warmup", "as_schedule", "from_json", "to_json"]
+
+Unit = Literal["updates", "samples"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The same β for every call."""
+
+    decay: float
+    kind: ClassVar[str] = "constant"
+    unit: ClassVar[Unit] = "updates"
+
+    def __post_init__(self) -> None:
+        _require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
+
+    def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
+        """The constant."""
+        return self.decay
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """β_i = min(decay, max(min_decay, 1 − (1 + max(0, i − 1 − start) / inv_gamma)^−power)).
+
+    `start` and `inv_gamma` are in calls. The first call gets β = `min_decay`: with the defaults the average
+    begins at the parameters it first sees. `power=2/3` reaches 0.999 after about 31 600 calls, `power=1` after
+    1 000. `inv_gamma=9, power=1` is the ramp (1 + n) / (10 + n) with n = i − 2 from the second call on.
+
+    Source: Crowson's k-diffusion `EMAWarmup` and timm's `ModelEmaV3`, which use the same curve.
+    """
+
+    decay: float
+    inv_gamma: float = 1.0
+    power: float = 2 / 3
+    min_decay: float = 0.0
+    start: int = 0
+    kind: ClassVar[str] = "warmup"
+    unit: ClassVar[Unit] = "updates"
+
+    def __post_init__(self) -> None:
+        _require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
+        _require(0.0 <= self.min_decay <= 1.0, f"min_decay is between 0 and 1, not {self.min_decay}")
+        _require(self.inv_gamma > 0 and isfinite(self.inv_gamma), f"inv_gamma is positive, not {self.inv_gamma}")
+        _require(self.power > 0 and isfinite(self.power), f"power is positive, not {self.power}")
+        _require(
+            self.start >= 0 and self.start == int(self.start), f"start is a whole number of calls, not {self.start}"
+        )
+
+    def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
+        """β of call number `call`."""
+        step = max(0, call - 1 - self.start)
+        value = 1 - float((1 + step / self.inv_gamma) ** -self.power)
+        return min(self.decay, max(self.min_decay, value))
+
+
+@dataclass(frozen=True, slots=True)
+class PowerFunction:
+    """β_i = (1 − 1/i)^(γ+1): the average whose profile over training time is t^γ.
+
+    `sigma_rel` is the profile's width as a share of the time trained; γ solves
+    sigma_rel² = (γ + 1) / ((γ + 2)² (γ + 3)). In samples β = (1 − samples/seen)^(γ+1), where `seen` includes
+    the call's own samples. β of the first call is 0.
+
+    Source: Karras et al. 2024 (EDM2, arXiv:2312.02696), equations 123 and 127.
+    """
+
+    sigma_rel: float = 0.10
+    unit: Unit = "updates"
+    kind: ClassVar[str] = "power-function"
+
+    def __post_init__(self) -> None:
+        # At γ = 0 the profile is flat and the width is 12^-1/2; wider ones are not averages of t^γ with γ >= 0.
+        _require(0 < self.sigma_rel <= 12**-0.5, f"sigma_rel is between 0 and 0.2886, not {self.sigma_rel}")
+        _require_unit(self.unit)
+
+    @property
+    def gamma(self) -> float:
+        """γ of the profile t^γ."""
+        return gamma_of(self.sigma_rel)
+
+    def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:
+        """β of call number `call`, or of the call that brings `seen` samples, `samples` of them its own."""
+        if self.unit == "updates":
+            return float((1 - 1 / call) ** (self.gamma + 1))
+        samples, seen = _counted(samples, seen)
+        return float((1 - samples / seen) ** (self.gamma + 1)) if samples else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HalfLife:
+    """β = 0.5^(1/n): what a parameter added to the average n updates ago counts half.
+
+    In samples β = 0.5^(samples/n) for a call with `samples` of them, whatever the batch size is.
+    """
+
+    n: float
+    unit: Unit = "updates"
+    kind: ClassVar[str] = "half-life"
+
+    def __post_init__(self) -> None:
+        _require(self.n > 0 and isfinite(self.n), f"a half-life is a positive number of {self.unit}, not {self.n}")
+        _require_unit(self.unit)
+
+    def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
+        """β of a call, with `samples` of them if the unit is samples."""
+        spent = 1 if self.unit == "updates" else _counted(samples, samples)[0]
+        return float(0.5 ** (spent / self.n))
+
+
+Schedule: TypeAlias = Constant | Warmup | PowerFunction | HalfLife
+
+_KINDS: tuple[type[Constant] | type[Warmup] | type[PowerFunction] | type[HalfLife], ...] = (
+    Constant,
+    Warmup,
+    PowerFunction,
+    HalfLife,
+)
+
+
+def gamma_of(sigma_rel: float) -> float:
+    """The γ >= 0 with sigma_rel² = (γ + 1) / ((γ + 2)² (γ + 3)).
+
+    With t = sigma_rel^-2 and x = γ + 2 this is the cubic x³ + x² − t·x + t = 0, whose greatest root is wanted;
+    Newton's method from above it converges monotonically.
+
+    Source: Karras et al. 2024 (EDM2), equation 126.
+    """
+    t = sigma_rel**-2
+    x = float(t**0.5) + 1.0
+    for _ in range(100):
+        step = (x**3 + x**2 - t * x + t) / (3 * x**2 + 2 * x - t)
+        x -= step
+        if abs(step) <= 1e-15 * x:
+            break
+    return x - 2
+
+
+def as_schedule(decay: float | Schedule) -> Schedule:
+    """A schedule as it is, a number as the constant β.
+
+    Raises:
+        UsageError: it is neither, or the number is not between 0 and 1.
+    """
+    if isinstance(decay, _KINDS):
+        return decay
+    if isinstance(decay, (int, float)) and not isinstance(decay, bool):
+        return Constant(float(decay))
+    raise UsageError(
+        "usage", f"decay is a number or one of Warmup, PowerFunction, HalfLife; found {type(decay).__name__}"
+    )
+
+
+def to_json(schedule: Schedule) -> dict[str, Any]:
+    """The schedule as plain JSON values; `kind` names it."""
+    return {"kind": schedule.kind, **asdict(schedule)}
+
+
+def from_json(fields: dict[str, Any]) -> Schedule:
+    """The schedule that `to_json` wrote.
+
+    Raises:
+        UsageError: the kind is unknown or its fields are not as expected.
+    """
+    given = dict(fields)
+    kind = given.pop("kind", None)
+    for candidate in _KINDS:
+        if candidate.kind == kind:
+            try:
+                return candidate(**given)
+            except TypeError as error:
+                raise UsageError(
+                    "usage", f"decay schedule {kind!r} does not have the fields {sorted(given)}"
+                ) from error
+    raise UsageError("usage", f"unknown decay schedule {kind!r}; known: {[c.kind for c in _KINDS]}")
+
+
+def _counted(samples: int | None, seen: int | None) -> tuple[int, int]:
+    if samples is None or seen is None:
+        raise UsageError(
+            "usage", "this decay schedule counts samples: pass their number, as in ema.update(samples=512)"
+        )
+    return samples, seen
+
+
+def _require(fact: bool, message: str) -> None:
+    if not fact:
+        raise UsageError("usage", message)
+
+
+def _require_unit(unit: str) -> None:
+    _require(unit in ("updates", "samples"), f"unit is 'updates' or 'samples', not {unit!r}")

@@ -1,0 +1,1 @@
+"""Pickles, read by an interpreter that imports and calls nothing, and written without pickling."""

@@ -1,0 +1,1 @@
+"""Families of torch files, one for each rank."""

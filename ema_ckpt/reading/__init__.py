@@ -1,0 +1,1 @@
+"""Boxes of tensors out of stored chunks, checked on the way."""

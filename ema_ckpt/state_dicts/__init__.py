@@ -1,0 +1,1 @@
+"""What the tensors of a catalog mean: trees, roles, averages, ties, selections."""

@@ -1,0 +1,349 @@
+"""From what a checkpoint holds to what a verb writes: trees, globs, casts and names.
+
+The order is fixed: tree, wrapper prefixes stripped, match, exclude, keep-dtype, rename. Globs see names as the
+verb would write them before any rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
+
+from ema_ckpt.core.catalog import Catalog, Object, Tensor
+from ema_ckpt.core.dtypes import DType, by_name
+from ema_ckpt.core.errors import UsageError, counted, shown
+from ema_ckpt.core.names import (
+    EMA,
+    LIVE,
+    OPTIMIZER,
+    OTHER,
+    WRAPPERS,
+    canonical,
+    glob_matcher,
+    is_wrapped,
+    nearest,
+    parse_rename,
+    rename_path,
+    tree_role,
+)
+from ema_ckpt.core.write_plan import Entry
+from ema_ckpt.runtime.notices import tell
+from ema_ckpt.state_dicts.ema_layouts import POSITIONS
+from ema_ckpt.state_dicts.tree import Tree, find_trees
+
+__all__ = [
+    "KeptObject",
+    "Options",
+    "Selection",
+    "cast_target",
+    "missing_weights",
+    "options",
+    "refuse_idle",
+    "select_all",
+    "select_tree",
+]
+
+Path = tuple[str | int, ...]
+
+_CASTS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SUGGESTED_FROM = 4000
+
+
+class Options(NamedTuple):
+    """What a writer was asked to take and how to name it; see the module's docstring for the order."""
+
+    match: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    dtype: DType | None = None
+    keep_dtype: tuple[str, ...] = ()
+    keep_prefixes: bool = False
+
+
+class KeptObject(NamedTuple):
+    """An object to be written: the name and path it gets, and where it comes from."""
+
+    name: str
+    path: Path
+    source: Object
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is written, in stored order.
+
+    Attributes:
+        entries, objects: tensors and objects under the names they get.
+        renamed: the new name of everything whose name changed, by its name before.
+        filled: names in `entries` that come from the live tree because the EMA lacks them.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    objects: tuple[KeptObject, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    filled: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Row:
+    """One candidate on its way through the steps."""
+
+    before: str
+    name: str
+    path: Path
+    source: Tensor | Object
+    castable: bool
+
+
+def cast_target(dtype: str) -> DType | None:
+    """The element type that `--dtype` names, or None for `keep`.
+
+    Raises:
+        UsageError: `usage` for anything but `keep`, `fp32`, `bf16`, `fp16` and torch's names of these.
+    """
+    if dtype == "keep":
+        return None
+    name = _CASTS.get(dtype, dtype)
+    if name not in _CASTS.values():
+        raise UsageError("usage", f"--dtype {dtype!r}: expected keep, fp32, bf16 or fp16")
+    return by_name(name)
+
+
+def options(
+    *,
+    match: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    rename: Iterable[str] | Mapping[str, str] = (),
+    dtype: str = "keep",
+    keep_dtype: Iterable[str] = (),
+    keep_prefixes: bool = False,
+) -> Options:
+    """Options as the command line or a caller gives them, checked: `rename` as `OLD=NEW` or as a mapping.
+
+    Raises:
+        UsageError: `usage` for a rename without `=` or an unknown dtype.
+    """
+    rules = rename.items() if isinstance(rename, Mapping) else map(parse_rename, _many(rename))
+    match, exclude, keep_dtype = (tuple(_many(globs)) for globs in (match, exclude, keep_dtype))
+    return Options(match, exclude, tuple(rules), cast_target(dtype), keep_dtype, keep_prefixes)
+
+
+def _many(values: Iterable[str]) -> Iterable[str]:
+    # A lone string is one glob, not a sequence of letters.
+    return (values,) if isinstance(values, str) else values
+
+
+def missing_weights(ema: Tree, live: Tree) -> dict[str, Tensor]:
+    """Weights of the live tree whose names (wrapper prefixes aside) the EMA lacks, in stored order."""
+    present = {canonical(name) for name in ema.weights}
+    return {name: tensor for name, tensor in live.weights.items() if canonical(name) not in present}
+
+
+def select_tree(tree: Tree, chosen: Options, fill: Mapping[str, Tensor] | None = None) -> Selection:
+    """Select from one tree, under names without its prefix; `fill` adds weights that the tree lacks.
+
+    Raises:
+        UsageError: `empty-selection` if a glob or rename fits nothing or nothing is left; `name-collision`.
+        SourceError: `unsupported` if the tree's weights cannot be named.
+    """
+    if tree.form == POSITIONS and tree.problem is None:
+        averages = counted(len(tree.named), "average")
+        tell(f"tree {tree.name!r}: {averages} named after the parameters of {tree.partner!r} in order")
+    casts = tree.role != OPTIMIZER
+    weights = {**tree.weights, **(fill or {})}
+    rows = [_Row(name, name, (name,), tensor, casts) for name, tensor in weights.items()]
+    if not chosen.keep_prefixes:
+        for row in rows:
+            row.name = canonical(row.name)
+            row.path = (row.name,)
+    where = f"tree {tree.name!r}"
+    if not rows and (tree.tensors or tree.objects):
+        raise UsageError("empty-selection", f"{where} holds no tensor to write")
+    selected = _finish(rows, rows, chosen, where)
+    added = {id(tensor) for tensor in (fill or {}).values()}
+    return replace(selected, filled=tuple(e.name for e in selected.entries if id(e.source) in added))
+
+
+def select_all(
+    catalog: Catalog, known: Sequence[Tree], chosen: Options, only: Iterable[str] = (), *, strip: bool = True
+) -> Selection:
+    """Select from all trees, or those that `only` names, under full stored names and nesting.
+
+    The settings of an EMA (`num_updates`, `config`, …) go with its weights, whatever `only` and `match` say; an
+    explicit `exclude` drops them. Without `strip` wrapper prefixes stay, as with `keep_prefixes`.
+
+    Raises:
+        UsageError: `unknown-tree`; `empty-selection` if a glob or rename fits nothing or nothing is left;
+            `name-collision`.
+    """
+    wanted = _wanted(catalog, known, tuple(_many(only)))
+    rows = list(_full_rows(catalog, known, strip=strip and not chosen.keep_prefixes))
+    inside = rows if wanted is None else [row for row in rows if id(row.source) in wanted]
+    kept = _filter(inside, chosen, catalog.resolved)
+    kept_ids = {id(row.source) for row in kept}
+    brought = _settings_of(known, kept_ids) - kept_ids
+    if brought:
+        excluded = _Globs(chosen.exclude)
+        more = {id(row.source) for row in rows if id(row.source) in brought and not excluded.fits(row.name)}
+        kept = [row for row in rows if id(row.source) in kept_ids or id(row.source) in more]
+    return _write(kept, chosen, inside, catalog.resolved)
+
+
+def _wanted(catalog: Catalog, known: Sequence[Tree], only: Sequence[str]) -> set[int] | None:
+    if not only:
+        return None
+    found = [tree for name in only for tree in find_trees(known, name, catalog.resolved)]
+    return {id(item) for tree in found for item in (*tree.tensors, *tree.objects)}
+
+
+def _settings_of(known: Sequence[Tree], kept: set[int]) -> set[int]:
+    averages = (tree for tree in known if any(id(tensor) in kept for tensor in tree.named.values()))
+    return {id(item) for tree in averages for item in tree.settings.values()}
+
+
+def _full_rows(catalog: Catalog, known: Sequence[Tree], *, strip: bool) -> Iterable[_Row]:
+    owners = {id(item): tree for tree in known for item in (*tree.tensors, *tree.objects)}
+    settings = {id(item) for tree in known for item in tree.settings.values()}
+    for item in chain[Tensor | Object](catalog.tensors, catalog.objects):
+        tree = owners[id(item)]
+        castable = tree.role in (LIVE, EMA) and id(item) not in settings
+        row = _Row(item.name, item.name, item.path, item, castable)
+        if strip and is_wrapped(item.name) and _strips(tree):
+            _strip(row, len(tree.name) + 1 if tree.name else 0)
+        yield row
+
+
+def _strips(tree: Tree) -> bool:
+    # Optimizer state names its parameters in `param_groups` too, which are values: both stay as they are.
+    return tree.role in (LIVE, EMA) or (tree.role == OTHER and tree_role(tree.name) is None)
+
+
+def _strip(row: _Row, skip: int) -> None:
+    """Drop wrapper components behind the first `skip` characters, those of the tree's name."""
+    row.name = row.name[:skip] + canonical(row.name[skip:])
+    if len(row.path) == 1:
+        row.path = (row.name,)
+        return
+    path: list[str | int] = []
+    reached = 0
+    for element in row.path[:-1]:
+        text = str(element)
+        if reached < skip or isinstance(element, int):
+            path.append(element)
+        elif bare := [part for part in text.split(".") if part not in WRAPPERS]:
+            path.append(".".join(bare))
+        reached += len(text) + 1
+    last = row.path[-1]
+    row.path = (*path, canonical(last) if isinstance(last, str) else last)
+
+
+class _Globs:
+    """Several globs tested at once; plain names among them cost one look-up together."""
+
+    def __init__(self, globs: Sequence[str]) -> None:
+        plain = [glob for glob in globs if not any(char in glob for char in "*?[")]
+        self._names = frozenset(plain)
+        self._tests: list[tuple[str, Callable[[str], bool]]] = [
+            (glob, glob_matcher(glob)) for glob in globs if glob not in self._names
+        ]
+
+    def fits(self, name: str) -> bool:
+        return name in self._names or any(test(name) for _, test in self._tests)
+
+    def idle(self, names: Sequence[str]) -> list[str]:
+        """The globs that fit none of `names`."""
+        present = self._names.intersection(names)
+        idle = [glob for glob in self._names if glob not in present]
+        return idle + [glob for glob, test in self._tests if not any(map(test, names))]
+
+
+def _filter(rows: Sequence[_Row], chosen: Options, where: str) -> list[_Row]:
+    """Apply `match` and `exclude`."""
+    names = [row.name for row in rows]
+    refuse_idle("--match", chosen.match, names, where)
+    refuse_idle("--exclude", chosen.exclude, names, where)
+    kept = list(rows)
+    if chosen.match:
+        matched = _Globs(chosen.match)
+        kept = [row for row in kept if matched.fits(row.name)]
+    if chosen.exclude:
+        excluded = _Globs(chosen.exclude)
+        kept = [row for row in kept if not excluded.fits(row.name)]
+    if rows and not kept:
+        message = f"{where}: --match and --exclude leave none of {counted(len(rows), 'name')}"
+        raise UsageError("empty-selection", message)
+    return kept
+
+
+def refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise UsageError `empty-selection` if one of `globs`, given as `flag`, fits none of `names`."""
+    idle = _Globs(globs).idle(names) if globs else []
+    if idle:
+        near = nearest(idle[0], names)[:3] if len(names) <= _SUGGESTED_FROM else list(names[:3])
+        hint = f"; names there are like {shown(near)}" if near else "; it holds nothing"
+        message = f"{flag} {shown(idle)} fits none of {counted(len(names), 'name')} of {where}{hint}"
+        raise UsageError("empty-selection", message)
+
+
+def _finish(rows: Sequence[_Row], inside: Sequence[_Row], chosen: Options, where: str) -> Selection:
+    return _write(_filter(rows, chosen, where), chosen, inside, where)
+
+
+def _write(kept: Sequence[_Row], chosen: Options, inside: Sequence[_Row], where: str) -> Selection:
+    """Apply `keep_dtype` and `rename`, refuse collisions, and build what is written."""
+    refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in inside], where)
+    spared = _Globs(chosen.keep_dtype)
+    dtypes = [_dtype(row, chosen, spared) for row in kept]
+    _rename(kept, chosen.rename, where)
+    _refuse_collisions(kept, where, renamed=bool(chosen.rename))
+    entries, objects = [], []
+    for row, dtype in zip(kept, dtypes, strict=True):
+        if isinstance(row.source, Tensor):
+            entries.append(Entry(row.name, row.path, row.source, dtype or row.source.dtype))
+        else:
+            objects.append(KeptObject(row.name, row.path, row.source))
+    renamed = {row.before: row.name for row in kept if row.before != row.name}
+    return Selection(tuple(entries), tuple(objects), renamed)
+
+
+def _dtype(row: _Row, chosen: Options, spared: _Globs) -> DType | None:
+    if chosen.dtype is None or not row.castable or not isinstance(row.source, Tensor):
+        return None
+    return chosen.dtype if row.source.dtype.is_castable and not spared.fits(row.name) else None
+
+
+def _rename(rows: Sequence[_Row], rules: Sequence[tuple[str, str]], where: str) -> None:
+    if not rules:
+        return
+    names = [row.name for row in rows]
+    idle = [f"{old}={new}" for old, new in rules if not any(name.startswith(old) for name in names)]
+    if idle:
+        raise UsageError("empty-selection", f"--rename {shown(idle)}: no name of {where} begins so")
+    for row in rows:
+        for old, new in rules:
+            if row.name.startswith(old):
+                row.path = rename_path(row.path, old, new)
+                row.name = new + row.name[len(old) :]
+                break
+        if not row.name:
+            raise UsageError("usage", f"--rename leaves {row.before!r} without a name")
+
+
+def _refuse_collisions(rows: Sequence[_Row], where: str, *, renamed: bool) -> None:
+    first: dict[str, str] = {}
+    for row in rows:
+        other = first.setdefault(row.name, row.before)
+        if other != row.before:
+            remedy = "change --rename" if renamed else "use --keep-prefixes or --rename"
+            message = f"{where}: {other!r} and {row.before!r} would both be written as {row.name!r}; {remedy}"
+            raise UsageError("name-collision", message, tensor=row.name)
+    if renamed:
+        leaves = {row.path for row in rows}
+        for row in rows:
+            for depth in range(1, len(row.path)):
+                if row.path[:depth] in leaves:
+                    name = ".".join(map(str, row.path[:depth]))
+                    message = f"{where}: --rename would make {name!r} both a tensor and a dictionary with {row.name!r}"
+                    raise UsageError("name-collision", message, tensor=row.name)

@@ -1,0 +1,1 @@
+"""Bytes in files and directories, on a disk or behind a URL."""

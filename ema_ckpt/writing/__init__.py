@@ -1,0 +1,1 @@
+"""From a write plan to published files."""

@@ -1,0 +1,178 @@
+"""The switch: a finished file or directory takes the target's name in one step, or the old one stays.
+
+rename(2) with `RENAME_NOREPLACE` and `RENAME_EXCHANGE` does it where kernel and file system offer them
+(ext4, xfs, btrfs, tmpfs; since Linux 3.15). Elsewhere `switch` takes the longer way that `stagedir` describes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from ema_ckpt.storage.stage_names import NOTE, OLD, noted
+
+__all__ = ["carry", "exchange", "finish", "fsync_path", "fsync_tree", "put", "renameat2"]
+
+NOREPLACE, EXCHANGE = 1, 2
+
+_AT_FDCWD = -100
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def renameat2(old: Path, new: Path, flags: int) -> bool:
+    """rename(2) with flags. False, and nothing done, where the kernel or the file system does not know them."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    call = getattr(libc, "renameat2", None)  # absent from glibc before 2.28
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), ctypes.c_uint(flags)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(new))
+
+
+def put(new: Path, target: Path, *, plain: bool = False) -> None:
+    """Rename `new` to `target`, which must not exist; `plain` does without flags.
+
+    Raises:
+        FileExistsError: something is there already; it is left alone.
+    """
+    if not plain and renameat2(new, target, NOREPLACE):
+        return
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    if new.is_dir():
+        _put_directory(new, target)
+    else:
+        _put_file(new, target)
+
+
+def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True) -> None:
+    """Put `new` in the place of `target`, which exists; the old one is left inside `new`'s directory.
+
+    Raises:
+        FileNotFoundError: there is no `target` any more.
+    """
+    if not plain and renameat2(new, target, EXCHANGE):
+        return
+    if new.is_file() and target.is_file():
+        os.replace(new, target)
+        return
+    stage = new.parent
+    _write_note(stage, new.name, fsync=fsync)
+    os.rename(target, stage / OLD)
+    os.rename(new, target)
+
+
+def finish(stage: Path, target: Path) -> bool:
+    """Complete a switch that was cut in two: if `target` is missing and `stage` holds its noted successor."""
+    new = noted(stage)
+    if new is None or os.path.lexists(target):
+        return False
+    try:
+        put(new, target)
+    except FileExistsError:
+        return False
+    return True
+
+
+def carry(names: list[str], old: Path, new: Path) -> None:
+    """Bring entries of the directory `old` into `new`, by hard links where possible; files of `new` win."""
+    for name in names:
+        if not os.path.lexists(new / name) and os.path.lexists(old / name):
+            _carry_one(old / name, new / name)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or directory to the disk; a directory that may not be read is left to the kernel."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except PermissionError:
+        if path.is_dir():
+            return
+        raise
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems without a disk below
+            raise
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(path: Path) -> None:
+    """Flush a file, or a directory with all in it, contents before the directories that name them.
+
+    Links, FIFOs, sockets and devices have no contents of their own: opening one might wait for ever.
+    """
+    if path.is_dir():
+        for parent, _, files in os.walk(path, topdown=False):
+            for name in files:
+                if stat.S_ISREG(os.lstat(os.path.join(parent, name)).st_mode):
+                    fsync_path(Path(parent, name))
+            fsync_path(Path(parent))
+    else:
+        fsync_path(path)
+
+
+def _put_directory(new: Path, target: Path) -> None:
+    # rename(2) itself refuses files and directories with something in them, so nothing can be lost.
+    try:
+        os.rename(new, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        raise
+
+
+def _put_file(new: Path, target: Path) -> None:
+    try:
+        os.link(new, target)  # never replaces, on any file system that has links
+    except FileExistsError:
+        raise
+    except OSError:
+        os.rename(new, target)
+    else:
+        os.unlink(new)
+
+
+def _write_note(stage: Path, name: str, *, fsync: bool) -> None:
+    draft = stage / f"{NOTE}.tmp"
+    draft.write_text(json.dumps({"old": OLD, "new": name}), encoding="utf-8")
+    if fsync:
+        fsync_path(draft)
+    os.rename(draft, stage / NOTE)
+    if fsync:
+        fsync_path(stage)
+
+
+def _carry_one(old: Path, new: Path) -> None:
+    if old.is_symlink():
+        os.symlink(os.readlink(old), new)
+    elif old.is_dir():
+        new.mkdir()
+        shutil.copystat(old, new)
+        carry(sorted(os.listdir(old)), old, new)
+    else:
+        try:
+            os.link(old, new)
+        except OSError:
+            _copy(old, new)
+
+
+def _copy(old: Path, new: Path) -> None:
+    """Copy a file with its times and mode; of one that is not regular make another, unopened."""
+    status = os.lstat(old)
+    if stat.S_ISREG(status.st_mode):
+        shutil.copy2(old, new)
+    else:
+        os.mknod(new, status.st_mode, status.st_rdev)
+        shutil.copystat(old, new)

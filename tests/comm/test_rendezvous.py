@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ema_ckpt.comm import rendezvous
+from ema_ckpt.comm.failures import named_ranks
+from ema_ckpt.comm.rendezvous import channel, meet
+from ema_ckpt.core.errors import CollectiveError
+from tests.distributed.launcher import WorkersFailed, run
+
+
+def _refused(call: str, timeout: float) -> str:
+    with pytest.raises(CollectiveError) as caught:
+        meet(call, timeout)
+    assert caught.value.code == "rank-failed"
+    return str(caught.value)
+
+
+def _meetings() -> list[str]:
+    rank = dist.get_rank()
+    messages = []
+    meet("save", 20)
+    if rank == 0:
+        messages.append(_refused("save", 1))  # nobody else comes
+    time.sleep(2 if rank else 0)
+    meet("save", 20)  # rank 0 comes first, the others find its failed meeting and go on to the next
+    if rank != 2:
+        messages.append(_refused("restore", 1))
+    dist.barrier()  # the default group is as usable as before
+    messages.append(_refused("save" if rank == 1 else "restore", 20))
+    time.sleep(0.6 * rank)
+    meet("restore", 20)
+    pair = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    if rank < 2:
+        meet("swap", 20, pair[0])
+    if rank > 0:
+        meet("swap", 20, pair[1])
+    for _ in range(50):
+        meet("swap", 20)
+    return messages
+
+
+def test_ranks_meet_again_after_meetings_that_failed() -> None:
+    zero, one, two = run(3, _meetings)
+    assert zero[0] == "save is collective: ranks 1–2 did not call it within 1 s"
+    assert zero[1] == one[0] == "restore is collective: rank 2 did not call it within 1 s"
+    assert (
+        zero[-1]
+        == "restore is collective: the ranks met in different calls: ranks 0, 2 called restore; rank 1 called save"
+    )
+    assert two[-1] == zero[-1]
+    assert one[-1].startswith("save is collective: the ranks met in different calls")
+
+
+def _exchanges() -> tuple[object, ...]:
+    meet("exchange", 20)
+    ours = channel("test")
+    assert ours is channel("test")
+    rank = dist.get_rank()
+    values = ours.exchange({"rank": rank, "names": ["ä"] * rank})
+    dist.all_reduce(torch.ones(1))
+    gathered = ours.gather(b"x" * rank * 1000)
+    scattered = ours.scatter([bytes([r]) * r for r in range(3)] if rank == 0 else [])
+    told = ours.broadcast_json({"from": rank})
+    tensor = torch.full((5,), float(rank))
+    if rank == 1:
+        ours.send(tensor, 2)
+    if rank == 2:
+        ours.receive(tensor, 1)
+    dist.destroy_process_group()
+    return values, gathered, scattered, told, tensor.tolist(), ours.exchange(rank), ours.gather(b"")
+
+
+def test_values_of_any_length_travel_also_after_the_default_group() -> None:
+    for rank, (values, gathered, scattered, told, tensor, again, nothing) in enumerate(run(3, _exchanges)):
+        assert values == [{"rank": 0, "names": []}, {"rank": 1, "names": ["ä"]}, {"rank": 2, "names": ["ä", "ä"]}]
+        assert gathered == ([b"", b"x" * 1000, b"x" * 2000] if rank == 0 else [])
+        assert scattered == bytes([rank]) * rank
+        assert told == {"from": 0}
+        assert tensor == [1.0 if rank == 2 else float(rank)] * 5
+        assert again == [0, 1, 2]
+        assert nothing == ([b""] * 3 if rank == 0 else [])
+
+
+def _one_dies() -> str:
+    meet("exchange", 20)
+    ours = channel("test")
+    ours.exchange(0)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    with pytest.raises(CollectiveError, match="another rank ended"):
+        ours.exchange(1)
+    return "survived"
+
+
+def test_a_rank_that_dies_is_noticed_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkersFailed, match="rank 1: died without a word"):
+        run(2, _one_dies)
+    assert time.monotonic() - started < 20
+
+
+def _one_dies_at_the_door() -> float:
+    meet("save", 20)
+    if dist.get_rank() == 1:
+        dist.distributed_c10d._get_default_store().set(
+            "ema_ckpt/all/2/1", json.dumps({"call": "save", "failure": None})
+        )
+        os._exit(3)  # arrived, but not counted
+    started = time.monotonic()
+    meet("save", 2)
+    assert time.monotonic() - started < 10
+    rendezvous._CONNECT_TIMEOUT = timedelta(seconds=2)
+    with pytest.raises(CollectiveError, match="not all ranks could be connected"):
+        channel("test")
+    raise RuntimeError("the survivor ended")
+
+
+def test_a_rank_that_dies_as_it_arrives_leaves_nobody_waiting() -> None:
+    with pytest.raises(WorkersFailed, match="the survivor ended"):
+        run(2, _one_dies_at_the_door, timeout=30)
+
+
+def test_alone_there_is_nobody_to_wait_for() -> None:
+    meet("save", 0.001)
+    alone = channel("test")
+    assert alone.exchange({"a": 1}) == [{"a": 1}]
+    assert alone.gather(b"a") == [b"a"]
+    assert alone.scatter([b"a"]) == b"a"
+    assert alone.broadcast_json([1]) == [1]
+
+
+def test_ranks_by_name() -> None:
+    assert named_ranks([1]) == "rank 1"
+    assert named_ranks([3, 1, 2]) == "ranks 1–3"
+    assert named_ranks([0, 2, 3, 7]) == "ranks 0, 2–3, 7"

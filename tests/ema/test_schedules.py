@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from math import sqrt
+
+import pytest
+
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.ema.schedules import Constant, HalfLife, PowerFunction, Warmup, as_schedule, from_json, gamma_of, to_json
+
+
+def test_a_number_is_a_constant() -> None:
+    assert as_schedule(0.9999) == Constant(0.9999)
+    assert [as_schedule(0.5).beta(i) for i in (1, 2, 100_000)] == [0.5] * 3
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan"), "0.9", None, True])
+def test_not_a_decay(bad: object) -> None:
+    with pytest.raises(UsageError):
+        as_schedule(bad)  # type: ignore[arg-type]
+
+
+def test_warmup_rises_as_its_formula_says_up_to_an_untouched_base() -> None:
+    schedule = Warmup(0.9999, inv_gamma=9, power=1)
+    ramp = [float(Fraction(n, n + 9)) for n in range(5)]  # 0, 1/10, 2/11, 3/12, 4/13
+    assert [schedule.beta(i) for i in range(1, 6)] == pytest.approx(ramp, abs=1e-15)
+    betas = [schedule.beta(i) for i in range(1, 100_001)]
+    assert betas == sorted(betas)
+    assert betas[-1] == 0.9999 == schedule.decay
+    assert schedule.beta(89_000) < 0.9999  # 1 - 9/(n+9) reaches 0.9999 at n = 89 991
+
+
+def test_warmup_waits_for_start_and_keeps_its_floor() -> None:
+    schedule = Warmup(0.99, start=10, min_decay=0.3)
+    assert [schedule.beta(i) for i in range(1, 12)] == [0.3] * 11
+    assert schedule.beta(12) == pytest.approx(1 - 2 ** (-2 / 3))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 6.94, 16.97, 200.0])
+def test_gamma_inverts_the_width(gamma: float) -> None:
+    width = sqrt((gamma + 1) / ((gamma + 2) ** 2 * (gamma + 3)))
+    assert gamma_of(width) == pytest.approx(gamma, abs=1e-9, rel=1e-12)
+
+
+def test_the_widths_of_the_paper() -> None:
+    # EDM2 quotes gamma 16.97 and 6.94 for sigma_rel 0.05 and 0.10.
+    assert gamma_of(0.05) == pytest.approx(16.97, abs=0.005)
+    assert gamma_of(0.10) == pytest.approx(6.94, abs=0.005)
+
+
+def test_power_function_averages_have_the_profile_t_to_the_gamma() -> None:
+    schedule = PowerFunction(0.10)
+    assert schedule.beta(1) == 0.0
+    steps, profile = 2000, [0.0] * 2000
+    for i in range(1, steps + 1):
+        beta = schedule.beta(i)
+        profile = [weight * beta for weight in profile[: i - 1]] + [1 - beta] + profile[i:]
+    times = [(i + 0.5) / steps for i in range(steps)]
+    mean = sum(w * t for w, t in zip(profile, times, strict=True))
+    width = sqrt(sum(w * (t - mean) ** 2 for w, t in zip(profile, times, strict=True)))
+    assert sum(profile) == pytest.approx(1)
+    assert width == pytest.approx(0.10, rel=2e-3)
+
+
+def test_samples_units_do_not_depend_on_the_batch() -> None:
+    half = HalfLife(1000, unit="samples")
+    assert half.beta(1, samples=500) ** 2 == pytest.approx(half.beta(1, samples=1000)) == pytest.approx(0.5)
+    power = PowerFunction(unit="samples")
+    assert power.beta(1, samples=32, seen=32) == 0.0
+    both = power.beta(7, samples=32, seen=96 + 32) * power.beta(8, samples=64, seen=96 + 32 + 64)
+    assert both == pytest.approx(power.beta(9, samples=96, seen=192))
+    assert power.beta(1, samples=0, seen=0) == 1.0
+
+
+@pytest.mark.parametrize("schedule", [HalfLife(10, unit="samples"), PowerFunction(unit="samples")])
+def test_a_samples_schedule_wants_a_number(schedule: HalfLife | PowerFunction) -> None:
+    with pytest.raises(UsageError, match=r"ema.update\(samples=512\)"):
+        schedule.beta(1)
+
+
+def test_half_life_in_updates() -> None:
+    product = 1.0
+    for i in range(1, 51):
+        product *= HalfLife(50).beta(i)
+    assert product == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Warmup(0.9, power=0.0),
+        lambda: Warmup(0.9, inv_gamma=0.0),
+        lambda: Warmup(0.9, start=-1),
+        lambda: PowerFunction(0.3),
+        lambda: PowerFunction(0.0),
+        lambda: PowerFunction(unit="steps"),  # type: ignore[arg-type]
+        lambda: HalfLife(0),
+        lambda: HalfLife(10, unit="epochs"),  # type: ignore[arg-type]
+    ],
+)
+def test_impossible_settings(make: object) -> None:
+    with pytest.raises(UsageError):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "schedule", [Constant(0.1), Warmup(0.9999, 3.0, 0.7, 0.1, 5), PowerFunction(0.05, "samples"), HalfLife(12.5)]
+)
+def test_json_round_trip(schedule: Constant | Warmup | PowerFunction | HalfLife) -> None:
+    assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
+
+
+def test_unknown_json() -> None:
+    with pytest.raises(UsageError, match="unknown decay schedule 'cosine'"):
+        from_json({"kind": "cosine"})
+    with pytest.raises(UsageError, match="does not have the fields"):
+        from_json({"kind": "constant", "speed": 1})

@@ -1,0 +1,112 @@
+"""Runs of flattened tensors as boxes, and flat pieces of ranks put together; numpy is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ema_ckpt
+from ema_ckpt.formats.rank_files.flat import boxes_of_run
+
+SHAPES = {"a": (5, 3), "b.w": (2, 3, 4), "gain": (), "void": (0, 3), "c": (7,)}
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_of_a_run_hold_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    index = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    start = data.draw(st.integers(0, index.size))
+    stop = data.draw(st.integers(start, index.size))
+    boxes = list(boxes_of_run(shape, start, stop))
+    found = []
+    for box, first in boxes:
+        part = index[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
+        assert part[0] == first
+        found += part.tolist()
+    assert found == list(range(start, stop))
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def pieces(world_size: int, *, padded: bool = False) -> list[torch.Tensor]:
+    row = torch.cat([tensor.reshape(-1) for tensor in weights().values()])
+    step = -(-len(row) // world_size)
+    if padded:
+        row = torch.cat([row, torch.full((step * world_size - len(row),), float("nan"))])
+    return [row[rank * step : (rank + 1) * step].clone() for rank in range(world_size)]
+
+
+def check(path: Path, tree: str = "", **found: object) -> None:
+    expected = weights()
+    with ema_ckpt.open(path) as ckpt:
+        for name, tensor in expected.items():
+            stored = ckpt[f"{tree}.{name}" if tree else name]
+            assert stored.shape == tensor.shape
+            assert torch.equal(stored, tensor), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 17])
+@pytest.mark.parametrize("padded", [False, True])
+def test_equal_partition_with_names_and_shapes(tmp_path: Path, world_size: int, padded: bool) -> None:
+    for rank, piece in enumerate(pieces(world_size, padded=padded)):
+        tree = {"flat": piece, "names": list(SHAPES), "shapes": [torch.Size(s) for s in SHAPES.values()], "decay": 0.9}
+        torch.save({"ema": tree}, tmp_path / f"ema_rank{rank}.pt")
+    check(tmp_path, "ema")
+    assert ema_ckpt.inspect(tmp_path).ema["ema"]["decay"] == 0.9
+    assert ema_ckpt.verify(tmp_path).status == "sound"
+
+
+def test_the_recorded_rank_wins_over_the_file_name(tmp_path: Path) -> None:
+    for rank, piece in enumerate(pieces(3)):
+        tree = {"rank": rank, "world_size": 3, "flat": piece, "names": list(SHAPES), "shapes": dict(SHAPES)}
+        torch.save(tree, tmp_path / f"ema_rank{2 - rank}.pt")
+    check(tmp_path)
+
+
+def save_runs(tmp_path: Path, world_size: int, **more: object) -> None:
+    """As `DistEMA` keeps it: each rank's names, first and last element of each, and the data of each."""
+    row = {name: tensor.reshape(-1) for name, tensor in weights().items() if tensor.numel()}
+    step = -(-sum(map(len, row.values())) // world_size)
+    for rank in range(world_size):
+        names, runs, data, at = [], [], [], 0
+        for name, tensor in row.items():
+            first, last = max(rank * step - at, 0), min((rank + 1) * step - at, len(tensor)) - 1
+            if first <= last:
+                names.append(name)
+                runs.append((first, last))
+                data.append(tensor[first : last + 1].clone())
+            at += len(tensor)
+        state = {"name_list": names, "index_list": runs, "ema_param_list": data, **more}
+        torch.save({"ema": state}, tmp_path / f"ema_rank{rank}.pt")
+
+
+def test_runs_of_each_tensor_with_shapes(tmp_path: Path) -> None:
+    save_runs(tmp_path, 4, shapes=dict(SHAPES))
+    with ema_ckpt.open(tmp_path) as ckpt:
+        for name, tensor in weights().items():
+            if tensor.numel():
+                assert torch.equal(ckpt[f"ema.{name}"], tensor)
+
+
+def test_runs_without_shapes_are_refused_by_name(tmp_path: Path) -> None:
+    save_runs(tmp_path, 2)
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"shapes of 'a'.* missing") as caught:
+        ema_ckpt.inspect(tmp_path)
+    assert caught.value.code == "unsupported"
+
+
+def test_a_lost_piece_is_told(tmp_path: Path) -> None:
+    for rank, piece in enumerate(pieces(4)[:3]):
+        tree = {"flat": piece, "names": list(SHAPES), "shapes": list(SHAPES.values())}
+        torch.save(tree, tmp_path / f"ema_rank{rank}.pt")
+    with pytest.raises(ema_ckpt.EmaCkptError, match="files missing") as caught:
+        ema_ckpt.inspect(tmp_path)
+    assert caught.value.code == "incomplete"

@@ -1,0 +1,170 @@
+"""Reading boxes from chunks: any grid of chunks, axis orders, slack, band sizes, against numpy."""
+
+from __future__ import annotations
+
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ema_ckpt.core.box import Box, linear, whole
+from ema_ckpt.core.catalog import Chunk, Payload, Tensor
+from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.dtypes import by_name
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.reading.checksums import Checks
+from ema_ckpt.reading.overlaps import BandCutter, BandReader, find_runs, find_shares, row_runs
+from ema_ckpt.reading.row_slabs import LaneReader, find_lanes
+from ema_ckpt.storage.files import LocalFiles
+
+KINDS = {"int16": "<i2", "float32": "<f4", "complex128": "<c16", "uint8": "u1", "float64": "<f8"}
+
+
+@st.composite
+def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    marks = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3))) if size > 1 else []
+    return [(a, b - a) for a, b in pairwise([0, *marks, size])]
+
+
+def cut_out(values: np.ndarray, box: Box) -> np.ndarray:
+    return values[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+
+
+@st.composite
+def stored(draw: st.DrawFn, row_major: bool = False) -> tuple[np.ndarray, list[Chunk], list[Payload], bytes, str]:
+    """A tensor's values, a grid of chunks, each with its own axis order and slack around it, and the file."""
+    dtype = draw(st.sampled_from(sorted(KINDS)))
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
+    values = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape).astype(KINDS[dtype])
+    boxes = [Box((), ())]
+    for size in shape:
+        parts = draw(cuts(size))
+        boxes = [Box((*b.offsets, o), (*b.sizes, s)) for b in boxes for o, s in parts]
+    chunks, payloads, data = [], [], bytearray(b"\xee" * 5)
+    for box in boxes:
+        order = tuple(range(len(shape))) if row_major else tuple(draw(st.permutations(range(len(shape)))))
+        slack = draw(st.integers(0, 3))
+        laid = np.array(cut_out(values, box).transpose(order), order="C")
+        strides = [0] * len(order)
+        for axis, stride in zip(order, laid.strides, strict=True):
+            strides[axis] = stride // values.itemsize
+        storage = b"\xaa" * (slack * values.itemsize) + laid.tobytes() + b"\xbb" * values.itemsize
+        plain = order == tuple(range(len(order)))
+        crc = zlib.crc32(storage)
+        payloads.append(Payload("data", len(data), len(storage), None if plain else tuple(strides), slack, crc))
+        chunks.append(Chunk(box.offsets, box.sizes, "data", len(data), len(storage)))
+        data += storage
+    return values, chunks, payloads, bytes(data), dtype
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@given(case=stored(), band_nbytes=st.integers(1, 300), limit=st.integers(16, 400), data=st.data())
+def test_bands_equal_numpy(tmp_path: Path, case, band_nbytes: int, limit: int, data: st.DataObject) -> None:
+    values, chunks, payloads, raw, dtype = case
+    (tmp_path / "data").write_bytes(raw)
+    tensor = Tensor("t", ("t",), values.shape, by_name(dtype), tuple(chunks))
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+    box = Box(offsets, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(tensor.shape, offsets, strict=True)))
+    source = LocalFiles(tmp_path)
+    checks = Checks(source, enabled=True)
+    reader = BandReader(source, checks, limit)
+    shares = find_shares(tensor, payloads, prove(tensor), box)
+    cutter = BandCutter(box, tensor.dtype.itemsize, band_nbytes)
+    expected = cut_out(values, box).tobytes()
+    out, filled = bytearray(len(expected)), 0
+    for index in range(cutter.count):
+        band = cutter.band(index)
+        at = linear(band.within(box).offsets, box.sizes) * tensor.dtype.itemsize
+        nbytes = band.numel * tensor.dtype.itemsize
+        assert nbytes <= max(band_nbytes, tensor.dtype.itemsize)
+        view = memoryview(out)[at : at + nbytes]
+        crc = reader.read(tensor, shares, band, view)
+        assert crc is None or crc == zlib.crc32(view)
+        filled += nbytes
+    assert filled == len(out)
+    assert bytes(out) == expected
+    checks.finish()
+    source.close()
+    runs = find_runs(shares, box, tensor.dtype.itemsize)
+    if runs is not None:
+        starts = [r.payload.offset + r.start for r in runs]
+        assert b"".join(raw[s : s + r.nbytes] for s, r in zip(starts, runs, strict=True)) == expected
+        assert [r.dest for r in runs] == sorted(r.dest for r in runs)
+    if box == whole(tensor.shape):
+        fast = row_runs(tensor, payloads, prove(tensor), box)
+        assert fast is None or fast == runs
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@given(case=stored(), data=st.data())
+def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(tmp_path: Path, case, data: st.DataObject) -> None:
+    values, chunks, payloads, raw, dtype = case
+    hit = data.draw(st.sampled_from(payloads))
+    damaged = bytearray(raw)
+    damaged[hit.offset + data.draw(st.integers(0, hit.nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    (tmp_path / "data").write_bytes(damaged)
+    tensor = Tensor("t", ("t",), values.shape, by_name(dtype), tuple(chunks))
+    source = LocalFiles(tmp_path)
+    checks = Checks(source, enabled=True)
+    reader = BandReader(source, checks, 64)
+    shares = find_shares(tensor, payloads, prove(tensor), whole(tensor.shape))
+    cutter = BandCutter(whole(tensor.shape), tensor.dtype.itemsize, 40)
+    with pytest.raises(SourceError) as caught:
+        for index in range(cutter.count):
+            band = cutter.band(index)
+            reader.read(tensor, shares, band, memoryview(bytearray(band.numel * tensor.dtype.itemsize)))
+        checks.finish()
+    assert (caught.value.code, caught.value.tensor, caught.value.file) == ("checksum", "t", "data")
+    source.close()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@given(case=stored(row_major=True), rows=st.integers(1, 4), data=st.data())
+def test_lanes_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject) -> None:
+    values, chunks, payloads, raw, dtype = case
+    (tmp_path / "data").write_bytes(raw)
+    tensor = Tensor("t", ("t",), values.shape, by_name(dtype), tuple(chunks))
+    start = data.draw(st.integers(0, tensor.shape[0] - 1)) if tensor.shape else 0
+    box = Box((start, *(0,) * (len(tensor.shape) - 1))[: len(tensor.shape)], tensor.shape)
+    if tensor.shape:
+        box = Box(box.offsets, (tensor.shape[0] - start, *tensor.shape[1:]))
+    itemsize = tensor.dtype.itemsize
+    cutter = BandCutter(box, itemsize, rows * int(np.prod(tensor.shape[1:])) * itemsize)
+    lanes = find_lanes(find_shares(tensor, payloads, prove(tensor), box), cutter, itemsize)
+    if lanes is None:
+        assert cutter.axis > 0 or not tensor.shape
+        return
+    checks = Checks(LocalFiles(tmp_path), enabled=True)
+    out, half = bytearray(), cutter.count // 2
+    for job in (range(half), range(half, cutter.count)):
+        reader = LaneReader(LocalFiles(tmp_path), lanes, cutter, itemsize)
+        for index in job:
+            block, scratch = memoryview(bytearray(len(raw) + 16)), memoryview(bytearray(len(raw) + 16))
+            out += reader.read(index, block, scratch)
+        reader.tell("t", checks)
+    assert bytes(out) == cut_out(values, box).tobytes()
+    checks.finish()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=4),
+    corner=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    nbytes=st.integers(1, 400),
+)
+def test_the_extent_of_a_band_is_where_its_elements_are(
+    sizes: list[int], corner: list[int], itemsize: int, nbytes: int
+) -> None:
+    box = Box(tuple(corner[: len(sizes)]), tuple(sizes))
+    cutter = BandCutter(box, itemsize, nbytes)
+    at = 0
+    for index in range(cutter.count):
+        band = cutter.band(index)
+        assert cutter.extent(index) == (at, band.numel)
+        assert linear(band.within(box).offsets, box.sizes) == at or not band.numel
+        at += band.numel
+    assert at == box.numel

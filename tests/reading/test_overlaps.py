@@ -1,0 +1,109 @@
+"""Strided storages read band by band, against torch's own views."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ema_ckpt.core.box import Box, whole
+from ema_ckpt.core.catalog import Chunk, Payload, Tensor
+from ema_ckpt.core.dtypes import by_name
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.reading.checksums import Checks
+from ema_ckpt.reading.overlaps import BandCutter, BandReader, find_shares
+from ema_ckpt.storage.files import LocalFiles
+from tests.formats.writing import raw_bytes
+
+
+class CountingFiles(LocalFiles):
+    """Real files; counts reads and their bytes."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads = self.nbytes = 0
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        self.reads += 1
+        self.nbytes += len(buffer)
+        super().read_into(name, offset, buffer)
+
+
+def assembled(folder: Path, view: torch.Tensor, limit: int) -> tuple[bytes, CountingFiles]:
+    """A strided view, stored at an odd place of a file and read back in bands of `limit` bytes."""
+    storage = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
+    prefix = os.urandom(13)
+    (folder / "f").write_bytes(prefix + raw_bytes(storage))
+    dtype = by_name(str(view.dtype))
+    tensor = Tensor("t", ("t",), tuple(view.shape), dtype, (Chunk((0,) * view.dim(), tuple(view.shape), "f", 0, 0),))
+    payload = Payload("f", len(prefix), storage.nbytes, tuple(view.stride()), view.storage_offset())
+    source = CountingFiles(folder)
+    reader = BandReader(source, Checks(source, False), limit)
+    box = whole(tensor.shape)
+    cutter = BandCutter(box, dtype.itemsize, limit)
+    shares = find_shares(tensor, [payload], [0], box)
+    result = bytearray()
+    for index in range(cutter.count if tensor.numel else 0):
+        band = cutter.band(index)
+        out = bytearray(band.numel * dtype.itemsize)
+        reader.read(tensor, shares, band, memoryview(out))
+        result += out
+    source.close()
+    return bytes(result), source
+
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
+
+
+@st.composite
+def views(draw) -> torch.Tensor:
+    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    strides = [draw(st.sampled_from([0, 1, 2, 3, 7, 20, 81])) for _ in sizes]
+    start = draw(st.integers(0, 5))
+    reach = start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+    dtype = draw(st.sampled_from(DTYPES))
+    base = torch.randint(0, 256, ((reach + draw(st.integers(0, 3))) * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    return base.as_strided(sizes, strides, start)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(view=views(), limit=st.sampled_from([16, 40, 64, 200, 1000, 1 << 16]))
+def test_any_view_is_read_as_torch_reads_it(tmp_path, view, limit):
+    assert assembled(tmp_path, view, limit)[0] == raw_bytes(view)
+
+
+SHAPES = {
+    "transposed": (lambda: torch.randn(512, 3000).t(), 24, 600),
+    "wide rows transposed": (lambda: torch.randn(300, 20_000).t(), 1.01, 120_000),
+    "channels last": (lambda: torch.randn(4, 64, 56, 56).contiguous(memory_format=torch.channels_last), 16, 300),
+    "every seventh": (lambda: torch.arange(700_000.0)[::7], 7.1, 50),
+    "one column": (lambda: torch.randn(2000, 8192)[:, 5], 1.01, 2001),
+    "expanded": (lambda: torch.arange(500.0).reshape(500, 1).expand(500, 400), 1, 20),
+    "inner slice": (lambda: torch.randn(400, 1000)[:, 100:700], 2, 20),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_reads_are_few_and_read_little_in_vain(tmp_path, name):
+    make, most_times, most_reads = SHAPES[name]
+    view = make()
+    data, source = assembled(tmp_path, view, 256 << 10)
+    assert data == raw_bytes(view)
+    assert source.nbytes <= most_times * len(data)
+    assert source.reads <= most_reads
+
+
+def test_a_view_beyond_its_storage_is_refused(tmp_path):
+    (tmp_path / "f").write_bytes(bytes(40))
+    tensor = Tensor("t", ("t",), (2, 4), by_name("float32"), (Chunk((0, 0), (2, 4), "f", 0, 0),))
+    source = LocalFiles(tmp_path)
+    shares = find_shares(tensor, [Payload("f", 0, 40, (7, 1))], [0], whole((2, 4)))
+    with pytest.raises(SourceError, match="'t' reaches beyond") as caught:
+        BandReader(source, Checks(source, False), 1000).read(
+            tensor, shares, Box((0, 0), (2, 4)), memoryview(bytearray(32))
+        )
+    assert caught.value.code == "out-of-bounds"

@@ -1,0 +1,66 @@
+"""Targets and sources that URLs, links and relative names spell in many ways (pytorch/torchtitan#3884)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import ema_ckpt
+from ema_ckpt.core.errors import EmaCkptError
+from tests.checkpoints import dcp_at, torch_at
+
+
+def _bytes_below(root: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_a_source_behind_a_file_url_is_never_replaced(tmp_path: Path, scheme: str) -> None:
+    source = dcp_at(tmp_path / "run")
+    before = _bytes_below(source)
+    for target in (source, source / "inside", tmp_path / "link"):
+        if target.name == "link":
+            target.symlink_to(source)
+        with pytest.raises(EmaCkptError) as caught:
+            ema_ckpt.consolidate(f"{scheme}://{source}", target, overwrite=True)
+        assert caught.value.code == "target-is-source"
+    assert _bytes_below(source) == before
+
+
+def test_a_file_behind_a_file_url_is_never_replaced(tmp_path: Path) -> None:
+    source = torch_at(tmp_path / "model.pt")
+    before = source.read_bytes()
+    with pytest.raises(EmaCkptError) as caught:
+        ema_ckpt.consolidate(f"file://{source}", source, overwrite=True)
+    assert caught.value.code == "target-is-source"
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("out", ["memory://x/y.pt", "s3://bucket/key", "file:///nowhere/x.safetensors"])
+def test_a_target_behind_a_url_is_refused_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    source = dcp_at(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EmaCkptError, match=f"^{out}: cannot write to a URL") as caught:
+        ema_ckpt.consolidate(source, out)
+    assert caught.value.code == "usage"
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("out", [Path("s3://bucket/key"), "s3:/bucket/key"])
+def test_a_url_that_lost_a_slash_makes_no_directory_named_after_its_scheme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str | Path
+) -> None:
+    source = dcp_at(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EmaCkptError, match="URL loses a slash") as caught:
+        ema_ckpt.consolidate(source, out)
+    assert caught.value.code == "usage"
+    with pytest.raises(EmaCkptError, match="URL loses a slash") as caught:
+        ema_ckpt.save(out, model=torch.nn.Linear(2, 2))
+    assert caught.value.code == "usage"
+    assert os.listdir(tmp_path) == ["run"]

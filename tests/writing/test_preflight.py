@@ -1,0 +1,171 @@
+"""Every check that is made before anything is written, through the dry run and the real one alike."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ema_ckpt.core.errors import EmaCkptError, UsageError
+from ema_ckpt.writing.preflight import foreign_entries
+from ema_ckpt.writing.staging import check_target, stage
+from tests.staged_writer import REPO, make_old, read_target, snapshot, write_new
+
+
+class TestRefusals:
+    def refused(self, target: object, code: str, **options) -> EmaCkptError:
+        options.setdefault("is_directory", True)
+        for attempt in (stage, check_target):
+            with pytest.raises(EmaCkptError) as caught:
+                result = attempt(target, **options)
+                if attempt is stage:
+                    result.__enter__()
+            assert caught.value.code == code, str(caught.value)
+            assert "\n" not in str(caught.value)
+        return caught.value
+
+    def test_existing(self, tmp_path: Path) -> None:
+        for kind in (False, True):
+            target = tmp_path / f"out{kind}"
+            make_old(target, is_directory=kind)
+            before = snapshot(tmp_path)
+            error = self.refused(target, "target-exists", is_directory=kind)
+            assert str(target) in str(error)
+            assert "--overwrite" in str(error)
+            assert snapshot(tmp_path) == before
+        (tmp_path / "empty").mkdir()
+        self.refused(tmp_path / "empty", "target-exists")
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_source(self, tmp_path: Path, overwrite: bool) -> None:
+        source = tmp_path / "runs" / "step_10"
+        source.mkdir(parents=True)
+        (source / ".metadata").write_text("m")
+        (tmp_path / "alias").symlink_to(source)
+        (tmp_path / "runs-alias").symlink_to(tmp_path / "runs")
+        for target in (
+            source,
+            source / "out",
+            tmp_path / "runs",
+            tmp_path / "alias",
+            tmp_path / "alias" / "out",
+            tmp_path / "runs-alias" / "step_10",
+            f"{source}/../step_10",
+        ):
+            for named in (source, tmp_path / "alias"):
+                self.refused(target, "target-is-source", sources=[tmp_path / "other", named], overwrite=overwrite)
+        check_target(tmp_path / "runs" / "step_10-hf", sources=[source], is_directory=True)
+        check_target(tmp_path / "runs" / "step_1", sources=[source], is_directory=True)
+
+    def test_source_under_another_name(self, tmp_path: Path) -> None:
+        (tmp_path / "a.safetensors").write_text("x")
+        os.link(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        options = {"sources": [tmp_path / "a.safetensors"], "is_directory": False, "overwrite": True}
+        self.refused(tmp_path / "b.safetensors", "target-is-source", **options)
+
+    def test_places_nothing_may_replace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "a" / "b").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "a" / "b")
+        for target in ("/", ".", "..", "../..", "", str(tmp_path), "/proc", "/dev", "x\0y"):
+            assert isinstance(self.refused(target, "usage", overwrite=True), UsageError)
+        assert (tmp_path / "a" / "b").is_dir()
+
+    def test_devices_and_fifos(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        for target in ("/dev/null", tmp_path / "fifo"):
+            for kind in (False, True):
+                self.refused(target, "usage", overwrite=True, is_directory=kind)
+
+    def test_urls(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for target in ("s3://bucket/key", "memory://x/y", "file:///tmp/x", "gs://b/k/"):
+            self.refused(target, "usage")
+        error = self.refused(Path("s3://bucket/key"), "usage")
+        assert "URL" in str(error)
+        assert os.listdir(tmp_path) == []
+
+    def test_parent(self, tmp_path: Path) -> None:
+        self.refused(tmp_path / "no" / "such" / "out", "not-found")
+        (tmp_path / "file").write_text("x")
+        self.refused(tmp_path / "file" / "out", "usage")
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_names_with_spaces_and_slashes(self, tmp_path: Path) -> None:
+        with stage(f"{tmp_path}/a name/", is_directory=True) as staged:
+            write_new(staged)
+        assert read_target(tmp_path / "a name") == "new"
+        self.refused(tmp_path / ("n" * 250), "usage", is_directory=False)
+
+    def test_foreign_files(self, tmp_path: Path) -> None:
+        target = tmp_path / "out"
+        make_old(target, is_directory=True)
+        for name, data in (("notes.txt", b"mine"), ("train.bin", b"\x12\x34tokens"), ("optimizer.pt", b"PK\x03\x04")):
+            (target / name).write_bytes(data)
+            before = snapshot(tmp_path)
+            error = self.refused(target, "foreign-files", overwrite=True)
+            assert repr(name) in str(error)
+            self.refused(target, "foreign-files", overwrite=True, is_directory=False, keep_foreign=True)
+            assert snapshot(tmp_path) == before
+            (target / name).unlink()
+        (target / "step_5").mkdir()
+        self.refused(target, "foreign-files", overwrite=True)
+        (tmp_path / "thesis.txt").write_text("mine")
+        self.refused(tmp_path / "thesis.txt", "foreign-files", overwrite=True)
+
+    def test_no_space(self, tmp_path: Path) -> None:
+        error = self.refused(tmp_path / "out", "no-space", nbytes=1 << 60)
+        assert f"{1 << 60:,}" in str(error)
+        assert os.listdir(tmp_path) == []
+
+    def test_no_permission(self) -> None:
+        """As nobody where the tests run as root, whom no mode keeps out."""
+        with tempfile.TemporaryDirectory() as base:
+            os.chmod(base, 0o755)
+            locked = Path(base, "locked")
+            locked.mkdir(mode=0o555)
+            code = (
+                "import os, sys\nfrom ema_ckpt.writing.staging import stage\nfrom ema_ckpt.core.errors import TargetError\n"
+                "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+                "try:\n with stage(sys.argv[1], is_directory=True): pass\n"
+                "except TargetError as error: print(error.code, error)\n"
+            )
+            command = [sys.executable, "-c", code, str(locked / "out")]
+            found = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+            assert found.startswith("usage ")
+            assert "permission" in found
+            assert os.listdir(locked) == []
+
+
+def test_what_counts_as_foreign(tmp_path: Path) -> None:
+    ours = {
+        ".metadata": b"\x80\x04",
+        "__0.metadata": b"",
+        "__1_0.distcp": b"",
+        "model.safetensors": b"",
+        "model.safetensors.index.json": b"{}",
+        "model.safetensors.index.fp16.json": b"{}",
+        "pytorch_model.bin": b"PK\x03\x04",
+        "old.pt": b"\x80\x02}q",
+        "torn.pth": b"",
+        "ema_ckpt.json": b"{}",
+    }
+    theirs = {
+        "config.json": b"{}",
+        "README.md": b"#",
+        "train.bin": b"\0\1",
+        "scheduler.pt": b"PK\x03\x04",
+        "rng_state_0.pth": b"PK\x03\x04",
+        "training_args.bin": b"PK\x03\x04",
+        ".gitattributes": b"",
+    }
+    for name, data in {**ours, **theirs}.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "linked.safetensors").symlink_to("model.safetensors")
+    (tmp_path / "dangling.safetensors").symlink_to("nowhere")
+    (tmp_path / "dir.safetensors").mkdir()
+    os.mkfifo(tmp_path / "fifo.pt")
+    assert foreign_entries(tmp_path) == sorted([*theirs, "dangling.safetensors", "dir.safetensors", "fifo.pt"])

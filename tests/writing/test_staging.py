@@ -1,0 +1,508 @@
+"""Staging against the real file system: kills, races, full disks, symbolic links, foreign files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ema_ckpt.core.errors import TargetError
+from ema_ckpt.storage.stage_names import NOTE, OLD, is_stage_name, recovered, stage_path, stages_of
+from ema_ckpt.writing import publish as publishing
+from ema_ckpt.writing.staging import Staged, check_target, preallocate, stage
+from tests.staged_writer import REPO, generation_of, line, make_old, read_target, snapshot, write_new, writing
+
+PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["flags", "plain"])
+
+
+@PLAIN
+@pytest.mark.parametrize("is_directory", [False, True], ids=["file", "directory"])
+class TestSwitch:
+    def test_absent_target(self, tmp_path: Path, plain: bool, is_directory: bool) -> None:
+        target = tmp_path / "out.safetensors"
+        with stage(target, is_directory=is_directory, plain_rename=plain) as staged:
+            assert staged.path.name == target.name
+            assert is_stage_name(staged.root.name)
+            assert staged.root.parent == tmp_path
+            write_new(staged)
+            assert not target.exists()
+        assert read_target(target) == "new"
+        assert os.listdir(tmp_path) == [target.name]
+
+    @pytest.mark.parametrize("was_directory", [False, True], ids=["over-file", "over-directory"])
+    def test_overwrite(self, tmp_path: Path, plain: bool, is_directory: bool, was_directory: bool) -> None:
+        target = tmp_path / "out.safetensors"
+        make_old(target, is_directory=was_directory)
+        with stage(target, is_directory=is_directory, overwrite=True, plain_rename=plain) as staged:
+            write_new(staged)
+        assert target.is_dir() == is_directory
+        assert read_target(target) == "new"
+        assert os.listdir(tmp_path) == [target.name]
+
+    def test_failure_leaves_the_old_one(self, tmp_path: Path, plain: bool, is_directory: bool) -> None:
+        target = tmp_path / "out"
+        make_old(target, is_directory=is_directory)
+        before = snapshot(tmp_path)
+        for error in (ValueError, KeyboardInterrupt, SystemExit):
+            with (
+                pytest.raises(error),
+                stage(target, is_directory=is_directory, overwrite=True, plain_rename=plain) as staged,
+            ):
+                write_new(staged)
+                raise error
+        assert snapshot(tmp_path) == before
+
+    def test_target_made_by_another_meanwhile(self, tmp_path: Path, plain: bool, is_directory: bool) -> None:
+        target = tmp_path / "out"
+        with (
+            pytest.raises(TargetError) as caught,
+            stage(target, is_directory=is_directory, plain_rename=plain) as staged,
+        ):
+            write_new(staged)
+            make_old(target, is_directory=is_directory)
+        assert caught.value.code == "target-exists"
+        assert ((target / ".metadata") if is_directory else target).read_text() == "old"
+        assert os.listdir(tmp_path) == ["out"]
+
+    def test_target_gone_meanwhile(self, tmp_path: Path, plain: bool, is_directory: bool) -> None:
+        target = tmp_path / "out"
+        make_old(target, is_directory=is_directory)
+        with stage(target, is_directory=is_directory, overwrite=True, plain_rename=plain) as staged:
+            write_new(staged)
+            target.rename(tmp_path / "moved")
+        assert read_target(target) == "new"
+        assert sorted(os.listdir(tmp_path)) == ["moved", "out"]
+
+    def test_publish_inside_the_block(self, tmp_path: Path, plain: bool, is_directory: bool) -> None:
+        target = tmp_path / "out"
+        with stage(target, is_directory=is_directory, plain_rename=plain) as staged:
+            write_new(staged)
+            staged.publish()
+            assert staged.published
+            assert read_target(target) == "new"
+        assert os.listdir(tmp_path) == ["out"]
+
+
+def test_put_never_replaces(tmp_path: Path) -> None:
+    for plain in (False, True):
+        for kind in ("file", "directory"):
+            new, target = tmp_path / f"new-{plain}-{kind}", tmp_path / f"target-{plain}-{kind}"
+            for path in (new, target):
+                make_old(path, is_directory=kind == "directory")
+            before = snapshot(tmp_path)
+            with pytest.raises(FileExistsError):
+                publishing.put(new, target, plain=plain)
+            assert snapshot(tmp_path) == before
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    for mask, directory_mode, file_mode in ((0o022, 0o755, 0o644), (0o007, 0o770, 0o660), (0o077, 0o700, 0o600)):
+        old = os.umask(mask)
+        try:
+            with stage(tmp_path / f"d{mask}", is_directory=True) as staged:
+                write_new(staged)
+                assert staged.root.stat().st_mode & 0o777 == directory_mode
+        finally:
+            os.umask(old)
+        assert (tmp_path / f"d{mask}").stat().st_mode & 0o777 == directory_mode
+        assert (tmp_path / f"d{mask}" / "model.safetensors").stat().st_mode & 0o777 == file_mode
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_everything_is_flushed_before_the_switch(tmp_path: Path, fsync: bool) -> None:
+    calls: list[str] = []
+    made: list[Staged] = []
+
+    def watch(frame, event, arg) -> None:
+        if event == "c_call" and arg is os.fsync:
+            calls.append(str(frame.f_locals["path"]))
+        elif event == "call" and frame.f_code is publishing.put.__code__:
+            calls.append("switch")
+
+    with contextlib.ExitStack() as stack:
+        staged = stack.enter_context(stage(tmp_path / "out", is_directory=True, fsync=fsync))
+        made.append(staged)
+        for name in ("a.distcp", "b.distcp"):
+            (staged.path / name).write_text(name)
+        sys.setprofile(watch)
+        stack.callback(sys.setprofile, None)
+        staged.publish()
+    if not fsync:
+        assert calls == ["switch"]
+        return
+    path = made[0].path
+    assert set(calls[:2]) == {str(path / "a.distcp"), str(path / "b.distcp")}
+    root = str(path.parent)  # the second time without the journal, which must not outlive the switch
+    assert calls[2:] == [str(path), root, root, "switch", str(tmp_path)]
+
+
+@PLAIN
+def test_foreign_files_are_carried(tmp_path: Path, plain: bool) -> None:
+    target = tmp_path / "hf"
+    target.mkdir()
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "README.md"):
+        (target / name).write_text(f"old {name}")
+    (target / "onnx" / "deep").mkdir(parents=True)
+    (target / "onnx" / "deep" / "graph").write_text("kept")
+    (target / "vocab").symlink_to("config.json")
+    (target / "broken").symlink_to("nowhere")
+    inode = (target / "README.md").stat().st_ino
+    with stage(target, is_directory=True, overwrite=True, keep_foreign=True, plain_rename=plain) as staged:
+        write_new(staged)
+        (staged.path / "config.json").write_text("ours wins")
+    assert read_target(target) == "new"
+    assert sorted(os.listdir(target)) == ["README.md", "broken", "config.json", "model.safetensors", "onnx", "vocab"]
+    assert (target / "config.json").read_text() == "ours wins"
+    assert (target / "README.md").stat().st_ino == inode
+    assert (target / "onnx" / "deep" / "graph").read_text() == "kept"
+    assert os.readlink(target / "vocab") == "config.json"
+    assert os.readlink(target / "broken") == "nowhere"
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_special_files_are_carried_unopened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    target = tmp_path / "hf"
+    (target / "deep").mkdir(parents=True)
+    for place in (target, target / "deep"):
+        os.mkfifo(place / "fifo")
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as server, contextlib.chdir(place):
+            server.bind("socket")
+    opened: list[str] = []
+    real_open, real_link = os.open, os.link
+
+    def watched(path: str | Path, flags: int, *args: Any, **kwargs: Any) -> int:
+        opened.append(os.path.basename(path))
+        return real_open(path, flags | os.O_NONBLOCK, *args, **kwargs)
+
+    def link(old: Path, new: Path, **kwargs: Any) -> None:
+        if not links:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        real_link(old, new, **kwargs)
+
+    monkeypatch.setattr(os, "open", watched)
+    monkeypatch.setattr(os, "link", link)
+    with stage(target, is_directory=True, overwrite=True, keep_foreign=True) as staged:
+        write_new(staged)
+    assert not {"fifo", "socket"} & set(opened)
+    assert read_target(target) == "new"
+    for place in (target, target / "deep"):
+        assert (place / "fifo").is_fifo()
+        assert (place / "socket").is_socket()
+
+
+def test_carrying_fails_harmlessly(tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    before = snapshot(target)
+    with (
+        pytest.raises(RuntimeError),
+        stage(target, is_directory=True, overwrite=True, keep_foreign=True) as staged,
+    ):
+        write_new(staged)
+        raise RuntimeError
+    assert snapshot(target) == before
+
+
+def test_foreign_file_that_appears_meanwhile(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    make_old(target, is_directory=True)
+    with pytest.raises(TargetError) as caught, stage(target, is_directory=True, overwrite=True) as staged:
+        write_new(staged)
+        (target / "notes.txt").write_text("mine")
+    assert caught.value.code == "foreign-files"
+    assert sorted(os.listdir(target)) == [".metadata", "__0_0.distcp", "notes.txt"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@PLAIN
+@pytest.mark.parametrize("exists", [True, False], ids=["present", "dangling"])
+def test_symbolic_link_stays(tmp_path: Path, plain: bool, exists: bool) -> None:
+    (tmp_path / "disk").mkdir()
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    link.symlink_to("disk/real")
+    if exists:
+        make_old(real, is_directory=True)
+    with stage(link, is_directory=True, overwrite=exists, plain_rename=plain) as staged:
+        assert staged.root.parent == real.parent
+        write_new(staged)
+    assert os.readlink(link) == "disk/real"
+    assert read_target(real) == "new"
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"]
+    assert os.listdir(tmp_path / "disk") == ["real"]
+
+
+class TestFullDisk:
+    @pytest.fixture
+    def small(self, tmp_path: Path) -> Iterator[Path]:
+        """A directory that takes 4 MiB: a tmpfs, or where mounting is not allowed a limit on file size."""
+        place = tmp_path / "small"
+        place.mkdir()
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False
+        )
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if mounted.returncode:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limit[1]))
+        try:
+            yield place
+        finally:
+            if mounted.returncode:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            else:
+                subprocess.run(["umount", place], check=True)
+
+    def test_while_writing(self, small: Path) -> None:
+        target = small / "out"
+        make_old(target, is_directory=True)
+        with pytest.raises(TargetError) as caught, stage(target, is_directory=True, overwrite=True) as staged:
+            (staged.path / "__0_0.distcp").write_bytes(bytes(5 << 20))
+        assert caught.value.code == "no-space"
+        assert str(target) in str(caught.value)
+        assert os.listdir(small) == ["out"]
+        assert (target / ".metadata").read_text() == "old"
+
+    def test_while_reserving(self, small: Path) -> None:
+        with (
+            pytest.raises(TargetError) as caught,
+            stage(small / "out", is_directory=False) as staged,
+            open(staged.path, "wb") as file,
+        ):
+            preallocate(file.fileno(), 5 << 20)
+        assert caught.value.code == "no-space"
+        assert os.listdir(small) == []
+
+    def test_enough_after_a_leftover_is_gone(self, small: Path) -> None:
+        left = stage_path(small / "out", "0a1b2c3d")
+        left.mkdir()
+        (left / "out").write_bytes(bytes(3 << 20))
+        with stage(small / "out", is_directory=False, nbytes=3 << 20) as staged:
+            staged.path.write_bytes(b"x" * (3 << 20))
+        assert os.listdir(small) == ["out"]
+
+    def test_file_size_limit(self, tmp_path: Path) -> None:
+        code = (
+            "import resource, signal, sys\nfrom ema_ckpt.writing.staging import stage\nfrom ema_ckpt.core.errors import TargetError\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+            "try:\n with stage(sys.argv[1], is_directory=False) as staged: staged.path.write_bytes(bytes(2 << 20))\n"
+            "except TargetError as error: print(error.code, error)\n"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "out.safetensors")]
+        found = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+        assert found.startswith("no-space ")
+        assert os.listdir(tmp_path) == []
+
+    def test_other_errors_of_the_block_are_not_ours(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError) as caught, stage(tmp_path / "out", is_directory=True):
+            raise OSError(errno.EIO, "source broke")
+        assert caught.value.errno == errno.EIO
+
+
+def test_preallocate(tmp_path: Path) -> None:
+    with open(tmp_path / "a", "wb") as file:
+        preallocate(file.fileno(), 1 << 20)
+        preallocate(file.fileno(), 0)
+    assert (tmp_path / "a").stat().st_size == 1 << 20
+
+
+@PLAIN
+def test_killed_at_random_moments(tmp_path: Path, plain: bool) -> None:
+    """Twenty times SIGKILL: the target is the old or the new one, whole; the next writer tidies up."""
+    rng, target, words = random.Random(9), tmp_path / "step_10", ["overwrite", *(["plain"] if plain else [])]
+    with writing(target, "0", 4, 0) as first:
+        assert first.wait(30) == 0
+    left_behind = 0
+    for attempt in range(1, 21):
+        before = generation_of(target, 4)
+        with writing(target, str(attempt), 4, 10, *words) as process:
+            assert line(process) == "staged"
+            time.sleep(rng.uniform(0, 0.06))
+            process.kill()
+        left_behind += bool(stages_of(target))
+        found = recovered(target) or target
+        assert generation_of(found, 4) in (before, str(attempt))
+        if not target.exists():
+            assert plain
+            with stage(target, is_directory=True, overwrite=True):
+                pass
+    assert left_behind
+    with writing(target, "last", 4, 0, *words) as process:
+        assert process.wait(30) == 0
+    assert generation_of(target, 4) == "last"
+    assert os.listdir(tmp_path) == ["step_10"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_terminated_at_random_moments(tmp_path: Path, number: signal.Signals) -> None:
+    """Twenty times a signal that becomes an exception: nothing is left, the target is the old or the new one."""
+    rng, target = random.Random(7), tmp_path / "out"
+    with writing(target, "0", 4, 0) as first:
+        assert first.wait(30) == 0
+    codes = set()
+    for attempt in range(1, 21):
+        before = generation_of(target, 4)
+        with writing(target, str(attempt), 4, 3, "overwrite", "term") as process:
+            assert line(process) == "staged"
+            time.sleep(rng.uniform(0, 0.02))
+            process.send_signal(number)
+            codes.add(process.wait(30))
+        assert generation_of(target, 4) in (before, str(attempt))
+        assert os.listdir(tmp_path) == ["out"]
+    # Minus the number: python ends so after KeyboardInterrupt, and when it has already let go of its handlers.
+    assert codes & {128 + number, -number}, codes
+    assert codes <= {0, 128 + number, -number}, codes
+
+
+def test_a_skipped_exit_is_made_up_for(tmp_path: Path) -> None:
+    """A signal's exception may fall between two bytecodes of the `with` machinery, which then forgets the block."""
+    code = (
+        "import os, sys\nfrom ema_ckpt.writing.staging import stage\n"
+        "kept = []\n"
+        "block = stage(sys.argv[1], is_directory=True)\n"
+        "staged = block.__enter__(); kept.append(block)\n"
+        "child = os.fork()\n"
+        "if not child: sys.exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "assert staged.path.is_dir(), 'a forked child deleted the stage'\n"
+        "import gc; gc.disable(); sys.kept = kept\n"
+        "sys.exit(5)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (5, "")
+    assert os.listdir(tmp_path) == []
+
+
+@PLAIN
+def test_two_writers_of_one_new_target(tmp_path: Path, plain: bool) -> None:
+    words = ["wait", *(["plain"] if plain else [])]
+    for attempt in range(6):
+        target = tmp_path / f"out{attempt}"
+        with writing(target, "a", 3, 1, *words) as one, writing(target, "b", 3, 1, *words) as two:
+            for process in (one, two):
+                assert line(process) == "ready"
+            for process in (one, two):
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+            codes = [process.wait(30) for process in (one, two)]
+            errors = [process.stderr.read() for process in (one, two) if process.stderr]
+        assert sorted(codes) == [0, 1], errors
+        assert generation_of(target, 3) == "ab"[codes.index(0)]
+        loser = errors[codes.index(1)]
+        assert "another process is writing it" in loser or "already exists" in loser
+    assert sorted(os.listdir(tmp_path)) == [f"out{attempt}" for attempt in range(6)]
+
+
+def test_busy_then_stale(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with writing(target, "a", 2, 20_000) as process:
+        assert line(process) == "staged"
+        for attempt in (lambda: check_target(target, is_directory=True), stage(target, is_directory=True).__enter__):
+            with pytest.raises(TargetError) as caught:
+                attempt()
+            assert caught.value.code == "busy"
+        assert len(stages_of(target)) == 1
+        with stage(tmp_path / "out2", is_directory=True) as other:
+            write_new(other)
+    assert len(stages_of(target)) == 1
+    with stage(target, is_directory=True) as staged:
+        write_new(staged)
+        assert len(stages_of(target)) == 1
+    assert sorted(os.listdir(tmp_path)) == ["out", "out2"]
+
+
+def test_check_writes_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    make_old(target, is_directory=True)
+    stage_path(target, "00000000").mkdir()
+    before = snapshot(tmp_path)
+    assert check_target(target, is_directory=True, overwrite=True, nbytes=10) == target.resolve()
+    assert snapshot(tmp_path) == before
+
+
+class TestCutSwitch:
+    """The state between the two renames of a file system without exchange, made by hand."""
+
+    @pytest.fixture
+    def target(self, tmp_path: Path) -> Path:
+        target = tmp_path / "out"
+        root = stage_path(target, "0a1b2c3d")
+        (root / "out").mkdir(parents=True)
+        (root / "out" / "model.safetensors").write_text("new")
+        make_old(root / OLD, is_directory=True)
+        (root / NOTE).write_text(json.dumps({"old": OLD, "new": "out"}))
+        return target
+
+    def test_reader_finds_the_new_one(self, target: Path) -> None:
+        found = recovered(target)
+        assert found is not None
+        assert found.name == target.name
+        assert read_target(found) == "new"
+
+    def test_reader_wants_a_note(self, target: Path) -> None:
+        for text in ("", "{", "[]", '{"new": "../out"}', '{"new": "."}', '{"new": 1}', '{"new": "other"}'):
+            (stage_path(target, "0a1b2c3d") / NOTE).write_text(text)
+            assert recovered(target) is None
+
+    def test_reader_prefers_what_is_there(self, target: Path) -> None:
+        make_old(target, is_directory=True)
+        assert recovered(target) is None
+
+    def test_next_writer_finishes(self, target: Path) -> None:
+        with pytest.raises(TargetError) as caught:
+            check_target(target, is_directory=True)
+        assert caught.value.code == "target-exists"
+        assert not target.exists()
+        with pytest.raises(TargetError) as caught, stage(target, is_directory=True):
+            pass
+        assert caught.value.code == "target-exists"
+        assert read_target(target) == "new"
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_next_writer_goes_on(self, target: Path) -> None:
+        with stage(target, is_directory=True, overwrite=True) as staged:
+            assert read_target(target) == "new"
+            write_new(staged, "newer")
+        assert read_target(target) == "newer"
+        assert os.listdir(target.parent) == ["out"]
+
+
+def test_a_signal_that_makes_the_removal_fail_is_still_that_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the closing of a descriptor and the note of it: `shutil.rmtree` then closes it once more."""
+    removed, failures = shutil.rmtree, [0]
+
+    def interrupted(path: Path, **options: Any) -> None:
+        if failures[0]:
+            return removed(path, **options)
+        failures[0] += 1
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise OSError(errno.EBADF, "closed twice")
+
+    with pytest.raises(KeyboardInterrupt), stage(tmp_path / "out", is_directory=True):
+        monkeypatch.setattr(shutil, "rmtree", interrupted)
+        raise ValueError("the write failed")
+    assert failures == [1]
+    assert os.listdir(tmp_path) == []
