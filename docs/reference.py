@@ -1,4 +1,6 @@
-"""Write the generated pages anew, from the code: `python docs/reference.py`. A test keeps them current."""
+"""Write the generated pages anew, from the code: `python docs/reference.py`. A test keeps them
+current.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ first used. Errors derive from `EmaCkptError` and carry a `code`.
 
 def python_reference() -> str:
     """Signature and docstring of every public name, functions first, then classes, then errors."""
-    public = {name: getattr(ema_ckpt, name) for name in ema_ckpt.__all__ if not name.startswith("_")}
+    public = {
+        name: getattr(ema_ckpt, name) for name in ema_ckpt.__all__ if not name.startswith("_")
+    }
     for value in list(public.values()):
         public |= shared_options(value)
     names = sorted(public, key=lambda name: (rank(public[name]), name.lower()))
@@ -33,9 +37,15 @@ def python_reference() -> str:
 
 
 def shared_options(value: object) -> dict[str, object]:
-    """Typed dicts that a function unpacks into keyword arguments: options that several functions have."""
+    """Typed dicts that a function unpacks into keyword arguments: options that several functions
+    have.
+    """
     annotations = [str(annotation) for annotation in getattr(value, "__annotations__", {}).values()]
-    names = [found[1] for annotation in annotations if (found := re.fullmatch(r"Unpack\[(\w+)\]", annotation))]
+    names = [
+        found[1]
+        for annotation in annotations
+        if (found := re.fullmatch(r"Unpack\[(\w+)\]", annotation))
+    ]
     return {name: value.__globals__[name] for name in names}  # type: ignore[attr-defined]
 
 
@@ -50,15 +60,21 @@ def entry(name: str, value: object) -> Iterator[str]:
     """The section of one public name; of a class, its public methods and properties too."""
     yield f"## {name}\n"
     if is_typeddict(value):
-        fields = "\n".join(f"{field}: {told_type(kind)}" for field, kind in vars(value)["__annotations__"].items())
+        fields = "\n".join(
+            f"{field}: {told_type(kind)}" for field, kind in vars(value)["__annotations__"].items()
+        )
         yield f"```python\n{fields}\n```\n"
     elif rank(value) < 2:
         yield f"```python\n{signature(name, value)}\n```\n"
     yield prose(value)
     if rank(value) == 1 and not is_typeddict(value):
         for member_name, member in vars(value).items():
-            if not member_name.startswith("_") and (callable(member) or isinstance(member, property)):
-                shown = member_name if isinstance(member, property) else signature(member_name, member)
+            if not member_name.startswith("_") and (
+                callable(member) or isinstance(member, property)
+            ):
+                shown = (
+                    member_name if isinstance(member, property) else signature(member_name, member)
+                )
                 yield f"`.{shown}`\n"
                 yield prose(member)
 
@@ -77,7 +93,11 @@ def signature(name: str, value: object) -> str:
         parts.append(told(parameter))
     result = "" if found.return_annotation is found.empty else f" -> {found.return_annotation}"
     flat = f"{name}({', '.join(parts)}){result}"
-    return flat if len(flat) <= 100 else "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){result}"])
+    return (
+        flat
+        if len(flat) <= 100
+        else "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){result}"])
+    )
 
 
 def told(parameter: inspect.Parameter) -> str:

@@ -52,7 +52,9 @@ class Memory:
         return item.inline
 
 
-def leaves(tree: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], object]]:
+def leaves(
+    tree: object, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], object]]:
     """Paths and leaves of nested dicts and lists; a list without tensors is a leaf."""
     if isinstance(tree, dict):
         for key, value in tree.items():
@@ -64,7 +66,9 @@ def leaves(tree: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tup
         yield path, tree
 
 
-def catalog_of(tree: dict, *, nested: bool = True, data: dict[str, bytes] | None = None, **fields: object) -> Catalog:
+def catalog_of(
+    tree: dict, *, nested: bool = True, data: dict[str, bytes] | None = None, **fields: object
+) -> Catalog:
     """A catalog of nested dicts whose leaves are `T` or plain values; `nested=False` forgets the nesting."""
     tensors, objects = [], []
     for path, leaf in leaves(tree):
@@ -72,11 +76,17 @@ def catalog_of(tree: dict, *, nested: bool = True, data: dict[str, bytes] | None
         place = path if nested else (name,)
         if isinstance(leaf, T):
             dtype = by_name(leaf.dtype)
-            tensor = Tensor(name, place, leaf.shape, dtype, (), (leaf.storage,) if leaf.storage else None)
-            chunk = Chunk((0,) * len(leaf.shape), leaf.shape, leaf.storage or name, 0, tensor.nbytes)
+            tensor = Tensor(
+                name, place, leaf.shape, dtype, (), (leaf.storage,) if leaf.storage else None
+            )
+            chunk = Chunk(
+                (0,) * len(leaf.shape), leaf.shape, leaf.storage or name, 0, tensor.nbytes
+            )
             tensors.append(Tensor(name, place, leaf.shape, dtype, (chunk,), tensor.storage))
         else:
             objects.append(Object(name, place, "objects", inline=leaf, is_inline=True))
     memory = Memory(data)
     kind = str(fields.pop("format", "dcp"))
-    return Catalog("ckpt", "ckpt", kind, tuple(tensors), tuple(objects), memory, memory, nested, **fields)  # type: ignore[arg-type]
+    return Catalog(
+        "ckpt", "ckpt", kind, tuple(tensors), tuple(objects), memory, memory, nested, **fields
+    )  # type: ignore[arg-type]

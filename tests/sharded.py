@@ -9,7 +9,11 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -19,13 +23,21 @@ Cuts = Mapping[str, Sequence[Sequence[Box]]]
 class _Pieces(DefaultSavePlanner):
     """Plans and hands out the boxes of one rank."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Sequence[Box]]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Sequence[Box]]
+    ) -> None:
         super().__init__()
         self._tensors, self._boxes = tensors, boxes
 
     def create_local_plan(self) -> SavePlan:
-        items = [_item(name, self._tensors[name], box) for name, boxes in self._boxes.items() for box in boxes]
-        self.plan = SavePlan(items, planner_data={name: tuple(name.split(".", 1)) for name in self._boxes})
+        items = [
+            _item(name, self._tensors[name], box)
+            for name, boxes in self._boxes.items()
+            for box in boxes
+        ]
+        self.plan = SavePlan(
+            items, planner_data={name: tuple(name.split(".", 1)) for name in self._boxes}
+        )
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
@@ -38,7 +50,9 @@ class _Pieces(DefaultSavePlanner):
 def _item(name: str, tensor: torch.Tensor, box: Box) -> WriteItem:
     offsets, sizes = map(torch.Size, box)
     data = TensorWriteData(
-        ChunkStorageMetadata(offsets, sizes), TensorProperties.create_from_tensor(tensor), tensor.size()
+        ChunkStorageMetadata(offsets, sizes),
+        TensorProperties.create_from_tensor(tensor),
+        tensor.size(),
     )
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
@@ -48,7 +62,10 @@ def save_cut(path: Path, tensors: Mapping[str, torch.Tensor], cuts: Cuts) -> Pat
     ranks = max(map(len, cuts.values()))
     writer = FileSystemWriter(path)
     writer.set_up_storage_writer(is_coordinator=True)
-    planners = [_Pieces(tensors, {name: by_rank[rank] for name, by_rank in cuts.items()}) for rank in range(ranks)]
+    planners = [
+        _Pieces(tensors, {name: by_rank[rank] for name, by_rank in cuts.items()})
+        for rank in range(ranks)
+    ]
     for rank, planner in enumerate(planners):
         planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
     plans = [writer.prepare_local_plan(planner.create_local_plan()) for planner in planners]

@@ -51,7 +51,9 @@ def spawn(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def writer(target: Path, generation: str, count: int, pause: int, *words: str) -> subprocess.Popen[str]:
+def writer(
+    target: Path, generation: str, count: int, pause: int, *words: str
+) -> subprocess.Popen[str]:
     return spawn(WRITER, target, generation, count, pause, *words)
 
 

@@ -70,7 +70,9 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and belongs(node.module or "", "ema_ckpt"):
-            yield from ((node.lineno, origin(node.module or "", alias.name)) for alias in node.names)
+            yield from (
+                (node.lineno, origin(node.module or "", alias.name)) for alias in node.names
+            )
         elif isinstance(node, ast.ImportFrom):
             yield node.lineno, "." * node.level + (node.module or "")
 
@@ -99,11 +101,15 @@ def at_top(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def each(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(REPO)) for path in paths])
+    return pytest.mark.parametrize(
+        "path", paths, ids=[str(path.relative_to(REPO)) for path in paths]
+    )
 
 
 def test_every_folder_has_its_layer_and_says_what_it_is_for() -> None:
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    folders = {
+        path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"
+    }
     assert folders == set(LAYERS)
     assert len(folders) <= 14
     for path in PACKAGE.rglob("__init__.py"):
@@ -131,7 +137,9 @@ def test_imports_point_downwards(path: Path) -> None:
         elif target.startswith("ema_ckpt."):
             other = folder_of(target.removeprefix("ema_ckpt."))
             if other != folder and LAYERS[other] >= LAYERS[folder]:
-                wrong.append(f"line {line}: {folder} imports {target}, which is not in a folder below it")
+                wrong.append(
+                    f"line {line}: {folder} imports {target}, which is not in a folder below it"
+                )
     assert not wrong
 
 
@@ -145,7 +153,11 @@ def test_the_table_is_the_documented_one() -> None:
 def test_torch_is_imported_late(path: Path) -> None:
     module = name_of(path)
     if not any(belongs(module, place) for place in TORCH_AT_TOP):
-        heavy = [(line, name) for line, name in at_top(tree_of(path)) if name.split(".")[0] in ("torch", "triton")]
+        heavy = [
+            (line, name)
+            for line, name in at_top(tree_of(path))
+            if name.split(".")[0] in ("torch", "triton")
+        ]
         assert not heavy
 
 
@@ -160,11 +172,15 @@ def forbidden(module: str, node: ast.AST) -> str | None:
         return call
     if call == "torch.load":
         flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        return None if flags.get("weights_only") == "True" else "torch.load without weights_only=True"
+        return (
+            None if flags.get("weights_only") == "True" else "torch.load without weights_only=True"
+        )
     kinds = {
         "print": call == "print" or call.startswith(("sys.stdout.", "sys.stderr.")),
         "exit": call in ("exit", "quit", "sys.exit", "os._exit", "os.abort"),
-        "pickle": call.startswith(("pickle.load", "pickle.Unpickler", "_pickle.", "marshal.load", "shelve.")),
+        "pickle": call.startswith(
+            ("pickle.load", "pickle.Unpickler", "_pickle.", "marshal.load", "shelve.")
+        ),
     }
     for kind, found in kinds.items():
         if found and not any(belongs(module, place) for place in ALLOWED[kind]):
@@ -175,7 +191,9 @@ def forbidden(module: str, node: ast.AST) -> str | None:
 @each(MODULES)
 def test_dangerous_calls_stay_in_their_place(path: Path) -> None:
     module = name_of(path)
-    found = [(node.lineno, what) for node in ast.walk(tree_of(path)) if (what := forbidden(module, node))]
+    found = [
+        (node.lineno, what) for node in ast.walk(tree_of(path)) if (what := forbidden(module, node))
+    ]
     assert not found
 
 
@@ -185,16 +203,25 @@ def test_the_table_of_dangerous_calls_bites() -> None:
         "eval(s)\nexec(s)\ntorch.load(f)\ntorch.load(f, weights_only=False)"
     )
     tree = ast.parse(code)
-    assert len({node.lineno for node in ast.walk(tree) if forbidden("ops.verify", node)}) == len(code.splitlines())
-    assert not any(forbidden("cli.main", node) for node in ast.walk(ast.parse("print(1)\nsys.exit(1)")))
-    assert not any(forbidden("x", node) for node in ast.walk(ast.parse("torch.load(f, weights_only=True)")))
+    assert len({node.lineno for node in ast.walk(tree) if forbidden("ops.verify", node)}) == len(
+        code.splitlines()
+    )
+    assert not any(
+        forbidden("cli.main", node) for node in ast.walk(ast.parse("print(1)\nsys.exit(1)"))
+    )
+    assert not any(
+        forbidden("x", node) for node in ast.walk(ast.parse("torch.load(f, weights_only=True)"))
+    )
 
 
 def test_a_safetensors_header_is_taken_apart_once() -> None:
     places = []
     for path in MODULES:
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("unpack", "unpack_from"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+                "unpack",
+                "unpack_from",
+            ):
                 first = node.args[0] if node.args else None
                 if isinstance(first, ast.Constant) and first.value == "<Q":
                     places.append(f"{name_of(path)}:{node.lineno}")
@@ -230,8 +257,14 @@ def test_functions_are_short() -> None:
 
 def test_no_module_is_a_drawer() -> None:
     drawers = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
-    places = [path for top in ("ema_ckpt", "tests", "fixtures", "docs") for path in (REPO / top).rglob("*.py")]
-    assert not [path for path in places if path.stem.strip("_") in drawers or path.parent.name in drawers]
+    places = [
+        path
+        for top in ("ema_ckpt", "tests", "fixtures", "docs")
+        for path in (REPO / top).rglob("*.py")
+    ]
+    assert not [
+        path for path in places if path.stem.strip("_") in drawers or path.parent.name in drawers
+    ]
 
 
 def public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.ClassDef]:
@@ -247,7 +280,9 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
         yield "the module"
     for node in public(tree.body):
         members = public(node.body) if isinstance(node, ast.ClassDef) else []
-        yield from (f"{node.name}.{member.name}" for member in members if ast.get_docstring(member) is None)
+        yield from (
+            f"{node.name}.{member.name}" for member in members if ast.get_docstring(member) is None
+        )
         if ast.get_docstring(node) is None:
             yield node.name
 
@@ -257,23 +292,31 @@ def test_public_names_have_docstrings(path: Path) -> None:
     assert not list(undocumented(tree_of(path)))
 
 
-@pytest.mark.parametrize("module", ["ema_ckpt", "ema_ckpt.cli", "ema_ckpt.cli.main", "ema_ckpt.cli.commands"])
+@pytest.mark.parametrize(
+    "module", ["ema_ckpt", "ema_ckpt.cli", "ema_ckpt.cli.main", "ema_ckpt.cli.commands"]
+)
 def test_start_up_is_light(module: str) -> None:
-    code = (
-        f"import sys, {module}; print([name for name in ('torch', 'numpy', 'rich', 'fsspec') if name in sys.modules])"
+    code = f"import sys, {module}; print([name for name in ('torch', 'numpy', 'rich', 'fsspec') if name in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 
 def test_checkpoint_side_needs_no_torch() -> None:
     """Every module below the verbs, and the verbs, import on a machine where torch and numpy cannot be had."""
-    names = [n for path in MODULES if not any(belongs(n := name_of(path), place) for place in TORCH_AT_TOP)]
+    names = [
+        n
+        for path in MODULES
+        if not any(belongs(n := name_of(path), place) for place in TORCH_AT_TOP)
+    ]
     sides = [name for name in names if name not in ("__init__", "__main__")]
     code = (
         "import importlib, sys\n"
         "sys.modules['torch'] = sys.modules['numpy'] = None\n"
         f"for name in {sides!r}: importlib.import_module('ema_ckpt.' + name)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stderr

@@ -19,10 +19,14 @@ from ema_ckpt.cli.commands import cli
 
 REPO = Path(__file__).parents[1]
 VERBS = ("inspect", "consolidate", "reshard", "convert", "diff", "verify", "synthesize")
-PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *(REPO / "fixtures").glob("*.md")])
+PAGES = sorted(
+    [REPO / "README.md", *(REPO / "docs").rglob("*.md"), *(REPO / "fixtures").glob("*.md")]
+)
 IDS = [str(page.relative_to(REPO)) for page in PAGES]
 
-FENCE = re.compile(r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.MULTILINE | re.DOTALL
+)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
 
 
@@ -38,7 +42,9 @@ def prose_of(page: Path) -> str:
 def anchors_of(page: Path) -> set[str]:
     """The anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def examples_of(page: Path) -> Iterator[tuple[str, str]]:
@@ -57,7 +63,9 @@ def test_links_resolve(page: Path) -> None:
         if "://" in path or path.startswith("mailto:"):
             continue
         target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors_of(target)):
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors_of(target)
+        ):
             broken.append(found["target"])
     assert not broken
 
@@ -70,7 +78,10 @@ def test_every_page_is_reachable() -> None:
         if page in seen or page.suffix != ".md" or not page.exists():
             continue
         seen.add(page)
-        pending += [(page.parent / m["target"].partition("#")[0]).resolve() for m in LINK.finditer(prose_of(page))]
+        pending += [
+            (page.parent / m["target"].partition("#")[0]).resolve()
+            for m in LINK.finditer(prose_of(page))
+        ]
     assert not set(PAGES) - seen
 
 
@@ -81,15 +92,17 @@ def test_fences_are_closed_and_named(page: Path) -> None:
     for found in FENCE.finditer(text_of(page)):
         words = found["info"].split()
         assert not words[1:] or words[1:] == ["run"], f"unknown mark in ```{found['info']}"
-        assert words[1:] != ["run"] or words[0] in ("bash", "python"), f"cannot run ```{found['info']}"
+        assert words[1:] != ["run"] or words[0] in ("bash", "python"), (
+            f"cannot run ```{found['info']}"
+        )
 
 
 def test_generated_pages_are_current(tmp_path: Path) -> None:
     for page, maker in (("cli.md", "reference"), ("python.md", "python_reference")):
-        code = (
-            f"import sys; sys.path.insert(0, {str(REPO / 'docs')!r}); import reference as r; print(r.{maker}(), end='')"
+        code = f"import sys; sys.path.insert(0, {str(REPO / 'docs')!r}); import reference as r; print(r.{maker}(), end='')"
+        made = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
         )
-        made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
         assert text_of(REPO / "docs" / page) == made.stdout, "run: python docs/reference.py"
 
 
@@ -108,14 +121,20 @@ def options_of(function: Callable[..., object]) -> set[str]:
     names = set()
     for parameter in inspect.signature(function).parameters.values():
         shared = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
-        names |= set(function.__globals__[shared[1]].__annotations__) if shared else {parameter.name}
+        names |= (
+            set(function.__globals__[shared[1]].__annotations__) if shared else {parameter.name}
+        )
     return names
 
 
 def test_everything_has_help() -> None:
     for name, command in cli.commands.items():
         assert command.help, name
-        assert not [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
+        assert not [
+            option.name
+            for option in command.params
+            if isinstance(option, click.Option) and not option.help
+        ]
 
 
 RUNNABLE = [page for page in PAGES if any(examples_of(page))]
@@ -135,7 +154,13 @@ def test_examples_run(page: Path, fixtures: Path, tmp_path: Path) -> None:
         else:
             command = ["bash", "-euo", "pipefail", "-c", code]
         ended = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert ended.returncode == 0, f"{code}\n{ended.stdout}{ended.stderr}"
 

@@ -29,11 +29,15 @@ SAVE_EVERY = 10
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 61), nn.SiLU(), nn.Linear(61, 61), nn.SiLU(), nn.Linear(61, 1))
+    return nn.Sequential(
+        nn.Linear(8, 61), nn.SiLU(), nn.Linear(61, 61), nn.SiLU(), nn.Linear(61, 1)
+    )
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch of a step: it depends on the step alone, so a resumed run sees the same data."""
+    """The global batch of a step: it depends on the step alone, so a resumed run sees the same
+    data.
+    """
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(GLOBAL_BATCH, 8, generator=generator)
     noise = 0.3 * torch.randn(GLOBAL_BATCH, 1, generator=generator)
@@ -41,7 +45,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(run: Path, steps: int) -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -63,7 +71,10 @@ def train(run: Path, steps: int) -> None:
         report = restore(run, model=model, ema=ema, optimizer=optimizer, extra=extra)
         step = report.extra["step"]
         if rank == 0:
-            print(f"resumed {report.path.name}, written by {report.world_size} ranks, on {world}", flush=True)
+            print(
+                f"resumed {report.path.name}, written by {report.world_size} ranks, on {world}",
+                flush=True,
+            )
 
     saving = None
     while step < steps:
@@ -80,7 +91,13 @@ def train(run: Path, steps: int) -> None:
             extra = {"step": step, "schedule": schedule, "rng": rng_state()}
             target = run / f"step_{step}"
             saving = save(
-                target, model=model, ema=ema, optimizer=optimizer, extra=extra, async_save=True, overwrite=True
+                target,
+                model=model,
+                ema=ema,
+                optimizer=optimizer,
+                extra=extra,
+                async_save=True,
+                overwrite=True,
             )
     if saving is not None:
         finish(saving)
@@ -91,7 +108,10 @@ def train(run: Path, steps: int) -> None:
         with ema.swap():
             average = (model(x) - y).square().mean().item()
     if rank == 0:
-        print(f"step {step}: live {live:.6f}, average {average:.6f} after {ema.num_updates} updates", flush=True)
+        print(
+            f"step {step}: live {live:.6f}, average {average:.6f} after {ema.num_updates} updates",
+            flush=True,
+        )
     dist.destroy_process_group()
 
 
@@ -114,7 +134,9 @@ def evaluate(file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     training = verbs.add_parser("train")
     training.add_argument("run", type=Path)

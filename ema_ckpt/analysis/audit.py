@@ -1,4 +1,5 @@
-"""A checkpoint held against all it says about itself: sizes, coverage, checksums, digests, replicas.
+"""A checkpoint held against all it says about itself: sizes, coverage, checksums, digests,
+replicas.
 
 Nothing stops at the first problem: every tensor, object and file is tried.
 """
@@ -10,17 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import cast
 
-from ema_ckpt.analysis.checksum_pass import sum_all
-from ema_ckpt.analysis.records import Inventory, Stored
-from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Tensor, Warn
+from ema_ckpt.analysis.checksum_pass import checksum_all
+from ema_ckpt.analysis.records import RecordList, StoredRecord
+from ema_ckpt.core.catalog import Catalog, Chunk, Diagnostic, Object, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError, shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
 from ema_ckpt.reading.digests import combined, computed, mixed
 from ema_ckpt.reading.streams import StreamReader, locate
 from ema_ckpt.state_dicts.tree import trees
-
-__all__ = ["Audit", "Finding"]
 
 _BLOCK_NBYTES = 512 << 10
 
@@ -44,32 +43,38 @@ class Audit:
         crcs: CRC-32 of every payload that was read, by place.
     """
 
-    def __init__(self, catalog: Catalog, threads: int, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, catalog: Catalog, threads: int, progress: Callable[[int], None] | None = None
+    ) -> None:
         self.catalog = catalog
         self.threads = threads
         self._progress = progress
         self.problems: dict[Finding, None] = {}
-        self.warnings: list[Warn] = []
+        self.warnings: list[Diagnostic] = []
         self.checked: dict[tuple[str, int], int] = {}
         self.unchecked: dict[tuple[str, int], int] = {}
         self.crcs: dict[tuple[str, int], int] = {}
         self.damaged: set[str] = set()
         self._sizes: dict[str, int] = {}
-        self._inventory: Inventory | None = None
+        self._inventory: RecordList | None = None
 
     def run(self) -> None:
         """Do it all, but for values."""
         self._sizes = self._check_files()
         self._check_names()
         self._check_coverage()
-        self._inventory = Inventory(self.catalog, self._sizes, self._unlisted)
-        sum_all(self.catalog.source, self._inventory.listing(), self.threads, self._summed, self._unread)
+        self._inventory = RecordList(self.catalog, self._sizes, self._unlisted)
+        checksum_all(
+            self.catalog.source, self._inventory.listing(), self.threads, self._summed, self._unread
+        )
         self._load_objects()
         reader = StreamReader(_BLOCK_NBYTES)
         self._check_digests(reader)
         self._compare_replicas(reader)
 
-    def report(self, code: str, message: str, tensor: str | None = None, file: str | None = None) -> None:
+    def report(
+        self, code: str, message: str, tensor: str | None = None, file: str | None = None
+    ) -> None:
         """Note a problem, once."""
         self.problems[Finding(code, tensor, file, message)] = None
         if tensor:
@@ -96,20 +101,32 @@ class Audit:
                 continue
             if sizes[file] < expected:
                 self._short(file, expected, sizes[file], spans.get(file, {}))
-            elif told is not None:  # cut off within its header, which would have said how long it is
+            elif (
+                told is not None
+            ):  # cut off within its header, which would have said how long it is
                 self.report(told.code, told.message, None, file)
         return sizes
 
-    def _told(self, file: str) -> Warn | None:
-        """What the reader said of a file that is missing or cut off; of a part's, the part's name comes first."""
+    def _told(self, file: str) -> Diagnostic | None:
+        """What the reader said of a file that is missing or cut off; of a part's, the part's name
+        comes first.
+        """
         starts = (f"{file}: ", f"{file.replace('/', ': ', 1)}: ")
-        said = [w for w in self.catalog.warnings if w.code in _FILE_CODES and w.message.startswith(starts)]
+        said = [
+            w
+            for w in self.catalog.warnings
+            if w.code in _FILE_CODES and w.message.startswith(starts)
+        ]
         return said[0] if said else None
 
     def _spans(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """For each file the tensors and objects in it, and of each the bytes [first, end) of its last piece there."""
+        """For each file the tensors and objects in it, and of each the bytes [first, end) of its
+        last piece there.
+        """
         spans: dict[str, dict[str, tuple[int, int]]] = {}
-        pieces = [(tensor.name, chunk) for tensor in self.catalog.tensors for chunk in tensor.chunks]
+        pieces = [
+            (tensor.name, chunk) for tensor in self.catalog.tensors for chunk in tensor.chunks
+        ]
         objects = [(item.name, item) for item in self.catalog.objects if not item.is_inline]
         for name, piece in chain[tuple[str, Chunk | Object]](pieces, objects):
             held = spans.setdefault(piece.file, {})
@@ -117,7 +134,9 @@ class Audit:
             held[name] = max(held.get(name, span), span, key=lambda one: one[1])
         return spans
 
-    def _short(self, file: str, expected: int, size: int, spans: Mapping[str, tuple[int, int]]) -> None:
+    def _short(
+        self, file: str, expected: int, size: int, spans: Mapping[str, tuple[int, int]]
+    ) -> None:
         lost = [name for name, (_, end) in spans.items() if end > size]
         message = f"{file}: expected at least {expected} bytes, found {size}: the file is truncated"
         if lost:
@@ -134,7 +153,9 @@ class Audit:
             self.error(error)
         unread = self.catalog.extra.get("unread")
         for one in unread if isinstance(unread, tuple) else ():
-            self.unchecked[one.file or one.name, one.offset] = one.nbytes or 1  # of a size that is not told
+            self.unchecked[one.file or one.name, one.offset] = (
+                one.nbytes or 1
+            )  # of a size that is not told
         ask = self.catalog.extra.get("contradictions")
         for name, message in ask() if callable(ask) else ():
             self.report("index-mismatch", message, name)
@@ -154,12 +175,12 @@ class Audit:
             self.error(error)
             return
         self.unchecked[error.file or "", len(self.unchecked)] = nbytes
-        self.warnings.append(Warn("unchecked", f"{error}: not checked"))
+        self.warnings.append(Diagnostic("unchecked", f"{error}: not checked"))
 
-    def _unread(self, stored: Stored, error: SourceError) -> None:
+    def _unread(self, stored: StoredRecord, error: SourceError) -> None:
         self.report(error.code, f"{error} ({_owner(stored)})", stored.owner or None, stored.file)
 
-    def _summed(self, stored: Stored, crc: int) -> None:
+    def _summed(self, stored: StoredRecord, crc: int) -> None:
         if self._progress is not None:
             self._progress(stored.nbytes)
         if stored.is_payload:
@@ -167,7 +188,12 @@ class Audit:
             (self.unchecked if stored.crc is None else self.checked)[stored.key] = stored.nbytes
         if stored.crc is not None and crc != stored.crc:
             message = f"expected CRC-32 {stored.crc:08x}, found {crc:08x}: the file is damaged; use another copy"
-            self.report("checksum", f"{stored.file}: {_owner(stored)}: {message}", stored.owner or None, stored.file)
+            self.report(
+                "checksum",
+                f"{stored.file}: {_owner(stored)}: {message}",
+                stored.owner or None,
+                stored.file,
+            )
 
     def _load_objects(self) -> None:
         for item in self.catalog.objects:
@@ -180,12 +206,16 @@ class Audit:
                 opaque = opaque_within(self.catalog.reader.load(item))
             except SourceError as error:
                 if error.code == "unsupported":
-                    self.warnings.append(Warn("opaque", str(error)))
+                    self.warnings.append(Diagnostic("opaque", str(error)))
                 else:
                     self.report(error.code, str(error), item.name, item.file)
                 continue
-            if opaque is not None and not item.is_inline:  # readers tell of values that they read along
-                self.warnings.append(Warn("opaque", f"{item.name!r} holds a {opaque}, unknown to ema_ckpt"))
+            if (
+                opaque is not None and not item.is_inline
+            ):  # readers tell of values that they read along
+                self.warnings.append(
+                    Diagnostic("opaque", f"{item.name!r} holds a {opaque}, unknown to ema_ckpt")
+                )
 
     # Digests and replicas.
 
@@ -207,11 +237,21 @@ class Audit:
         known = self._inventory.payloads.get(tensor.name, ()) if self._inventory else ()
         return None if None in known else cast("tuple[Payload, ...]", known)
 
-    def digest(self, tensor: Tensor, payloads: Sequence[Payload], reader: StreamReader) -> int | None:
-        """The tensor's digest, from checksums of this pass where they suffice; None, and a problem, on failure."""
+    def digest(
+        self, tensor: Tensor, payloads: Sequence[Payload], reader: StreamReader
+    ) -> int | None:
+        """The tensor's digest, from checksums of this pass where they suffice; None, and a problem,
+        on failure.
+        """
         try:
-            known = combined(tensor, payloads, prove(tensor), lambda p: self.crcs.get((p.file, p.offset)))
-            return known if known is not None else computed(locate(self.catalog, tensor, payloads), reader)
+            known = combined(
+                tensor, payloads, prove(tensor), lambda p: self.crcs.get((p.file, p.offset))
+            )
+            return (
+                known
+                if known is not None
+                else computed(locate(self.catalog, tensor, payloads), reader)
+            )
         except SourceError as error:
             self.error(error)
             return None
@@ -223,12 +263,16 @@ class Audit:
             if nbytes is not None:
                 self.checked[payload.file, payload.offset] = nbytes
 
-    def _digest_differs(self, tensor: Tensor, payloads: Sequence[Payload], expected: int, found: int) -> None:
+    def _digest_differs(
+        self, tensor: Tensor, payloads: Sequence[Payload], expected: int, found: int
+    ) -> None:
         files = list(dict.fromkeys(payload.file for payload in payloads))
         message = f"expected the digest crc32:{expected:08x}, found crc32:{found:08x}"
         where = ", ".join(files[:3])
         why = mixed(self.catalog)
-        self.report("checksum", f"{where}: tensor {tensor.name!r}: {message}: {why}", tensor.name, files[0])
+        self.report(
+            "checksum", f"{where}: tensor {tensor.name!r}: {message}: {why}", tensor.name, files[0]
+        )
 
     def _compare_replicas(self, reader: StreamReader) -> None:
         for tensor in self.catalog.tensors:
@@ -243,10 +287,14 @@ class Audit:
                 if len(copies) > 1:
                     self._compare(tensor, [(tensor.chunks[i], payloads[i]) for i in copies], reader)
 
-    def _compare(self, tensor: Tensor, copies: Sequence[tuple[Chunk, Payload]], reader: StreamReader) -> None:
+    def _compare(
+        self, tensor: Tensor, copies: Sequence[tuple[Chunk, Payload]], reader: StreamReader
+    ) -> None:
         crcs: dict[int, list[str]] = {}
         for chunk, payload in copies:
-            alone = replace(tensor, shape=chunk.sizes, chunks=(chunk._replace(offsets=(0,) * len(chunk.sizes)),))
+            alone = replace(
+                tensor, shape=chunk.sizes, chunks=(chunk._replace(offsets=(0,) * len(chunk.sizes)),)
+            )
             try:
                 crc = computed(locate(self.catalog, alone, (payload,)), reader)
                 crcs.setdefault(crc, []).append(chunk.file)
@@ -255,12 +303,12 @@ class Audit:
         if len(crcs) > 1:
             sides = " and ".join(shown(files) for files in crcs.values())
             message = f"tensor {tensor.name!r}: copies of the same elements differ between {sides}"
-            self.warnings.append(Warn("replicas-differ", message))
+            self.warnings.append(Diagnostic("replicas-differ", message))
 
 
 _FILE_CODES = ("missing-file", "truncated-file")
 
 
-def _owner(stored: Stored) -> str:
+def _owner(stored: StoredRecord) -> str:
     what = f"record {stored.record!r}" if stored.record else "its bytes"
     return f"{stored.owner!r}, {what}" if stored.owner else what

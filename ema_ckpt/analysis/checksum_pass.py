@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from ema_ckpt.analysis.records import Stored
+from ema_ckpt.analysis.records import StoredRecord
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import Interval, joined
+from ema_ckpt.reading.checksums import Interval, join_crcs
 from ema_ckpt.runtime.page_buffer import buffer
 from ema_ckpt.runtime.thread_pool import run_jobs
 from ema_ckpt.storage.files import is_url
-
-__all__ = ["sum_all"]
 
 _BLOCK_NBYTES = 512 << 10  # stays in the second-level cache between the read and the checksum
 _REMOTE_BLOCK_NBYTES = 8 << 20
@@ -24,15 +22,15 @@ _SEGMENT_NBYTES = 32 << 20
 _BATCH_NBYTES = 4 << 20
 _MAX_BATCH = 256
 
-Summed = Callable[[Stored, int], None]
-Failed = Callable[[Stored, SourceError], None]
+OnChecksum = Callable[[StoredRecord, int], None]
+Failed = Callable[[StoredRecord, SourceError], None]
 
 
 @dataclass(slots=True)
 class _Long:
     """A record that several workers share."""
 
-    stored: Stored
+    stored: StoredRecord
     pending: int
     intervals: list[Interval] = field(default_factory=list)
 
@@ -45,9 +43,14 @@ class _Hand:
         remote = is_url(source.root)
         self._block = buffer(_REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES)
 
-    def sum(self, stored: Stored, start: int, stop: int) -> int:
+    def sum(self, stored: StoredRecord, start: int, stop: int) -> int:
         """CRC-32 of the bytes [start, stop) of a record."""
-        read_into, block, file, base = self._source.read_into, self._block, stored.file, stored.offset
+        read_into, block, file, base = (
+            self._source.read_into,
+            self._block,
+            stored.file,
+            stored.offset,
+        )
         crc = 0
         for at in range(start, stop, len(block)):
             view = block[: stop - at]
@@ -56,7 +59,9 @@ class _Hand:
         return crc
 
 
-def sum_all(source: Files, records: Iterable[Stored], threads: int, summed: Summed, failed: Failed) -> None:
+def checksum_all(
+    source: Files, records: Iterable[StoredRecord], threads: int, summed: OnChecksum, failed: Failed
+) -> None:
     """Read every record once and tell its CRC-32 to `summed`, or to `failed` why it cannot be read.
 
     Both are called by one worker at a time.
@@ -65,17 +70,17 @@ def sum_all(source: Files, records: Iterable[Stored], threads: int, summed: Summ
 
 
 class _Sums:
-    def __init__(self, threads: int, summed: Summed, failed: Failed) -> None:
+    def __init__(self, threads: int, summed: OnChecksum, failed: Failed) -> None:
         self._threads = threads
         self._summed = summed
         self._failed = failed
         self._lock = threading.Lock()
 
-    def run(self, source: Files, records: Iterable[Stored]) -> None:
+    def run(self, source: Files, records: Iterable[StoredRecord]) -> None:
         run_jobs(self._jobs(records), self._threads, lambda: _Hand(source))
 
-    def _jobs(self, records: Iterable[Stored]) -> Iterator[Callable[[_Hand], None]]:
-        batch: list[Stored] = []
+    def _jobs(self, records: Iterable[StoredRecord]) -> Iterator[Callable[[_Hand], None]]:
+        batch: list[StoredRecord] = []
         total = 0
         for stored in records:
             if stored.nbytes > _SEGMENT_NBYTES:
@@ -92,7 +97,7 @@ class _Sums:
         if batch:
             yield partial(self._batch, batch=batch)
 
-    def _batch(self, hand: _Hand, batch: list[Stored]) -> None:
+    def _batch(self, hand: _Hand, batch: list[StoredRecord]) -> None:
         for stored in batch:
             try:
                 crc = hand.sum(stored, 0, stored.nbytes)
@@ -114,6 +119,6 @@ class _Sums:
         with self._lock:
             long.intervals.append((start, stop - start, crc))
             long.pending -= 1
-            whole = None if long.pending else joined(long.intervals, long.stored.nbytes)
+            whole = None if long.pending else join_crcs(long.intervals, long.stored.nbytes)
             if whole is not None:
                 self._summed(long.stored, whole)

@@ -1,11 +1,12 @@
 """How two blocks of numbers differ: norms, inner product, extremes and counts, block by block.
 
-Everything is computed in float64, integers exactly. For large tensors of float32, bfloat16 and float16 there is
-a fast way: products are summed in float32 over runs of 256 elements and those sums in float64, which is within
-1e-7 of the exact result and takes a third of the time; blocks that leave its range are done again exactly.
+Everything is computed in float64, integers exactly. For large tensors of float32, bfloat16 and
+float16 there is a fast way: products are summed in float32 over runs of 256 elements and those sums
+in float64, which is within 1e-7 of the exact result and takes a third of the time; blocks that
+leave its range are done again exactly.
 
-An element that is NaN on both sides, or the same infinity, is equal and counts for nothing else. A value that is
-not finite on one side alone leaves norms and extremes undefined (NaN).
+An element that is NaN on both sides, or the same infinity, is equal and counts for nothing else. A
+value that is not finite on one side alone leaves norms and extremes undefined (NaN).
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = ["FAST_NUMEL", "Comparer", "Sums", "decode"]
-
 FAST_NUMEL = 1 << 20
 """Elements of a tensor from which on the fast way is taken."""
 
 _SINGLE = ("float32", "bfloat16", "float16")
-_PART = 32768  # elements in one pass: float64 scratch of three times this stays in the second-level cache
+# elements in one pass: float64 scratch of three times this stays in the second-level cache
+_PART = 32768
 _RUN = 256
 _ROW = 8192  # BLAS uses one thread for vectors up to 10 000
 _LOPSIDED = 1e-6  # a·b comes from the three norms, which needs them to be of one order
@@ -38,7 +38,7 @@ _PAIRS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class PairStats:
     """What was found in a part of a pair of tensors, a and b; d = a − b.
 
     Attributes:
@@ -64,7 +64,9 @@ class Sums:
 
     @property
     def rel_l2(self) -> float:
-        """‖a − b‖ / ‖b‖: 0 where both are equal, undefined where b alone is zero or float64 holds no square of d."""
+        """‖a − b‖ / ‖b‖: 0 where both are equal, undefined where b alone is zero or float64 holds
+        no square of d.
+        """
         if not self.dd:
             return math.nan if self.unequal else 0.0
         return math.sqrt(self.dd / self.bb) if self.bb else math.nan
@@ -79,12 +81,12 @@ class Sums:
         return cosine if math.isnan(cosine) else max(-1.0, min(1.0, cosine))
 
     @staticmethod
-    def total(parts: Sequence[Sums]) -> Sums:
+    def total(parts: Sequence[PairStats]) -> PairStats:
         """The sums of all parts; rounded once, so that their order does not matter."""
         if len(parts) <= 1:
-            return parts[0] if parts else Sums()
+            return parts[0] if parts else PairStats()
         largest = [p.largest for p in parts]
-        return Sums(
+        return PairStats(
             aa=_fsum([p.aa for p in parts]),
             bb=_fsum([p.bb for p in parts]),
             ab=_fsum([p.ab for p in parts]),
@@ -110,7 +112,8 @@ class Comparer:
 
     Args:
         a, b: the element types of the two sides.
-        rtol, atol: an element has changed if |a − b| > atol + rtol·|b|, or if that distance is infinite.
+        rtol, atol: an element has changed if |a − b| > atol + rtol·|b|, or if that distance is
+            infinite.
     """
 
     def __init__(self, a: DType, b: DType, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -122,16 +125,22 @@ class Comparer:
         self._is_plain = a.is_castable and b.is_castable and not rtol and not atol
         self._single = a.name in _SINGLE and b.name in _SINGLE and self._is_plain
 
-    def compare(self, blocks: Iterable[tuple[memoryview, memoryview]], *, fast: bool) -> list[Sums]:
-        """Compare blocks, each the raw little-endian bytes of as many whole elements of a and of b."""
+    def compare(
+        self, blocks: Iterable[tuple[memoryview, memoryview]], *, fast: bool
+    ) -> list[PairStats]:
+        """Compare blocks, each the raw little-endian bytes of as many whole elements of a and of
+        b.
+        """
         import numpy as np
 
         fast = fast and self._single
         with np.errstate(all="ignore"):
             return [(self._fast(a, b) if fast else None) or self._surely(a, b) for a, b in blocks]
 
-    def _surely(self, a: memoryview, b: memoryview) -> Sums:
-        return Sums.total([self._plain(x, y) or self._exact(x, y) for x, y in self._parts(a, b)])
+    def _surely(self, a: memoryview, b: memoryview) -> PairStats:
+        return PairStats.total(
+            [self._plain(x, y) or self._exact(x, y) for x, y in self._parts(a, b)]
+        )
 
     def _parts(self, a: memoryview, b: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
         count, of_a, of_b = len(a) // self._a.itemsize, self._a.itemsize, self._b.itemsize
@@ -144,12 +153,14 @@ class Comparer:
 
         held = self._scratch.get(name)
         if held is None or held.size < count:
-            held = self._scratch[name] = np.frombuffer(buffer(max(count, _PART) * np.dtype(dtype).itemsize), dtype)
+            held = self._scratch[name] = np.frombuffer(
+                buffer(max(count, _PART) * np.dtype(dtype).itemsize), dtype
+            )
         return held[:count]
 
     # The fast way.
 
-    def _fast(self, x: memoryview, y: memoryview) -> Sums | None:
+    def _fast(self, x: memoryview, y: memoryview) -> PairStats | None:
         """The sums by way of float32, or None where these would not be accurate."""
         import numpy as np
 
@@ -165,13 +176,14 @@ class Comparer:
         np.abs(d, out=d)
         _dots(d.reshape(-1, _RUN), self._ones(), sums[3])
         aa, bb, dd, absolute = sums.sum(axis=1, dtype="f8").tolist()
-        # The difference of two floats is zero only where they are equal; what is left of a zero here has no sign.
+        # The difference of two floats is zero only where they are equal; what is left of a zero
+        # here has no sign.
         unequal = int(np.count_nonzero(d.view("i4")))
         if not _is_accurate(aa, bb, dd, count, unequal):
             return None
         same = not unequal and self._a == self._b and bytes(x) == bytes(y)
         ab = (aa + bb - dd) / 2
-        return Sums(aa, bb, ab, dd, absolute, float(d.max()), unequal, unequal, same_bits=same)
+        return PairStats(aa, bb, ab, dd, absolute, float(d.max()), unequal, unequal, same_bits=same)
 
     def _as_single(self, name: str, block: memoryview, dtype: str) -> Array:
         import numpy as np
@@ -197,8 +209,10 @@ class Comparer:
 
     # The exact way.
 
-    def _plain(self, x: memoryview, y: memoryview) -> Sums | None:
-        """The sums of finite floating-point numbers, without a copy that scratch does not hold; None for others."""
+    def _plain(self, x: memoryview, y: memoryview) -> PairStats | None:
+        """The sums of finite floating-point numbers, without a copy that scratch does not hold;
+        None for others.
+        """
         import numpy as np
 
         if not self._is_plain:
@@ -214,7 +228,7 @@ class Comparer:
         np.abs(d, out=d)
         same = not unequal and self._a == self._b and bytes(x) == bytes(y)
         top = float(d.max(initial=0.0))
-        return Sums(aa, bb, ab, dd, float(d.sum()), top, unequal, unequal, same_bits=same)
+        return PairStats(aa, bb, ab, dd, float(d.sum()), top, unequal, unequal, same_bits=same)
 
     def _as_double(self, name: str, block: memoryview, dtype: str) -> Array:
         import numpy as np
@@ -226,7 +240,7 @@ class Comparer:
         np.copyto(out, single)
         return out
 
-    def _exact(self, x: memoryview, y: memoryview) -> Sums:
+    def _exact(self, x: memoryview, y: memoryview) -> PairStats:
         """The sums of any numbers: exact integers, codes, pairs, what is not finite, tolerances."""
         import numpy as np
 
@@ -237,11 +251,12 @@ class Comparer:
         magnitude = np.abs(d)
         changed = unequal
         if self._rtol or self._atol:
-            # What is infinitely far away has changed, even from infinity, whose multiples are no tolerance.
+            # What is infinitely far away has changed, even from infinity, whose multiples are no
+            # tolerance.
             near = (magnitude <= self._atol + self._rtol * np.abs(b)) & np.isfinite(magnitude)
             changed = self._count(~near)
         a, b, d, magnitude = (np.asarray(v, np.float64) for v in (a, b, d, magnitude))
-        return Sums(
+        return PairStats(
             aa=_inner(a, a),
             bb=_inner(b, b),
             ab=_inner(a, b),
@@ -268,7 +283,8 @@ class Comparer:
         """Both sides in a type that holds their values exactly."""
         import numpy as np
 
-        # The significand of numpy's long double has 64 bits: enough for every integer, signed or not.
+        # The significand of numpy's long double has 64 bits: enough for every integer, signed or
+        # not.
         wide = np.longdouble if _has_long(self._a) or _has_long(self._b) else np.float64
         a, b = decode(x, self._a, wide), decode(y, self._b, wide)
         if a.size < b.size:
@@ -300,7 +316,9 @@ def _set_aside(a: Array, b: Array) -> _Odd:
 
 
 def _is_accurate(aa: float, bb: float, dd: float, count: int, unequal: int) -> bool:
-    """Whether sums by way of float32 are good: finite, not so small that bits were lost, norms not far apart."""
+    """Whether sums by way of float32 are good: finite, not so small that bits were lost, norms not
+    far apart.
+    """
     least = count * _TINY
     if not math.isfinite(aa + bb + dd) or aa < least or bb < least or (unequal and dd < least):
         return False

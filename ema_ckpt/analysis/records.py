@@ -1,7 +1,8 @@
-"""Every stored record of a checkpoint that has, or could have, a checksum; what cannot be found is reported.
+"""Every stored record of a checkpoint that has, or could have, a checksum; what cannot be found is
+reported.
 
-A DCP item is a whole archive: its small records count like its payload. A torch file is one archive. Elsewhere
-payloads lie bare.
+A DCP item is a whole archive: its small records count like its payload. A torch file is one
+archive. Elsewhere payloads lie bare.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from ema_ckpt.core.catalog import Catalog, Chunk, Payload, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.formats.torch_zip.archive import Archive, Record, read_archive
 
-__all__ = ["Inventory", "Stored", "archive_records"]
-
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRecord:
     """Bytes that lie together under one checksum, if there is one.
 
     Attributes:
         owner: the tensor or object, or `""` for what belongs to a whole file.
         record: name of the archive's record, `""` for a bare payload.
-        is_payload: whether these are data of tensors or objects and not an archive's own small records.
+        is_payload: whether these are data of tensors or objects and not an archive's own small
+            records.
     """
 
     owner: str
@@ -42,11 +42,17 @@ class Stored:
         return self.file, self.offset
 
 
-class Inventory:
-    """Lists what is stored. `report` is told of each error and the owner it concerns; the listing goes on."""
+class RecordList:
+    """Lists what is stored. `report` is told of each error and the owner it concerns; the listing
+    goes on.
+    """
 
-    def __init__(self, catalog: Catalog, sizes: dict[str, int], report: Callable[[EmaCkptError, int], None]) -> None:
-        """`sizes` has the size in bytes of every file that is there; what reaches beyond is left to the caller."""
+    def __init__(
+        self, catalog: Catalog, sizes: dict[str, int], report: Callable[[EmaCkptError, int], None]
+    ) -> None:
+        """`sizes` has the size in bytes of every file that is there; what reaches beyond is left to
+        the caller.
+        """
         self.catalog = catalog
         self.payloads: dict[str, tuple[Payload | None, ...]] = {}
         self._sizes = sizes
@@ -54,13 +60,19 @@ class Inventory:
         self._seen: set[tuple[str, int]] = set()
         self._owners: dict[tuple[str, int], str] = {}
 
-    def listing(self) -> Iterator[Stored]:
+    def listing(self) -> Iterator[StoredRecord]:
         """Everything, tensors first, in stored order; what several names share once."""
         for tensor in self.catalog.tensors:
             yield from self._tensor(tensor)
         for item in self.catalog.objects:
-            if not item.is_inline and item.nbytes and self._is_there(item.file, item.offset + item.nbytes):
-                yield from self._framed(item.name, item.file, item.offset, item.nbytes, is_object=True)
+            if (
+                not item.is_inline
+                and item.nbytes
+                and self._is_there(item.file, item.offset + item.nbytes)
+            ):
+                yield from self._framed(
+                    item.name, item.file, item.offset, item.nbytes, is_object=True
+                )
         for file in self.catalog.files:
             if file.endswith(_TORCH_SUFFIXES) and file in self._sizes:
                 yield from self._whole(file)
@@ -68,7 +80,7 @@ class Inventory:
     def _is_there(self, file: str, end: int) -> bool:
         return end <= self._sizes.get(file, -1)
 
-    def _tensor(self, tensor: Tensor) -> Iterator[Stored]:
+    def _tensor(self, tensor: Tensor) -> Iterator[StoredRecord]:
         payloads = self._locate(tensor)
         self.payloads[tensor.name] = payloads
         for chunk, payload in zip(tensor.chunks, payloads, strict=True):
@@ -77,7 +89,9 @@ class Inventory:
             if payload.file.endswith(_TORCH_SUFFIXES):
                 self._owners.setdefault((payload.file, payload.offset), tensor.name)
             elif (payload.offset, payload.nbytes) != (chunk.offset, chunk.nbytes):
-                yield from self._framed(tensor.name, chunk.file, chunk.offset, chunk.nbytes, is_object=False)
+                yield from self._framed(
+                    tensor.name, chunk.file, chunk.offset, chunk.nbytes, is_object=False
+                )
             elif (payload.file, payload.offset) not in self._seen and payload.nbytes:
                 self._seen.add((payload.file, payload.offset))
                 yield _bare(tensor.name, payload)
@@ -90,7 +104,9 @@ class Inventory:
                 return self.catalog.reader.payloads(tensor)
             except SourceError as error:
                 if len(tensor.chunks) == 1:
-                    self._report(_of(error, tensor.name, tensor.chunks[0].file), tensor.chunks[0].nbytes)
+                    self._report(
+                        _of(error, tensor.name, tensor.chunks[0].file), tensor.chunks[0].nbytes
+                    )
                     return (None,)
         return tuple(
             self._one(tensor, chunk) if found and chunk.file else None
@@ -105,7 +121,9 @@ class Inventory:
             return None
         return found[0] if len(found) == 1 else None
 
-    def _framed(self, owner: str, file: str, offset: int, nbytes: int, *, is_object: bool) -> Iterator[Stored]:
+    def _framed(
+        self, owner: str, file: str, offset: int, nbytes: int, *, is_object: bool
+    ) -> Iterator[StoredRecord]:
         if (file, offset) in self._seen:
             return
         self._seen.add((file, offset))
@@ -117,7 +135,7 @@ class Inventory:
         self._judge(archive, owner)
         yield from archive_records(archive, lambda _record: owner, with_pickle=is_object)
 
-    def _whole(self, file: str) -> Iterator[Stored]:
+    def _whole(self, file: str) -> Iterator[StoredRecord]:
         try:
             archive = read_archive(self.catalog.source, file, 0, self._sizes[file])
         except SourceError as error:
@@ -126,13 +144,17 @@ class Inventory:
         self._judge(archive, "")
         owners = self._owners
         has_objects = any(item.file == file for item in self.catalog.objects)
-        yield from archive_records(archive, lambda r: owners.get((file, r.offset), ""), with_pickle=has_objects)
+        yield from archive_records(
+            archive, lambda r: owners.get((file, r.offset), ""), with_pickle=has_objects
+        )
 
     def _judge(self, archive: Archive, owner: str) -> None:
         if not archive.is_torchs():
             message = f"{archive.file}: no record 'version' in the archive at byte {archive.window.offset}"
             message += ", which torch refuses to load"
-            self._report(SourceError("bad-header", message, tensor=owner or None, file=archive.file), 0)
+            self._report(
+                SourceError("bad-header", message, tensor=owner or None, file=archive.file), 0
+            )
 
 
 def _of(error: SourceError, owner: str, file: str) -> SourceError:
@@ -142,13 +164,25 @@ def _of(error: SourceError, owner: str, file: str) -> SourceError:
     return type(error)(error.code, message, tensor=error.tensor or owner, file=error.file or file)
 
 
-def _bare(owner: str, payload: Payload) -> Stored:
-    return Stored(owner, "", payload.file, payload.offset, payload.nbytes, payload.crc, True)
+def _bare(owner: str, payload: Payload) -> StoredRecord:
+    return StoredRecord(owner, "", payload.file, payload.offset, payload.nbytes, payload.crc, True)
 
 
-def archive_records(archive: Archive, owner: Callable[[Record], str], *, with_pickle: bool) -> Iterator[Stored]:
-    """The records of an archive. `with_pickle` counts `data.pkl` as payload: it holds values, not just places."""
+def archive_records(
+    archive: Archive, owner: Callable[[Record], str], *, with_pickle: bool
+) -> Iterator[StoredRecord]:
+    """The records of an archive. `with_pickle` counts `data.pkl` as payload: it holds values, not
+    just places.
+    """
     for record in archive.records.values():
         is_payload = record.name.startswith("data/") or (with_pickle and record.name == "data.pkl")
         if record.nbytes:
-            yield Stored(owner(record), record.name, archive.file, record.offset, record.nbytes, record.crc, is_payload)
+            yield StoredRecord(
+                owner(record),
+                record.name,
+                archive.file,
+                record.offset,
+                record.nbytes,
+                record.crc,
+                is_payload,
+            )

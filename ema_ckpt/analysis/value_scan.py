@@ -1,7 +1,8 @@
 """Values that no weights should have: NaN, infinities, nothing but zeros, absurd magnitudes.
 
-IEEE types are judged by their bits as unsigned integers with the sign cleared, whose order is that of the
-magnitudes: one pass in cache finds the largest, and only a block that holds NaN or Inf is looked at again.
+IEEE types are judged by their bits as unsigned integers with the sign cleared, whose order is that
+of the magnitudes: one pass in cache finds the largest, and only a block that holds NaN or Inf is
+looked at again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from ema_ckpt.core.dtypes import DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = ["ABSURD", "Scanner", "Seen", "has_values"]
 
 ABSURD = 1e30
 """Magnitudes from here on are no weights: sums of their squares leave the range of float32."""
@@ -78,7 +77,9 @@ class Scanner:
         largest = magnitudes.max(initial=0)
         if largest < self._infinity:
             return Seen(largest=self._value(largest))
-        found = Seen(int((magnitudes > self._infinity).sum()), int((magnitudes == self._infinity).sum()))
+        found = Seen(
+            int((magnitudes > self._infinity).sum()), int((magnitudes == self._infinity).sum())
+        )
         finite = magnitudes[magnitudes < self._infinity]
         found.largest = self._value(finite.max(initial=0))
         return found

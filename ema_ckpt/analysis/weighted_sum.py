@@ -1,7 +1,9 @@
-"""A checkpoint that is computed as it is read: each tensor the weighted sum of that tensor in several others.
+"""A checkpoint that is computed as it is read: each tensor the weighted sum of that tensor in
+several others.
 
-It is a catalog like any other, so everything that writes checkpoints can write it. Its files are the tensors:
-reading bytes of one adds up the same elements of all sources in float64, whatever their layouts.
+It is a catalog like any other, so everything that writes checkpoints can write it. Its files are
+the tensors: reading bytes of one adds up the same elements of all sources in float64, whatever
+their layouts.
 """
 
 from __future__ import annotations
@@ -18,14 +20,12 @@ from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Tensor
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.cast import Caster
-from ema_ckpt.reading.checksums import Checks
-from ema_ckpt.reading.overlaps import BandReader
+from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.overlaps import BoxReader
 from ema_ckpt.reading.streams import Stream, locate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = ["Blend", "Part", "blended_dtype", "boxes_of_range"]
 
 _LIMIT_NBYTES = 512 << 10
 _PAIRED = {"complex64": "float32", "complex128": "float64"}
@@ -41,14 +41,18 @@ class Part:
 
 
 def blended_dtype(dtypes: Sequence[DType]) -> DType:
-    """The type of a sum: that of all its parts, or the widest, float32 at least, where they differ."""
+    """The type of a sum: that of all its parts, or the widest, float32 at least, where they
+    differ.
+    """
     if len(set(dtypes)) == 1:
         return dtypes[0]
     return max((*dtypes, by_name("float32")), key=lambda dtype: dtype.itemsize)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes, in order, whose elements are [start, stop) of a tensor of `shape` in row-major order."""
+    """The boxes, in order, whose elements are [start, stop) of a tensor of `shape` in row-major
+    order.
+    """
     if start >= stop:
         return
     if not shape:
@@ -69,13 +73,15 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]
         yield Box((last, *box.offsets), (1, *box.sizes))
 
 
-class Blend:
+class WeightedSum:
     """The sums as files, one a tensor, and as the reader of the catalog that holds them.
 
-    With `verify` every source's storages are compared with their checksums; `finish` does what is left of that.
+    With `verify` every source's storages are compared with their checksums; `finish` does what is
+    left of that.
 
     Attributes:
-        overflow: how many finite sums became infinite in the type they are stored in so far, by name.
+        overflow: how many finite sums became infinite in the type they are stored in so far, by
+            name.
     """
 
     root = "sums"
@@ -83,7 +89,7 @@ class Blend:
     def __init__(self, verify: bool) -> None:
         self.overflow: dict[str, int] = {}
         self._verify = verify
-        self._checks: dict[int, Checks] = {}
+        self._checks: dict[int, ChecksumVerifier] = {}
         self._sums: dict[str, tuple[Tensor, tuple[Part, ...]]] = {}
         self._streams: dict[str, list[tuple[Stream, float]]] = {}
         self._lock = threading.Lock()
@@ -98,7 +104,7 @@ class Blend:
         self._sums[file] = (tensor, tuple(parts))
         for part in parts:
             source = part.catalog.source
-            self._checks.setdefault(id(source), Checks(source, self._verify))
+            self._checks.setdefault(id(source), ChecksumVerifier(source, self._verify))
         return tensor
 
     def finish(self) -> None:
@@ -135,7 +141,9 @@ class Blend:
         if offset % itemsize or len(buffer) % itemsize:
             raise SourceError("internal", f"{tensor.name!r}: read at {offset}, inside an element")
         at = 0
-        for box in boxes_of_range(tensor.shape, offset // itemsize, (offset + len(buffer)) // itemsize):
+        for box in boxes_of_range(
+            tensor.shape, offset // itemsize, (offset + len(buffer)) // itemsize
+        ):
             nbytes = box.numel * itemsize
             self._sum(name, tensor, box, buffer[at : at + nbytes])
             at += nbytes
@@ -153,7 +161,10 @@ class Blend:
             if found is None:
                 _, parts = self._sums[name]
                 found = [(locate(part.catalog, part.tensor), part.weight) for part in parts]
-                self._streams = {name: found, **dict(list(self._streams.items())[:7])}  # those being written
+                self._streams = {
+                    name: found,
+                    **dict(list(self._streams.items())[:7]),
+                }  # those being written
             return found
 
     def _sum(self, name: str, tensor: Tensor, box: Box, out: memoryview) -> None:
@@ -179,7 +190,9 @@ class Blend:
         source = stream.catalog.source
         reader = own.readers.get(id(source))
         if reader is None:
-            reader = own.readers[id(source)] = BandReader(source, self._checks[id(source)], _LIMIT_NBYTES)
+            reader = own.readers[id(source)] = BoxReader(
+                source, self._checks[id(source)], _LIMIT_NBYTES
+            )
         nbytes = box.numel * stream.tensor.dtype.itemsize
         if len(own.block) < nbytes:
             own.block = bytearray(nbytes)

@@ -1,10 +1,10 @@
-"""Arguments that click cannot tell apart by itself: options with several values, and one with an optional value."""
+"""Arguments that click cannot tell apart by itself: options with several values, and one with an
+optional value.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-__all__ = ["spread"]
 
 _MANY = ("--match", "--exclude", "--rename", "--keep-dtype")
 _OPTIONAL = ("--fill",)
@@ -13,8 +13,9 @@ _OPTIONAL = ("--fill",)
 def spread(argv: Sequence[str], positionals: int, with_value: Iterable[str]) -> list[str]:
     """Repeat a flag before each of its values (`--match A B` → `--match A --match B`).
 
-    Values beyond the first are recognised only once all positional arguments stand before the flag; till then
-    a bare word is a positional argument. In the same way `--fill` takes a word only when none is missing.
+    Values beyond the first are recognised only once all positional arguments stand before the flag;
+    till then a bare word is a positional argument. In the same way `--fill` takes a word only when
+    none is missing.
     """
     takes = set(with_value)
     result: list[str] = []

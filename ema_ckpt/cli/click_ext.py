@@ -8,8 +8,6 @@ import click
 
 from ema_ckpt.cli.arguments import spread
 
-__all__ = ["Command", "style_of"]
-
 
 class Command(click.Command):
     """A command whose list options take several values."""

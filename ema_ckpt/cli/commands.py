@@ -17,40 +17,63 @@ from ema_ckpt.cli.verify_command import verify_command
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.runtime import notices
 
-__all__ = ["cli", "run"]
-
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 @click.group(context_settings=_CONTEXT)
 @click.version_option(__version__, prog_name="ema-ckpt")
 def cli() -> None:
-    """Inspect, consolidate and convert sharded checkpoints by moving byte ranges. Executes nothing in them."""
+    """Inspect, consolidate and convert sharded checkpoints by moving byte ranges. Executes nothing
+    in them.
+    """
 
 
 @cli.command("inspect", cls=Command)
 @click.argument("path")
 @click.option("--tree", metavar="T", help="Only this tree, or what is below this dotted path.")
 @click.option("--match", multiple=True, metavar="GLOB", help="Only names that fit. Repeatable.")
-@click.option("--depth", type=int, metavar="N", help="Levels of the module tree that are shown. Default: 2.")
+@click.option(
+    "--depth", type=int, metavar="N", help="Levels of the module tree that are shown. Default: 2."
+)
 @click.option("--shards", is_flag=True, help="Show which file holds which rows.")
 @general
 def inspect_command(
-    path: str, tree: str | None, match: tuple[str, ...], depth: int | None, shards: bool, **general: Any
+    path: str,
+    tree: str | None,
+    match: tuple[str, ...],
+    depth: int | None,
+    shards: bool,
+    **general: Any,
 ) -> None:
-    """Show trees, tensors, shards, EMA settings. Reads metadata, and of data files only the settings of EMA trees."""
+    """Show trees, tensors, shards, EMA settings. Reads metadata, and of data files only the
+    settings of EMA trees.
+    """
     from ema_ckpt.cli import output
     from ema_ckpt.ops.inspect import inspect
 
-    output.inspected(inspect(path, tree, match), output.Style(**style_of(general)), tree, depth, shards)
+    output.inspected(
+        inspect(path, tree, match), output.Style(**style_of(general)), tree, depth, shards
+    )
 
 
 @cli.command("consolidate", cls=Command)
 @click.argument("path")
 @click.argument("out")
-@click.option("--tree", metavar="T", help="The tree to take. Default: the only EMA, or the only live tree.")
-@click.option("--max-shard-size", default="5GB", metavar="SIZE", help="Bytes of one file of a directory. Default: 5GB.")
-@click.option("--basename", default="model", metavar="NAME", help="How the files of a directory begin. Default: model.")
+@click.option(
+    "--tree", metavar="T", help="The tree to take. Default: the only EMA, or the only live tree."
+)
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    metavar="SIZE",
+    help="Bytes of one file of a directory. Default: 5GB.",
+)
+@click.option(
+    "--basename",
+    default="model",
+    metavar="NAME",
+    help="How the files of a directory begin. Default: model.",
+)
 @click.option(
     "--fill",
     is_flag=False,
@@ -62,13 +85,17 @@ def inspect_command(
 @writer
 @general
 def consolidate_command(path: str, out: str, fill: str | None, **given: Any) -> None:
-    """Write one tree whole: OUT.safetensors, a torch file (OUT.pt), or else a Hugging Face directory."""
+    """Write one tree whole: OUT.safetensors, a torch file (OUT.pt), or else a Hugging Face
+    directory.
+    """
     from ema_ckpt.cli import output
     from ema_ckpt.ops.consolidate import consolidate
 
     style = output.Style(**style_of(given))
     with output.progress(style) as advance:
-        written = consolidate(path, out, fill=fill is not None and (fill or True), progress=advance, **given)
+        written = consolidate(
+            path, out, fill=fill is not None and (fill or True), progress=advance, **given
+        )
     output.written(written, style)
 
 
@@ -93,7 +120,11 @@ def reshard_command(path: str, out: str, **given: Any) -> None:
 @cli.command("convert", cls=Command)
 @click.argument("src")
 @click.argument("dst")
-@click.option("--to", metavar="dcp|safetensors|pt", help="What to write. Default: what the ending of DST says, or DCP.")
+@click.option(
+    "--to",
+    metavar="dcp|safetensors|pt",
+    help="What to write. Default: what the ending of DST says, or DCP.",
+)
 @click.option(
     "--world-size",
     type=int,

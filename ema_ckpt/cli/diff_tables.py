@@ -1,4 +1,6 @@
-"""A comparison on a terminal: findings, the tree of modules with a bar each, the tensors that differ most."""
+"""A comparison on a terminal: findings, the tree of modules with a bar each, the tensors that
+differ most.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,11 @@ from dataclasses import dataclass, field
 from rich.markup import escape
 from rich.tree import Tree as Drawn
 
-from ema_ckpt.analysis.compare import Sums
+from ema_ckpt.analysis.compare import PairStats
 from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.core.errors import counted
 from ema_ckpt.ops.diff_findings import Compared
-from ema_ckpt.ops.diffed import Diffed, DiffTensor
-
-__all__ = ["print_diff"]
+from ema_ckpt.ops.diffed import DiffResult, DiffTensor
 
 _DEPTH = 3
 _MAX_CHILDREN = 40
@@ -23,7 +23,7 @@ _BAR_CELLS = 20
 _INFORMATION = ("ema-partial",)
 
 
-def print_diff(result: Diffed, compared: Compared, top: int) -> None:
+def print_diff(result: DiffResult, compared: Compared, top: int) -> None:
     """Print a summary, the findings, the modules and the `top` tensors by relative difference."""
     console = terminal()
     console.print(f"a: tree {_safe(repr(result.tree_a))} of {_safe(result.a)}")
@@ -45,7 +45,7 @@ def _safe(text: str) -> str:
     return escape(clean(text))
 
 
-def _summary(result: Diffed) -> str:
+def _summary(result: DiffResult) -> str:
     numel = sum(tensor.numel for tensor in result.tensors)
     summary = result.summary
     parts = [
@@ -56,8 +56,12 @@ def _summary(result: Diffed) -> str:
         f"{summary.changed:,} of {counted(numel, 'element')} changed",
     ]
     if result.mismatched or result.only_in_a or result.only_in_b:
-        sides = f"{counted(len(result.only_in_a), 'name')} only in a, {len(result.only_in_b)} only in b"
-        parts.append(f"{counted(len(result.mismatched), 'shape differs', 'shapes differ')}, {sides}")
+        sides = (
+            f"{counted(len(result.only_in_a), 'name')} only in a, {len(result.only_in_b)} only in b"
+        )
+        parts.append(
+            f"{counted(len(result.mismatched), 'shape differs', 'shapes differ')}, {sides}"
+        )
     return "; ".join(parts)
 
 
@@ -73,12 +77,12 @@ def _cosine(value: float) -> str:
 class _Module:
     """A node of the tree of names: the pairs below it, and the next components."""
 
-    sums: list[Sums] = field(default_factory=list)
+    sums: list[PairStats] = field(default_factory=list)
     children: dict[str, _Module] = field(default_factory=dict)
 
     @property
     def rel_l2(self) -> float:
-        return Sums.total(self.sums).rel_l2
+        return PairStats.total(self.sums).rel_l2
 
 
 def _module_tree(compared: Compared) -> _Module:
@@ -143,11 +147,17 @@ _HEADINGS = ("rel L2", "max |a-b|", "mean |a-b|", "cosine", "changed", "NaN, Inf
 
 
 def _top(tensors: Sequence[DiffTensor], top: int) -> Iterator[str]:
-    """Aligned lines, the names last and in full. What is undefined comes first: one side holds NaN or Inf."""
-    ranked = sorted(tensors, key=lambda t: math.inf if math.isnan(t.rel_l2) else t.rel_l2, reverse=True)
+    """Aligned lines, the names last and in full. What is undefined comes first: one side holds NaN
+    or Inf.
+    """
+    ranked = sorted(
+        tensors, key=lambda t: math.inf if math.isnan(t.rel_l2) else t.rel_l2, reverse=True
+    )
     rows = [_HEADINGS, *map(_cells, ranked[: max(top, 0)])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells, name in zip(rows, ["tensor", *(_safe(tensor.name) for tensor in ranked)], strict=False):
+    for cells, name in zip(
+        rows, ["tensor", *(_safe(tensor.name) for tensor in ranked)], strict=False
+    ):
         line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         yield f"[dim]{line}  {name}[/dim]" if cells is _HEADINGS else f"{line}  {name}"
 

@@ -14,9 +14,7 @@ from rich.tree import Tree as Drawn
 from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.core.errors import counted
 from ema_ckpt.core.text import format_size
-from ema_ckpt.ops.inspected import Inspected, TensorEntry, TreeEntry
-
-__all__ = ["print_inspected"]
+from ema_ckpt.ops.inspected import InspectResult, TensorEntry, TreeEntry
 
 _MAX_ROWS = 200
 _MAX_CHILDREN = 40
@@ -26,15 +24,23 @@ def _safe(text: str) -> str:
     return escape(clean(text))
 
 
-def print_inspected(result: Inspected, tree: str | None, depth: int | None, shards: bool) -> None:
-    """Trees, EMA settings, then modules (to `depth`) or tensors with their shards; all of it, or of `tree` alone."""
+def print_inspected(
+    result: InspectResult, tree: str | None, depth: int | None, shards: bool
+) -> None:
+    """Trees, EMA settings, then modules (to `depth`) or tensors with their shards; all of it, or of
+    `tree` alone.
+    """
     console = terminal()
     result = result if tree is None else _narrowed(result, tree)
     world = f", saved by {counted(result.world_size, 'rank')}" if result.world_size else ""
-    console.print(f"[bold]{_safe(result.resolved)}[/bold]: {result.format}, {format_size(result.nbytes)}{world}")
+    console.print(
+        f"[bold]{_safe(result.resolved)}[/bold]: {result.format}, {format_size(result.nbytes)}{world}"
+    )
     console.print(_trees(result))
     for name, settings in result.ema.items():
-        known = ", ".join(f"{key} {_setting(value)}" for key, value in settings.items() if value is not None)
+        known = ", ".join(
+            f"{key} {_setting(value)}" for key, value in settings.items() if value is not None
+        )
         console.print(f"EMA {_safe(repr(name))}: {_safe(known) or 'no settings recorded'}")
     if shards:
         console.print(_shards(result.tensors))
@@ -59,18 +65,25 @@ def _short(value: object) -> str:
     if not isinstance(value, float) or not isfinite(value):
         return repr(value)
     tolerance = 2e-4 * (min(abs(value), abs(1 - value)) or 1)
-    digits = next((n for n in range(4, 17) if abs(float(f"{value:.{n}g}") - value) <= tolerance), 17)
+    digits = next(
+        (n for n in range(4, 17) if abs(float(f"{value:.{n}g}") - value) <= tolerance), 17
+    )
     return repr(float(f"{value:.{digits}g}"))
 
 
-def _narrowed(result: Inspected, tree: str) -> Inspected:
-    """`result`, whose tensors are those of `tree`, with the trees and objects that belong to them."""
+def _narrowed(result: InspectResult, tree: str) -> InspectResult:
+    """`result`, whose tensors are those of `tree`, with the trees and objects that belong to
+    them.
+    """
     known = [entry.name for entry in result.trees]
     inside = {tree} if tree in known else {name for name in known if name.startswith(f"{tree}.")}
     owners = inside | {tensor.tree for tensor in result.tensors}
     trees = tuple(entry for entry in result.trees if entry.name in owners)
     settings = {name: found for name, found in result.ema.items() if name in owners}
-    if any(f".{entry.name}".endswith(f".{tree}") or entry.name.startswith(f"{tree}.") for entry in trees):
+    if any(
+        f".{entry.name}".endswith(f".{tree}") or entry.name.startswith(f"{tree}.")
+        for entry in trees
+    ):
         objects = tuple(item for item in result.objects if _owner(item.name, known) in owners)
     else:  # a path below a tree
         trees = tuple(_part(entry, tree, result.tensors) for entry in trees)
@@ -81,7 +94,9 @@ def _narrowed(result: Inspected, tree: str) -> Inspected:
 def _part(whole: TreeEntry, name: str, tensors: tuple[TensorEntry, ...]) -> TreeEntry:
     """The tensors of a part of a tree as a row of its own."""
     numel, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
-    return TreeEntry(name, whole.role, len(tensors), numel, nbytes, Counter(t.dtype for t in tensors))
+    return TreeEntry(
+        name, whole.role, len(tensors), numel, nbytes, Counter(t.dtype for t in tensors)
+    )
 
 
 def _owner(name: str, trees: list[str]) -> str:
@@ -89,19 +104,30 @@ def _owner(name: str, trees: list[str]) -> str:
     return max((tree for tree in trees if name.startswith(f"{tree}.")), key=len, default="")
 
 
-def _trees(result: Inspected) -> Table:
+def _trees(result: InspectResult) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("tree", "role", "tensors", "elements", "bytes", "dtypes"):
-        table.add_column(heading, justify="left" if heading in ("tree", "role", "dtypes") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("tree", "role", "dtypes") else "right"
+        )
     for tree in result.trees:
         dtypes = ", ".join(f"{name} × {count}" for name, count in tree.dtypes.items())
-        row = (repr(tree.name), tree.role, str(tree.tensors), f"{tree.numel:,}", format_size(tree.nbytes), dtypes)
+        row = (
+            repr(tree.name),
+            tree.role,
+            str(tree.tensors),
+            f"{tree.numel:,}",
+            format_size(tree.nbytes),
+            dtypes,
+        )
         table.add_row(*map(_safe, row))
     return table
 
 
-def _modules(result: Inspected, depth: int) -> Drawn:
-    """The names as a tree of modules: bytes and tensors below each, to `depth` levels below the tree."""
+def _modules(result: InspectResult, depth: int) -> Drawn:
+    """The names as a tree of modules: bytes and tensors below each, to `depth` levels below the
+    tree.
+    """
     root = Drawn("tensors", hide_root=True)
     drawn: dict[tuple[str, ...], tuple[Drawn, list[int]]] = {}
     for tensor in result.tensors:
@@ -136,7 +162,9 @@ def _shards(tensors: tuple[TensorEntry, ...]) -> Table:
             table.add_row(*first, _dims(chunk.offsets), _dims(chunk.sizes), _safe(chunk.file))
             first = ("", "", "")
     if len(tensors) > _MAX_ROWS:
-        table.add_row(f"… {len(tensors) - _MAX_ROWS} more; narrow with --match or --tree, or take --json")
+        table.add_row(
+            f"… {len(tensors) - _MAX_ROWS} more; narrow with --match or --tree, or take --json"
+        )
     return table
 
 

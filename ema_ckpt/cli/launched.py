@@ -1,12 +1,12 @@
-"""A command that `torchrun` started several times: writers share the work, anything else is done by the first."""
+"""A command that `torchrun` started several times: writers share the work, anything else is done by
+the first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ema_ckpt.comm.launched import is_launched, joined, rank_here
-
-__all__ = ["run_launched", "silenced"]
+from ema_ckpt.comm.launched import is_launched, process_group, rank_here
 
 _SHARED = ("consolidate", "reshard", "convert")
 
@@ -21,7 +21,7 @@ def run_launched(argv: list[str], run: Callable[[list[str]], int]) -> int:
         return run(argv)
     if not argv or argv[0] not in _SHARED:
         return 0 if rank_here() else run(argv)
-    with joined():
+    with process_group():
         return run(argv)
 
 

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-__all__ = ["main", "script"]
-
 EXIT_UNLIKE = 1
 EXIT_TROUBLE = 2
 EXIT_UNPROVEN = 3
@@ -29,7 +27,8 @@ class _StoppedError(BaseException):
 
 
 class _Signals:
-    """SIGTERM and SIGINT as one exception: raised once, and never when there is nothing left to undo.
+    """SIGTERM and SIGINT as one exception: raised once, and never when there is nothing left to
+    undo.
 
     A second signal would cut the removal of a stage short, and one that meets the interpreter as it
     ends would print a traceback under a result that stands.
@@ -38,7 +37,9 @@ class _Signals:
     def __init__(self) -> None:
         self.stops = True
         signal.signal(signal.SIGTERM, self._arrived)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
+        if (
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):  # else it is ignored, as under nohup
             signal.signal(signal.SIGINT, self._arrived)
 
     def _arrived(self, signum: int, _frame: object) -> None:
@@ -48,17 +49,21 @@ class _Signals:
 
 
 def script() -> NoReturn:
-    """Run the process' own command line, and end without taking a large catalog apart object by object."""
+    """Run the process' own command line, and end without taking a large catalog apart object by
+    object.
+    """
     try:
         main()
     except SystemExit as result:
         has_torch = "torch" in sys.modules
-        # After an error, and where torch's process groups are, the usual ending: there may be hooks to run.
+        # After an error, and where torch's process groups are, the usual ending: there may be hooks
+        # to run.
         if result.code in (0, EXIT_UNLIKE, EXIT_UNPROVEN) and not has_torch:
             sys.stderr.flush()
             os._exit(result.code)
         if result.code in (EXIT_INTERRUPTED, EXIT_TERMINATED) and has_torch:
-            # A thread may wait for other processes inside gloo, which aborts if the interpreter ends meanwhile.
+            # A thread may wait for other processes inside gloo, which aborts if the interpreter
+            # ends meanwhile.
             atexit._run_exitfuncs()
             sys.stderr.flush()
             os._exit(result.code)
@@ -67,10 +72,11 @@ def script() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line and exit with its code."""
-    # A checkpoint's catalog is hundreds of thousands of small objects that live to the end of the process:
-    # tracing them again and again would take half of the time.
+    # A checkpoint's catalog is hundreds of thousands of small objects that live to the end of the
+    # process: tracing them again and again would take half of the time.
     gc.disable()
-    # No command multiplies matrices of any size; the threads that numpy's BLAS starts would only take time.
+    # No command multiplies matrices of any size; the threads that numpy's BLAS starts would only
+    # take time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     code = _run(arguments)
@@ -82,18 +88,24 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _prepare_streams() -> None:
-    """Let no name stop the output, and let what is printed go nowhere where a caller closed the stream."""
+    """Let no name stop the output, and let what is printed go nowhere where a caller closed the
+    stream.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # no terminal or file name has to be UTF-8
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # no terminal or file name has to be UTF-8
     if sys.stderr is None:  # `print(file=None)` would go to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _cut_off(argv: list[str], error: OSError) -> int:
     """Output that nobody takes: silence for a pipe whose reader left, one line for a full disk."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes, and fails, once more
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+    )  # else Python flushes, and fails, once more
     return EXIT_BROKEN_PIPE if isinstance(error, BrokenPipeError) else _failed(argv, error)
 
 
@@ -110,7 +122,9 @@ def _run(argv: list[str]) -> int:
         return code
     except _StoppedError as error:
         interrupted = error.args == (signal.SIGINT,)
-        code, word = (EXIT_INTERRUPTED, "interrupted") if interrupted else (EXIT_TERMINATED, "terminated")
+        code, word = (
+            (EXIT_INTERRUPTED, "interrupted") if interrupted else (EXIT_TERMINATED, "terminated")
+        )
         return code if _is_other_rank() else _report(argv, word, word, code)
     except BrokenPipeError as error:
         return _cut_off(argv, error)
@@ -119,7 +133,9 @@ def _run(argv: list[str]) -> int:
 
 
 def _is_other_rank() -> bool:
-    """Whether this is one of several processes and not the first, which says for all of them that a signal came."""
+    """Whether this is one of several processes and not the first, which says for all of them that a
+    signal came.
+    """
     from ema_ckpt.comm.launched import rank_here
 
     return rank_here() > 0
@@ -137,7 +153,9 @@ def _failed(argv: list[str], error: Exception) -> int:
         return _report(argv, error.code, str(error), EXIT_INTERNAL if internal else EXIT_TROUBLE)
     if isinstance(error, OSError) and error.strerror:  # the machine's trouble, not a bug
         code = "no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unreadable"
-        return _report(argv, code, f"{error.filename or 'standard output'}: {error.strerror}", EXIT_TROUBLE)
+        return _report(
+            argv, code, f"{error.filename or 'standard output'}: {error.strerror}", EXIT_TROUBLE
+        )
     message = f"{type(error).__name__}: {error} (a bug of ema-ckpt; --debug shows where)"
     return _report(argv, "internal", message, EXIT_INTERNAL)
 

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.cli.text import clean, terminal
-from ema_ckpt.core.catalog import Warn
+from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.errors import counted
 from ema_ckpt.core.text import format_size
-from ema_ckpt.ops.results import Written, as_json
+from ema_ckpt.ops.results import WriteResult, as_json
 
 if TYPE_CHECKING:
-    from ema_ckpt.ops.inspected import Inspected
-    from ema_ckpt.ops.verified import Verified
-
-__all__ = ["Style", "document", "inspected", "progress", "verified", "written"]
+    from ema_ckpt.ops.inspected import InspectResult
+    from ema_ckpt.ops.verified import VerifyResult
 
 _REDRAW_S = 0.1
 
@@ -42,13 +40,13 @@ def document(value: object) -> None:
     print(text)
 
 
-def _warn(warnings: tuple[Warn, ...], style: Style) -> None:
+def _warn(warnings: tuple[Diagnostic, ...], style: Style) -> None:
     if not style.quiet:
         for warning in warnings:
             print(f"Warning: {clean(warning.message)} [{warning.code}]", file=sys.stderr)
 
 
-def written(result: Written, style: Style) -> None:
+def written(result: WriteResult, style: Style) -> None:
     """What a writing verb did."""
     _warn(result.warnings, style)
     if style.json:
@@ -65,14 +63,18 @@ def written(result: Written, style: Style) -> None:
     for item in result.skipped:
         print(f"skipped {clean(item.name)}: {item.reason}")
     for entry in result.files if result.dry_run or len(result.files) > 1 else ():
-        print(f"{'would write' if result.dry_run else 'wrote'} {entry.path} ({format_size(entry.nbytes)})")
+        print(
+            f"{'would write' if result.dry_run else 'wrote'} {entry.path} ({format_size(entry.nbytes)})"
+        )
     what = f"{counted(result.tensors, 'tensor')}, {format_size(result.nbytes)}"
     tree = "" if result.tree is None else f" of tree {result.tree!r}"
     verb = "would write" if result.dry_run else "wrote"
     print(f"{verb} {what}{tree} to {result.target} in {result.seconds:.2f} s")
 
 
-def inspected(result: Inspected, style: Style, tree: str | None, depth: int | None, shards: bool) -> None:
+def inspected(
+    result: InspectResult, style: Style, tree: str | None, depth: int | None, shards: bool
+) -> None:
     """What a checkpoint holds; on a terminal only of `tree`, where one is named."""
     _warn(result.warnings, style)
     if style.json:
@@ -83,7 +85,7 @@ def inspected(result: Inspected, style: Style, tree: str | None, depth: int | No
         print_inspected(result, tree, depth, shards)
 
 
-def verified(result: Verified, style: Style) -> None:
+def verified(result: VerifyResult, style: Style) -> None:
     """What is wrong with a checkpoint, and what that makes of it."""
     _warn(result.warnings, style)
     if style.json:
@@ -111,7 +113,9 @@ def progress(style: Style, doing: str = "writing") -> Iterator[Callable[[int], N
 
     columns = (TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn())
     # Without a thread that redraws: a process that has one cannot be copied safely.
-    with Progress(*columns, console=terminal(stderr=True), transient=True, auto_refresh=False) as bar:
+    with Progress(
+        *columns, console=terminal(stderr=True), transient=True, auto_refresh=False
+    ) as bar:
         task = bar.add_task(doing, total=None)
         drawn = 0.0
 

@@ -1,4 +1,6 @@
-"""The command reference as Markdown, from the commands themselves: `python -m ema_ckpt.cli.reference` prints it."""
+"""The command reference as Markdown, from the commands themselves: `python -m
+ema_ckpt.cli.reference` prints it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,6 @@ from collections.abc import Iterator
 import click
 
 from ema_ckpt.cli.commands import cli
-
-__all__ = ["reference"]
 
 _HEAD = """\
 # Command reference
@@ -26,7 +26,9 @@ def reference(group: click.Group = cli, name: str = "ema-ckpt") -> str:
     for command_name in group.list_commands(context):
         command = group.get_command(context, command_name)
         if command is not None and not command.hidden:
-            parts.append("\n".join(_command(command, click.Context(command, context, command_name))))
+            parts.append(
+                "\n".join(_command(command, click.Context(command, context, command_name)))
+            )
     return "\n".join(parts)
 
 
@@ -46,7 +48,9 @@ def _command(command: click.Command, context: click.Context) -> Iterator[str]:
 def _default(parameter: click.Parameter) -> str:
     """The default, where it is a value and the help does not speak of it."""
     help_text = getattr(parameter, "help", None) or ""
-    shown = isinstance(parameter.default, str | int | float) and not isinstance(parameter.default, bool)
+    shown = isinstance(parameter.default, str | int | float) and not isinstance(
+        parameter.default, bool
+    )
     return f" Default: {parameter.default}." if shown and "Default" not in help_text else ""
 
 

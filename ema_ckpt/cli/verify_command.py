@@ -9,19 +9,27 @@ import click
 from ema_ckpt.cli.click_ext import Command, style_of
 from ema_ckpt.cli.options import general
 
-__all__ = ["verify_command"]
-
 _EXIT_CODES = {"sound": 0, "damaged": 1, "unproven": 3}
 
 
 @click.command("verify", cls=Command)
 @click.argument("path")
-@click.option("--values", is_flag=True, help="Also look for NaN, infinities, all-zero tensors, absurd magnitudes.")
-@click.option("--against", metavar="SRC", help="The checkpoint this one was made from: compare every tensor's digest.")
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Also look for NaN, infinities, all-zero tensors, absurd magnitudes.",
+)
+@click.option(
+    "--against",
+    metavar="SRC",
+    help="The checkpoint this one was made from: compare every tensor's digest.",
+)
 @click.option("--threads", type=int, metavar="N", help="Workers. Default: usable CPUs, at most 8.")
 @general
 def verify_command(path: str, **given: Any) -> int:
-    """Check structure, sizes and every stored checksum. Exit code 0 sound, 3 unproven, 1 damaged."""
+    """Check structure, sizes and every stored checksum. Exit code 0 sound, 3 unproven, 1
+    damaged.
+    """
     from ema_ckpt.cli import output
     from ema_ckpt.ops.verify import verify
 

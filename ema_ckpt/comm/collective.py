@@ -1,4 +1,6 @@
-"""Steps that succeed on all ranks or fail on all of them, with the cause from the rank that had it."""
+"""Steps that succeed on all ranks or fail on all of them, with the cause from the rank that had
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,12 @@ from typing import TypeVar
 from ema_ckpt.comm.failures import described, joined
 from ema_ckpt.comm.rendezvous import Channel
 
-__all__ = ["agreed"]
-
 T = TypeVar("T")
 
 
 def agreed(ours: Channel, call: str, step: Callable[[], T]) -> T:
-    """Run `step` on every rank; where one rank's step raises, all ranks raise, and none before all are done.
+    """Run `step` on every rank; where one rank's step raises, all ranks raise, and none before all
+    are done.
 
     Raises:
         EmaCkptError: of the class and code that a step raised.

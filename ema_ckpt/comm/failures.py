@@ -8,8 +8,6 @@ from typing import Any
 from ema_ckpt.core import errors
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 
-__all__ = ["described", "joined", "named_ranks"]
-
 
 def described(failure: Exception) -> dict[str, str]:
     """An error in a form that survives JSON."""
@@ -19,7 +17,8 @@ def described(failure: Exception) -> dict[str, str]:
 
 
 def joined(call: str, failed: Mapping[int, Mapping[str, str]], size: int) -> EmaCkptError:
-    """One error of what `described` gave on each rank that failed, of the class and code of the lowest.
+    """One error of what `described` gave on each rank that failed, of the class and code of the
+    lowest.
 
     Args:
         call: what the user called.
@@ -31,7 +30,8 @@ def joined(call: str, failed: Mapping[int, Mapping[str, str]], size: int) -> Ema
     first = failed[min(failed)]
     kind: Any = getattr(errors, first["kind"], CollectiveError)
     message = "; ".join(
-        text if len(ranks) == size else f"{named_ranks(ranks)}: {text}" for text, ranks in by_message.items()
+        text if len(ranks) == size else f"{named_ranks(ranks)}: {text}"
+        for text, ranks in by_message.items()
     )
     return kind(first["code"], message if kind is not CollectiveError else f"{call}: {message}")  # type: ignore[no-any-return]
 

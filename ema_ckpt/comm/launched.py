@@ -1,4 +1,5 @@
-"""Several processes as one command, under `torchrun`: they meet over gloo, and one's failure reaches all.
+"""Several processes as one command, under `torchrun`: they meet over gloo, and one's failure
+reaches all.
 
 torch is imported only where the environment says that there are several processes.
 """
@@ -13,8 +14,6 @@ from datetime import timedelta
 from typing import Any
 
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError
-
-__all__ = ["Meeting", "current", "is_launched", "joined", "rank_here"]
 
 _JOIN_SECONDS = 300
 _current: Meeting | None = None
@@ -32,12 +31,16 @@ def rank_here(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def current() -> Meeting | None:
-    """The processes that carry out the present command together, or None if this one does it alone."""
+    """The processes that carry out the present command together, or None if this one does it
+    alone.
+    """
     return _current
 
 
 class Meeting:
-    """The processes of a command. Each exchange is a place where all of them come by, with a value or an error."""
+    """The processes of a command. Each exchange is a place where all of them come by, with a value
+    or an error.
+    """
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
         self.rank = rank
@@ -57,7 +60,11 @@ class Meeting:
         """Let the others know that this process failed, unless that is how it learned of it."""
         if self._failed:
             return
-        text = str(error) if isinstance(error, EmaCkptError | OSError) else f"{type(error).__name__}: {error}"
+        text = (
+            str(error)
+            if isinstance(error, EmaCkptError | OSError)
+            else f"{type(error).__name__}: {error}"
+        )
         with contextlib.suppress(CollectiveError):
             self._meet((text, None))
 
@@ -73,7 +80,9 @@ class Meeting:
             self._failed = True
             first = str(errors[0]).splitlines()[0]
             raise CollectiveError("rank-failed", f"another process ended without a word ({first})")
-        causes = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
+        causes = [
+            f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None
+        ]
         if causes:
             self._failed = True
             raise CollectiveError("rank-failed", "; ".join(dict.fromkeys(causes)))
@@ -93,7 +102,7 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Meeting]:
+def process_group() -> Iterator[Meeting]:
     """Meet the other processes; leave only when all are done. A failure of one is raised in all.
 
     Raises:
@@ -121,7 +130,9 @@ def _meet_all() -> Meeting:
         # Who is done early waits for the others: days, not the half hour that gloo grants.
         group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     except (RuntimeError, ValueError) as error:
-        message = f"the processes did not all come within {_JOIN_SECONDS} s: {str(error).splitlines()[0]}"
+        message = (
+            f"the processes did not all come within {_JOIN_SECONDS} s: {str(error).splitlines()[0]}"
+        )
         raise CollectiveError("rank-failed", message) from None
     return Meeting(dist.get_rank(), dist.get_world_size(), group)
 

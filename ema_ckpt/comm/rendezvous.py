@@ -1,7 +1,8 @@
 """Meeting of ranks before a collective call, and exchange of small values between them.
 
-Ranks meet in the store of the process group, not in a collective: a barrier that times out leaves its group
-unusable, a store does not mind. What they exchange then travels over channels of our own, so that it neither
+Ranks meet in the store of the process group, not in a collective: a barrier that times out leaves
+its group unusable, a store does not mind. What they exchange then travels over channels of our own,
+so that it neither
 needs NCCL nor gets in the way of the training's collectives.
 """
 
@@ -23,9 +24,8 @@ from torch._C._distributed_c10d import PrefixStore
 from ema_ckpt.comm.failures import described, joined, named_ranks
 from ema_ckpt.core.errors import CollectiveError
 
-__all__ = ["Channel", "channel", "meet"]
-
-# A rank that dies is noticed at once by its closed connection; this bounds only one that hangs while writing.
+# A rank that dies is noticed at once by its closed connection; this bounds only one that hangs
+# while writing.
 _GROUP_TIMEOUT = timedelta(hours=2)
 # Ranks connect right after they have met: whoever is not there by then has died in between.
 _CONNECT_TIMEOUT = timedelta(minutes=2)
@@ -33,24 +33,33 @@ _CONNECT_TIMEOUT = timedelta(minutes=2)
 _attempts: dict[tuple[int, ...], int] = {}
 _attempts_of: object = None  # the default group that `_attempts` counts for
 _channels: dict[str, tuple[object, Channel]] = {}
-# gloo's threads must have ended before the interpreter goes: one that lets go of a tensor later aborts the process.
-# Saves in the background are over by then; threads are joined before this is called.
+# gloo's threads must have ended before the interpreter goes: one that lets go of a tensor later
+# aborts the process. Saves in the background are over by then; threads are joined before this is
+# called.
 atexit.register(_channels.clear)
 
 
-def meet(call: str, timeout: float, group: dist.ProcessGroup | None = None, failure: Exception | None = None) -> None:
-    """Return once every rank of `group` (default: all) has come to `call`; a no-op without a process group.
+def meet(
+    call: str,
+    timeout: float,
+    group: dist.ProcessGroup | None = None,
+    failure: Exception | None = None,
+) -> None:
+    """Return once every rank of `group` (default: all) has come to `call`; a no-op without a
+    process group.
 
-    A meeting that fails is over for those who came; whoever comes later takes part in the next one, so the group
-    stays usable.
+    A meeting that fails is over for those who came; whoever comes later takes part in the next one,
+    so the group stays usable.
 
     Args:
         call: what the user called, as messages name it.
         timeout: seconds.
-        failure: why this rank cannot go on: every rank raises it, instead of waiting for this one later.
+        failure: why this rank cannot go on: every rank raises it, instead of waiting for this one
+            later.
 
     Raises:
-        CollectiveError: `rank-failed`: some ranks did not come within `timeout`, or came to another call.
+        CollectiveError: `rank-failed`: some ranks did not come within `timeout`, or came to another
+            call.
         EmaCkptError: of the class and code of a rank's failure.
     """
     if not dist.is_initialized():
@@ -63,7 +72,9 @@ def meet(call: str, timeout: float, group: dist.ProcessGroup | None = None, fail
         pass
 
 
-def _met(call: str, timeout: float, deadline: float, ranks: tuple[int, ...], failure: Exception | None) -> bool:
+def _met(
+    call: str, timeout: float, deadline: float, ranks: tuple[int, ...], failure: Exception | None
+) -> bool:
     """Take part in one meeting; False if it had already failed without us."""
     meeting = _Meeting(ranks, _next_attempt(ranks))
     meeting.arrive(call, failure)
@@ -74,11 +85,16 @@ def _met(call: str, timeout: float, deadline: float, ranks: tuple[int, ...], fai
     if absent:
         given = outcome.get("timeout", timeout)
         raise CollectiveError(
-            "rank-failed", f"{call} is collective: {named_ranks(absent)} did not call it within {given:g} s"
+            "rank-failed",
+            f"{call} is collective: {named_ranks(absent)} did not call it within {given:g} s",
         )
     if "calls" in outcome:
-        others = "; ".join(f"{named_ranks(came)} called {name}" for name, came in outcome["calls"].items())
-        raise CollectiveError("rank-failed", f"{call} is collective: the ranks met in different calls: {others}")
+        others = "; ".join(
+            f"{named_ranks(came)} called {name}" for name, came in outcome["calls"].items()
+        )
+        raise CollectiveError(
+            "rank-failed", f"{call} is collective: the ranks met in different calls: {others}"
+        )
     if "failed" in outcome:
         failed = {int(rank): report for rank, report in outcome["failed"].items()}
         raise joined(call, failed, len(ranks)) from failure
@@ -86,12 +102,16 @@ def _met(call: str, timeout: float, deadline: float, ranks: tuple[int, ...], fai
 
 
 class _Meeting:
-    """One attempt of some ranks to meet: a key per rank, a count, and an outcome that is written once."""
+    """One attempt of some ranks to meet: a key per rank, a count, and an outcome that is written
+    once.
+    """
 
     def __init__(self, ranks: tuple[int, ...], attempt: int) -> None:
         name = "all" if len(ranks) == dist.get_world_size() else "-".join(map(str, ranks))
         self._ranks = ranks
-        self._name, self._previous, self._over = (f"ema_ckpt/{name}/{attempt - back}" for back in range(3))
+        self._name, self._previous, self._over = (
+            f"ema_ckpt/{name}/{attempt - back}" for back in range(3)
+        )
         self._store = dist.distributed_c10d._get_default_store()
 
     def arrive(self, call: str, failure: Exception | None) -> None:
@@ -108,14 +128,19 @@ class _Meeting:
             left = max(deadline - time.monotonic(), 0.001)
             self._store.wait([f"{self._name}/outcome"], timedelta(seconds=left))
         except RuntimeError:  # the FileStore has no class of its own for it
-            absent = [rank for rank in self._ranks if not self._store.check([f"{self._name}/{rank}"])]
-            # All came, yet nobody decided: one was killed after it arrived. What follows the meeting will miss it.
+            absent = [
+                rank for rank in self._ranks if not self._store.check([f"{self._name}/{rank}"])
+            ]
+            # All came, yet nobody decided: one was killed after it arrived. What follows the
+            # meeting will miss it.
             self._decide({"absent": absent, "timeout": timeout} if absent else self._found())
         return dict(json.loads(self._store.get(f"{self._name}/outcome")))
 
     def _found(self) -> dict[str, Any]:
         """The outcome once all have arrived."""
-        entries = {rank: json.loads(self._store.get(f"{self._name}/{rank}")) for rank in self._ranks}
+        entries = {
+            rank: json.loads(self._store.get(f"{self._name}/{rank}")) for rank in self._ranks
+        }
         calls: dict[str, list[int]] = {}
         for rank, entry in entries.items():
             calls.setdefault(entry["call"], []).append(rank)
@@ -147,10 +172,12 @@ def _next_attempt(ranks: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Channel:
-    """Connections between all ranks that only this package uses, apart from every group the training has.
+    """Connections between all ranks that only this package uses, apart from every group the
+    training has.
 
-    It is a gloo group made by hand: it works beside NCCL-only groups and outlives `destroy_process_group`, which an
-    asynchronous save may still need when a script ends. Calls are collective and in one order on all ranks.
+    It is a gloo group made by hand: it works beside NCCL-only groups and outlives
+    `destroy_process_group`, which an asynchronous save may still need when a script ends. Calls are
+    collective and in one order on all ranks.
     Every method raises CollectiveError `rank-failed` if another rank died.
     """
 
@@ -163,7 +190,9 @@ class Channel:
         return [json.loads(data) for data in self._all_gathered(json.dumps(value).encode())]
 
     def exchange_if_different(self, value: Any) -> list[Any]:
-        """As `exchange`, but an empty list if all ranks passed the same: large equal values then do not travel."""
+        """As `exchange`, but an empty list if all ranks passed the same: large equal values then do
+        not travel.
+        """
         marks = self.exchange(hashlib.sha256(json.dumps(value).encode()).hexdigest())
         return self.exchange(value) if len(set(marks)) > 1 else []
 
@@ -172,9 +201,15 @@ class Channel:
         if self.gloo is None:
             return [data]
         sizes = self._sizes(len(data))
-        parts = [[torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]] if self.rank == 0 else []
+        parts = (
+            [[torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]] if self.rank == 0 else []
+        )
         self._wait(self.gloo.gather(parts, [_padded(data, max(sizes))]))
-        return [_bytes_of(part, size) for part, size in zip(parts[0], sizes, strict=True)] if parts else []
+        return (
+            [_bytes_of(part, size) for part, size in zip(parts[0], sizes, strict=True)]
+            if parts
+            else []
+        )
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
         """On each rank its part of what rank 0 passed; other ranks pass nothing."""
@@ -226,11 +261,14 @@ class Channel:
             work.wait()
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
-            raise CollectiveError("rank-failed", f"another rank ended or hung in a collective call: {cause}") from error
+            raise CollectiveError(
+                "rank-failed", f"another rank ended or hung in a collective call: {cause}"
+            ) from error
 
 
 def channel(purpose: str) -> Channel:
-    """The channel of all ranks for `purpose`; calls on different channels may run side by side in threads.
+    """The channel of all ranks for `purpose`; calls on different channels may run side by side in
+    threads.
 
     Made at the first call, which is collective: `meet` first.
 
@@ -250,7 +288,9 @@ def channel(purpose: str) -> Channel:
             gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_CONNECT_TIMEOUT)
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
-            raise CollectiveError("rank-failed", f"not all ranks could be connected: {cause}") from error
+            raise CollectiveError(
+                "rank-failed", f"not all ranks could be connected: {cause}"
+            ) from error
         gloo._set_default_timeout(_GROUP_TIMEOUT)
         made = _channels[purpose] = (world, Channel(gloo, rank, size))
     return made[1]

@@ -1,6 +1,7 @@
 """Axis-aligned boxes in element coordinates: the geometry of shards.
 
-A box is `(offsets, sizes)`, both in elements, one number per dimension; a 0-dim box holds one element.
+A box is `(offsets, sizes)`, both in elements, one number per dimension; a 0-dim box holds one
+element.
 """
 
 from __future__ import annotations
@@ -8,17 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
-
-__all__ = [
-    "Box",
-    "first_overlap",
-    "intersect",
-    "is_contiguous_in",
-    "linear",
-    "row_major_strides",
-    "split_rows",
-    "whole",
-]
 
 Ints = tuple[int, ...]
 
@@ -37,12 +27,15 @@ class Box(NamedTuple):
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the box lies inside a tensor of `shape`."""
         return len(self.sizes) == len(self.offsets) == len(shape) and all(
-            o >= 0 and s >= 0 and o + s <= d for o, s, d in zip(self.offsets, self.sizes, shape, strict=True)
+            o >= 0 and s >= 0 and o + s <= d
+            for o, s, d in zip(self.offsets, self.sizes, shape, strict=True)
         )
 
     def within(self, outer: Box) -> Box:
         """The same box in coordinates relative to `outer`'s corner."""
-        return Box(tuple([o - p for o, p in zip(self.offsets, outer.offsets, strict=True)]), self.sizes)
+        return Box(
+            tuple([o - p for o, p in zip(self.offsets, outer.offsets, strict=True)]), self.sizes
+        )
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -73,7 +66,8 @@ def row_major_strides(shape: Sequence[int]) -> Ints:
 def split_rows(shape: Sequence[int], parts: int) -> Iterator[Box]:
     """Cut a tensor of one dim or more into `parts` boxes on dim 0, as `torch.chunk` does.
 
-    Each box has ceil(rows / parts) rows, the last non-empty one fewer; boxes after it are empty at offset `rows`.
+    Each box has ceil(rows / parts) rows, the last non-empty one fewer; boxes after it are empty at
+    offset `rows`.
     """
     rows = shape[0]
     step = -(-rows // parts)
@@ -86,13 +80,15 @@ def split_rows(shape: Sequence[int], parts: int) -> Iterator[Box]:
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Indices of two different boxes that share an element, or None.
 
-    Sweeps along the axis on which the boxes begin at most places, so that row, column and grid shards
-    all cost about n log n.
+    Sweeps along the axis on which the boxes begin at most places, so that row, column and grid
+    shards all cost about n log n.
     """
     live = [index for index, box in enumerate(boxes) if box.numel]
     if len(live) < 2 or not boxes[live[0]].sizes:
         return (live[0], live[1]) if len(live) > 1 else None
-    axis = max(range(len(boxes[live[0]].sizes)), key=lambda d: len({boxes[i].offsets[d] for i in live}))
+    axis = max(
+        range(len(boxes[live[0]].sizes)), key=lambda d: len({boxes[i].offsets[d] for i in live})
+    )
     live.sort(key=lambda i: boxes[i].offsets[axis])
     active: list[int] = []
     for index in live:
@@ -114,7 +110,9 @@ def linear(offsets: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def is_contiguous_in(inner: Box, outer: Box) -> bool:
-    """Whether the elements of `inner`, a box inside `outer`, follow one another in `outer`'s row-major order."""
+    """Whether the elements of `inner`, a box inside `outer`, follow one another in `outer`'s
+    row-major order.
+    """
     axis, ndim = 0, len(inner.sizes)
     while axis < ndim and inner.sizes[axis] == 1:
         axis += 1

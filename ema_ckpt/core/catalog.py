@@ -1,7 +1,8 @@
 """The noun in the middle: what a checkpoint holds and where its bytes lie, whatever its format.
 
-A format module reads a checkpoint's metadata into a `Catalog`; layouts, plans and the streaming readers
-know nothing but catalogs. Everything here is frozen; shapes and boxes are in elements, spans in bytes.
+A format module reads a checkpoint's metadata into a `Catalog`; layouts, plans and the streaming
+readers know nothing but catalogs. Everything here is frozen; shapes and boxes are in elements,
+spans in bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from ema_ckpt.core.box import Box
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import SourceError
 
-__all__ = ["Catalog", "Chunk", "Files", "Object", "Payload", "Reader", "Tensor", "Warn", "check_geometry"]
-
 Ints = tuple[int, ...]
 Path = tuple[str | int, ...]
 
@@ -24,7 +23,7 @@ _MAX_ELEMENTS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class Warn:
+class Diagnostic:
     """Something a person should know that does not stop the work; `code` is stable."""
 
     code: str
@@ -34,8 +33,9 @@ class Warn:
 class Chunk(NamedTuple):
     """One stored piece of a tensor: its box, and the span of a file that the metadata gives for it.
 
-    The span is what frames the piece in its format (a whole zip for a DCP item), not the bare payload;
-    `Catalog.reader.payloads` finds that. `file` is relative to the checkpoint, with `/` between parts.
+    The span is what frames the piece in its format (a whole zip for a DCP item), not the bare
+    payload; `Catalog.reader.payloads` finds that. `file` is relative to the checkpoint, with `/`
+    between parts.
     """
 
     offsets: Ints
@@ -70,10 +70,11 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the checkpoint: full stored dotted name, path of dict keys and list indices, shape, dtype.
+    """A tensor of the checkpoint: full stored dotted name, path of dict keys and list indices,
+    shape, dtype.
 
-    `chunks` are in stored order and include empty ones. `storage` is equal for tensors that share memory
-    in a source that records it (torch files), and None elsewhere.
+    `chunks` are in stored order and include empty ones. `storage` is equal for tensors that share
+    memory in a source that records it (torch files), and None elsewhere.
     """
 
     name: str
@@ -96,7 +97,9 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """A stored value that is no tensor. Its span frames the pickle; `inline` holds values already read safely."""
+    """A stored value that is no tensor. Its span frames the pickle; `inline` holds values already
+    read safely.
+    """
 
     name: str
     path: Path
@@ -108,7 +111,9 @@ class Object:
 
 
 class Files(Protocol):
-    """A directory (or one file's directory) that can be read at positions. Names are relative, with `/`."""
+    """A directory (or one file's directory) that can be read at positions. Names are relative, with
+    `/`.
+    """
 
     root: str
 
@@ -117,11 +122,15 @@ class Files(Protocol):
         ...
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes at `offset`. Raises SourceError `truncated-file` if there are fewer."""
+        """Exactly `nbytes` bytes at `offset`. Raises SourceError `truncated-file` if there are
+        fewer.
+        """
         ...
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`. Raises SourceError `truncated-file` if there are fewer bytes."""
+        """Fill `buffer` from `offset`. Raises SourceError `truncated-file` if there are fewer
+        bytes.
+        """
         ...
 
     def listing(self) -> list[str]:
@@ -137,7 +146,9 @@ class Reader(Protocol):
     """What a format offers beyond its metadata."""
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
-        """Find the payload of each of `tensor.chunks`, in their order. Reads headers, never payload bytes."""
+        """Find the payload of each of `tensor.chunks`, in their order. Reads headers, never payload
+        bytes.
+        """
         ...
 
     def load(self, item: Object) -> object:
@@ -156,8 +167,8 @@ class Catalog:
     Attributes:
         path: what the user named. `resolved`: the checkpoint found there.
         format: `dcp`, `safetensors`, `torch` or `rank-files`.
-        nested: whether paths come from real nesting; if not, every path is the name alone and trees are
-            told by name.
+        nested: whether paths come from real nesting; if not, every path is the name alone and trees
+            are told by name.
         files: every data file the metadata names, with the least size it must have.
         digests: recorded CRC-32 of logical row-major bytes, by full stored tensor name.
         extra: format facts to carry along (`__metadata__` of safetensors, say), by name.
@@ -174,7 +185,7 @@ class Catalog:
     world_size: int | None = None
     files: Mapping[str, int] = field(default_factory=dict)
     digests: Mapping[str, int] = field(default_factory=dict)
-    warnings: tuple[Warn, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
     extra: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -6,11 +6,11 @@ from ema_ckpt.core.box import first_overlap
 from ema_ckpt.core.catalog import Chunk, Tensor
 from ema_ckpt.core.errors import SourceError, counted
 
-__all__ = ["prove", "unique_chunks"]
-
 
 def unique_chunks(tensor: Tensor) -> list[int]:
-    """Indices of the chunks that hold elements, the first of each box: equal boxes are replicas, not overlap."""
+    """Indices of the chunks that hold elements, the first of each box: equal boxes are replicas,
+    not overlap.
+    """
     seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for index, chunk in enumerate(tensor.chunks):
         if 0 not in chunk.sizes:
@@ -19,7 +19,8 @@ def unique_chunks(tensor: Tensor) -> list[int]:
 
 
 def prove(tensor: Tensor) -> list[int]:
-    """Check bounds, overlap and volume; return the indices of the chunks to read, in row order if they are rows.
+    """Check bounds, overlap and volume; return the indices of the chunks to read, in row order if
+    they are rows.
 
     Raises:
         SourceError: `out-of-bounds`, `overlap`, `hole` or `incomplete`, naming the tensor.
@@ -28,13 +29,20 @@ def prove(tensor: Tensor) -> list[int]:
     chunks = [tensor.chunks[index] for index in picked]
     for chunk in chunks:
         if not chunk.file:
-            raise _error("incomplete", tensor, f"no file is named for the chunk at {list(chunk.offsets)}")
+            raise _error(
+                "incomplete", tensor, f"no file is named for the chunk at {list(chunk.offsets)}"
+            )
     if _is_rows(tensor, chunks):
         return picked
     for chunk in chunks:
         if not chunk.box.fits(tensor.shape):
             found = f"a chunk at {list(chunk.offsets)} of {list(chunk.sizes)}"
-            raise _error("out-of-bounds", tensor, f"{found} does not fit into {list(tensor.shape)}", chunk.file)
+            raise _error(
+                "out-of-bounds",
+                tensor,
+                f"{found} does not fit into {list(tensor.shape)}",
+                chunk.file,
+            )
     boxes = [chunk.box for chunk in chunks]
     clash = first_overlap(boxes)
     if clash is not None:
@@ -62,4 +70,6 @@ def _is_rows(tensor: Tensor, chunks: list[Chunk]) -> bool:
 
 def _error(code: str, tensor: Tensor, what: str, file: str | None = None) -> SourceError:
     where = f"{file}: " if file else ""
-    return SourceError(code, f"{where}tensor {tensor.name!r}: {what}", tensor=tensor.name, file=file)
+    return SourceError(
+        code, f"{where}tensor {tensor.name!r}: {what}", tensor=tensor.name, file=file
+    )

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ema_ckpt.core.errors import SourceError
 
-__all__ = ["DTYPES", "DType", "by_name", "by_safetensors", "by_storage_class"]
-
 
 @dataclass(frozen=True, slots=True)
 class DType:
@@ -21,7 +19,8 @@ class DType:
         storage_class: torch's legacy storage class (`FloatStorage`), or None for types that are
             pickled as `UntypedStorage` with a dtype beside it.
         numpy: numpy's dtype string, or None if numpy has no such type.
-        kind: `float`, `low` (8 bits and fewer: scaled formats that are never cast), `complex`, `int` or `bool`.
+        kind: `float`, `low` (8 bits and fewer: scaled formats that are never cast), `complex`,
+            `int` or `bool`.
     """
 
     name: str
@@ -66,7 +65,9 @@ DTYPES = (
     DType("uint8", 1, "U8", "ByteStorage", "|u1", "int"),
     DType("bool", 1, "BOOL", "BoolStorage", "|b1", "bool"),
 )
-_FOREIGN = re.compile(r"(q?u?int|b?float|b?complex|bits)\d+(_?\w+)?")  # quantized ones, and those of fewer bits
+_FOREIGN = re.compile(
+    r"(q?u?int|b?float|b?complex|bits)\d+(_?\w+)?"
+)  # quantized ones, and those of fewer bits
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
 _BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}

@@ -13,18 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "CollectiveError",
-    "EmaCkptError",
-    "SourceError",
-    "StateError",
-    "TargetError",
-    "UnsafeError",
-    "UsageError",
-    "counted",
-    "shown",
-]
-
 _SHOWN_NAMES = 10
 
 
@@ -37,7 +25,9 @@ class EmaCkptError(Exception):
         file: the file concerned, relative to the checkpoint, if it is about one.
     """
 
-    def __init__(self, code: str, message: str, *, tensor: str | None = None, file: str | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, *, tensor: str | None = None, file: str | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.tensor = tensor
@@ -69,10 +59,14 @@ class CollectiveError(EmaCkptError):
 
 
 class StateError(EmaCkptError):
-    """A training-side call came at the wrong moment, or its model is not the one it was made for."""
+    """A training-side call came at the wrong moment, or its model is not the one it was made
+    for.
+    """
 
 
-def _rebuild(kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None) -> EmaCkptError:
+def _rebuild(
+    kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None
+) -> EmaCkptError:
     return kind(code, message, tensor=tensor, file=file)
 
 
@@ -82,7 +76,9 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def shown(names: Sequence[str]) -> str:
-    """At most ten names and, if there are more, how many: the form in which messages list tensors."""
+    """At most ten names and, if there are more, how many: the form in which messages list
+    tensors.
+    """
     head = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
     rest = len(names) - _SHOWN_NAMES
     return f"{head} and {rest} more" if rest > 0 else head

@@ -1,4 +1,5 @@
-"""Names and what they say: wrapper prefixes, the roles of trees and parts, globs, rename rules, near misses.
+"""Names and what they say: wrapper prefixes, the roles of trees and parts, globs, rename rules,
+near misses.
 
 Pure strings; nothing here knows a tensor.
 """
@@ -9,32 +10,22 @@ from collections.abc import Callable, Iterable
 
 from ema_ckpt.core.errors import UsageError
 
-__all__ = [
-    "EMA",
-    "LIVE",
-    "OPTIMIZER",
-    "OTHER",
-    "SETTINGS",
-    "WRAPPERS",
-    "canonical",
-    "glob_matcher",
-    "is_wrapped",
-    "live_partners",
-    "nearest",
-    "parse_rename",
-    "part_role",
-    "rename_path",
-    "role_of",
-    "tree_role",
-]
-
 EMA, LIVE, OPTIMIZER, OTHER = "ema", "live", "optimizer", "other"
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components that DDP, `torch.compile`, FSDP1 and activation checkpointing put into names."""
 
 SETTINGS = frozenset(
-    {"decay", "num_updates", "n_averaged", "optimization_step", "step", "initted", "samples_seen", "config"}
+    {
+        "decay",
+        "num_updates",
+        "n_averaged",
+        "optimization_step",
+        "step",
+        "initted",
+        "samples_seen",
+        "config",
+    }
 )
 """Entries of an EMA tree that describe the average and are no weights."""
 
@@ -55,7 +46,11 @@ _PARTS = {
     **dict.fromkeys(("optim", "optimizer"), OPTIMIZER),
     **dict.fromkeys(("extra_state", "dataloader_state"), OTHER),
 }
-_NUMBERED_PARTS = (("pytorch_model_fsdp_", LIVE), ("pytorch_ema_model_fsdp_", EMA), ("optimizer_", OPTIMIZER))
+_NUMBERED_PARTS = (
+    ("pytorch_model_fsdp_", LIVE),
+    ("pytorch_ema_model_fsdp_", EMA),
+    ("optimizer_", OPTIMIZER),
+)
 
 Path = tuple[str | int, ...]
 
@@ -66,7 +61,9 @@ def is_wrapped(name: str) -> bool:
 
 
 def canonical(name: str) -> str:
-    """`name` without wrapper components, at whatever depth they stand; the last component always stays."""
+    """`name` without wrapper components, at whatever depth they stand; the last component always
+    stays.
+    """
     if not is_wrapped(name):
         return name
     *heads, last = name.split(".")
@@ -74,7 +71,9 @@ def canonical(name: str) -> str:
 
 
 def role_of(name: str) -> str | None:
-    """The role that a tree's name tells (`ema`, `live`, `optimizer`, or `other` for bookkeeping), or None."""
+    """The role that a tree's name tells (`ema`, `live`, `optimizer`, or `other` for bookkeeping),
+    or None.
+    """
     found = _ROLES.get(name)
     if found is None and name.endswith("_optimizer"):
         return OPTIMIZER
@@ -84,19 +83,25 @@ def role_of(name: str) -> str | None:
 
 
 def tree_role(name: str) -> str | None:
-    """The role that a tree's dotted name tells, by itself or by its last component (`app.model`)."""
+    """The role that a tree's dotted name tells, by itself or by its last component
+    (`app.model`).
+    """
     return role_of(name) or role_of(name.rpartition(".")[2])
 
 
 def part_role(name: str) -> str | None:
-    """The role of a checkpoint's part by the name of its directory or file stem, or None if it is no part."""
+    """The role of a checkpoint's part by the name of its directory or file stem, or None if it is
+    no part.
+    """
     if name.startswith("rng"):
         return OTHER
     return _numbered_role(name) or _PARTS.get(name)
 
 
 def _numbered_role(name: str) -> str | None:
-    """The role of a directory of accelerate (`pytorch_model_fsdp_0`), which is a tree once it is in one checkpoint."""
+    """The role of a directory of accelerate (`pytorch_model_fsdp_0`), which is a tree once it is in
+    one checkpoint.
+    """
     for prefix, role in _NUMBERED_PARTS:
         if name.startswith(prefix) and name[len(prefix) :].isdecimal():
             return role
@@ -124,7 +129,9 @@ def live_partners(name: str) -> tuple[str, ...]:
 
 
 def glob_matcher(glob: str) -> Callable[[str], bool]:
-    """A test for whole names, case-sensitive; `*` crosses dots (`fnmatch.fnmatchcase`, compiled once)."""
+    """A test for whole names, case-sensitive; `*` crosses dots (`fnmatch.fnmatchcase`, compiled
+    once).
+    """
     if not any(char in glob for char in "*?["):
         return glob.__eq__
     if glob.endswith("*") and not any(char in glob[:-1] for char in "*?["):
@@ -152,19 +159,24 @@ def parse_rename(text: str) -> tuple[str, str]:
 def rename_path(path: Path, old: str, new: str) -> Path:
     """Carry a rename of the dotted name's prefix `old` to `new` over to the path behind the name.
 
-    Elements behind the prefix stay as they are. Elements that it covers wholly give way to the dotted components
-    of `new`; where it ends inside an element, the nesting keeps its depth as far as the new name has dots.
+    Elements behind the prefix stay as they are. Elements that it covers wholly give way to the
+    dotted components of `new`; where it ends inside an element, the nesting keeps its depth as far
+    as the new name has dots.
     """
     head = f"{path[0]}."
     if len(path) > 1 and old.startswith(head) and new.startswith(head):
         return (path[0], *rename_path(path[1:], old[len(head) :], new[len(head) :]))
     covered, reached = 0, 0
-    while covered < len(path) and (reached < len(old) or (reached == len(old) and new and not new.endswith("."))):
+    while covered < len(path) and (
+        reached < len(old) or (reached == len(old) and new and not new.endswith("."))
+    ):
         reached += len(str(path[covered])) + 1
         covered += 1
     kept = path[covered:]
     dotted = ".".join(map(str, path))
-    changed = (new + dotted[len(old) : max(reached - 1, len(old))]).removesuffix("." if kept else "")
+    changed = (new + dotted[len(old) : max(reached - 1, len(old))]).removesuffix(
+        "." if kept else ""
+    )
     whole = reached == len(old) and bool(kept)
     inner = changed.split(".", -1 if whole else max(covered - 1, 0)) if changed else ()
     # A rename that leaves an empty component (`.weight`) has no nesting to keep.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ema_ckpt.core.errors import UsageError
 
-__all__ = ["format_size", "parse_size"]
-
 _UNITS = {
     "": 1,
     "b": 1,
@@ -21,7 +19,8 @@ _UNITS = {
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes meant by `text`: digits, perhaps a fraction, perhaps one of `B kB MB GB TB KiB MiB GiB TiB`.
+    """Bytes meant by `text`: digits, perhaps a fraction, perhaps one of `B kB MB GB TB KiB MiB GiB
+    TiB`.
 
     Units are read without regard to case. A number alone is bytes.
 
@@ -34,9 +33,16 @@ def parse_size(text: str | int) -> int:
     digits = stripped.rstrip("abgikmtABGIKMT ")
     scale = _UNITS.get(stripped[len(digits) :].strip().lower())
     whole, dot, fraction = digits.partition(".")
-    plain = (whole + fraction).isascii() and (whole + fraction).isdigit() and (bool(fraction) or not dot)
+    plain = (
+        (whole + fraction).isascii()
+        and (whole + fraction).isdigit()
+        and (bool(fraction) or not dot)
+    )
     if scale is None or not plain or len(digits) > 30:
-        raise UsageError("usage", f"{text!r} is not a size: write a number and kB, MB, GB, KiB, MiB or GiB, like 5GB")
+        raise UsageError(
+            "usage",
+            f"{text!r} is not a size: write a number and kB, MB, GB, KiB, MiB or GiB, like 5GB",
+        )
     return _positive(int(whole + fraction) * scale // 10 ** len(fraction), text)
 
 

@@ -1,8 +1,9 @@
 """What a writer is asked for: which piece of which tensor goes to which place of which file.
 
-A format module lays tensors out (`safetensors.lay_out(...)` and so on) and returns a `Target`: all file
-sizes and payload places are known before a byte is written; only checksums are not. The engine copies the
-pieces, then asks for the frames (headers, directories, indices), which carry the checksums.
+A format module lays tensors out (`safetensors.lay_out(...)` and so on) and returns a `WritePlan`:
+all file sizes and payload places are known before a byte is written; only checksums are not. The
+engine copies the pieces, then asks for the frames (headers, directories, indices), which carry the
+checksums.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from ema_ckpt.core.box import Box
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.dtypes import DType
 
-__all__ = ["Entry", "Frame", "Piece", "Target", "keep_first", "together"]
-
 _JOINED_NBYTES = 64 << 10
 
 
-class Entry(NamedTuple):
-    """A tensor to be written: the name and path it gets, where it comes from, the dtype it is cast to."""
+class OutputTensor(NamedTuple):
+    """A tensor to be written: the name and path it gets, where it comes from, the dtype it is cast
+    to.
+    """
 
     name: str
     path: tuple[str | int, ...]
@@ -38,10 +39,12 @@ class Entry(NamedTuple):
         return self.dtype != self.source.dtype
 
 
-class Piece(NamedTuple):
-    """A box of one tensor, written row-major and little-endian at `offset` (bytes) of the target file `file`."""
+class WriteItem(NamedTuple):
+    """A box of one tensor, written row-major and little-endian at `offset` (bytes) of the target
+    file `file`.
+    """
 
-    entry: Entry
+    entry: OutputTensor
     box: Box
     file: str
     offset: int
@@ -53,12 +56,16 @@ class Piece(NamedTuple):
 
     @property
     def is_moved(self) -> bool:
-        """Whether its bytes are moved as they are, as far as shapes tell: they are rows, and nothing is cast."""
+        """Whether its bytes are moved as they are, as far as shapes tell: they are rows, and
+        nothing is cast.
+        """
         source = self.entry.source
-        return not self.entry.casts and all(chunk.sizes[1:] == source.shape[1:] for chunk in source.chunks)
+        return not self.entry.casts and all(
+            chunk.sizes[1:] == source.shape[1:] for chunk in source.chunks
+        )
 
 
-class Frame(NamedTuple):
+class HeaderBytes(NamedTuple):
     """Bytes that belong around payloads: a header, a directory, an index, a small item."""
 
     file: str
@@ -66,34 +73,36 @@ class Frame(NamedTuple):
     data: bytes
 
 
-class Target(Protocol):
+class WritePlan(Protocol):
     """A laid-out output. Pieces are in the order in which they lie in the files."""
 
     @property
     def files(self) -> Mapping[str, int]:
-        """Every file to be written, relative to the target (`""` when the target is one file), and its bytes."""
+        """Every file to be written, relative to the target (`""` when the target is one file), and
+        its bytes.
+        """
         ...
 
     @property
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[WriteItem]:
         """Every payload to be written."""
         ...
 
-    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[Frame]:
+    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
         """All remaining bytes, once payloads are there.
 
-        `crcs[i]` is the CRC-32 of the bytes of `pieces[i]` as written; `digests[name]` that of the logical
-        row-major bytes of the whole entry `name`.
+        `crcs[i]` is the CRC-32 of the bytes of `pieces[i]` as written; `digests[name]` that of the
+        logical row-major bytes of the whole entry `name`.
         """
         ...
 
 
-def keep_first(entries: Iterable[Entry]) -> tuple[list[Entry], dict[str, str]]:
+def keep_first(entries: Iterable[OutputTensor]) -> tuple[list[OutputTensor], dict[str, str]]:
     """Drop every entry whose storage, place, shape and strides an earlier one has.
 
     Returns what is left, and the kept name of each dropped one. Only torch files record storages.
     """
-    kept: list[Entry] = []
+    kept: list[OutputTensor] = []
     ties: dict[str, str] = {}
     owners: dict[object, str] = {}
     for entry in entries:
@@ -107,14 +116,16 @@ def keep_first(entries: Iterable[Entry]) -> tuple[list[Entry], dict[str, str]]:
     return kept, ties
 
 
-def together(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """Put frames together that follow one another: the end of one archive and the beginning of the next."""
-    last: Frame | None = None
+def coalesce_headers(frames: Iterable[HeaderBytes]) -> Iterator[HeaderBytes]:
+    """Put frames together that follow one another: the end of one archive and the beginning of the
+    next.
+    """
+    last: HeaderBytes | None = None
     for frame in frames:
         if last is None:
             last = frame
         elif _follows(frame, last) and len(last.data) + len(frame.data) <= _JOINED_NBYTES:
-            last = Frame(last.file, last.offset, last.data + frame.data)
+            last = HeaderBytes(last.file, last.offset, last.data + frame.data)
         else:
             yield last
             last = frame
@@ -122,5 +133,5 @@ def together(frames: Iterable[Frame]) -> Iterator[Frame]:
         yield last
 
 
-def _follows(frame: Frame, last: Frame) -> bool:
+def _follows(frame: HeaderBytes, last: HeaderBytes) -> bool:
     return frame.file == last.file and frame.offset == last.offset + len(last.data)

@@ -1,21 +1,22 @@
-"""Whether a checkpoint that a search came upon is whole, told from metadata and file sizes alone."""
+"""Whether a checkpoint that a search came upon is whole, told from metadata and file sizes
+alone.
+"""
 
 from __future__ import annotations
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import SourceError, counted
-from ema_ckpt.discovery.found import DCP, SAFETENSORS, Found
+from ema_ckpt.discovery.found import DCP, SAFETENSORS, Location
 from ema_ckpt.formats.rank_files.names import missing_ranks
 from ema_ckpt.storage.files import open_files
 
-__all__ = ["check_complete"]
 
-
-def check_complete(found: Found) -> None:
+def check_complete(found: Location) -> None:
     """Check that every file of a checkpoint is there with at least the size it must have.
 
     Raises:
-        SourceError: `missing-file`, `truncated-file`, `incomplete`, and whatever reading the metadata may raise.
+        SourceError: `missing-file`, `truncated-file`, `incomplete`, and whatever reading the
+            metadata may raise.
     """
     for _, part in found.parts:
         check_complete(part)
@@ -26,7 +27,7 @@ def check_complete(found: Found) -> None:
         source.close()
 
 
-def _check_files(found: Found, source: Files) -> None:
+def _check_files(found: Location, source: Files) -> None:
     if found.format == DCP:
         from ema_ckpt.formats.dcp.reader import required_files
 
@@ -54,7 +55,7 @@ def _check_archive(source: Files, name: str) -> None:
         read_archive(source, name, 0, nbytes)
 
 
-def _check_ranks(found: Found) -> None:
+def _check_ranks(found: Location) -> None:
     world_size, missing = missing_ranks(found.names)
     if missing:
         listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DCP", "PARTS", "RANK_FILES", "SAFETENSORS", "TORCH", "Found"]
-
 DCP, SAFETENSORS, TORCH, RANK_FILES, PARTS = "dcp", "safetensors", "torch", "rank-files", "parts"
 
 
-class Found(NamedTuple):
+class Location(NamedTuple):
     """A checkpoint on disk or behind a URL.
 
     Attributes:
-        format: `dcp`, `safetensors`, `torch`, `rank-files`, or `parts` for several that belong together.
+        format: `dcp`, `safetensors`, `torch`, `rank-files`, or `parts` for several that belong
+            together.
         root: the directory (or its URL) that holds `names`.
         names: the files to open there, in order; an index alone stands for its shards.
         resolved: the directory or file that a person would name.
@@ -25,5 +24,5 @@ class Found(NamedTuple):
     root: str
     names: tuple[str, ...]
     resolved: str
-    parts: tuple[tuple[str, Found], ...] = ()
+    parts: tuple[tuple[str, Location], ...] = ()
     note: str | None = None

@@ -1,6 +1,7 @@
 """Several checkpoints that belong together as one catalog: each part a tree of its role.
 
-Files keep their names below the common directory, tensors their payloads; only names and paths are put together.
+Files keep their names below the common directory, tensors their payloads; only names and paths are
+put together.
 """
 
 from __future__ import annotations
@@ -11,33 +12,41 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ema_ckpt.core.catalog import Catalog, Files, Object, Payload, Reader, Tensor, Warn
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Files, Object, Payload, Reader, Tensor
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, part_role, role_of
-from ema_ckpt.discovery.found import Found
+from ema_ckpt.discovery.found import Location
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.state_dicts.ties import recorded_ties
 from ema_ckpt.state_dicts.tree import Tree, trees
 from ema_ckpt.storage.files import open_files, safe_name
 
 if TYPE_CHECKING:
-    from ema_ckpt.formats.dcp.consistency import Unread
-
-__all__ = ["JoinedFiles", "join_parts", "open_torch_index"]
+    from ema_ckpt.formats.dcp.consistency import UnknownEntry
 
 Path = tuple[str | int, ...]
 
 # Dictionaries whose name tells how an EMA is stored: without it the form would be lost.
 _FORMS = frozenset({"shadow", "shadow_params", "ema_model"})
 _AVERAGE_KEYS = frozenset(
-    {"decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma", "power"}
+    {
+        "decay",
+        "min_decay",
+        "optimization_step",
+        "update_after_step",
+        "use_ema_warmup",
+        "inv_gamma",
+        "power",
+    }
 )
 _MAX_CONFIG_NBYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One part: its catalog, its directory below the common one (with a `/`, or empty), where its entries go."""
+    """One part: its catalog, its directory below the common one (with a `/`, or empty), where its
+    entries go.
+    """
 
     catalog: Catalog
     folder: str
@@ -45,18 +54,25 @@ class _Part:
 
 
 class JoinedFiles:
-    """The files of all parts under one root; the names of a part's files begin with its directory."""
+    """The files of all parts under one root; the names of a part's files begin with its
+    directory.
+    """
 
     def __init__(self, root: str, parts: Sequence[tuple[str, Files]]) -> None:
         self.root = root
-        # The longest directory first, so that `actor/model/` wins over `actor/`, and the common one last.
+        # The longest directory first, so that `actor/model/` wins over `actor/`, and the common one
+        # last.
         self._parts = [*sorted(parts, key=lambda part: -len(part[0])), ("", open_files(root))]
         self._known: dict[str, tuple[Files, str]] = {}
 
     def _locate(self, name: str) -> tuple[Files, str]:
         found = self._known.get(name)
         if found is None:
-            found = next((files, name[len(folder) :]) for folder, files in self._parts if name.startswith(folder))
+            found = next(
+                (files, name[len(folder) :])
+                for folder, files in self._parts
+                if name.startswith(folder)
+            )
             self._known[name] = found
         return found
 
@@ -106,7 +122,11 @@ class JoinedReader:
         if not isinstance(original, Tensor):
             raise SourceError("unreadable", f"{tensor.name!r} is no tensor", tensor=tensor.name)
         payloads = catalog.reader.payloads(original)
-        return tuple(payload._replace(file=folder + payload.file) for payload in payloads) if folder else payloads
+        return (
+            tuple(payload._replace(file=folder + payload.file) for payload in payloads)
+            if folder
+            else payloads
+        )
 
     def load(self, item: Object) -> object:
         """An object, read safely by its part."""
@@ -114,11 +134,14 @@ class JoinedReader:
         return catalog.reader.load(original) if isinstance(original, Object) else None
 
 
-def join_parts(found: Found, path: str, opened: Sequence[tuple[str, Found, Catalog]]) -> Catalog:
+def join_parts(
+    found: Location, path: str, opened: Sequence[tuple[str, Location, Catalog]]
+) -> Catalog:
     """Join the parts of a checkpoint into one catalog.
 
     Raises:
-        SourceError: `name-collision` if two parts hold a tree of one name; what reading a `config.json` may raise.
+        SourceError: `name-collision` if two parts hold a tree of one name; what reading a
+            `config.json` may raise.
     """
     parts, roles, owners = [], {}, dict[str, str]()
     for name, part, catalog in opened:
@@ -130,12 +153,16 @@ def join_parts(found: Found, path: str, opened: Sequence[tuple[str, Found, Catal
             roles[name] = role
             names, placed = [name], _below(name, _content(role, known))
         _refuse_second_owner(names, name, owners, found)
-        parts.append(_Part(_with_config(name, role, catalog), _folder(part.root, found.root), placed))
+        parts.append(
+            _Part(_with_config(name, role, catalog), _folder(part.root, found.root), placed)
+        )
     joined = _join(parts, found, path, nested=True)
     return replace(joined, extra={**joined.extra, "parts": roles})
 
 
-def _refuse_second_owner(names: Sequence[str], part: str, owners: dict[str, str], found: Found) -> None:
+def _refuse_second_owner(
+    names: Sequence[str], part: str, owners: dict[str, str], found: Location
+) -> None:
     for name in names:
         other = owners.setdefault(name, part)
         if other != part:
@@ -149,7 +176,9 @@ def _folder(root: str, above: str) -> str:
 
 
 def _holds_several(known: Sequence[Tree]) -> bool:
-    """Whether a part is no part but a checkpoint of several trees (`model_and_optim`, or `net` with `net_ema`)."""
+    """Whether a part is no part but a checkpoint of several trees (`model_and_optim`, or `net` with
+    `net_ema`).
+    """
     return sum(bool(tree.tensors) and tree.role in (LIVE, EMA, OPTIMIZER) for tree in known) > 1
 
 
@@ -168,12 +197,16 @@ def _hoist(name: str, known: Sequence[Tree]) -> Callable[[Path], Path]:
 
 
 def _content(role: str, known: Sequence[Tree]) -> str | None:
-    """The one dictionary of its role that a part consists of, as in `{"model": …}`; None if it is no such part."""
+    """The one dictionary of its role that a part consists of, as in `{"model": …}`; None if it is
+    no such part.
+    """
     weights = [tree for tree in known if tree.tensors and tree.role in (LIVE, EMA, OPTIMIZER)]
     if len(weights) != 1:
         return None
     tree = weights[0]
-    nested = all(len(tensor.path) > 1 and isinstance(tensor.path[1], str) for tensor in tree.tensors)
+    nested = all(
+        len(tensor.path) > 1 and isinstance(tensor.path[1], str) for tensor in tree.tensors
+    )
     if not nested or role_of(tree.name) is None or tree.name in _FORMS:
         return None
     # An EMA saved like a model is its content only if nothing beside it describes the average.
@@ -183,13 +216,19 @@ def _content(role: str, known: Sequence[Tree]) -> str | None:
 
 def _below(name: str, content: str | None) -> Callable[[Path], Path]:
     def place(path: Path) -> Path:
-        return (name, *path[1:]) if content is not None and path[0] == content and len(path) > 1 else (name, *path)
+        return (
+            (name, *path[1:])
+            if content is not None and path[0] == content and len(path) > 1
+            else (name, *path)
+        )
 
     return place
 
 
 def _with_config(name: str, role: str, catalog: Catalog) -> Catalog:
-    """Add what diffusers' EMAModel writes of an average into the `config.json` beside its weights."""
+    """Add what diffusers' EMAModel writes of an average into the `config.json` beside its
+    weights.
+    """
     if role != EMA or "config.json" not in catalog.source.listing():
         return catalog
     nbytes = catalog.source.size("config.json")
@@ -201,8 +240,13 @@ def _with_config(name: str, role: str, catalog: Catalog) -> Catalog:
     if not isinstance(document, Mapping) or "optimization_step" not in document:
         return catalog
     held = {item.name for item in chain[Tensor | Object](catalog.tensors, catalog.objects)}
-    found = {key: value for key, value in document.items() if key in _AVERAGE_KEYS and key not in held}
-    objects = [Object(key, (key,), "config.json", inline=value, is_inline=True) for key, value in found.items()]
+    found = {
+        key: value for key, value in document.items() if key in _AVERAGE_KEYS and key not in held
+    }
+    objects = [
+        Object(key, (key,), "config.json", inline=value, is_inline=True)
+        for key, value in found.items()
+    ]
     return replace(catalog, objects=(*catalog.objects, *objects), reader=_Inline(catalog.reader))
 
 
@@ -221,7 +265,7 @@ class _Inline:
         return item.inline if item.file == "config.json" else self.reader.load(item)
 
 
-def open_torch_index(source: Files, found: Found, path: str) -> Catalog:
+def open_torch_index(source: Files, found: Location, path: str) -> Catalog:
     """Join the torch files that a `pytorch_model.bin.index.json` names.
 
     Raises:
@@ -233,8 +277,12 @@ def open_torch_index(source: Files, found: Found, path: str) -> Catalog:
     index = found.names[0]
     document = load_json(source.read(index, 0, source.size(index)), index)
     weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
-    if not isinstance(weight_map, Mapping) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise SourceError("index-mismatch", f"{index}: no weight_map from names to files", file=index)
+    if not isinstance(weight_map, Mapping) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise SourceError(
+            "index-mismatch", f"{index}: no weight_map from names to files", file=index
+        )
     parts = []
     for file in dict.fromkeys(weight_map.values()):
         catalog = open_torchfile(source, (safe_name(file),), path, found.resolved)
@@ -247,7 +295,7 @@ def open_torch_index(source: Files, found: Found, path: str) -> Catalog:
     return _join(parts, found, path, nested=False)
 
 
-def _join(parts: Sequence[_Part], found: Found, path: str, *, nested: bool) -> Catalog:
+def _join(parts: Sequence[_Part], found: Location, path: str, *, nested: bool) -> Catalog:
     reader = JoinedReader()
     tensors = tuple(chain.from_iterable(_tensors(part, reader) for part in parts))
     objects = tuple(chain.from_iterable(_objects(part, reader) for part in parts))
@@ -267,7 +315,11 @@ def _join(parts: Sequence[_Part], found: Found, path: str, *, nested: bool) -> C
         reader=reader,
         nested=nested,
         world_size=max(worlds, default=None),
-        files={part.folder + file: nbytes for part in parts for file, nbytes in part.catalog.files.items()},
+        files={
+            part.folder + file: nbytes
+            for part in parts
+            for file, nbytes in part.catalog.files.items()
+        },
         digests=dict(chain.from_iterable(map(_digests, parts))),
         warnings=tuple(chain.from_iterable(map(_warnings, parts))),
         extra={
@@ -286,8 +338,14 @@ def _tensors(part: _Part, reader: JoinedReader) -> Iterable[Tensor]:
         path = part.place(tensor.path)
         name = ".".join(map(str, path))
         reader.add(name, part.catalog, tensor, part.folder)
-        chunks = tuple(c._replace(file=part.folder + c.file) for c in tensor.chunks) if part.folder else tensor.chunks
-        yield replace(tensor, name=name, path=path, chunks=chunks, storage=_storage(tensor, part.folder))
+        chunks = (
+            tuple(c._replace(file=part.folder + c.file) for c in tensor.chunks)
+            if part.folder
+            else tensor.chunks
+        )
+        yield replace(
+            tensor, name=name, path=path, chunks=chunks, storage=_storage(tensor, part.folder)
+        )
 
 
 def _storage(tensor: Tensor, folder: str) -> tuple[object, ...] | None:
@@ -310,9 +368,12 @@ def _digests(part: _Part) -> Iterable[tuple[str, int]]:
             yield ".".join(map(str, part.place(tensor.path))), digests[tensor.name]
 
 
-def _warnings(part: _Part) -> Iterable[Warn]:
+def _warnings(part: _Part) -> Iterable[Diagnostic]:
     folder = part.folder.rstrip("/")
-    return (Warn(w.code, f"{folder}: {w.message}" if folder else w.message) for w in part.catalog.warnings)
+    return (
+        Diagnostic(w.code, f"{folder}: {w.message}" if folder else w.message)
+        for w in part.catalog.warnings
+    )
 
 
 def _nesting(parts: Sequence[_Part]) -> Nesting:
@@ -348,10 +409,12 @@ def _text(parts: Sequence[_Part]) -> dict[str, str]:
 def _contradictions(parts: Sequence[_Part]) -> tuple[tuple[str, str], ...]:
     """What the metadata of a part says twice and differently."""
     told = [(part, part.catalog.extra.get("contradictions")) for part in parts]
-    return tuple((name, part.folder + text) for part, ask in told if callable(ask) for name, text in ask())
+    return tuple(
+        (name, part.folder + text) for part, ask in told if callable(ask) for name, text in ask()
+    )
 
 
-def _unread(parts: Sequence[_Part]) -> Iterable[Unread]:
+def _unread(parts: Sequence[_Part]) -> Iterable[UnknownEntry]:
     """Entries of unknown classes."""
     for part in parts:
         found = part.catalog.extra.get("unread")

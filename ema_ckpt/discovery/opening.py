@@ -1,4 +1,6 @@
-"""From a path to a catalog: find the checkpoint, open it with its format, join parts that belong together."""
+"""From a path to a catalog: find the checkpoint, open it with its format, join parts that belong
+together.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ema_ckpt.core.catalog import Catalog, Files
-from ema_ckpt.discovery.found import DCP, PARTS, SAFETENSORS, TORCH, Found
-from ema_ckpt.discovery.locate import find
+from ema_ckpt.discovery.found import DCP, PARTS, SAFETENSORS, TORCH, Location
+from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.runtime.notices import tell
 from ema_ckpt.storage.files import open_files
 
-__all__ = ["open_catalog", "open_found", "opened"]
-
 
 def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Catalog:
-    """Open the checkpoint that `path`, a local path or an fsspec URL, stands for. Reads metadata only.
+    """Open the checkpoint that `path`, a local path or an fsspec URL, stands for. Reads metadata
+    only.
 
     Which of several checkpoints was chosen, and why, is told through `ema_ckpt.runtime.notices`.
 
@@ -24,12 +25,13 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
         lenient: turn a missing or short data file into a warning where the format reads it at once.
 
     Raises:
-        SourceError: `not-found not-a-checkpoint unreadable incomplete missing-metadata unsupported …`.
+        SourceError: `not-found not-a-checkpoint unreadable incomplete missing-metadata unsupported
+            …`.
         UnsafeError: `unsafe-pickle`, `unsafe-path`.
         UsageError: `ambiguous-path`.
     """
     text = os.fspath(path)
-    found = find(text)
+    found = locate_checkpoint(text)
     if found.note:
         tell(found.note)
     return open_found(found, text, lenient=lenient)
@@ -37,7 +39,8 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
 
 @contextmanager
 def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[Catalog]:
-    """`open_catalog` for the length of a `with` block: its files are closed at the end, whatever happened.
+    """`open_catalog` for the length of a `with` block: its files are closed at the end, whatever
+    happened.
 
     Raises:
         EmaCkptError: as `open_catalog`.
@@ -49,12 +52,14 @@ def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[C
         catalog.source.close()
 
 
-def open_found(found: Found, path: str, *, lenient: bool = False) -> Catalog:
+def open_found(found: Location, path: str, *, lenient: bool = False) -> Catalog:
     """Open what a search for `path` came upon."""
     if found.format == PARTS:
         from ema_ckpt.discovery.joined import join_parts
 
-        parts = [(name, part, open_found(part, path, lenient=lenient)) for name, part in found.parts]
+        parts = [
+            (name, part, open_found(part, path, lenient=lenient)) for name, part in found.parts
+        ]
         return join_parts(found, path, parts)
     source = open_files(found.root)
     try:
@@ -64,7 +69,7 @@ def open_found(found: Found, path: str, *, lenient: bool = False) -> Catalog:
         raise
 
 
-def _open(found: Found, path: str, source: Files, lenient: bool) -> Catalog:
+def _open(found: Location, path: str, source: Files, lenient: bool) -> Catalog:
     if found.format == DCP:
         from ema_ckpt.formats.dcp.reader import open_dcp
 

@@ -15,8 +15,6 @@ from ema_ckpt.ema.model.scan import is_state_init
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
 
-__all__ = ["Attachment"]
-
 # What torch puts around `step`; every class' has the same code.
 _HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 Samples = int | Callable[[], int] | None
@@ -25,7 +23,9 @@ Samples = int | Callable[[], int] | None
 class Attachment:
     """The hooks of one manager on its optimizers."""
 
-    def __init__(self, ema: ShardedEMA, optimizers: Sequence[torch.optim.Optimizer], samples: Samples) -> None:
+    def __init__(
+        self, ema: ShardedEMA, optimizers: Sequence[torch.optim.Optimizer], samples: Samples
+    ) -> None:
         if not optimizers:
             raise UsageError("usage", "attach wants at least one optimizer")
         self._ema = ema
@@ -52,7 +52,8 @@ class Attachment:
         if _is_nested(optimizer):
             return
         swap.refuse_inside(self._ema.model, "a step of the attached optimizer")
-        # Only a fresh optimizer is ever initialised, so that the stack need not be looked at on later steps.
+        # Only a fresh optimizer is ever initialised, so that the stack need not be looked at on
+        # later steps.
         if not optimizer.state and is_state_init():
             self._dummy.add(optimizer)
 
@@ -62,7 +63,8 @@ class Attachment:
         if optimizer in self._dummy:
             self._dummy.discard(optimizer)
             return
-        # A fused optimizer is told to skip by this attribute, which exists only while a scaler drives it.
+        # A fused optimizer is told to skip by this attribute, which exists only while a scaler
+        # drives it.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return
@@ -73,8 +75,9 @@ class Attachment:
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether these hooks run inside a `step` of the same optimizer: torch hooks the `step` of every class, so that one
-    that calls its base class' runs them twice. Counted on the stack, since a step may end by raising."""
+    """Whether these hooks run inside a `step` of the same optimizer: torch hooks the `step` of
+    every class, so that one that calls its base class' runs them twice. Counted on the stack, since
+    a step may end by raising."""
     steps, frame = 0, sys._getframe(1)
     while frame is not None and steps < 2:
         if frame.f_code is _HOOKED:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ema.engines.lists import Lists
+from ema_ckpt.ema.engines.lists import UpdateBatch
 from ema_ckpt.ema.engines.noise import Noise, Position, positions
-from ema_ckpt.ema.model.shards import Slot
+from ema_ckpt.ema.model.shards import Shadow
 from ema_ckpt.ema.settings import Settings
 from ema_ckpt.ema.shadows import live_part
 
-__all__ = ["Events", "lists_of"]
-
-Events = Mapping[torch.device, torch.Tensor]  # where each device counts the updates that kept an element
+Events = Mapping[
+    torch.device, torch.Tensor
+]  # where each device counts the updates that kept an element
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,26 +28,36 @@ class _Pair:
     position: Position | None = None
 
 
-def lists_of(
-    slots: Sequence[Slot], values: Sequence[torch.Tensor], settings: Settings, events: Events, call: Callable[[], int]
-) -> list[Lists]:
-    """Pairs of average and value, sorted by device and dtypes; `call` gives the number of the present call."""
+def batches_of(
+    slots: Sequence[Shadow],
+    values: Sequence[torch.Tensor],
+    settings: Settings,
+    events: Events,
+    call: Callable[[], int],
+) -> list[UpdateBatch]:
+    """Pairs of average and value, sorted by device and dtypes; `call` gives the number of the
+    present call.
+    """
     kinds: dict[tuple[Any, ...], list[_Pair]] = {}
     for slot, value in zip(slots, values, strict=True):
         if slot.numel:
             kind = (slot.shadow.device, slot.shadow.dtype, value.device, value.dtype)
             pair = _Pair(slot.shadow, slot.residual, live_part(slot, value))
-            kinds.setdefault(kind, []).extend(_placed(slot, pair) if _is_noisy(slot, settings) else [pair])
+            kinds.setdefault(kind, []).extend(
+                _placed(slot, pair) if _is_noisy(slot, settings) else [pair]
+            )
     return [_list(pairs, settings, events, call) for pairs in kinds.values()]
 
 
-def _is_noisy(slot: Slot, settings: Settings) -> bool:
+def _is_noisy(slot: Shadow, settings: Settings) -> bool:
     return settings.rounding == "stochastic" and slot.shadow.dtype is torch.bfloat16
 
 
-def _list(pairs: Sequence[_Pair], settings: Settings, events: Events, call: Callable[[], int]) -> Lists:
+def _list(
+    pairs: Sequence[_Pair], settings: Settings, events: Events, call: Callable[[], int]
+) -> UpdateBatch:
     places = [pair.position for pair in pairs if pair.position is not None]
-    return Lists(
+    return UpdateBatch(
         [pair.shadow for pair in pairs],
         [pair.value for pair in pairs],
         [pair.residual for pair in pairs if pair.residual is not None] or None,
@@ -56,14 +66,17 @@ def _list(pairs: Sequence[_Pair], settings: Settings, events: Events, call: Call
     )
 
 
-def _placed(slot: Slot, pair: _Pair) -> Iterator[_Pair]:
+def _placed(slot: Shadow, pair: _Pair) -> Iterator[_Pair]:
     """The pair in pieces whose elements have a position in the global tensor."""
     pieces = positions(slot.shard.fqn, slot.boxes, slot.shard.shape)
     if len(pieces) == 1:
         yield _Pair(pair.shadow, None, pair.value, pieces[0][1])
         return
     if not pair.value.is_contiguous():
-        raise UsageError("unsupported", f"rounding='stochastic' needs {slot.shard.fqn!r} to be contiguous on this rank")
+        raise UsageError(
+            "unsupported",
+            f"rounding='stochastic' needs {slot.shard.fqn!r} to be contiguous on this rank",
+        )
     numels = [numel for numel, _ in pieces]
     shadows, values = (torch.split(tensor.view(-1), numels) for tensor in (pair.shadow, pair.value))
     for shadow, value, (_, position) in zip(shadows, values, pieces, strict=True):

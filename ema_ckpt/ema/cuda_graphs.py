@@ -1,4 +1,6 @@
-"""Updates inside CUDA graphs: recorded once, replayed with the weight that the host sets before each replay."""
+"""Updates inside CUDA graphs: recorded once, replayed with the weight that the host sets before
+each replay.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,6 @@ from collections.abc import Sequence
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.engines.cuda import TritonStep
 from ema_ckpt.ema.engines.lists import Step
-
-__all__ = ["Recording"]
 
 
 class Recording:
@@ -25,7 +25,9 @@ class Recording:
             StateError: they are not ready, or no engine of theirs takes its weight from the device.
         """
         if steps is None:
-            raise StateError("usage", "update() inside a CUDA graph: call update() once before, as a warm-up")
+            raise StateError(
+                "usage", "update() inside a CUDA graph: call update() once before, as a warm-up"
+            )
         ready = [step for step in steps if isinstance(step, TritonStep)]
         if len(ready) < len(steps):
             raise StateError(
@@ -44,7 +46,9 @@ class Recording:
             StateError: nothing was recorded.
         """
         if not self._steps:
-            raise StateError("usage", "advance() is for updates inside a CUDA graph, and none was recorded yet")
+            raise StateError(
+                "usage", "advance() is for updates inside a CUDA graph, and none was recorded yet"
+            )
 
     def advance(self, weight: float) -> None:
         """Set the weight of the next replay, and count it."""
@@ -53,12 +57,15 @@ class Recording:
             step.set(weight)
 
     def check(self) -> None:
-        """Raise, once, if graphs were replayed more or less often than the host has counted. Waits for the device.
+        """Raise, once, if graphs were replayed more or less often than the host has counted. Waits
+        for the device.
 
         Raises:
             StateError: they were.
         """
-        replays = next((n for step in self._steps if (n := int(step.control.replays)) != self._advances), None)
+        replays = next(
+            (n for step in self._steps if (n := int(step.control.replays)) != self._advances), None
+        )
         if replays is not None:
             counted, self._advances = self._advances, replays
             raise StateError(

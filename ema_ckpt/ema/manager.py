@@ -1,4 +1,6 @@
-"""`ShardedEMA`: the moving average of a training model, each rank holding the average of its own shard."""
+"""`ShardedEMA`: the moving average of a training model, each rank holding the average of its own
+shard.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,25 @@ from torch import nn
 
 from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.ema import attach, swap
-from ema_ckpt.ema.batching import lists_of
+from ema_ckpt.ema.batching import batches_of
 from ema_ckpt.ema.checkpoint import state
 from ema_ckpt.ema.cuda_graphs import Recording
 from ema_ckpt.ema.engines.lists import Step
 from ema_ckpt.ema.engines.offload import OffloadStep
 from ema_ckpt.ema.engines.select import prepare
-from ema_ckpt.ema.model.change_detector import Watch
-from ema_ckpt.ema.model.scan import census
+from ema_ckpt.ema.model.change_detector import ChangeDetector
+from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.modes import PlainMode
 from ema_ckpt.ema.schedules import Schedule, as_schedule
 from ema_ckpt.ema.settings import Counter, Settings, Source, globs
 from ema_ckpt.ema.shadows import Averages, choose, current_buffers, fit, make, seed, value_of
 
-__all__ = ["ShardedEMA"]
-
 
 class ShardedEMA:
     """A moving average of a model's parameters that costs each rank the size of its own shard.
 
-    Works on plain modules, DDP, FSDP1, FSDP2, HSDP, tensor parallelism and mixes, compiled or not. Updates run no
-    collective and no host synchronisation.
+    Works on plain modules, DDP, FSDP1, FSDP2, HSDP, tensor parallelism and mixes, compiled or not.
+    Updates run no collective and no host synchronisation.
 
         ema = ShardedEMA(model, decay=0.9999)
         ...
@@ -44,23 +44,24 @@ class ShardedEMA:
         decay: β as a number, or a schedule: `Warmup`, `PowerFunction`, `HalfLife`.
         every: move the average only at each `every`-th call, by the product of the decays.
         dtype: of the average.
-        compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds away; complex64
-            beside complex averages.
-        rounding: `"nearest"`, or for bfloat16 averages `"stochastic"`: the bits drawn depend on `seed`, the number of
-            the call and the element, not on how the model is cut.
-        offload: keep the average in pinned host memory; True lets it move while training goes on (`wait` says what
-            that asks for), `"sync"` makes later work on the device wait. Without CUDA it changes nothing.
-        shard_replicas: divide the average over the replicas that a wrapper declares (DDP, HSDP, hybrid FSDP). None
-            does so where there are any.
-        buffers: `"copy"` saves the live buffers with the average, `"average"` averages floating ones, `"skip"`
-            leaves them out.
+        compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds
+            away; complex64 beside complex averages.
+        rounding: `"nearest"`, or for bfloat16 averages `"stochastic"`: the bits drawn depend on
+            `seed`, the number of the call and the element, not on how the model is cut.
+        offload: keep the average in pinned host memory; True lets it move while training goes on
+            (`wait` says what that asks for), `"sync"` makes later work on the device wait. Without
+            CUDA it changes nothing.
+        shard_replicas: divide the average over the replicas that a wrapper declares (DDP, HSDP,
+            hybrid FSDP). None does so where there are any.
+        buffers: `"copy"` saves the live buffers with the average, `"average"` averages floating
+            ones, `"skip"` leaves them out.
         include: globs over canonical names; None takes the parameters that require gradients.
         exclude: globs of what is left out after that, buffers too.
-        source: `source(fqn, param)` gives the tensor to average instead of `param`, of its local shape, or None. FSDP1
-            without original parameters has one flat `param` for many names: of a tensor in its local shape this
-            name's piece is averaged.
-        nonfinite: `"skip"` keeps the average of an element whose new value would not be finite, `"raise"` does so
-            and raises at the next call that synchronises.
+        source: `source(fqn, param)` gives the tensor to average instead of `param`, of its local
+            shape, or None. FSDP1 without original parameters has one flat `param` for many names:
+            of a tensor in its local shape this name's piece is averaged.
+        nonfinite: `"skip"` keeps the average of an element whose new value would not be finite,
+            `"raise"` does so and raises at the next call that synchronises.
 
     Raises:
         UsageError: settings that do not go together, or match nothing.
@@ -98,19 +99,22 @@ class ShardedEMA:
         self._recording = Recording()
         self._attachment: attach.Attachment | None = None
         with PlainMode():
-            found = census(model)
+            found = scan_model(model)
             chosen, live_buffers = choose(found, self.settings)
             slots = make(chosen, self.settings)
             self._take(Averages(tuple(slots), tuple(chosen), tuple(live_buffers), found.edges))
             if self._on_cuda and not offload:
-                self._ready_steps()  # so that the first update may already be one inside a CUDA graph
+                # so that the first update may already be one inside a CUDA graph
+                self._ready_steps()
 
     # Averaging
 
     def update(self, samples: int | None = None) -> None:
-        """Count one step of the optimizer and move the average. No collective, no host synchronisation.
+        """Count one step of the optimizer and move the average. No collective, no host
+        synchronisation.
 
-        While a CUDA graph is captured the arithmetic is recorded and nothing is counted: see `advance`.
+        While a CUDA graph is captured the arithmetic is recorded and nothing is counted: see
+            `advance`.
 
         Args:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
@@ -131,7 +135,8 @@ class ShardedEMA:
                     self.wait()
 
     def advance(self, samples: int | None = None) -> None:
-        """Count the next replay of a CUDA graph that recorded `update()`: call it before each replay.
+        """Count the next replay of a CUDA graph that recorded `update()`: call it before each
+        replay.
 
         Raises:
             StateError: no update was recorded.
@@ -142,11 +147,14 @@ class ShardedEMA:
             weight = self.counter.count(samples)
             self._recording.advance(0.0 if weight is None else weight)
 
-    def attach(self, *optimizers: torch.optim.Optimizer, samples: int | Callable[[], int] | None = None) -> None:
+    def attach(
+        self, *optimizers: torch.optim.Optimizer, samples: int | Callable[[], int] | None = None
+    ) -> None:
         """Update by itself, once each of `optimizers` has stepped since the last update.
 
-        Steps that a loss scaler skips do not count, nor does the dummy step by which torch makes the state of a
-        fresh optimizer. `samples` is a number, or a function that gives it at each update.
+        Steps that a loss scaler skips do not count, nor does the dummy step by which torch makes
+        the state of a fresh optimizer. `samples` is a number, or a function that gives it at each
+        update.
 
         Raises:
             UsageError: no optimizer is given, or no `samples` to a schedule that counts them.
@@ -164,7 +172,9 @@ class ShardedEMA:
             self._attachment = None
 
     def reset(self) -> None:
-        """Start again: the average is the live parameters, or what `source` gives for them, the counter 0."""
+        """Start again: the average is the live parameters, or what `source` gives for them, the
+        counter 0.
+        """
         swap.refuse_inside(self.model, "reset()")
         with PlainMode():
             self.follow()
@@ -174,7 +184,8 @@ class ShardedEMA:
             self.counter.reset()
 
     def rebind(self, model: nn.Module) -> None:
-        """Go on with another module that has the same parameters: a wrapper made later, or a replacement.
+        """Go on with another module that has the same parameters: a wrapper made later, or a
+        replacement.
 
         Raises:
             StateError: a parameter is missing there, or has another shape or dtype.
@@ -182,42 +193,52 @@ class ShardedEMA:
         swap.refuse_inside(self.model, "rebind()")
         with PlainMode():
             self._settle()
-            self._take(fit(self.averages, census(model), self.settings))
+            self._take(fit(self.averages, scan_model(model), self.settings))
             self.model = model
 
     # Using the average
 
     def swap(self, timeout: float = 300) -> AbstractContextManager[None]:
-        """A block in which the model has the averaged weights; afterwards the live ones are back, bit for bit.
+        """A block in which the model has the averaged weights; afterwards the live ones are back,
+        bit for bit.
 
-        Entry is collective where replicas divide the average (DDP, HSDP), and waits `timeout` seconds for the
-        others; exit never is. Inside, `update advance reset rebind copy_to state_dict load_state_dict
-        full_state_dict`, `save`, `restore`, steps of an attached optimizer and further swaps raise.
+        Entry is collective where replicas divide the average (DDP, HSDP), and waits `timeout`
+        seconds for the others; exit never is. Inside, `update advance reset rebind copy_to
+        state_dict load_state_dict full_state_dict`, `save`, `restore`, steps of an attached
+        optimizer and further swaps raise.
         """
         return swap.swapped(self, timeout)
 
     def copy_to(self, module: nn.Module, timeout: float = 300) -> None:
-        """Write the average into the parameters of a module cut like this one, rounded to their dtype.
+        """Write the average into the parameters of a module cut like this one, rounded to their
+        dtype.
 
-        Collective where replicas divide the average, as `swap` is. A tied tensor's average goes to every parameter
-        that has one of its names.
+        Collective where replicas divide the average, as `swap` is. A tied tensor's average goes to
+        every parameter that has one of its names.
 
         Raises:
-            StateError: a parameter is missing there, cut in another way, or tied to one that it is not tied to here.
+            StateError: a parameter is missing there, cut in another way, or tied to one that it is
+                not tied to here.
         """
         swap.copy_to(self, module, timeout)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: tensors of global shape that alias the average, for `torch.distributed.checkpoint`."""
+        """The state: tensors of global shape that alias the average, for
+        `torch.distributed.checkpoint`.
+        """
         swap.refuse_inside(self.model, "state_dict()")
         with PlainMode():
             self.synchronise()
             if self.averages.live_buffers:
-                self.averages = replace(self.averages, live_buffers=current_buffers(self.averages, census(self.model)))
+                self.averages = replace(
+                    self.averages,
+                    live_buffers=current_buffers(self.averages, scan_model(self.model)),
+                )
             return state.tree(self.averages, self.counter, self.settings)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, loaded in place or as whole tensors. The settings stay the constructor's.
+        """Take over what `state_dict` gave, loaded in place or as whole tensors. The settings stay
+        the constructor's.
 
         A tied tensor is found under any of its names.
 
@@ -229,8 +250,11 @@ class ShardedEMA:
             self.synchronise()
             state.load(state_dict, self.averages, self.counter)
 
-    def full_state_dict(self, complete: bool = True, timeout: float = 300) -> dict[str, torch.Tensor]:
-        """On rank 0 whole tensors: the average, and with `complete` the rest from the live model; elsewhere `{}`.
+    def full_state_dict(
+        self, complete: bool = True, timeout: float = 300
+    ) -> dict[str, torch.Tensor]:
+        """On rank 0 whole tensors: the average, and with `complete` the rest from the live model;
+        elsewhere `{}`.
 
         Collective.
         """
@@ -240,11 +264,13 @@ class ShardedEMA:
             return gather_full(self, complete, timeout)
 
     def wait(self, host: bool = False) -> None:
-        """Make later work in the current stream, and with `host` the caller, wait for what `update` began.
+        """Make later work in the current stream, and with `host` the caller, wait for what `update`
+        began.
 
-        With `offload=True` parameters are read after `update` has returned. Steps of optimizers and all calls of
-        this manager wait by themselves; call this before writing parameters in any other way. Without `offload`
-        updates run in the stream of the caller, so that only `host=True` has anything to wait for.
+        With `offload=True` parameters are read after `update` has returned. Steps of optimizers and
+        all calls of this manager wait by themselves; call this before writing parameters in any
+        other way. Without `offload` updates run in the stream of the caller, so that only
+        `host=True` has anything to wait for.
         """
         for step in self._steps or ():
             if isinstance(step, OffloadStep):
@@ -252,7 +278,9 @@ class ShardedEMA:
                 if host:
                     step.wait()
         if host:
-            for device in {slot.shadow.device for slot in self.averages.slots if slot.shadow.is_cuda}:
+            for device in {
+                slot.shadow.device for slot in self.averages.slots if slot.shadow.is_cuda
+            }:
                 torch.cuda.synchronize(device)
 
     # Facts
@@ -275,12 +303,16 @@ class ShardedEMA:
     @property
     def nbytes(self) -> int:
         """Bytes of the average and its residuals on this rank."""
-        tensors = [t for slot in self.averages.slots for t in (slot.shadow, slot.residual) if t is not None]
+        tensors = [
+            t for slot in self.averages.slots for t in (slot.shadow, slot.residual) if t is not None
+        ]
         return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def nonfinite_events(self) -> int:
-        """Updates in which this rank kept an element because its new value was not finite. Waits for the device."""
+        """Updates in which this rank kept an element because its new value was not finite. Waits
+        for the device.
+        """
         self.wait()
         return sum(int(events) for events in self._events.values())
 
@@ -290,15 +322,20 @@ class ShardedEMA:
         """Follow changes of the model and raise what was found on the device meanwhile.
 
         Raises:
-            StateError: `non-finite`: with `nonfinite="raise"`, new values were not finite since the last call.
+            StateError: `non-finite`: with `nonfinite="raise"`, new values were not finite since the
+                last call.
         """
         self.follow(thorough=True)
         self._settle()
         self._recording.check()
-        if self.settings.nonfinite == "raise" and (events := self.nonfinite_events) > self._events_reported:
+        if (
+            self.settings.nonfinite == "raise"
+            and (events := self.nonfinite_events) > self._events_reported
+        ):
             since, self._events_reported = events - self._events_reported, events
             raise StateError(
-                "non-finite", f"new averages were not finite in {since} updates on this rank; those elements were kept"
+                "non-finite",
+                f"new averages were not finite in {since} updates on this rank; those elements were kept",
             )
 
     def _settle(self) -> None:
@@ -310,18 +347,20 @@ class ShardedEMA:
         """Work with `averages` from now on."""
         self.averages = averages
         self._on_cuda = any(slot.shard.local.is_cuda for slot in averages.slots)
-        self._watch = Watch(averages.held, averages.edges)
+        self._watch = ChangeDetector(averages.held, averages.edges)
         self._steps: list[Step] | None = None
         self._sources: list[torch.Tensor] = []
 
     def follow(self, thorough: bool = False) -> None:
-        """Find the live shards anew if the model's tensors were exchanged since: `.to()`, a late wrapper.
+        """Find the live shards anew if the model's tensors were exchanged since: `.to()`, a late
+        wrapper.
 
-        With `thorough` also if one has another shape or strides on the same memory, as `.data = .data[:n]` gives it.
+        With `thorough` also if one has another shape or strides on the same memory, as `.data =
+        .data[:n]` gives it.
         """
         if not self._watch.unchanged() or (thorough and not self._watch.same_layout()):
             self._settle()
-            self._take(fit(self.averages, census(self.model), self.settings))
+            self._take(fit(self.averages, scan_model(self.model), self.settings))
 
     def _ready_steps(self) -> list[Step]:
         """The engines' steps over cached lists, made anew where a list changed."""
@@ -330,13 +369,17 @@ class ShardedEMA:
         else:
             values = [value_of(held, self.settings.source) for held in self.averages.held]
         if self._steps is None or not _same_memory(values, self._sources):
-            lists = lists_of(self.averages.slots, values, self.settings, self._event_counts(values), self._call)
+            lists = batches_of(
+                self.averages.slots, values, self.settings, self._event_counts(values), self._call
+            )
             self._settle()
             self._steps, self._sources = [prepare(each) for each in lists], values
         return self._steps
 
     def _event_counts(self, values: list[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-        """Where each device counts updates that kept an element; empty if they take values as they come."""
+        """Where each device counts updates that kept an element; empty if they take values as they
+        come.
+        """
         if self.settings.nonfinite != "ignore":
             for device in {value.device for value in values} - self._events.keys():
                 self._events[device] = torch.zeros((), dtype=torch.int64, device=device)
@@ -361,5 +404,6 @@ class ShardedEMA:
 
 def _same_memory(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return a is b or (
-        len(a) == len(b) and all(x is y or x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=True))
+        len(a) == len(b)
+        and all(x is y or x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=True))
     )

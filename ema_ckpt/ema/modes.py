@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["PlainMode"]
-
 
 class PlainMode:
     """A block outside inference mode and without autograd.
 
-    As `torch.inference_mode(False), torch.no_grad()`, in a third of their 15 µs, which updates of small tensors feel.
+    As `torch.inference_mode(False), torch.no_grad()`, in a third of their 15 µs, which updates of
+    small tensors feel.
     """
 
     __slots__ = ("_grad", "_outside")

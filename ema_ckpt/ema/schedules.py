@@ -11,8 +11,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from ema_ckpt.core.errors import UsageError
 
-__all__ = ["Constant", "HalfLife", "PowerFunction", "Schedule", "Warmup", "as_schedule", "from_json", "to_json"]
-
 Unit = Literal["updates", "samples"]
 
 
@@ -36,9 +34,10 @@ class Constant:
 class Warmup:
     """β_i = min(decay, max(min_decay, 1 − (1 + max(0, i − 1 − start) / inv_gamma)^−power)).
 
-    `start` and `inv_gamma` are in calls. The first call gets β = `min_decay`: with the defaults the average
-    begins at the parameters it first sees. `power=2/3` reaches 0.999 after about 31 600 calls, `power=1` after
-    1 000. `inv_gamma=9, power=1` is the ramp (1 + n) / (10 + n) with n = i − 2 from the second call on.
+    `start` and `inv_gamma` are in calls. The first call gets β = `min_decay`: with the defaults the
+    average begins at the parameters it first sees. `power=2/3` reaches 0.999 after about 31 600
+    calls, `power=1` after 1 000. `inv_gamma=9, power=1` is the ramp (1 + n) / (10 + n) with n = i −
+    2 from the second call on.
 
     Source: Crowson's k-diffusion `EMAWarmup` and timm's `ModelEmaV3`, which use the same curve.
     """
@@ -53,11 +52,17 @@ class Warmup:
 
     def __post_init__(self) -> None:
         _require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
-        _require(0.0 <= self.min_decay <= 1.0, f"min_decay is between 0 and 1, not {self.min_decay}")
-        _require(self.inv_gamma > 0 and isfinite(self.inv_gamma), f"inv_gamma is positive, not {self.inv_gamma}")
+        _require(
+            0.0 <= self.min_decay <= 1.0, f"min_decay is between 0 and 1, not {self.min_decay}"
+        )
+        _require(
+            self.inv_gamma > 0 and isfinite(self.inv_gamma),
+            f"inv_gamma is positive, not {self.inv_gamma}",
+        )
         _require(self.power > 0 and isfinite(self.power), f"power is positive, not {self.power}")
         _require(
-            self.start >= 0 and self.start == int(self.start), f"start is a whole number of calls, not {self.start}"
+            self.start >= 0 and self.start == int(self.start),
+            f"start is a whole number of calls, not {self.start}",
         )
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
@@ -72,8 +77,8 @@ class PowerFunction:
     """β_i = (1 − 1/i)^(γ+1): the average whose profile over training time is t^γ.
 
     `sigma_rel` is the profile's width as a share of the time trained; γ solves
-    sigma_rel² = (γ + 1) / ((γ + 2)² (γ + 3)). In samples β = (1 − samples/seen)^(γ+1), where `seen` includes
-    the call's own samples. β of the first call is 0.
+    sigma_rel² = (γ + 1) / ((γ + 2)² (γ + 3)). In samples β = (1 − samples/seen)^(γ+1), where `seen`
+    includes the call's own samples. β of the first call is 0.
 
     Source: Karras et al. 2024 (EDM2, arXiv:2312.02696), equations 123 and 127.
     """
@@ -83,8 +88,12 @@ class PowerFunction:
     kind: ClassVar[str] = "power-function"
 
     def __post_init__(self) -> None:
-        # At γ = 0 the profile is flat and the width is 12^-1/2; wider ones are not averages of t^γ with γ >= 0.
-        _require(0 < self.sigma_rel <= 12**-0.5, f"sigma_rel is between 0 and 0.2886, not {self.sigma_rel}")
+        # At γ = 0 the profile is flat and the width is 12^-1/2; wider ones are not averages of t^γ
+        # with γ >= 0.
+        _require(
+            0 < self.sigma_rel <= 12**-0.5,
+            f"sigma_rel is between 0 and 0.2886, not {self.sigma_rel}",
+        )
         _require_unit(self.unit)
 
     @property
@@ -93,7 +102,9 @@ class PowerFunction:
         return gamma_of(self.sigma_rel)
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:
-        """β of call number `call`, or of the call that brings `seen` samples, `samples` of them its own."""
+        """β of call number `call`, or of the call that brings `seen` samples, `samples` of them its
+        own.
+        """
         if self.unit == "updates":
             return float((1 - 1 / call) ** (self.gamma + 1))
         samples, seen = _counted(samples, seen)
@@ -112,7 +123,10 @@ class HalfLife:
     kind: ClassVar[str] = "half-life"
 
     def __post_init__(self) -> None:
-        _require(self.n > 0 and isfinite(self.n), f"a half-life is a positive number of {self.unit}, not {self.n}")
+        _require(
+            self.n > 0 and isfinite(self.n),
+            f"a half-life is a positive number of {self.unit}, not {self.n}",
+        )
         _require_unit(self.unit)
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
@@ -134,8 +148,8 @@ _KINDS: tuple[type[Constant] | type[Warmup] | type[PowerFunction] | type[HalfLif
 def gamma_of(sigma_rel: float) -> float:
     """The γ >= 0 with sigma_rel² = (γ + 1) / ((γ + 2)² (γ + 3)).
 
-    With t = sigma_rel^-2 and x = γ + 2 this is the cubic x³ + x² − t·x + t = 0, whose greatest root is wanted;
-    Newton's method from above it converges monotonically.
+    With t = sigma_rel^-2 and x = γ + 2 this is the cubic x³ + x² − t·x + t = 0, whose greatest root
+    is wanted; Newton's method from above it converges monotonically.
 
     Source: Karras et al. 2024 (EDM2), equation 126.
     """
@@ -160,7 +174,8 @@ def as_schedule(decay: float | Schedule) -> Schedule:
     if isinstance(decay, (int, float)) and not isinstance(decay, bool):
         return Constant(float(decay))
     raise UsageError(
-        "usage", f"decay is a number or one of Warmup, PowerFunction, HalfLife; found {type(decay).__name__}"
+        "usage",
+        f"decay is a number or one of Warmup, PowerFunction, HalfLife; found {type(decay).__name__}",
     )
 
 
@@ -191,7 +206,8 @@ def from_json(fields: dict[str, Any]) -> Schedule:
 def _counted(samples: int | None, seen: int | None) -> tuple[int, int]:
     if samples is None or seen is None:
         raise UsageError(
-            "usage", "this decay schedule counts samples: pass their number, as in ema.update(samples=512)"
+            "usage",
+            "this decay schedule counts samples: pass their number, as in ema.update(samples=512)",
         )
     return samples, seen
 

@@ -13,8 +13,6 @@ import torch
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.schedules import Constant, HalfLife, Schedule
 
-__all__ = ["Counter", "Settings", "Source", "globs"]
-
 Source: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 _USUAL_CALLS, _USUAL_BATCH = 100_000, 1024
@@ -50,21 +48,34 @@ class Settings:
         _among("offload", self.offload, (False, True, "sync"))
         _among("dtype", self.dtype, _SHADOW_DTYPES)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise UsageError("usage", f"every is a number of calls, 1 or more; found {self.every!r}")
+            raise UsageError(
+                "usage", f"every is a number of calls, 1 or more; found {self.every!r}"
+            )
         _among("compensate", self.compensate, (False, True))
         _among("shard_replicas", self.shard_replicas, (None, False, True))
         if self.compensate and self.dtype is not torch.float32:
-            raise UsageError("usage", f"compensate=True carries a residual beside float32 averages, not {self.dtype}")
+            raise UsageError(
+                "usage",
+                f"compensate=True carries a residual beside float32 averages, not {self.dtype}",
+            )
         if self.rounding == "stochastic" and self.dtype is not torch.bfloat16:
-            raise UsageError("usage", f"rounding='stochastic' is for dtype=torch.bfloat16, not {self.dtype}")
+            raise UsageError(
+                "usage", f"rounding='stochastic' is for dtype=torch.bfloat16, not {self.dtype}"
+            )
 
     def warn_of_lost_updates(self) -> None:
-        """Warn if a step towards weights that are a tenth away rounds to nothing in the shadow's dtype.
+        """Warn if a step towards weights that are a tenth away rounds to nothing in the shadow's
+        dtype.
 
-        A step is `weight` times that distance, and half the spacing of numbers is `eps / 2` of their size.
+        A step is `weight` times that distance, and half the spacing of numbers is `eps / 2` of
+        their size.
         """
         weight = _weight(self.schedule)
-        if self.rounding == "stochastic" or self.compensate or weight >= 5 * torch.finfo(self.dtype).eps:
+        if (
+            self.rounding == "stochastic"
+            or self.compensate
+            or weight >= 5 * torch.finfo(self.dtype).eps
+        ):
             return
         if isinstance(self.schedule, Constant) and not weight:
             return  # an average that is to stand still
@@ -92,16 +103,21 @@ def globs(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
-        raise UsageError("usage", f"{name} is one of {', '.join(map(repr, allowed))}; found {value!r}")
+    if not any(
+        value is choice or (isinstance(value, str) and value == choice) for choice in allowed
+    ):
+        raise UsageError(
+            "usage", f"{name} is one of {', '.join(map(repr, allowed))}; found {value!r}"
+        )
 
 
 @dataclass(slots=True)
 class Counter:
-    """Calls and samples so far, and the decay that they have collected since the average last moved.
+    """Calls and samples so far, and the decay that they have collected since the average last
+    moved.
 
-    The average moves at calls whose number is a multiple of `every`, by the product of β over the calls since it
-    last moved.
+    The average moves at calls whose number is a multiple of `every`, by the product of β over the
+    calls since it last moved.
     """
 
     schedule: Schedule
@@ -113,13 +129,17 @@ class Counter:
     applied: float = 1.0  # the product that it last moved by
 
     def count(self, samples: int | None) -> float | None:
-        """Count one call. The weight 1 - Πβ by which to move now, or None if this call does not move.
+        """Count one call. The weight 1 - Πβ by which to move now, or None if this call does not
+        move.
 
         Raises:
-            UsageError: `samples` is no whole number, or missing where the schedule counts them; nothing was counted.
+            UsageError: `samples` is no whole number, or missing where the schedule counts them;
+                nothing was counted.
         """
         if samples is not None and not (0 <= samples < inf and samples == int(samples)):
-            raise UsageError("usage", f"samples is the number of samples of the global batch; found {samples}")
+            raise UsageError(
+                "usage", f"samples is the number of samples of the global batch; found {samples}"
+            )
         seen = self.samples_seen + int(samples or 0)
         self.pending *= self.schedule.beta(self.num_updates + 1, samples, seen)
         self.num_updates, self.samples_seen = self.num_updates + 1, seen
@@ -139,7 +159,9 @@ class Counter:
             UsageError: it does.
         """
         if samples is None and self.schedule.unit == "samples":
-            raise UsageError("usage", f"{self.schedule} counts samples: pass samples=, those of the global batch")
+            raise UsageError(
+                "usage", f"{self.schedule} counts samples: pass samples=, those of the global batch"
+            )
 
     def reset(self) -> None:
         """Back to before the first call."""
@@ -149,8 +171,8 @@ class Counter:
     def resume(self, num_updates: int, samples_seen: int, saved: dict[str, Any]) -> None:
         """Continue from a saved counter.
 
-        Decays that depend on the call's number alone are computed anew, with the present settings; of those that
-        depend on samples the saved products are the only trace.
+        Decays that depend on the call's number alone are computed anew, with the present settings;
+        of those that depend on samples the saved products are the only trace.
         """
         self.num_updates, self.samples_seen = num_updates, samples_seen
         self.moved_at = int(saved.get("moved_at", num_updates - num_updates % self.every))

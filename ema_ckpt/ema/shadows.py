@@ -1,4 +1,6 @@
-"""Choosing what is averaged, and the memory of the averages: made, seeded, and fitted to a changed model."""
+"""Choosing what is averaged, and the memory of the averages: made, seeded, and fitted to a changed
+model.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ import torch
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.errors import StateError, UsageError, shown
 from ema_ckpt.ema.model.placement import replica_part
-from ema_ckpt.ema.model.scan import Census, Edge, Held, Slot
+from ema_ckpt.ema.model.scan import Edge, ModelShards
+from ema_ckpt.ema.model.shards import Shadow, TrackedShard
 from ema_ckpt.ema.offload.pinned import pinned_zeros
 from ema_ckpt.ema.settings import Settings, Source
 
-__all__ = ["Averages", "choose", "current_buffers", "fit", "live_part", "make", "seed", "value_of"]
-
-# Averages of so many elements at most share memory, so that one operation moves many of them; for larger ones the
-# gathering would cost more than the calls it saves. Measured on CPU: where the dtypes differ it pays for longer.
+# Averages of so many elements at most share memory, so that one operation moves many of them; for
+# larger ones the gathering would cost more than the calls it saves. Measured on CPU: where the
+# dtypes differ it pays for longer.
 _SMALL_NUMEL, _SMALL_NUMEL_MIXED = 1 << 10, 1 << 12
-# Below the size from which torch divides an operation among threads (its GRAIN_SIZE): waiting for them would cost
-# more than they help.
+# Below the size from which torch divides an operation among threads (its GRAIN_SIZE): waiting for
+# them would cost more than they help.
 _ARENA_NUMEL = (1 << 15) - 1
 
 
@@ -29,19 +31,23 @@ _ARENA_NUMEL = (1 << 15) - 1
 class Averages:
     """The averaged tensors, each with what it follows, and the buffers that are not averaged."""
 
-    slots: tuple[Slot, ...]
-    held: tuple[Held, ...]  # one per slot
-    live_buffers: tuple[Held, ...]
+    slots: tuple[Shadow, ...]
+    held: tuple[TrackedShard, ...]  # one per slot
+    live_buffers: tuple[TrackedShard, ...]
     edges: tuple[Edge, ...]  # of the model
 
 
-def choose(census: Census, settings: Settings) -> tuple[list[Held], list[Held]]:
+def choose(
+    census: ModelShards, settings: Settings
+) -> tuple[list[TrackedShard], list[TrackedShard]]:
     """What is averaged, and the buffers that are not but belong to the average's state.
 
     Raises:
         UsageError: a glob matches nothing, or no parameter remains.
     """
-    parameters = [h for h in census.parameters if h.shard.dtype.is_floating_point or h.shard.dtype.is_complex]
+    parameters = [
+        h for h in census.parameters if h.shard.dtype.is_floating_point or h.shard.dtype.is_complex
+    ]
     buffers = list(census.buffers) if settings.buffers != "skip" else []
     _refuse_idle_globs(settings, census)
     if settings.include is None:
@@ -56,16 +62,18 @@ def choose(census: Census, settings: Settings) -> tuple[list[Held], list[Held]]:
             f"0 of {len(census.parameters)} parameters would be averaged: none requires gradients or is left by"
             f" include={settings.include} and exclude={settings.exclude}",
         )
-    averaged = [h for h in buffers if settings.buffers == "average" and h.shard.dtype.is_floating_point]
+    averaged = [
+        h for h in buffers if settings.buffers == "average" and h.shard.dtype.is_floating_point
+    ]
     names = {h.shard.fqn for h in averaged}
     return chosen + averaged, [h for h in buffers if h.shard.fqn not in names]
 
 
-def _matches(held: Held, patterns: Iterable[str]) -> bool:
+def _matches(held: TrackedShard, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in held.shard.names)
 
 
-def _refuse_idle_globs(settings: Settings, census: Census) -> None:
+def _refuse_idle_globs(settings: Settings, census: ModelShards) -> None:
     everything = [*census.parameters, *census.buffers]
     for option, patterns, among in (
         ("include", settings.include or (), census.parameters),
@@ -77,7 +85,7 @@ def _refuse_idle_globs(settings: Settings, census: Census) -> None:
                 raise UsageError("usage", f"{option}={pattern!r} matches none of {shown(names)}")
 
 
-def make(held: Sequence[Held], settings: Settings) -> list[Slot]:
+def make(held: Sequence[TrackedShard], settings: Settings) -> list[Shadow]:
     """Averages for `held`, seeded with the live values.
 
     Raises:
@@ -91,7 +99,10 @@ def make(held: Sequence[Held], settings: Settings) -> list[Slot]:
             " a hybrid FSDP strategy, or leave shard_replicas out",
         )
     if all(0 in h.shard.shape for h in held):
-        raise StateError("usage", f"all {len(held)} parameters are empty, as placeholders of another framework are")
+        raise StateError(
+            "usage",
+            f"all {len(held)} parameters are empty, as placeholders of another framework are",
+        )
     parts = [_part_of(h, settings) for h in held]
     slots = _allocate(held, parts, settings)
     for slot, h in zip(slots, held, strict=True):
@@ -99,26 +110,40 @@ def make(held: Sequence[Held], settings: Settings) -> list[Slot]:
     return slots
 
 
-_Part = tuple[int, int, bool]  # start, numel, and whether that is this replica's share of a split shard
+_Part = tuple[
+    int, int, bool
+]  # start, numel, and whether that is this replica's share of a split shard
 
 
-def _part_of(held: Held, settings: Settings) -> _Part:
+def _part_of(held: TrackedShard, settings: Settings) -> _Part:
     """What this rank averages of its local shard; the same way of splitting on all replicas."""
     shard = held.shard
     splittable = bool(shard.shape) and shard.local.numel() > 0 and shard.local.is_contiguous()
-    if settings.shard_replicas is False or shard.replica is None or shard.replica.count == 1 or not splittable:
+    if (
+        settings.shard_replicas is False
+        or shard.replica is None
+        or shard.replica.count == 1
+        or not splittable
+    ):
         return 0, shard.local.numel(), False
     return *replica_part(tuple(shard.local.shape), shard.replica.count, shard.replica.index), True
 
 
-def _allocate(held: Sequence[Held], parts: Sequence[_Part], settings: Settings) -> list[Slot]:
+def _allocate(
+    held: Sequence[TrackedShard], parts: Sequence[_Part], settings: Settings
+) -> list[Shadow]:
     shards = [h.shard for h in held]
     # torch has no complex type of two bfloat16, and no lerp for that of two float16.
     pairs = torch.complex128 if settings.dtype == torch.float64 else torch.complex64
     dtypes = [pairs if s.dtype.is_complex else settings.dtype for s in shards]
     devices = [s.local.device for s in shards]
-    shapes = [torch.Size([n]) if split else s.local.shape for s, (_, n, split) in zip(shards, parts, strict=True)]
-    shadows = _zeros(shapes, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)), settings)
+    shapes = [
+        torch.Size([n]) if split else s.local.shape
+        for s, (_, n, split) in zip(shards, parts, strict=True)
+    ]
+    shadows = _zeros(
+        shapes, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)), settings
+    )
     residuals: Sequence[torch.Tensor | None] = [None] * len(shards)
     if settings.compensate:
         # In float16 there are no numbers as small as residuals are.
@@ -126,12 +151,16 @@ def _allocate(held: Sequence[Held], parts: Sequence[_Part], settings: Settings) 
         kinds = list(zip(rests, devices, (s.dtype for s in shards), strict=True))
         residuals = _zeros(shapes, kinds, settings)
     return [
-        Slot(shard, start, numel, shadow, residual, split)
-        for shard, (start, numel, split), shadow, residual in zip(shards, parts, shadows, residuals, strict=True)
+        Shadow(shard, start, numel, shadow, residual, split)
+        for shard, (start, numel, split), shadow, residual in zip(
+            shards, parts, shadows, residuals, strict=True
+        )
     ]
 
 
-_Kind = tuple[torch.dtype, torch.device, torch.dtype]  # of the average, its device, and of what it follows
+_Kind = tuple[
+    torch.dtype, torch.device, torch.dtype
+]  # of the average, its device, and of what it follows
 
 
 def _is_offloaded(device: torch.device, settings: Settings) -> bool:
@@ -139,11 +168,17 @@ def _is_offloaded(device: torch.device, settings: Settings) -> bool:
     return bool(settings.offload) and device.type == "cuda"
 
 
-def _zeros(shapes: Sequence[torch.Size], kinds: Sequence[_Kind], settings: Settings) -> list[torch.Tensor]:
-    """Zeros of each shape where averages live: beside what they follow, or in one slab of host memory per kind."""
+def _zeros(
+    shapes: Sequence[torch.Size], kinds: Sequence[_Kind], settings: Settings
+) -> list[torch.Tensor]:
+    """Zeros of each shape where averages live: beside what they follow, or in one slab of host
+    memory per kind.
+    """
     away = [i for i, kind in enumerate(kinds) if _is_offloaded(kind[1], settings)]
     here = [i for i in range(len(kinds)) if i not in set(away)]
-    made = dict(zip(here, _arenas([shapes[i] for i in here], [kinds[i] for i in here]), strict=True))
+    made = dict(
+        zip(here, _arenas([shapes[i] for i in here], [kinds[i] for i in here]), strict=True)
+    )
     for kind in dict.fromkeys(kinds[i] for i in away):
         members = [i for i in away if kinds[i] == kind]
         made.update(zip(members, pinned_zeros([shapes[i] for i in members], kind[0]), strict=True))
@@ -179,11 +214,12 @@ def _filled(indices: Sequence[int], numels: Sequence[int]) -> list[list[int]]:
     return [run for run in runs if run]
 
 
-def value_of(held: Held, source: Source | None) -> torch.Tensor:
+def value_of(held: TrackedShard, source: Source | None) -> torch.Tensor:
     """The local values to average: the live ones, or what `source` gives in their place.
 
     Raises:
-        StateError: the source's tensor has another local shape (flat ones aside) or lies in another way.
+        StateError: the source's tensor has another local shape (flat ones aside) or lies in another
+            way.
     """
     shard = held.shard
     value = None if source is None or not shard.is_parameter else source(shard.fqn, held.owner)
@@ -193,9 +229,15 @@ def value_of(held: Held, source: Source | None) -> torch.Tensor:
     local = local.detach()
     if held.within is not None and local.numel() == held.within[1]:
         local = local.reshape(-1)[held.within[0] : held.within[0] + shard.local.numel()]
-    fits = local.numel() == shard.local.numel() and (local.dim() == 1 or local.shape == shard.local.shape)
+    fits = local.numel() == shard.local.numel() and (
+        local.dim() == 1 or local.shape == shard.local.shape
+    )
     if not fits or _placements(value) not in (None, _placements(held.owner)):
-        whole = "" if held.within is None else f" of the flat parameter's shard of {held.within[1]} elements"
+        whole = (
+            ""
+            if held.within is None
+            else f" of the flat parameter's shard of {held.within[1]} elements"
+        )
         raise StateError(
             "usage",
             f"source gives {shard.fqn!r} a tensor of {tuple(local.shape)}; this rank's shard is"
@@ -208,14 +250,14 @@ def _placements(value: object) -> object:
     return getattr(value, "placements", None)
 
 
-def seed(slot: Slot, held: Held, source: Source | None) -> None:
+def seed(slot: Shadow, held: TrackedShard, source: Source | None) -> None:
     """Begin an average anew, with the value that it follows."""
     slot.shadow.copy_(live_part(slot, value_of(held, source)))
     if slot.residual is not None:
         slot.residual.zero_()
 
 
-def live_part(slot: Slot, value: torch.Tensor) -> torch.Tensor:
+def live_part(slot: Shadow, value: torch.Tensor) -> torch.Tensor:
     """The part of a local tensor that the slot averages, as a view in the shadow's shape.
 
     Raises:
@@ -232,42 +274,54 @@ def live_part(slot: Slot, value: torch.Tensor) -> torch.Tensor:
     return value.view(-1)[slot.start : slot.start + slot.numel]
 
 
-def fit(averages: Averages, census: Census, settings: Settings) -> Averages:
-    """The same averages beside the model as it is now: moved to another device, or cut where they were whole.
+def fit(averages: Averages, census: ModelShards, settings: Settings) -> Averages:
+    """The same averages beside the model as it is now: moved to another device, or cut where they
+    were whole.
 
     Raises:
-        StateError: a tensor is gone or no longer tied, has another shape or dtype, or was cut in another way.
+        StateError: a tensor is gone or no longer tied, has another shape or dtype, or was cut in
+            another way.
     """
     found = {name: h for h in (*census.parameters, *census.buffers) for name in h.shard.names}
     gone = [slot.shard.fqn for slot in averages.slots if slot.shard.fqn not in found]
     if gone:
-        raise StateError("usage", f"averaged tensors are no longer in the model: {shown(gone)}; see ema.rebind(model)")
+        raise StateError(
+            "usage",
+            f"averaged tensors are no longer in the model: {shown(gone)}; see ema.rebind(model)",
+        )
     _refuse_untied(averages.slots, found)
     held = [_renamed(found[slot.shard.fqn], slot) for slot in averages.slots]
     for slot, h in zip(averages.slots, held, strict=True):
         _refuse_change(slot, h)
-    if all(_same_cut(slot, h) and _stays(slot, h, settings) for slot, h in zip(averages.slots, held, strict=True)):
+    if all(
+        _same_cut(slot, h) and _stays(slot, h, settings)
+        for slot, h in zip(averages.slots, held, strict=True)
+    ):
         slots = [_relinked(slot, h, settings) for slot, h in zip(averages.slots, held, strict=True)]
     else:
         slots = _narrowed(averages.slots, held, settings)
     return Averages(tuple(slots), tuple(held), current_buffers(averages, census), census.edges)
 
 
-def current_buffers(averages: Averages, census: Census) -> tuple[Held, ...]:
-    """The buffers that are not averaged as they are now: a forward may put new tensors in their places."""
+def current_buffers(averages: Averages, census: ModelShards) -> tuple[TrackedShard, ...]:
+    """The buffers that are not averaged as they are now: a forward may put new tensors in their
+    places.
+    """
     found = {name: h for h in census.buffers for name in h.shard.names}
     return tuple(found[h.shard.fqn] for h in averages.live_buffers if h.shard.fqn in found)
 
 
-def _renamed(held: Held, slot: Slot) -> Held:
+def _renamed(held: TrackedShard, slot: Shadow) -> TrackedShard:
     """`held` under the name and aliases that the average was made with."""
     shard = replace(held.shard, fqn=slot.shard.fqn, aliases=slot.shard.aliases)
     return replace(held, shard=shard)
 
 
-def _refuse_untied(slots: Iterable[Slot], found: Mapping[str, Held]) -> None:
+def _refuse_untied(slots: Iterable[Shadow], found: Mapping[str, TrackedShard]) -> None:
     for slot in slots:
-        apart = [n for n in slot.shard.aliases if n in found and found[n] is not found[slot.shard.fqn]]
+        apart = [
+            n for n in slot.shard.aliases if n in found and found[n] is not found[slot.shard.fqn]
+        ]
         if apart:
             raise StateError(
                 "usage",
@@ -276,7 +330,7 @@ def _refuse_untied(slots: Iterable[Slot], found: Mapping[str, Held]) -> None:
             )
 
 
-def _refuse_change(slot: Slot, held: Held) -> None:
+def _refuse_change(slot: Shadow, held: TrackedShard) -> None:
     old, new = slot.shard, held.shard
     for what, was, now in (("shape", old.shape, new.shape), ("dtype", old.dtype, new.dtype)):
         if was != now:
@@ -287,16 +341,25 @@ def _refuse_change(slot: Slot, held: Held) -> None:
             )
 
 
-def _same_cut(slot: Slot, held: Held) -> bool:
-    return slot.shard.boxes == held.shard.boxes and slot.shard.local.numel() == held.shard.local.numel()
+def _same_cut(slot: Shadow, held: TrackedShard) -> bool:
+    return (
+        slot.shard.boxes == held.shard.boxes
+        and slot.shard.local.numel() == held.shard.local.numel()
+    )
 
 
-def _stays(slot: Slot, held: Held, settings: Settings) -> bool:
-    """Whether the average need not be moved into pinned memory now that the model is on a device."""
-    return not _is_offloaded(held.shard.local.device, settings) or not slot.numel or slot.shadow.is_pinned()
+def _stays(slot: Shadow, held: TrackedShard, settings: Settings) -> bool:
+    """Whether the average need not be moved into pinned memory now that the model is on a
+    device.
+    """
+    return (
+        not _is_offloaded(held.shard.local.device, settings)
+        or not slot.numel
+        or slot.shadow.is_pinned()
+    )
 
 
-def _relinked(slot: Slot, held: Held, settings: Settings) -> Slot:
+def _relinked(slot: Shadow, held: TrackedShard, settings: Settings) -> Shadow:
     local = held.shard.local
     home = torch.device("cpu") if _is_offloaded(local.device, settings) else local.device
     shape = slot.shadow.shape if slot.is_split else local.shape
@@ -304,7 +367,9 @@ def _relinked(slot: Slot, held: Held, settings: Settings) -> Slot:
     return replace(slot, shard=held.shard, shadow=slot.shadow.to(home).view(shape), residual=rest)
 
 
-def _narrowed(old: Sequence[Slot], held: Sequence[Held], settings: Settings) -> list[Slot]:
+def _narrowed(
+    old: Sequence[Shadow], held: Sequence[TrackedShard], settings: Settings
+) -> list[Shadow]:
     """Averages cut as the model is now, from averages that were whole."""
     for slot, h in zip(old, held, strict=True):
         if not _same_cut(slot, h) and slot.boxes != (whole(slot.shard.shape),):
@@ -325,7 +390,7 @@ def _narrowed(old: Sequence[Slot], held: Sequence[Held], settings: Settings) -> 
     return slots
 
 
-def _cut(tensor: torch.Tensor, before: Slot, new: Slot) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, before: Shadow, new: Shadow) -> torch.Tensor:
     if before.boxes == new.boxes:
         return tensor
     tensor = tensor.view(before.shard.shape)

@@ -13,23 +13,24 @@ from torch import nn
 
 from ema_ckpt.core.errors import StateError, shown
 from ema_ckpt.ema.checkpoint.replicas import gather, meet_replicas
-from ema_ckpt.ema.model.scan import Shard, Slot, census, reshard
+from ema_ckpt.ema.model.scan import reshard, scan_model
+from ema_ckpt.ema.model.shards import Shadow, Shard
 from ema_ckpt.ema.modes import PlainMode
 from ema_ckpt.ema.shadows import live_part
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
 
-__all__ = ["copy_to", "refuse_inside", "swapped"]
-
 _SCRATCH_NBYTES = 16 << 20
 _MANY_UPDATES = 100
 
-# Ids of the parameters that hold averages at the moment, and of the modules' dicts in which they are. The managers
-# inside their blocks keep them alive.
+# Ids of the parameters that hold averages at the moment, and of the modules' dicts in which they
+# are. The managers inside their blocks keep them alive.
 _swapped: set[int] = set()
 
-Backups = dict[str, torch.Tensor | None]  # the live values by name; None where the shadow holds them meanwhile
+Backups = dict[
+    str, torch.Tensor | None
+]  # the live values by name; None where the shadow holds them meanwhile
 
 
 def refuse_inside(model: nn.Module, call: str) -> None:
@@ -39,18 +40,23 @@ def refuse_inside(model: nn.Module, call: str) -> None:
         StateError: inside `swap()` of any manager.
     """
     if _holds_averages(model):
-        raise StateError("usage", f"{call} inside swap(): the model holds averaged weights; leave the block first")
+        raise StateError(
+            "usage",
+            f"{call} inside swap(): the model holds averaged weights; leave the block first",
+        )
 
 
 def _holds_averages(model: nn.Module) -> bool:
-    """Whether tensors of a model hold averages at the moment, whatever a forward inside the block has gathered."""
+    """Whether tensors of a model hold averages at the moment, whatever a forward inside the block
+    has gathered.
+    """
     return bool(_swapped) and not _swapped.isdisjoint(_places(model))
 
 
 def _places(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         yield id(module._parameters)
-    found = census(model)
+    found = scan_model(model)
     for held in (*found.parameters, *found.buffers):
         yield id(held.place)
         yield id(held.owner)
@@ -65,7 +71,9 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
         _warn(ema)
         reshard(ema.model)
         ema.follow()
-        places = {id(held.place) for held in ema.averages.held} | {id(held.owner) for held in ema.averages.held}
+        places = {id(held.place) for held in ema.averages.held} | {
+            id(held.owner) for held in ema.averages.held
+        }
         backups = _enter(ema)
         _swapped.update(places)
     try:
@@ -73,27 +81,36 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
     finally:
         with PlainMode():
             _swapped.difference_update(places)
-            # What the last forward gathered are averages; and a first forward inside may have moved the shards.
+            # What the last forward gathered are averages; and a first forward inside may have moved
+            # the shards.
             reshard(ema.model)
             try:
                 ema.follow()
-            finally:  # where that fails, the averages at least come back from the memory that the model has left
+            # where that fails, the averages at least come back from the memory that the model has
+            # left
+            finally:
                 _leave(ema, backups)
             torch.clear_autocast_cache()
 
 
 def copy_to(ema: ShardedEMA, module: nn.Module, timeout: float) -> None:
     """See `ShardedEMA.copy_to`."""
-    targets: dict[Slot, list[Shard]] = {}
+    targets: dict[Shadow, list[Shard]] = {}
     with PlainMode():
         failure = _failure(lambda: targets.update(_targets(ema, module)))
         meet_replicas(ema.averages.slots, "copy_to()", timeout, failure)
         for place in range(max(map(len, targets.values()))):
-            _fill({slot: shards[place].local for slot, shards in targets.items() if len(shards) > place})
+            _fill(
+                {
+                    slot: shards[place].local
+                    for slot, shards in targets.items()
+                    if len(shards) > place
+                }
+            )
         torch.clear_autocast_cache()
 
 
-def _fill(targets: Mapping[Slot, torch.Tensor]) -> None:
+def _fill(targets: Mapping[Shadow, torch.Tensor]) -> None:
     """Write averages whole into local tensors. Collective over the replicas that divide them."""
     gather(list(targets), targets.__getitem__)
     for slot, local in targets.items():
@@ -106,13 +123,17 @@ def _ready(ema: ShardedEMA, call: str) -> None:
     ema.synchronise()
 
 
-def _targets(ema: ShardedEMA, module: nn.Module) -> dict[Slot, list[Shard]]:
-    """The shards to copy to: of a tensor that is tied here there may be one for each of its names."""
+def _targets(ema: ShardedEMA, module: nn.Module) -> dict[Shadow, list[Shard]]:
+    """The shards to copy to: of a tensor that is tied here there may be one for each of its
+    names.
+    """
     _ready(ema, "copy_to()")
     if _holds_averages(module):
-        raise StateError("usage", "copy_to(): the module to copy to is inside a swap() of its own manager")
+        raise StateError(
+            "usage", "copy_to(): the module to copy to is inside a swap() of its own manager"
+        )
     reshard(module)
-    found = census(module)
+    found = scan_model(module)
     named = {name: h.shard for h in (*found.parameters, *found.buffers) for name in h.shard.names}
     targets = {
         slot: list(dict.fromkeys(named[name] for name in slot.shard.names if name in named))
@@ -121,16 +142,26 @@ def _targets(ema: ShardedEMA, module: nn.Module) -> dict[Slot, list[Shard]]:
     missing = [slot.shard.fqn for slot, shards in targets.items() if not shards]
     if missing:
         raise StateError("usage", f"the module to copy to lacks {shown(missing)}")
-    other = [s.shard.fqn for s, shards in targets.items() if any(t.boxes != s.shard.boxes for t in shards)]
+    other = [
+        s.shard.fqn
+        for s, shards in targets.items()
+        if any(t.boxes != s.shard.boxes for t in shards)
+    ]
     if other:
         raise StateError(
-            "usage", f"the module to copy to is cut in another way: {shown(other)}; load full_state_dict() there"
+            "usage",
+            f"the module to copy to is cut in another way: {shown(other)}; load full_state_dict() there",
         )
     writers = Counter(shard for shards in targets.values() for shard in shards)
-    tied = [slot.shard.fqn for slot, shards in targets.items() if any(writers[shard] > 1 for shard in shards)]
+    tied = [
+        slot.shard.fqn
+        for slot, shards in targets.items()
+        if any(writers[shard] > 1 for shard in shards)
+    ]
     if tied:
         raise StateError(
-            "usage", f"in the module to copy to one tensor has names that are separate here: {shown(tied)}"
+            "usage",
+            f"in the module to copy to one tensor has names that are separate here: {shown(tied)}",
         )
     return targets
 
@@ -152,10 +183,16 @@ def _enter(ema: ShardedEMA) -> Backups:
             live, shadow = slot.shard.local, slot.shadow
             if slot.is_split:
                 backups[slot.shard.fqn] = live.clone()
-            elif slot.shard.is_parameter and live.dtype is shadow.dtype and live.device == shadow.device:
+            elif (
+                slot.shard.is_parameter
+                and live.dtype is shadow.dtype
+                and live.device == shadow.device
+            ):
                 _exchange(live, shadow)
                 backups[slot.shard.fqn] = None
-            else:  # an exchange would round the average, or let a forward in training mode move that of a buffer
+            # an exchange would round the average, or let a forward in training mode move that of a
+            # buffer
+            else:
                 backups[slot.shard.fqn] = live.clone()
                 live.copy_(shadow)
         gather(ema.averages.slots, lambda slot: slot.shard.local)
@@ -166,7 +203,9 @@ def _enter(ema: ShardedEMA) -> Backups:
 
 
 def _leave(ema: ShardedEMA, backups: Backups) -> None:
-    for slot in reversed(ema.averages.slots):  # where two share memory, the first still has its values
+    for slot in reversed(
+        ema.averages.slots
+    ):  # where two share memory, the first still has its values
         if slot.shard.fqn in backups:
             backup = backups[slot.shard.fqn]
             if backup is None:
@@ -189,8 +228,15 @@ def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
 
 def _warn(ema: ShardedEMA) -> None:
     if ema.num_updates == 0:
-        warnings.warn("swap() before the first update: the average is still the weights it began with", stacklevel=5)
-    elif ema.num_updates >= _MANY_UPDATES and ema.current_decay > 0 and _equals_live(ema.averages.slots):
+        warnings.warn(
+            "swap() before the first update: the average is still the weights it began with",
+            stacklevel=5,
+        )
+    elif (
+        ema.num_updates >= _MANY_UPDATES
+        and ema.current_decay > 0
+        and _equals_live(ema.averages.slots)
+    ):
         warnings.warn(
             f"after {ema.num_updates} updates the average equals the live weights in every element: do the weights"
             " that the optimizer steps reach it?",
@@ -198,6 +244,10 @@ def _warn(ema: ShardedEMA) -> None:
         )
 
 
-def _equals_live(slots: tuple[Slot, ...]) -> bool:
-    pairs = [(s.shadow, live_part(s, s.shard.local)) for s in slots if s.numel and s.shard.is_parameter]
-    return bool(pairs) and all(torch.equal(shadow.to(live.device), live.to(shadow.dtype)) for shadow, live in pairs)
+def _equals_live(slots: tuple[Shadow, ...]) -> bool:
+    pairs = [
+        (s.shadow, live_part(s, s.shard.local)) for s in slots if s.numel and s.shard.is_parameter
+    ]
+    return bool(pairs) and all(
+        torch.equal(shadow.to(live.device), live.to(shadow.dtype)) for shadow, live in pairs
+    )

@@ -1,9 +1,9 @@
 """Nested dicts and lists as flat leaves with paths, and back.
 
-Paths are those of `torch.distributed.checkpoint` (`_traverse.py`): text for a dict key, a number for a place
-in a list; dicts are always opened, lists if a dict or tensor is in them. Tuples are opened here if a tensor
-is in them, as no tensor may get lost. What such a path does not tell (keys that are no text, tuples) is
-kept beside it.
+Paths are those of `torch.distributed.checkpoint` (`_traverse.py`): text for a dict key, a number
+for a place in a list; dicts are always opened, lists if a dict or tensor is in them. Tuples are
+opened here if a tensor is in them, as no tensor may get lost. What such a path does not tell (keys
+that are no text, tuples) is kept beside it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from ema_ckpt.core.errors import SourceError, TargetError
 from ema_ckpt.formats.pickle.safe_globals import Opaque, parts_of
 
-__all__ = ["Nesting", "flatten", "renest"]
-
 Path = tuple[str | int, ...]
 
 _MAX_DEPTH = 100
@@ -23,7 +21,9 @@ _MAX_DEPTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Nesting:
-    """What paths leave open: the dict keys that are no text, by the path that ends in them, and all tuples."""
+    """What paths leave open: the dict keys that are no text, by the path that ends in them, and all
+    tuples.
+    """
 
     keys: Mapping[Path, object] = field(default_factory=dict)
     tuples: frozenset[Path] = frozenset()
@@ -36,12 +36,13 @@ def flatten(
 
     Args:
         is_tensor: tells the values that are tensors.
-        budget: how many containers and leaves there may be in all, those counted again that are stored once
-            and referred to often: a few bytes of pickle can mean more of them than any machine holds.
+        budget: how many containers and leaves there may be in all, those counted again that are
+            stored once and referred to often: a few bytes of pickle can mean more of them than any
+            machine holds.
 
     Raises:
-        SourceError: `unsupported` beyond the budget or a depth of 100, for a key of an odd type, or for a
-            tensor that no path leads to; `name-collision` for two keys that read the same.
+        SourceError: `unsupported` beyond the budget or a depth of 100, for a key of an odd type, or
+            for a tensor that no path leads to; `name-collision` for two keys that read the same.
     """
     walk = _Walk(is_tensor, budget)
     walk.visit((), root)
@@ -83,10 +84,14 @@ class _Walk:
             raise SourceError("unsupported", "the same containers are referred to over and over")
 
     def _text(self, path: Path, key: object, siblings: Mapping[object, object]) -> str:
-        """A key as text. Whole numbers may be too long for that, and other keys may read the same."""
+        """A key as text. Whole numbers may be too long for that, and other keys may read the
+        same.
+        """
         if isinstance(key, str):
             return key
-        if not isinstance(key, int | float | tuple | None) or (isinstance(key, int) and key.bit_length() > 4096):
+        if not isinstance(key, int | float | tuple | None) or (
+            isinstance(key, int) and key.bit_length() > 4096
+        ):
             raise SourceError("unsupported", f"a dict has a key of type {type(key).__name__}")
         text = str(key)
         place = (*path, text)
@@ -99,26 +104,35 @@ class _Walk:
         return self._holds(value, False) or (isinstance(value, list) and self._holds(value, True))
 
     def _holds(self, value: list[object] | tuple[object, ...], dicts: bool) -> bool:
-        """Whether a tensor is anywhere in `value`; with `dicts`, whether a dict is in it or in lists in it."""
+        """Whether a tensor is anywhere in `value`; with `dicts`, whether a dict is in it or in
+        lists in it.
+        """
         mark = (id(value), dicts)
         if mark not in self._known:
             self._known[mark] = False  # for a list that contains itself
             self._known[mark] = any(
-                isinstance(inner, dict) if dicts else self.is_tensor(inner) for inner in _inside(value, dicts)
+                isinstance(inner, dict) if dicts else self.is_tensor(inner)
+                for inner in _inside(value, dicts)
             )
         return self._known[mark]
 
     def _weigh(self, value: object) -> None:
-        """Count what is in a leaf, as whoever writes it will meet it; tensors in places without a path are refused."""
+        """Count what is in a leaf, as whoever writes it will meet it; tensors in places without a
+        path are refused.
+        """
         todo: list[tuple[object, int]] = [] if self.is_tensor(value) else [(value, 0)]
         while todo:
             inner, depth = todo.pop()
             self.spend(1)
             if depth > _MAX_DEPTH:
-                raise SourceError("unsupported", f"containers are nested more than {_MAX_DEPTH} deep")
+                raise SourceError(
+                    "unsupported", f"containers are nested more than {_MAX_DEPTH} deep"
+                )
             if self.is_tensor(inner):
                 raise SourceError("unsupported", "a tensor lies in a set or is the key of a dict")
-            todo += [] if isinstance(inner, Opaque) else [(part, depth + 1) for part in parts_of(inner)]
+            todo += (
+                [] if isinstance(inner, Opaque) else [(part, depth + 1) for part in parts_of(inner)]
+            )
 
 
 def _inside(value: object, lists_only: bool) -> Iterable[object]:
@@ -140,8 +154,8 @@ def _inside(value: object, lists_only: bool) -> Iterable[object]:
 def renest(leaves: Iterable[tuple[Path, object]], nesting: Nesting) -> object:
     """The containers whose leaves these are: the inverse of `flatten`.
 
-    A list of which some places are missing becomes a dict from place to value: closing the gaps would give
-    what is left the wrong places.
+    A list of which some places are missing becomes a dict from place to value: closing the gaps
+    would give what is left the wrong places.
 
     Raises:
         TargetError: `name-collision` if one path ends where another goes on.
@@ -168,12 +182,15 @@ class _Node(dict[str | int, object]):
 
 def _collision(path: Path) -> TargetError:
     name = ".".join(map(str, path))
-    return TargetError("name-collision", f"two entries meet at {name!r}; rename one with --rename", tensor=name)
+    return TargetError(
+        "name-collision", f"two entries meet at {name!r}; rename one with --rename", tensor=name
+    )
 
 
 def _close(path: Path, node: dict[str | int, object], nesting: Nesting) -> object:
     parts = {
-        part: _close((*path, part), item, nesting) if isinstance(item, _Node) else item for part, item in node.items()
+        part: _close((*path, part), item, nesting) if isinstance(item, _Node) else item
+        for part, item in node.items()
     }
     if parts and set(parts) == set(range(len(parts))):
         items = [parts[index] for index in range(len(parts))]

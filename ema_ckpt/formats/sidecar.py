@@ -1,7 +1,8 @@
-"""What this package records beside tensors: digests, nesting, plain objects and ties, as one JSON document.
+"""What this package records beside tensors: digests, nesting, plain objects and ties, as one JSON
+document.
 
-It lies in `__metadata__["ema_ckpt"]` of a safetensors file, in `ema_ckpt.json` of a directory and in a zip
-record of that name in a torch file:
+It lies in `__metadata__["ema_ckpt"]` of a safetensors file, in `ema_ckpt.json` of a directory and
+in a zip record of that name in a torch file:
 
     {"version": 1,
      "digests": {name: {"crc32": "crc32:8hex", "dtype": "float32", "shape": [2, 3]}},
@@ -10,8 +11,8 @@ record of that name in a torch file:
      "keys": [[path, key], ...], "tuples": [path, ...]   what paths leave open
      "objects": [{"name", "path", "value"}],  "ties": {dropped name: kept name}}
 
-A digest is the CRC-32 of the tensor's logical row-major little-endian bytes. It has a fixed width, so that
-the size of a document is known before any payload is.
+A digest is the CRC-32 of the tensor's logical row-major little-endian bytes. It has a fixed width,
+so that the size of a document is known before any payload is.
 """
 
 from __future__ import annotations
@@ -26,31 +27,16 @@ from typing import Any, NamedTuple, cast
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.dtypes import DTYPES, by_name
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.core.write_plan import Entry
+from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats.nesting import Nesting
-from ema_ckpt.formats.pickle.limits import refuse_expansion
+from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
-
-__all__ = [
-    "KEY",
-    "SIDECAR",
-    "VERSION",
-    "Digest",
-    "Record",
-    "decode",
-    "digests_of",
-    "dump",
-    "encode",
-    "is_unicode",
-    "load_json",
-    "parse",
-]
 
 KEY = "ema_ckpt"
 SIDECAR = "ema_ckpt.json"
 VERSION = 1
-# A list of which a part was selected keeps its places; one far beyond what is there would make whoever rebuilds
-# the list allocate without bound.
+# A list of which a part was selected keeps its places; one far beyond what is there would make
+# whoever rebuilds the list allocate without bound.
 _MAX_INDEX = 1 << 20
 _DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
 
@@ -67,7 +53,9 @@ class Digest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One parsed document. `version` 0: there was none; above `VERSION`: nothing but the number was read."""
+    """One parsed document. `version` 0: there was none; above `VERSION`: nothing but the number was
+    read.
+    """
 
     version: int = 0
     digests: Mapping[str, Digest] = field(default_factory=dict)
@@ -79,7 +67,8 @@ class Record:
 
 
 def load_json(text: str | bytes, file: str) -> Any:
-    """Parse JSON as strictly as a format deserves that other tools read too: no NaN, no key given twice.
+    """Parse JSON as strictly as a format deserves that other tools read too: no NaN, no key given
+    twice.
 
     Raises:
         SourceError: `bad-header`.
@@ -88,7 +77,9 @@ def load_json(text: str | bytes, file: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
-        raise SourceError("bad-header", f"{file}: not the JSON it should be: {reason}", file=file) from None
+        raise SourceError(
+            "bad-header", f"{file}: not the JSON it should be: {reason}", file=file
+        ) from None
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -105,7 +96,7 @@ def _refuse_constant(name: str) -> object:
 
 
 def dump(
-    entries: Iterable[Entry],
+    entries: Iterable[OutputTensor],
     digests: Mapping[str, int],
     *,
     files: Sequence[str] = (),
@@ -116,10 +107,14 @@ def dump(
 ) -> str:
     """The document for `entries`; digests not known yet are written as zeros, at the same width.
 
-    With `tied_paths` of dropped names, a reader lists these again, as the same bytes under two names.
+    With `tied_paths` of dropped names, a reader lists these again, as the same bytes under two
+    names.
     """
     entries = list(entries)
-    document: dict[str, object] = {"version": VERSION, "digests": {e.name: _digest(e, digests) for e in entries}}
+    document: dict[str, object] = {
+        "version": VERSION,
+        "digests": {e.name: _digest(e, digests) for e in entries},
+    }
     if files:
         document["files"] = list(files)
     if nesting is not None:
@@ -135,9 +130,13 @@ def dump(
     return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _digest(entry: Entry, digests: Mapping[str, int]) -> dict[str, object]:
+def _digest(entry: OutputTensor, digests: Mapping[str, int]) -> dict[str, object]:
     crc = digests.get(entry.name, 0)
-    return {"crc32": f"crc32:{crc:08x}", "dtype": entry.dtype.name, "shape": list(entry.source.shape)}
+    return {
+        "crc32": f"crc32:{crc:08x}",
+        "dtype": entry.dtype.name,
+        "shape": list(entry.source.shape),
+    }
 
 
 def parse(text: str | bytes, file: str) -> Record:
@@ -165,7 +164,13 @@ def _record(document: Any, file: str) -> Record:
     ties = {name: _text(kept) for name, kept in document.get("ties", {}).items()}
     limit = _MAX_INDEX + len(digests) + len(raw_objects) + len(ties)
     objects = tuple(
-        Object(_text(o["name"]), _path(o["path"], limit), file, inline=decode(o["value"]), is_inline=True)
+        Object(
+            _text(o["name"]),
+            _path(o["path"], limit),
+            file,
+            inline=decode(o["value"]),
+            is_inline=True,
+        )
         for o in raw_objects
     )
     return Record(
@@ -181,7 +186,9 @@ def _record(document: Any, file: str) -> Record:
 
 def _nesting(document: Any, limit: int) -> Nesting:
     keys = {_path(path, limit): _hashable(decode(key)) for path, key in document.get("keys", [])}
-    return Nesting(keys, frozenset(_path(path, limit) if path else () for path in document.get("tuples", [])))
+    return Nesting(
+        keys, frozenset(_path(path, limit) if path else () for path in document.get("tuples", []))
+    )
 
 
 def _parse_digest(value: Any) -> Digest:
@@ -214,11 +221,14 @@ def digests_of(record: Record, tensors: Iterable[Tensor], file: str) -> dict[str
     """The recorded CRC-32 of each tensor that has one.
 
     Raises:
-        SourceError: `checksum` if a digest was taken of another dtype or shape than the tensor now has.
+        SourceError: `checksum` if a digest was taken of another dtype or shape than the tensor now
+            has.
     """
     found: dict[str, int] = {}
     for tensor in tensors:
-        digest = record.digests.get(tensor.name) or record.digests.get(record.ties.get(tensor.name, ""))
+        digest = record.digests.get(tensor.name) or record.digests.get(
+            record.ties.get(tensor.name, "")
+        )
         if digest is None:
             continue
         if (digest.dtype, digest.shape) != (tensor.dtype.name, tensor.shape):
@@ -234,13 +244,13 @@ def digests_of(record: Record, tensors: Iterable[Tensor], file: str) -> dict[str
 def encode(value: object) -> object:
     """A plain value as JSON from which `decode` restores it exactly, types included.
 
-    What JSON lacks becomes an object with one key that begins with `$`: tuples, sets, bytes, dtypes, complex
-    and non-finite numbers, dicts with keys that are not text.
+    What JSON lacks becomes an object with one key that begins with `$`: tuples, sets, bytes,
+    dtypes, complex and non-finite numbers, dicts with keys that are not text.
 
     Raises:
         TypeError: naming the type that is not plain.
     """
-    refuse_expansion(value)
+    check_expanded_size(value)
     try:
         return _encode(value)
     except RecursionError:
@@ -283,7 +293,9 @@ def _encodable(text: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether `text` can be written as UTF-8: pickles and JSON escapes can carry lone surrogates."""
+    """Whether `text` can be written as UTF-8: pickles and JSON escapes can carry lone
+    surrogates.
+    """
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -14,8 +14,8 @@ from ema_ckpt.core.errors import UsageError, shown
 from ema_ckpt.core.names import nearest
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.inspected import TreeEntry
-from ema_ckpt.reading.checksums import Checks
-from ema_ckpt.reading.overlaps import BandCutter, BandReader, find_shares
+from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, find_overlaps
 from ema_ckpt.state_dicts.aliases import with_aliases
 from ema_ckpt.state_dicts.selection import cast_target
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, trees
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import os
 
     import torch
-
-__all__ = ["Checkpoint", "open_checkpoint", "tree_entry"]
 
 _BAND_NBYTES = 4 << 20
 
@@ -49,13 +47,19 @@ def _float_kind(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if isinstance(dtype, str):
         target = cast_target(dtype)
         dtype = None if target is None else getattr(torch, target.name)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
-        raise UsageError("usage", f"dtype {dtype!r}: expected a floating-point type of 16 bits or more")
+    if dtype is not None and not (
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    ):
+        raise UsageError(
+            "usage", f"dtype {dtype!r}: expected a floating-point type of 16 bits or more"
+        )
     return dtype
 
 
 class Checkpoint:
-    """A checkpoint opened for reading. Tensors are whole, on the CPU, and checked against stored checksums."""
+    """A checkpoint opened for reading. Tensors are whole, on the CPU, and checked against stored
+    checksums.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -73,10 +77,16 @@ class Checkpoint:
         return MappingProxyType({tree.name: tree_entry(tree) for tree in self._known})
 
     def keys(self, tree: str | None = None) -> list[str]:
-        """Full stored names, of one tree or of all, in stored order. Raises UsageError `unknown-tree`."""
+        """Full stored names, of one tree or of all, in stored order. Raises UsageError
+        `unknown-tree`.
+        """
         if tree is None:
             return list(self._by_name)
-        return [tensor.name for found in find_trees(self._known, tree, self.path) for tensor in found.tensors]
+        return [
+            tensor.name
+            for found in find_trees(self._known, tree, self.path)
+            for tensor in found.tensors
+        ]
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
@@ -100,18 +110,23 @@ class Checkpoint:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def state_dict(self, tree: str | None = None, dtype: torch.dtype | str | None = None) -> dict[str, torch.Tensor]:
-        """The weights of one tree by their names inside it: by default of the only EMA, or only live tree.
+    def state_dict(
+        self, tree: str | None = None, dtype: torch.dtype | str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The weights of one tree by their names inside it: by default of the only EMA, or only
+        live tree.
 
-        Tied weights are one tensor under several names. `dtype`, one of torch's or `keep fp32 bf16 fp16`, casts
-        floating-point tensors, those of 8 bits excepted.
+        Tied weights are one tensor under several names. `dtype`, one of torch's or `keep fp32 bf16
+        fp16`, casts floating-point tensors, those of 8 bits excepted.
 
         Raises:
             UsageError: `unknown-tree`, `ambiguous-tree`; `usage` for another dtype.
             SourceError: as for a single tensor.
         """
         if tree is None:
-            picked = default_tree(self._known, f"ema_ckpt.open({self.path!r}).state_dict", self.path)
+            picked = default_tree(
+                self._known, f"ema_ckpt.open({self.path!r}).state_dict", self.path
+            )
         else:
             picked = find_tree(self._known, tree, self.path)
         kind = _float_kind(dtype)
@@ -136,11 +151,11 @@ class Checkpoint:
         if not tensor.numel:
             return torch.empty(tensor.shape, dtype=kind)
         data = bytearray(tensor.nbytes)
-        checks = Checks(self._catalog.source, enabled=True)
-        reader = BandReader(self._catalog.source, checks, _BAND_NBYTES)
+        checks = ChecksumVerifier(self._catalog.source, enabled=True)
+        reader = BoxReader(self._catalog.source, checks, _BAND_NBYTES)
         picked, box = prove(tensor), whole(tensor.shape)
-        shares = find_shares(tensor, self._catalog.reader.payloads(tensor), picked, box)
-        cutter, view, at = BandCutter(box, tensor.dtype.itemsize, _BAND_NBYTES), memoryview(data), 0
+        shares = find_overlaps(tensor, self._catalog.reader.payloads(tensor), picked, box)
+        cutter, view, at = RowBlocks(box, tensor.dtype.itemsize, _BAND_NBYTES), memoryview(data), 0
         for index in range(cutter.count):
             band = cutter.band(index)
             nbytes = band.numel * tensor.dtype.itemsize

@@ -17,11 +17,9 @@ from pathlib import Path
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import TargetError, UsageError, counted
 from ema_ckpt.ops.diff_html_charts import Curve, curves, depth_chart, histogram
-from ema_ckpt.ops.diffed import Diffed, DiffTensor
+from ema_ckpt.ops.diffed import DiffResult, DiffTensor
 from ema_ckpt.storage.files import local_path
 from ema_ckpt.writing.preflight import check_place, resolve_target
-
-__all__ = ["check_page", "page", "write_page"]
 
 # Nothing may be loaded from anywhere, whatever a tensor is called.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -41,24 +39,33 @@ _COLUMNS = (
 
 
 def check_page(path: str | os.PathLike[str], sources: Sequence[Catalog]) -> Path:
-    """Where a page called `path` will lie, symbolic links followed: there is nothing, or a regular file.
+    """Where a page called `path` will lie, symbolic links followed: there is nothing, or a regular
+    file.
 
     Raises:
-        TargetError: `target-is-source` for a file of `sources`, or a place inside one of them; `not-found` without a
-            parent directory; `usage` for what is no regular file, and where nothing can be written.
+        TargetError: `target-is-source` for a file of `sources`, or a place inside one of them;
+            `not-found` without a parent directory; `usage` for what is no regular file, and where
+            nothing can be written.
         UsageError: `usage` for URLs, the current directory and those above it, and mount points.
     """
     try:
         target = resolve_target(path)
-        check_place(target, [place for source in sources if (place := local_path(source.resolved)) is not None])
+        check_place(
+            target,
+            [place for source in sources if (place := local_path(source.resolved)) is not None],
+        )
     except (TargetError, UsageError) as error:
         raise type(error)(error.code, f"--html {error}") from None
     if os.path.lexists(target):
         status = os.lstat(target)
         if not stat.S_ISREG(status.st_mode):
-            raise TargetError("usage", f"--html {target}: is not a regular file and is never replaced")
+            raise TargetError(
+                "usage", f"--html {target}: is not a regular file and is never replaced"
+            )
         if any(os.path.samestat(status, own) for source in sources for own in _files(source)):
-            raise TargetError("target-is-source", f"--html {target}: is compared itself; write to another file")
+            raise TargetError(
+                "target-is-source", f"--html {target}: is compared itself; write to another file"
+            )
     return target
 
 
@@ -71,7 +78,9 @@ def _files(source: Catalog) -> Iterator[os.stat_result]:
                 yield os.stat(os.path.join(root, name))
 
 
-def write_page(path: str | os.PathLike[str], result: Diffed, sources: Sequence[Catalog]) -> None:
+def write_page(
+    path: str | os.PathLike[str], result: DiffResult, sources: Sequence[Catalog]
+) -> None:
     """Write the page to the file `path`, replacing one that is there.
 
     Raises:
@@ -84,10 +93,12 @@ def write_page(path: str | os.PathLike[str], result: Diffed, sources: Sequence[C
             draft.write_text(page(result), encoding="utf-8")
             os.replace(draft, target)
     except OSError as error:
-        raise TargetError("usage", f"--html {target}: cannot be written: {error.strerror}") from None
+        raise TargetError(
+            "usage", f"--html {target}: cannot be written: {error.strerror}"
+        ) from None
 
 
-def page(result: Diffed) -> str:
+def page(result: DiffResult) -> str:
     """The whole document."""
     found = curves(result.tensors)
     parts = [
@@ -108,10 +119,12 @@ def page(result: Diffed) -> str:
 def _text(text: str) -> str:
     """Text for HTML; what cannot be printed is written as an escape."""
     shown = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown))
+    return escape(
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
+    )
 
 
-def _title(result: Diffed) -> str:
+def _title(result: DiffResult) -> str:
     return f"{result.tree_a or 'a'} against {result.tree_b or 'b'}"
 
 
@@ -119,7 +132,7 @@ def _number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.3g}"
 
 
-def _head(result: Diffed) -> Iterator[str]:
+def _head(result: DiffResult) -> Iterator[str]:
     summary = result.summary
     numel = sum(tensor.numel for tensor in result.tensors)
     yield f"<h1>{_text(_title(result))}</h1>"
@@ -137,7 +150,7 @@ def _head(result: Diffed) -> Iterator[str]:
     yield "</dl>"
 
 
-def _findings(result: Diffed) -> Iterator[str]:
+def _findings(result: DiffResult) -> Iterator[str]:
     if not result.findings:
         yield '<p class="quiet">No findings.</p>'
         return
@@ -148,17 +161,20 @@ def _findings(result: Diffed) -> Iterator[str]:
     yield "</ul>"
 
 
-def _charts(result: Diffed, found: tuple[Curve, ...]) -> Iterator[str]:
+def _charts(result: DiffResult, found: tuple[Curve, ...]) -> Iterator[str]:
     spread = histogram(result.tensors)
     if spread:
         yield f"<section><h2>Tensors by relative L2</h2>\n{spread}</section>"
     if found:
         yield f"<section><h2>Over depth</h2>\n{depth_chart(found)}"
-        items = (f'<li><i class="s{number}"></i>{_text(curve.label)}</li>' for number, curve in enumerate(found))
+        items = (
+            f'<li><i class="s{number}"></i>{_text(curve.label)}</li>'
+            for number, curve in enumerate(found)
+        )
         yield f'<ul class="legend">{"".join(items)}</ul></section>'
 
 
-def _one_sided(result: Diffed) -> Iterator[str]:
+def _one_sided(result: DiffResult) -> Iterator[str]:
     lists = [
         (f"{counted(len(names), 'name')} only in {side}", names)
         for side, names in (("a", result.only_in_a), ("b", result.only_in_b))
@@ -170,7 +186,7 @@ def _one_sided(result: Diffed) -> Iterator[str]:
             yield f"<details><summary>{title}</summary><ul>{items}</ul></details>"
 
 
-def _table(result: Diffed) -> Iterator[str]:
+def _table(result: DiffResult) -> Iterator[str]:
     yield "<section><h2>Tensors</h2>"
     field = '<input id="filter" type="search" placeholder="part of a name">'
     yield f'<p><label>Filter {field}</label> <span id="count"></span></p>'
@@ -178,7 +194,9 @@ def _table(result: Diffed) -> Iterator[str]:
     for at, (name, kind) in enumerate(_COLUMNS):
         yield f'<th scope="col" aria-sort="none"><button data-column="{at}" data-kind="{kind}">{name}</button></th>'
     yield "</tr></thead><tbody>"
-    ranked = sorted(result.tensors, key=lambda t: math.inf if math.isnan(t.rel_l2) else t.rel_l2, reverse=True)
+    ranked = sorted(
+        result.tensors, key=lambda t: math.inf if math.isnan(t.rel_l2) else t.rel_l2, reverse=True
+    )
     yield from map(_row, ranked)
     yield "</tbody></table></div></section>"
 
@@ -192,9 +210,14 @@ def _row(tensor: DiffTensor) -> str:
         (tensor.mean_abs, _number(tensor.mean_abs)),
         (1 - tensor.cosine, _number(1 - tensor.cosine)),
         (share, f"{share:.1%}"),
-        *((count, str(count)) for count in (tensor.nan_a, tensor.nan_b, tensor.inf_a, tensor.inf_b)),
+        *(
+            (count, str(count))
+            for count in (tensor.nan_a, tensor.nan_b, tensor.inf_a, tensor.inf_b)
+        ),
     )
-    cells = "".join(f'<td data-value="{"" if math.isnan(v) else repr(v)}">{text}</td>' for v, text in numbers)
+    cells = "".join(
+        f'<td data-value="{"" if math.isnan(v) else repr(v)}">{text}</td>' for v, text in numbers
+    )
     return f'<tr><th scope="row">{_text(tensor.name)}</th>{cells}</tr>'
 
 

@@ -1,4 +1,6 @@
-"""Charts of a comparison as plain SVG: how tensors are spread over the scale, and curves over a model's depth."""
+"""Charts of a comparison as plain SVG: how tensors are spread over the scale, and curves over a
+model's depth.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,6 @@ from html import escape
 from ema_ckpt.core.errors import counted
 from ema_ckpt.ops.diffed import DiffTensor
 
-__all__ = ["Curve", "curves", "depth_chart", "histogram"]
-
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 40
 _MAX_CURVES = 8
@@ -21,7 +21,9 @@ _INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Relative L2 over depth of tensors whose names differ in one layer index alone; `label` has a `*` for it."""
+    """Relative L2 over depth of tensors whose names differ in one layer index alone; `label` has a
+    `*` for it.
+    """
 
     label: str
     points: tuple[tuple[int, float], ...]
@@ -50,7 +52,9 @@ def curves(tensors: Sequence[DiffTensor]) -> tuple[Curve, ...]:
             label = f"{tensor.name[: match.start(1)]}*{tensor.name[match.end(1) :]}"
             found.setdefault(label, {})[int(match[1])] = tensor.rel_l2
     ranked = sorted(found.items(), key=lambda item: (-len(item[1]), -max(item[1].values())))
-    return tuple(Curve(label, tuple(sorted(at.items()))) for label, at in ranked[:_MAX_CURVES] if len(at) > 1)
+    return tuple(
+        Curve(label, tuple(sorted(at.items()))) for label, at in ranked[:_MAX_CURVES] if len(at) > 1
+    )
 
 
 def histogram(tensors: Sequence[DiffTensor]) -> str:
@@ -62,7 +66,9 @@ def histogram(tensors: Sequence[DiffTensor]) -> str:
     counts: dict[int, list[str]] = {}
     for tensor in tensors:
         if tensor.rel_l2 > 0:
-            counts.setdefault(math.floor((math.log10(tensor.rel_l2) - low) * 4), []).append(tensor.name)
+            counts.setdefault(math.floor((math.log10(tensor.rel_l2) - low) * 4), []).append(
+                tensor.name
+            )
     most = max(map(len, counts.values()))
     x, y = _Scale(low, high, _LEFT, _WIDTH - _RIGHT), _Scale(0, most, _HEIGHT - _BOTTOM, _TOP)
     parts = [*_axes(x, range(low, high + 1), y, _ticks(most), "relative L2 of a tensor", "tensors")]
@@ -98,7 +104,9 @@ def depth_chart(found: Sequence[Curve]) -> str:
         for at, value in curve.points:
             about = escape(f"{curve.label}, layer {at}: {value:.3g}")
             centre = f'cx="{x(at)}" cy="{y(math.log10(value))}"'
-            parts.append(f'<circle class="dot s{number}" {centre} r="3"><title>{about}</title></circle>')
+            parts.append(
+                f'<circle class="dot s{number}" {centre} r="3"><title>{about}</title></circle>'
+            )
     return _svg("Relative L2 over depth", parts)
 
 
@@ -114,7 +122,9 @@ def _ticks(most: int) -> list[int]:
 def _axes(
     x: _Scale, decades: Sequence[int], y: _Scale, counts: Sequence[int], below: str, beside: str
 ) -> Iterator[str]:
-    return _frame(x, [(at, _decade(at)) for at in decades], y, [(n, str(n)) for n in counts], below, beside)
+    return _frame(
+        x, [(at, _decade(at)) for at in decades], y, [(n, str(n)) for n in counts], below, beside
+    )
 
 
 def _frame(

@@ -12,11 +12,9 @@ from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.errors import UsageError, shown
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.discovery.opening import open_catalog
-from ema_ckpt.ops.suggest import ready_command
+from ema_ckpt.ops.suggest import suggested_command
 from ema_ckpt.state_dicts.aliases import with_aliases
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, live_of, trees
-
-__all__ = ["Pairing", "Side", "open_sides", "pair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,10 @@ class Pairing:
 
 
 def open_sides(
-    path: str | os.PathLike[str], other: str | os.PathLike[str] | None, tree: str | None, against: str | None
+    path: str | os.PathLike[str],
+    other: str | os.PathLike[str] | None,
+    tree: str | None,
+    against: str | None,
 ) -> tuple[Side, Side]:
     """Open both sides; where there is one path, one checkpoint with its EMA and its live tree.
 
@@ -51,7 +52,7 @@ def open_sides(
         catalog = open_catalog(path)
         undo.callback(catalog.source.close)
         known = trees(catalog)
-        command = ready_command("diff", path, *(() if other is None else (other,)))
+        command = suggested_command("diff", path, *(() if other is None else (other,)))
         a = (
             find_tree(known, tree, catalog.resolved)
             if tree is not None
@@ -73,9 +74,14 @@ def open_sides(
 
 
 def _under_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:
-    """A tree with its tied weights also under the other names that `other` has: an EMA keeps them once."""
+    """A tree with its tied weights also under the other names that `other` has: an EMA keeps them
+    once.
+    """
     whole = with_aliases(catalog, tree).named
-    return replace(tree, named={name: t for name, t in whole.items() if name in tree.named or name in other.named})
+    return replace(
+        tree,
+        named={name: t for name, t in whole.items() if name in tree.named or name in other.named},
+    )
 
 
 def _partner(catalog: Catalog, known: tuple[Tree, ...], a: Tree, against: str | None) -> Tree:
@@ -85,16 +91,26 @@ def _partner(catalog: Catalog, known: tuple[Tree, ...], a: Tree, against: str | 
     if live is not None:
         return live
     others = shown([tree.name for tree in known if tree.tensors and tree.name != a.name])
-    lacks = "no live tree to compare its EMA with" if a.role == EMA else f"no EMA; its tree {a.name!r} is {a.role}"
+    lacks = (
+        "no live tree to compare its EMA with"
+        if a.role == EMA
+        else f"no EMA; its tree {a.name!r} is {a.role}"
+    )
     message = f"{catalog.resolved} has {lacks}; give a second path, or name the sides with --tree and --against"
     raise UsageError("unknown-tree", f"{message} ({others or 'it has no other tree'})")
 
 
-def _other_tree(known: Sequence[Tree], tree: str | None, against: str | None, command: str, where: str) -> Tree:
-    """The tree of a second checkpoint: the one named, else that of a's name if it was named, else the default."""
+def _other_tree(
+    known: Sequence[Tree], tree: str | None, against: str | None, command: str, where: str
+) -> Tree:
+    """The tree of a second checkpoint: the one named, else that of a's name if it was named, else
+    the default.
+    """
     if against is not None:
         return find_tree(known, against, where)
-    same = next((found for found in known if found.name == tree), None) if tree is not None else None
+    same = (
+        next((found for found in known if found.name == tree), None) if tree is not None else None
+    )
     if same is not None:
         return same
     try:
@@ -124,4 +140,7 @@ def _named(tree: Tree) -> Mapping[str, Tensor]:
     """Weights by name without wrapper prefixes, which stay where two names would become one."""
     weights = tree.weights
     count = Counter(map(canonical, weights))
-    return {(plain if count[plain := canonical(name)] == 1 else name): tensor for name, tensor in weights.items()}
+    return {
+        (plain if count[plain := canonical(name)] == 1 else name): tensor
+        for name, tensor in weights.items()
+    }

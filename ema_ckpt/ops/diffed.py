@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ema_ckpt.core.catalog import Warn
-
-__all__ = ["DiffSummary", "DiffTensor", "Diffed", "Mismatch", "ShapeEntry"]
+from ema_ckpt.core.catalog import Diagnostic
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +26,11 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class DiffTensor:
-    """How a pair of tensors differs, d = a − b: ‖d‖/‖b‖, the largest and the mean |d|, the cosine, counts.
+    """How a pair of tensors differs, d = a − b: ‖d‖/‖b‖, the largest and the mean |d|, the cosine,
+    counts.
 
-    Numbers that are undefined are NaN (in JSON null). Complex elements are pairs of numbers; `changed` and
-    `numel` count elements, `nan` and `inf` numbers.
+    Numbers that are undefined are NaN (in JSON null). Complex elements are pairs of numbers;
+    `changed` and `numel` count elements, `nan` and `inf` numbers.
     """
 
     name: str
@@ -58,8 +57,10 @@ class DiffSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Diffed:
-    """What `diff` found. `compared` and `identical` count pairs; names are those inside the trees."""
+class DiffResult:
+    """What `diff` found. `compared` and `identical` count pairs; names are those inside the
+    trees.
+    """
 
     a: str
     b: str
@@ -72,7 +73,7 @@ class Diffed:
     mismatched: tuple[Mismatch, ...]
     tensors: tuple[DiffTensor, ...]
     summary: DiffSummary
-    findings: tuple[Warn, ...]
+    findings: tuple[Diagnostic, ...]
 
     @property
     def differs(self) -> bool:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ema_ckpt.core.catalog import Catalog, Object, Tensor, Warn
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.checkpoint import tree_entry
-from ema_ckpt.ops.inspected import ChunkEntry, Inspected, ObjectEntry, TensorEntry
+from ema_ckpt.ops.inspected import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
 from ema_ckpt.state_dicts.ema_config import ema_settings
 from ema_ckpt.state_dicts.selection import refuse_idle
 from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, trees
@@ -20,28 +20,36 @@ from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, trees
 if TYPE_CHECKING:
     import os
 
-__all__ = ["inspect"]
 
-
-def inspect(path: str | os.PathLike[str], tree: str | None = None, match: Sequence[str] = ()) -> Inspected:
+def inspect(
+    path: str | os.PathLike[str], tree: str | None = None, match: Sequence[str] = ()
+) -> InspectResult:
     """Describe a checkpoint: trees, tensors, who holds which rows, EMA settings, objects, warnings.
 
-    Reads metadata, and of data files only the settings of EMA trees. A missing or short data file or an
-    unsafe object is a warning.
+    Reads metadata, and of data files only the settings of EMA trees. A missing or short data file
+    or an unsafe object is a warning.
 
     Args:
         path: a checkpoint, a directory that holds one, or an fsspec URL of either.
-        tree: only the tensors of this tree, or below this dotted path. match: only names that fit a glob.
+        tree: only the tensors of this tree, or below this dotted path. match: only names that fit a
+            glob.
 
     Raises:
-        EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle unknown-tree empty-selection …`.
+        EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle unknown-tree
+            empty-selection …`.
     """
     with opened(path, lenient=True) as catalog:
         known = trees(catalog)
         warnings = [*catalog.warnings, *_missing_files(catalog), *_geometry(catalog)]
-        warnings += [Warn(tree.problem.code, str(tree.problem)) for tree in known if tree.problem is not None]
-        settings = {tree.name: _settings(catalog, tree, warnings) for tree in known if tree.role == EMA}
-        return Inspected(
+        warnings += [
+            Diagnostic(tree.problem.code, str(tree.problem))
+            for tree in known
+            if tree.problem is not None
+        ]
+        settings = {
+            tree.name: _settings(catalog, tree, warnings) for tree in known if tree.role == EMA
+        }
+        return InspectResult(
             path=catalog.path,
             resolved=catalog.resolved,
             format=catalog.format,
@@ -55,38 +63,43 @@ def inspect(path: str | os.PathLike[str], tree: str | None = None, match: Sequen
         )
 
 
-def _missing_files(catalog: Catalog) -> Iterable[Warn]:
-    told = {warning.message.partition(":")[0] for warning in catalog.warnings}  # by a reader that met it first
+def _missing_files(catalog: Catalog) -> Iterable[Diagnostic]:
+    told = {
+        warning.message.partition(":")[0] for warning in catalog.warnings
+    }  # by a reader that met it first
     for file, expected in catalog.files.items():
         if file in told:
             continue
         try:
             found = catalog.source.size(file)
         except (SourceError, UnsafeError) as error:
-            yield Warn(error.code, str(error))
+            yield Diagnostic(error.code, str(error))
             continue
         if found < expected:
-            yield Warn(
-                "truncated-file", f"{file}: expected at least {expected} bytes, found {found}: the file is truncated"
+            yield Diagnostic(
+                "truncated-file",
+                f"{file}: expected at least {expected} bytes, found {found}: the file is truncated",
             )
 
 
-def _geometry(catalog: Catalog) -> Iterable[Warn]:
+def _geometry(catalog: Catalog) -> Iterable[Diagnostic]:
     for tensor in catalog.tensors:
         try:
             prove(tensor)
         except SourceError as error:
-            yield Warn(error.code, str(error))
+            yield Diagnostic(error.code, str(error))
 
 
-def _settings(catalog: Catalog, tree: Tree, warnings: list[Warn]) -> dict[str, object]:
+def _settings(catalog: Catalog, tree: Tree, warnings: list[Diagnostic]) -> dict[str, object]:
     try:
         found = ema_settings(catalog, tree)
     except EmaCkptError as error:
-        warnings.append(Warn(error.code, str(error)))
+        warnings.append(Diagnostic(error.code, str(error)))
         return {"num_updates": None, "decay": None, "schedule": None, "dtype": None}
     if found.num_updates == 0:
-        warnings.append(Warn("ema-stalled", f"{tree.name!r} was never updated (num_updates is 0)"))
+        warnings.append(
+            Diagnostic("ema-stalled", f"{tree.name!r} was never updated (num_updates is 0)")
+        )
     return {
         "num_updates": found.num_updates,
         "decay": found.decay,
@@ -118,5 +131,9 @@ def _tensor_entries(
 
 
 def _tensor_entry(tensor: Tensor, tree: str, fqn: str) -> TensorEntry:
-    chunks = tuple(ChunkEntry(c.offsets, c.sizes, c.file) for c in tensor.chunks if 0 not in c.sizes)
-    return TensorEntry(tensor.name, fqn, tree, tensor.shape, tensor.dtype.name, tensor.nbytes, chunks)
+    chunks = tuple(
+        ChunkEntry(c.offsets, c.sizes, c.file) for c in tensor.chunks if 0 not in c.sizes
+    )
+    return TensorEntry(
+        tensor.name, fqn, tree, tensor.shape, tensor.dtype.name, tensor.nbytes, chunks
+    )

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ema_ckpt.core.catalog import Warn
-
-__all__ = ["ChunkEntry", "Inspected", "ObjectEntry", "TensorEntry", "TreeEntry"]
+from ema_ckpt.core.catalog import Diagnostic
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,9 @@ class ChunkEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor: full stored name, name inside its tree, global shape, torch's name of the dtype, chunks."""
+    """A tensor: full stored name, name inside its tree, global shape, torch's name of the dtype,
+    chunks.
+    """
 
     name: str
     fqn: str
@@ -53,7 +53,7 @@ class ObjectEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class InspectResult:
     """What `inspect` found in a checkpoint."""
 
     path: str
@@ -65,4 +65,4 @@ class Inspected:
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
     ema: Mapping[str, Mapping[str, object]]
-    warnings: tuple[Warn, ...]
+    warnings: tuple[Diagnostic, ...]

@@ -1,4 +1,6 @@
-"""Objects on their way from one format to another: what can be carried, and what is said of the rest."""
+"""Objects on their way from one format to another: what can be carried, and what is said of the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ema_ckpt.core.catalog import Catalog, Object, Warn
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Object
 from ema_ckpt.core.errors import UnsafeError, UsageError, counted, shown
-from ema_ckpt.core.write_plan import Entry
+from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
 from ema_ckpt.formats.pickle.tensors import TensorRef
@@ -16,8 +18,6 @@ from ema_ckpt.formats.pickle.writer import is_plain
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.state_dicts.selection import KeptObject
 from ema_ckpt.state_dicts.ties import dropped_names, recorded_ties
-
-__all__ = ["Carried", "carried_text", "carry_objects", "rank_keyed", "refuse_skipped", "unknown_objects", "untold"]
 
 _RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
 
@@ -28,13 +28,14 @@ class Carried:
 
     objects: list[KeptObject] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    warnings: list[Warn] = field(default_factory=list)
+    warnings: list[Diagnostic] = field(default_factory=list)
 
 
-def carry_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> Carried:
+def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> Carried:
     """Sort objects by whether `form` (`dcp`, `safetensors`, `torch`) can hold them.
 
-    An archive of a DCP source goes to DCP byte for byte, whatever is in it; anything else has to be plain.
+    An archive of a DCP source goes to DCP byte for byte, whatever is in it; anything else has to be
+    plain.
 
     Raises:
         UnsafeError: `unsafe-pickle` if unpickling a selected object would run code.
@@ -45,13 +46,19 @@ def carry_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) ->
         opaque = opaque_within(value)
         if form == "dcp" and not held.source.is_inline:
             if opaque is not None:
-                carried.warnings.append(Warn("opaque", f"{held.name!r} holds a {opaque}; copied as it is"))
+                carried.warnings.append(
+                    Diagnostic("opaque", f"{held.name!r} holds a {opaque}; copied as it is")
+                )
             carried.objects.append(held)
         elif _fits(value, form):
             source = replace(held.source, inline=value, is_inline=True)
             carried.objects.append(KeptObject(held.name, held.path, source))
         else:
-            what = f"holds a {opaque}" if opaque else f"is a {type(value).__name__} that {form} cannot hold"
+            what = (
+                f"holds a {opaque}"
+                if opaque
+                else f"is a {type(value).__name__} that {form} cannot hold"
+            )
             carried.skipped.append(Skipped(held.name, held.source.file, what))
     return carried
 
@@ -64,19 +71,25 @@ def _load(catalog: Catalog, held: KeptObject) -> object:
         raise UnsafeError(error.code, message, tensor=held.name, file=error.file) from None
 
 
-def carried_text(catalog: Catalog) -> dict[str, str]:
+def header_text(catalog: Catalog) -> dict[str, str]:
     """What the header of a safetensors source says beside its tensors, ties and format aside."""
     found, known = catalog.extra.get("metadata"), recorded_ties(catalog)
     text = found if isinstance(found, Mapping) else {}
-    return {str(key): str(value) for key, value in text.items() if key != "format" and key not in known}
+    return {
+        str(key): str(value) for key, value in text.items() if key != "format" and key not in known
+    }
 
 
-def untold(catalog: Catalog, entries: Sequence[Entry], form: str) -> Iterator[Skipped]:
-    """What a safetensors header says that the target does not: any text, and names dropped as tied."""
+def unsupported_metadata(
+    catalog: Catalog, entries: Sequence[OutputTensor], form: str
+) -> Iterator[Skipped]:
+    """What a safetensors header says that the target does not: any text, and names dropped as
+    tied.
+    """
     dropped, lost = dropped_names(catalog, entries)
     for name in lost if form == "safetensors" else [*dropped, *lost]:
         yield Skipped(name, "", "a name that the source dropped as tied; --expand-ties writes it")
-    for key in carried_text(catalog) if form != "safetensors" else ():
+    for key in header_text(catalog) if form != "safetensors" else ():
         yield Skipped(f"__metadata__.{key}", "", "text of a safetensors header")
 
 
@@ -102,10 +115,14 @@ def refuse_skipped(skipped: Sequence[Skipped], strict: bool) -> None:
         raise UsageError("unsupported", message, tensor=skipped[0].name)
 
 
-def rank_keyed(names: Iterable[str]) -> list[Warn]:
+def rank_keyed(names: Iterable[str]) -> list[Diagnostic]:
     """A warning if names carry a rank: they will not fit another world size by themselves."""
     found = [name for name in names if _RANK_KEY.search(name)]
-    return [Warn("rank-keyed", f"kept, though they belong to single ranks: {shown(found)}")] if found else []
+    return (
+        [Diagnostic("rank-keyed", f"kept, though they belong to single ranks: {shown(found)}")]
+        if found
+        else []
+    )
 
 
 def _fits(value: object, form: str) -> bool:

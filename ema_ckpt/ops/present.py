@@ -8,14 +8,13 @@ from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, shown
 
-__all__ = ["check_sources"]
-
 
 def check_sources(catalog: Catalog, tensors: Iterable[Tensor]) -> None:
     """Prove that every tensor is covered, and that every file it needs is there and long enough.
 
     Raises:
-        SourceError: `hole overlap out-of-bounds incomplete missing-file truncated-file`, naming tensor and file.
+        SourceError: `hole overlap out-of-bounds incomplete missing-file truncated-file`, naming
+            tensor and file.
     """
     users: dict[str, list[str]] = {}
     for tensor in tensors:
@@ -32,17 +31,25 @@ def check_sources(catalog: Catalog, tensors: Iterable[Tensor]) -> None:
             raise type(error)(error.code, message, tensor=names[0], file=file) from None
         expected = catalog.files.get(file, 0)
         if size < expected:
-            message = f"{file}: expected at least {expected} bytes, found {size}: the file is truncated"
-            raise SourceError("truncated-file", f"{message}; it holds {shown(names)}", tensor=names[0], file=file)
+            message = (
+                f"{file}: expected at least {expected} bytes, found {size}: the file is truncated"
+            )
+            raise SourceError(
+                "truncated-file", f"{message}; it holds {shown(names)}", tensor=names[0], file=file
+            )
 
 
 def _refuse_missing(catalog: Catalog, users: Mapping[str, Sequence[str]]) -> None:
-    """Name every file that is not there: on several nodes with disks of their own each has a part of them."""
+    """Name every file that is not there: on several nodes with disks of their own each has a part
+    of them.
+    """
     missing = [file for file in users if _is_missing(catalog, file)]
     if not missing:
         return
     names = list(dict.fromkeys(name for file in missing for name in users[file]))
-    several = f"{catalog.resolved}: {len(missing)} of {len(users)} files are missing: {shown(missing)}"
+    several = (
+        f"{catalog.resolved}: {len(missing)} of {len(users)} files are missing: {shown(missing)}"
+    )
     what = several if len(missing) > 1 else f"{missing[0]}: no such file in {catalog.resolved}"
     message = f"{what}, with parts of {shown(names)}"
     hint = "copy all files of the checkpoint into one directory (each node may have saved its own)"

@@ -1,4 +1,6 @@
-"""What the writing verbs return, and any result as JSON: frozen, and equal to what the command line prints."""
+"""What the writing verbs return, and any result as JSON: frozen, and equal to what the command line
+prints.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 
-from ema_ckpt.core.catalog import Warn
-
-__all__ = ["FileEntry", "Skipped", "Written", "as_json"]
+from ema_ckpt.core.catalog import Diagnostic
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,10 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What a writing verb did, or with `dry_run` would do. `nbytes` is payload, `seconds` wall time."""
+class WriteResult:
+    """What a writing verb did, or with `dry_run` would do. `nbytes` is payload, `seconds` wall
+    time.
+    """
 
     source: str
     target: str
@@ -45,7 +47,7 @@ class Written:
     filled: tuple[str, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[Skipped, ...] = ()
-    warnings: tuple[Warn, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
     dry_run: bool = False
 
 

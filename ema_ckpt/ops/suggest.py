@@ -6,15 +6,15 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 
-__all__ = ["ready_command", "ready_options"]
 
-
-def ready_command(verb: str, *places: str | os.PathLike[str]) -> str:
+def suggested_command(verb: str, *places: str | os.PathLike[str]) -> str:
     """The command of `verb` on some paths, quoted for a shell."""
     return shlex.join(["ema-ckpt", verb, *(os.fspath(place) for place in places)])
 
 
-def ready_options(given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> str:
+def suggested_options(
+    given: Mapping[str, object], defaults: Mapping[str, object] | None = None
+) -> str:
     """Every option that is not at its default, quoted for a shell, each with a space before it.
 
     Args:

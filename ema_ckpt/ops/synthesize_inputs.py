@@ -10,16 +10,14 @@ from dataclasses import dataclass
 
 from ema_ckpt.analysis.phema import Profile, mismatch, solve
 from ema_ckpt.analysis.weighted_sum import Part
-from ema_ckpt.core.catalog import Catalog, Tensor, Warn
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import EmaCkptError, UsageError, counted, shown
 from ema_ckpt.core.names import canonical
-from ema_ckpt.core.write_plan import Entry
+from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.state_dicts.aliases import with_aliases
 from ema_ckpt.state_dicts.ema_config import ema_settings, samples_seen
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, trees
-
-__all__ = ["Snapshot", "is_summed", "match_names", "open_snapshots", "parts_of", "refuse_unsummable", "weights_for"]
 
 _POOR = 0.05
 
@@ -40,7 +38,8 @@ class Snapshot:
 def open_snapshots(
     paths: Sequence[str | os.PathLike[str]], names: Sequence[str], call: tuple[str, str]
 ) -> list[Snapshot]:
-    """Open every snapshot; of each the trees `names`, or its only EMA. `call` is the command and its options.
+    """Open every snapshot; of each the trees `names`, or its only EMA. `call` is the command and
+    its options.
 
     Raises:
         UsageError: `ambiguous-tree`, `unknown-tree`. SourceError: what opening raises.
@@ -65,17 +64,23 @@ def match_names(snapshots: Sequence[Snapshot]) -> dict[str, list[Tensor]]:
     Raises:
         UsageError: `usage` unless names and shapes are equal everywhere.
     """
-    named = [{canonical(name): tensor for name, tensor in s.tree.weights.items()} for s in snapshots]
+    named = [
+        {canonical(name): tensor for name, tensor in s.tree.weights.items()} for s in snapshots
+    ]
     last = named[-1]
     for snapshot, tensors in zip(snapshots[:-1], named[:-1], strict=True):
         odd = sorted(tensors.keys() ^ last.keys())
         if odd:
             where = f"{snapshot.label} and {snapshots[-1].label}"
-            raise UsageError("usage", f"{where} do not hold the same names: only one has {shown(odd)}")
+            raise UsageError(
+                "usage", f"{where} do not hold the same names: only one has {shown(odd)}"
+            )
         for name, tensor in tensors.items():
             if tensor.shape != last[name].shape:
                 shapes = f"{list(tensor.shape)} in {snapshot.label}, {list(last[name].shape)} in {snapshots[-1].label}"
-                raise UsageError("usage", f"tensor {name!r} has other shapes: {shapes}", tensor=name)
+                raise UsageError(
+                    "usage", f"tensor {name!r} has other shapes: {shapes}", tensor=name
+                )
             _refuse_unlike(name, tensor, last[name], snapshot)
     return {name: [tensors[name] for tensors in named] for name in last}
 
@@ -88,11 +93,13 @@ def _refuse_unlike(name: str, tensor: Tensor, last: Tensor, snapshot: Snapshot) 
 
 
 def is_summed(tensor: Tensor) -> bool:
-    """Whether a tensor's values are averaged, and not taken from the last snapshot as integers are."""
+    """Whether a tensor's values are averaged, and not taken from the last snapshot as integers
+    are.
+    """
     return tensor.dtype.kind == "float" or tensor.dtype.name in ("complex64", "complex128")
 
 
-def refuse_unsummable(entries: Iterable[Entry]) -> None:
+def refuse_unsummable(entries: Iterable[OutputTensor]) -> None:
     """Refuse numbers that no sum can be stored in: those of 8 bits, and complex ones of 16.
 
     Raises:
@@ -105,8 +112,12 @@ def refuse_unsummable(entries: Iterable[Entry]) -> None:
             raise UsageError("unsupported", message, tensor=entry.name)
 
 
-def parts_of(tensors: Sequence[Tensor], snapshots: Sequence[Snapshot], weights: Sequence[float]) -> list[Part]:
-    """What makes up one tensor: all snapshots, or for what is not averaged (integers, say) the last alone."""
+def parts_of(
+    tensors: Sequence[Tensor], snapshots: Sequence[Snapshot], weights: Sequence[float]
+) -> list[Part]:
+    """What makes up one tensor: all snapshots, or for what is not averaged (integers, say) the last
+    alone.
+    """
     pairs = list(zip(snapshots, tensors, weights, strict=True))
     if is_summed(tensors[-1]):
         return [Part(snapshot.catalog, tensor, weight) for snapshot, tensor, weight in pairs]
@@ -124,17 +135,22 @@ def weights_for(
     weights: Sequence[float] | None,
     sigma_rels: Sequence[float] | None,
     steps: Sequence[float] | None,
-) -> tuple[list[float], list[Warn]]:
-    """One weight for each snapshot: those given, or those that make an average of relative width `sigma_rel`.
+) -> tuple[list[float], list[Diagnostic]]:
+    """One weight for each snapshot: those given, or those that make an average of relative width
+    `sigma_rel`.
 
     Raises:
         UsageError: `usage` if numbers are missing, do not fit, or contradict each other.
     """
     if (sigma_rel is None) == (weights is None):
-        raise UsageError("usage", "give either --sigma-rel, for another averaging length, or --weights")
+        raise UsageError(
+            "usage", "give either --sigma-rel, for another averaging length, or --weights"
+        )
     if weights is not None:
         if sigma_rels or steps:
-            raise UsageError("usage", "--sigma-rels and --steps go with --sigma-rel, not with --weights")
+            raise UsageError(
+                "usage", "--sigma-rels and --steps go with --sigma-rel, not with --weights"
+            )
         return _given(snapshots, weights)
     profiles = _profiles(snapshots, sigma_rels, steps)
     target = Profile(max(profile.time for profile in profiles), sigma_rel or 0.0)
@@ -142,17 +158,25 @@ def weights_for(
     return found, list(_quality(profiles, found, target))
 
 
-def _given(snapshots: Sequence[Snapshot], weights: Sequence[float]) -> tuple[list[float], list[Warn]]:
+def _given(
+    snapshots: Sequence[Snapshot], weights: Sequence[float]
+) -> tuple[list[float], list[Diagnostic]]:
     if len(weights) != len(snapshots):
         raise _miscounted("--weights", weights, snapshots)
     if not all(map(math.isfinite, weights)):
-        raise UsageError("usage", f"--weights {', '.join(map(str, weights))}: expected finite numbers")
+        raise UsageError(
+            "usage", f"--weights {', '.join(map(str, weights))}: expected finite numbers"
+        )
     try:
         total = math.fsum(weights)
     except OverflowError:
-        raise UsageError("usage", f"--weights {', '.join(map(str, weights))}: their sum is not finite") from None
-    message = f"the weights sum to {total:.6g}, not 1: the result is no average, its scale is changed"
-    return list(weights), [] if abs(total - 1) <= 1e-6 else [Warn("weights-sum", message)]
+        raise UsageError(
+            "usage", f"--weights {', '.join(map(str, weights))}: their sum is not finite"
+        ) from None
+    message = (
+        f"the weights sum to {total:.6g}, not 1: the result is no average, its scale is changed"
+    )
+    return list(weights), [] if abs(total - 1) <= 1e-6 else [Diagnostic("weights-sum", message)]
 
 
 def _miscounted(flag: str, values: Sequence[float], snapshots: Sequence[Snapshot]) -> UsageError:
@@ -160,15 +184,19 @@ def _miscounted(flag: str, values: Sequence[float], snapshots: Sequence[Snapshot
     return UsageError("usage", f"{flag} has {numbers} for {several}")
 
 
-def _quality(profiles: Sequence[Profile], weights: Sequence[float], target: Profile) -> Iterator[Warn]:
+def _quality(
+    profiles: Sequence[Profile], weights: Sequence[float], target: Profile
+) -> Iterator[Diagnostic]:
     distance = mismatch(profiles, weights, target)
     if distance > _POOR:
-        widths = ", ".join(f"{width:g}" for width in sorted({profile.sigma_rel for profile in profiles}))
+        widths = ", ".join(
+            f"{width:g}" for width in sorted({profile.sigma_rel for profile in profiles})
+        )
         message = (
             f"the profile of relative width {target.sigma_rel:g} is missed by {distance:.1%}; take more snapshots, "
             f"or a width nearer to those that were tracked ({widths})"
         )
-        yield Warn("profile-missed", message)
+        yield Diagnostic("profile-missed", message)
 
 
 def _profiles(
@@ -178,10 +206,16 @@ def _profiles(
     for flag, values in (("--sigma-rels", sigma_rels), ("--steps", steps)):
         if values and len(values) != len(snapshots):
             raise _miscounted(flag, values, snapshots)
-    told = [(None, None, None)] * len(snapshots) if sigma_rels and steps else list(map(_recorded, snapshots))
+    told = (
+        [(None, None, None)] * len(snapshots)
+        if sigma_rels and steps
+        else list(map(_recorded, snapshots))
+    )
     units = {unit for _, _, unit in told if unit is not None}
     if len(units) > 1 and not steps:
-        raise UsageError("usage", "some snapshots count updates and others samples; give --steps in one unit")
+        raise UsageError(
+            "usage", "some snapshots count updates and others samples; give --steps in one unit"
+        )
     profiles = []
     for index, (snapshot, (width, time, _)) in enumerate(zip(snapshots, told, strict=True)):
         sigma = sigma_rels[index] if sigma_rels else width
@@ -200,7 +234,9 @@ def _recorded(snapshot: Snapshot) -> tuple[float | None, float | None, str | Non
         settings = ema_settings(snapshot.catalog, snapshot.tree)
         samples = samples_seen(snapshot.catalog, snapshot.tree)
     except EmaCkptError as error:
-        raise type(error)(error.code, f"{snapshot.label}: {error}", tensor=error.tensor, file=error.file) from None
+        raise type(error)(
+            error.code, f"{snapshot.label}: {error}", tensor=error.tensor, file=error.file
+        ) from None
     schedule = settings.schedule if isinstance(settings.schedule, dict) else {}
     width, unit = schedule.get("sigma_rel"), str(schedule.get("unit", "updates"))
     time = samples if unit == "samples" else settings.num_updates

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ema_ckpt.core.catalog import Warn
-
-__all__ = ["Problem", "Verified"]
+from ema_ckpt.core.catalog import Diagnostic
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a checkpoint: a stable code, the tensor and file concerned (or None), and what it is."""
+    """Something wrong with a checkpoint: a stable code, the tensor and file concerned (or None),
+    and what it is.
+    """
 
     code: str
     tensor: str | None
@@ -20,16 +20,18 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyResult:
     """What `verify` found.
 
     Attributes:
-        status: `sound`, `unproven` (nothing wrong, but some payload carries no checksum) or `damaged`.
-        checked_bytes, unchecked_bytes: payload compared with a checksum, and payload that carries none.
+        status: `sound`, `unproven` (nothing wrong, but some payload carries no checksum) or
+            `damaged`.
+        checked_bytes, unchecked_bytes: payload compared with a checksum, and payload that carries
+            none.
     """
 
     status: str
     checked_bytes: int
     unchecked_bytes: int
     problems: tuple[Problem, ...]
-    warnings: tuple[Warn, ...]
+    warnings: tuple[Diagnostic, ...]

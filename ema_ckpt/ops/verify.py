@@ -9,24 +9,30 @@ from functools import partial
 
 from ema_ckpt.analysis.audit import Audit, Finding
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, Seen, has_values
-from ema_ckpt.core.catalog import Catalog, Tensor, Warn
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError, counted
-from ema_ckpt.discovery.found import PARTS, SAFETENSORS, TORCH, Found
-from ema_ckpt.discovery.locate import find
+from ema_ckpt.discovery.found import PARTS, SAFETENSORS, TORCH, Location
+from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.opening import open_found
-from ema_ckpt.ops.verified import Problem, Verified
+from ema_ckpt.ops.verified import Problem, VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
-from ema_ckpt.reading.overlaps import BandCutter
+from ema_ckpt.reading.overlaps import RowBlocks
 from ema_ckpt.reading.streams import Stream, StreamReader, band_jobs, locate
 from ema_ckpt.runtime.thread_pool import run_jobs, worker_count
 from ema_ckpt.storage.directories import join, list_folder
 from ema_ckpt.storage.files import is_url
 
-__all__ = ["verify"]
-
 # Opening fails with these where there is no checkpoint to judge, or none that can be judged.
 _TROUBLE = frozenset(
-    {"not-found", "not-a-checkpoint", "usage", "ambiguous-path", "ambiguous-tree", "missing-extra", "unsupported"}
+    {
+        "not-found",
+        "not-a-checkpoint",
+        "usage",
+        "ambiguous-path",
+        "ambiguous-tree",
+        "missing-extra",
+        "unsupported",
+    }
 )
 _BLOCK_NBYTES = 512 << 10
 
@@ -37,7 +43,7 @@ def verify(
     against: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Verified:
+) -> VerifyResult:
     """Check structure, sizes, coverage and every stored checksum of a checkpoint.
 
     Nothing is repaired, and nothing stops at the first problem.
@@ -45,13 +51,15 @@ def verify(
     Args:
         path: a checkpoint, a directory that holds one, or an fsspec URL of either.
         values: also look for NaN, infinities, tensors of nothing but zeros and absurd magnitudes.
-        against: the checkpoint that this one was made from: each tensor's digest must be equal there.
+        against: the checkpoint that this one was made from: each tensor's digest must be equal
+            there.
         progress: is told the bytes of each part that was read.
 
     Raises:
-        EmaCkptError: if at `path` there is nothing, no checkpoint, one of a kind that is not supported, or one that the
-            system does not let us read; or if `against` cannot be opened. Damage is a result, and metadata of `path`
-            that is missing, unreadable or hostile is damage.
+        EmaCkptError: if at `path` there is nothing, no checkpoint, one of a kind that is not
+            supported, or one that the system does not let us read; or if `against` cannot be
+            opened. Damage is a result, and metadata of `path` that is missing, unreadable or
+            hostile is damage.
     """
     if threads is not None and threads < 1:
         raise UsageError("usage", f"--threads {threads}: expected 1 or more")
@@ -82,7 +90,7 @@ class _Report:
 
     def __init__(self) -> None:
         self.problems: dict[Finding, None] = {}
-        self.warnings: list[Warn] = []
+        self.warnings: list[Diagnostic] = []
         self.checked = 0
         self.unchecked = 0
 
@@ -95,23 +103,27 @@ class _Report:
         self.checked += sum(audit.checked.values())
         self.unchecked += sum(audit.unchecked.values())
 
-    def result(self) -> Verified:
+    def result(self) -> VerifyResult:
         status = "damaged" if self.problems else "unproven" if self.unchecked else "sound"
         problems = tuple(Problem(f.code, f.tensor, f.file, f.message) for f in self.problems)
         warnings = self.warnings
         if self.unchecked:
             message = f"{counted(self.unchecked, 'byte')} of payload without a checksum may be damaged without a trace"
-            warnings = [*warnings, Warn("unchecked", message)]
-        return Verified(status, self.checked, self.unchecked, problems, tuple(dict.fromkeys(warnings)))
+            warnings = [*warnings, Diagnostic("unchecked", message)]
+        return VerifyResult(
+            status, self.checked, self.unchecked, problems, tuple(dict.fromkeys(warnings))
+        )
 
 
 # Opening, as much of it as there is.
 
 
 def _opened(path: str, report: _Report) -> Iterator[tuple[Catalog, bool]]:
-    """The checkpoint and True, or those of its parts, shards and files that can still be opened and False."""
+    """The checkpoint and True, or those of its parts, shards and files that can still be opened and
+    False.
+    """
     try:
-        found = find(path)
+        found = locate_checkpoint(path)
     except EmaCkptError as error:
         _refuse_trouble(error)
         report.error(error)
@@ -120,7 +132,7 @@ def _opened(path: str, report: _Report) -> Iterator[tuple[Catalog, bool]]:
         yield catalog, catalog.resolved == found.resolved and not report.problems
 
 
-def _open_pieces(found: Found, path: str, report: _Report) -> Iterator[Catalog]:
+def _open_pieces(found: Location, path: str, report: _Report) -> Iterator[Catalog]:
     try:
         catalog = open_found(found, path, lenient=True)
     except EmaCkptError as error:
@@ -133,31 +145,41 @@ def _open_pieces(found: Found, path: str, report: _Report) -> Iterator[Catalog]:
 
 
 def _refuse_trouble(error: EmaCkptError) -> None:
-    """Raise what says nothing of damage: a wrong path, a form that is not read here, a refusal by the system."""
+    """Raise what says nothing of damage: a wrong path, a form that is not read here, a refusal by
+    the system.
+    """
     by_system = error.code == "unreadable" and isinstance(error.__context__, OSError)
     if error.code in _TROUBLE or by_system:
         raise error
 
 
-def _pieces(found: Found) -> list[Found]:
+def _pieces(found: Location) -> list[Location]:
     """What can be opened by itself when the whole cannot: parts, or the files beside an index."""
     if found.format == PARTS:
         return [part for _, part in found.parts]
     if found.format in (SAFETENSORS, TORCH) and found.names[0].endswith(".index.json"):
-        suffixes = (".safetensors",) if found.format == SAFETENSORS else (".bin", ".pt", ".pth", ".ckpt")
+        suffixes = (
+            (".safetensors",) if found.format == SAFETENSORS else (".bin", ".pt", ".pth", ".ckpt")
+        )
         shards = [name for name in list_folder(found.root).files if name.endswith(suffixes)]
-        return [Found(found.format, found.root, (name,), join(found.root, name)) for name in shards]
+        return [
+            Location(found.format, found.root, (name,), join(found.root, name)) for name in shards
+        ]
     return []
 
 
 # Files that belong to nothing.
 
 
-def _stale(catalog: Catalog) -> Iterator[Warn]:
-    """Data files beside those of the checkpoint that it does not name: what an earlier, larger save left behind."""
+def _stale(catalog: Catalog) -> Iterator[Diagnostic]:
+    """Data files beside those of the checkpoint that it does not name: what an earlier, larger save
+    left behind.
+    """
     if is_url(catalog.resolved) or not os.path.isdir(catalog.resolved):
         return
-    folders = dict.fromkeys(file.rpartition("/")[0] for file in catalog.files if file.endswith(_STALE_SUFFIXES))
+    folders = dict.fromkeys(
+        file.rpartition("/")[0] for file in catalog.files if file.endswith(_STALE_SUFFIXES)
+    )
     for folder in folders:
         prefix = f"{folder}/" if folder else ""
         root = join(catalog.source.root, folder) if folder else catalog.source.root
@@ -168,7 +190,7 @@ def _stale(catalog: Catalog) -> Iterator[Warn]:
                 continue
             if os.path.getsize(join(root, name)):  # idle ranks leave empty files
                 message = f"{file}: the checkpoint does not use it; left by an earlier save? It can be removed"
-                yield Warn("stale-file", message)
+                yield Diagnostic("stale-file", message)
 
 
 _STALE_SUFFIXES = (".distcp", ".safetensors")
@@ -208,7 +230,13 @@ def _readable(audit: Audit, tensor: Tensor) -> Stream | None:
 
 
 def _look(
-    stream: Stream, seen: Seen, lock: threading.Lock, reader: StreamReader, cutter: BandCutter, first: int, stop: int
+    stream: Stream,
+    seen: Seen,
+    lock: threading.Lock,
+    reader: StreamReader,
+    cutter: RowBlocks,
+    first: int,
+    stop: int,
 ) -> None:
     scanner, found = Scanner(stream.tensor.dtype), Seen()
     for block in reader.read_bands(0, stream, cutter, first, stop):
@@ -223,7 +251,11 @@ def _judge(audit: Audit, tensor: Tensor, seen: Seen) -> None:
         what = f"{seen.nan} NaN and {seen.inf} infinite of {counted(tensor.numel, 'value')}"
         audit.report("non-finite", f"tensor {tensor.name!r}: {what}", tensor.name, file)
     elif seen.largest == 0 and tensor.numel > 1:
-        audit.warnings.append(Warn("all-zero", f"tensor {tensor.name!r}: all of its {tensor.numel} values are zero"))
+        audit.warnings.append(
+            Diagnostic(
+                "all-zero", f"tensor {tensor.name!r}: all of its {tensor.numel} values are zero"
+            )
+        )
     if seen.largest >= ABSURD:
         message = f"tensor {tensor.name!r}: magnitudes up to {seen.largest:.3g} are no weights"
-        audit.warnings.append(Warn("overflow", message))
+        audit.warnings.append(Diagnostic("overflow", message))

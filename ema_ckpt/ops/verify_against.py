@@ -1,7 +1,9 @@
-"""Proof of a conversion: every tensor of a checkpoint has the digest it has in the one it was made from.
+"""Proof of a conversion: every tensor of a checkpoint has the digest it has in the one it was made
+from.
 
-Digests that either side records are taken as they are; the rest is computed. Names are matched in full or
-through trees, as a verb may have written one tree under plain names; what was renamed is found by its digest.
+Digests that either side records are taken as they are; the rest is computed. Names are matched in
+full or through trees, as a verb may have written one tree under plain names; what was renamed is
+found by its digest.
 """
 
 from __future__ import annotations
@@ -23,13 +25,12 @@ from ema_ckpt.state_dicts.aliases import with_aliases
 from ema_ckpt.state_dicts.ties import recorded_ties, with_dropped
 from ema_ckpt.state_dicts.tree import Tree, inner_names, trees
 
-__all__ = ["compare_with"]
-
 _BLOCK_NBYTES = 512 << 10
 
 
 def compare_with(audit: Audit, source: str | os.PathLike[str]) -> None:
-    """Report every tensor of the audited checkpoint that is not, bit for bit or after its cast, in `source`.
+    """Report every tensor of the audited checkpoint that is not, bit for bit or after its cast, in
+    `source`.
 
     Raises:
         EmaCkptError: if `source` cannot be read.
@@ -43,7 +44,9 @@ def compare_with(audit: Audit, source: str | os.PathLike[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """One way to pair names: a label for messages, and the source's tensors by the name they would have."""
+    """One way to pair names: a label for messages, and the source's tensors by the name they would
+    have.
+    """
 
     label: str
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -77,7 +80,9 @@ class _Comparison:
         full = {_stripped(t.name, tree): t for tree in known for t in tree.tensors}
         full |= {t.name: t for t in self._origin.tensors}
         ways = [_Names("", full), *(_by_tree(with_aliases(self._origin, tree)) for tree in known)]
-        overlap = {id(way): sum(self._counterpart(name, way) is not None for name in mine) for way in ways}
+        overlap = {
+            id(way): sum(self._counterpart(name, way) is not None for name in mine) for way in ways
+        }
         return sorted(ways, key=lambda way: -overlap[id(way)])
 
     def _counterpart(self, name: str, way: _Names) -> Tensor | None:
@@ -106,10 +111,16 @@ class _Comparison:
         try:
             if dtype == tensor.dtype:
                 recorded = stored_digest(self._origin, tensor)
-                return recorded if recorded is not None else computed(locate(self._origin, tensor), self._reader)
+                return (
+                    recorded
+                    if recorded is not None
+                    else computed(locate(self._origin, tensor), self._reader)
+                )
             if not (dtype.is_castable and tensor.dtype.is_castable):
                 return None
-            return computed(locate(self._origin, tensor), self._reader, Caster(tensor.dtype, dtype).cast)
+            return computed(
+                locate(self._origin, tensor), self._reader, Caster(tensor.dtype, dtype).cast
+            )
         except EmaCkptError as error:
             message = f"{self._origin.resolved}: {error}"
             self._audit.report(error.code, message, error.tensor, error.file)
@@ -117,7 +128,9 @@ class _Comparison:
 
     # Telling.
 
-    def _report(self, mine: Mapping[str, Tensor], way: _Names, missing: list[str], differing: list[str]) -> None:
+    def _report(
+        self, mine: Mapping[str, Tensor], way: _Names, missing: list[str], differing: list[str]
+    ) -> None:
         where = f"{self._origin.resolved}{way.label}"
         used = {id(self._counterpart(name, way)) for name in mine}
         spare = {name: t for name, t in way.tensors.items() if id(t) not in used}
@@ -133,17 +146,31 @@ class _Comparison:
             message = f"tensor {name!r}: {where} has no tensor of that name or of these bytes"
             self._audit.report("index-mismatch", message, name)
         for name in differing:
-            self._audit.report("checksum", f"{self._difference(mine[name], way)} in {where}", name, _file(mine[name]))
+            self._audit.report(
+                "checksum",
+                f"{self._difference(mine[name], way)} in {where}",
+                name,
+                _file(mine[name]),
+            )
         ties = {*_ties(self._audit.catalog), *_ties(self._origin)}
         once = {id(tensor): name for name, tensor in spare.items()}
         lost = [name for name in once.values() if name not in ties]
         if lost and (way.label or not self._is_part(spare, mine)):
-            self._audit.report("incomplete", f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}", lost[0])
+            self._audit.report(
+                "incomplete",
+                f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}",
+                lost[0],
+            )
 
     def _renamed(self, tensor: Tensor, spare: Mapping[str, Tensor]) -> str | None:
-        fitting = [n for n, t in spare.items() if (t.shape, t.dtype) == (tensor.shape, tensor.dtype)]
+        fitting = [
+            n for n, t in spare.items() if (t.shape, t.dtype) == (tensor.shape, tensor.dtype)
+        ]
         digest = self._digest(tensor) if fitting else None
-        return next((name for name in fitting if self._origin_digest(spare[name], tensor.dtype) == digest), None)
+        return next(
+            (name for name in fitting if self._origin_digest(spare[name], tensor.dtype) == digest),
+            None,
+        )
 
     def _difference(self, tensor: Tensor, way: _Names) -> str:
         other = self._counterpart(tensor.name, way)

@@ -1,4 +1,6 @@
-"""What every writing verb does once it knows what goes where: check, stage, move, publish, report."""
+"""What every writing verb does once it knows what goes where: check, stage, move, publish,
+report.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from ema_ckpt.comm.launched import Meeting, current
-from ema_ckpt.core.catalog import Catalog, Warn
+from ema_ckpt.core.catalog import Catalog, Diagnostic
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError, counted, shown
 from ema_ckpt.core.text import parse_size
-from ema_ckpt.core.write_plan import Entry, Piece, Target
+from ema_ckpt.core.write_plan import OutputTensor, WriteItem, WritePlan
 from ema_ckpt.runtime.thread_pool import worker_count
 from ema_ckpt.state_dicts.selection import Options, options
 from ema_ckpt.storage.files import is_url, local_path
@@ -24,22 +26,11 @@ from ema_ckpt.writing.journal import Journal
 from ema_ckpt.writing.preflight import resolve_target
 from ema_ckpt.writing.staging import check_target, stage
 
-__all__ = [
-    "TORCH_SUFFIXES",
-    "Job",
-    "Request",
-    "WriterArgs",
-    "payload_nbytes",
-    "place_of",
-    "request_of",
-    "timer",
-    "write",
-]
-
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
-# Without --resume a run this short is done anew rather than continued. Deleting a journal that has reached the disk
-# costs tenths of a second where the file system discards freed blocks at once and the disk is busy.
+# Without --resume a run this short is done anew rather than continued. Deleting a journal that has
+# reached the disk costs tenths of a second where the file system discards freed blocks at once and
+# the disk is busy.
 _JOURNAL_AFTER_SECONDS = 10.0
 _LOCAL_BUDGET_NBYTES = 16 << 20
 _REMOTE_BUDGET_NBYTES = 256 << 20
@@ -49,15 +40,19 @@ class WriterArgs(TypedDict, total=False):
     """Keyword arguments of every writing verb: the options of the command line, by the same names.
 
     Attributes:
-        match, exclude, keep_dtype: globs on names as they are written. rename: `OLD=NEW` prefixes, or a mapping.
+        match, exclude, keep_dtype: globs on names as they are written. rename: `OLD=NEW` prefixes,
+            or a mapping.
         dtype: `keep`, `fp32`, `bf16` or `fp16`, for floating-point tensors of live and EMA trees.
         threads: workers; by default the usable processors, at most 8.
         max_memory: bytes of buffers in flight, a number or `16MiB`.
-        dry_run: make every check, write nothing. no_verify: do not compare checksums stored in the source.
+        dry_run: make every check, write nothing. no_verify: do not compare checksums stored in the
+            source.
         no_fsync: do not wait for the disk. overwrite: replace a checkpoint at the target.
         resume: continue a killed run. strict: fail if anything would be left out.
-        expand_ties: write tied weights under every name. keep_prefixes: keep wrapper prefixes of names.
-        progress: is told the bytes of each finished range; less than none where they will be written anew.
+        expand_ties: write tied weights under every name. keep_prefixes: keep wrapper prefixes of
+            names.
+        progress: is told the bytes of each finished range; less than none where they will be
+            written anew.
     """
 
     match: Sequence[str]
@@ -96,14 +91,16 @@ class Request(NamedTuple):
 
 @dataclass(slots=True)
 class Job:
-    """A write that is laid out: from where, to where, what. `beside` are further local places that are read."""
+    """A write that is laid out: from where, to where, what. `beside` are further local places that
+    are read.
+    """
 
     catalog: Catalog
     out: Path
     is_directory: bool
-    target: Target
+    target: WritePlan
     keep_foreign: bool = False
-    warnings: list[Warn] = field(default_factory=list)
+    warnings: list[Diagnostic] = field(default_factory=list)
     beside: Sequence[str] = ()
 
     @property
@@ -117,7 +114,8 @@ def request_of(args: WriterArgs) -> Request:
     """Check the arguments of a writing verb.
 
     Raises:
-        UsageError: `usage` for less than one thread or 4 MiB of memory, an unknown dtype, a malformed rename.
+        UsageError: `usage` for less than one thread or 4 MiB of memory, an unknown dtype, a
+            malformed rename.
         TypeError: for an argument that there is not.
     """
     unknown = args.keys() - WriterArgs.__annotations__.keys()
@@ -151,23 +149,25 @@ def request_of(args: WriterArgs) -> Request:
     )
 
 
-def place_of(out: str | os.PathLike[str]) -> Path:
+def destination_of(out: str | os.PathLike[str]) -> Path:
     """The path of a target as it was given.
 
     Raises:
-        UsageError: `usage` where nothing can be written: URLs, `/`, the current directory, mount points.
+        UsageError: `usage` where nothing can be written: URLs, `/`, the current directory, mount
+            points.
     """
     resolve_target(out)  # before a Path takes a slash from a URL
     return Path(out)
 
 
-def payload_nbytes(parts: Iterable[Entry | Piece]) -> int:
+def payload_nbytes(parts: Iterable[OutputTensor | WriteItem]) -> int:
     """Bytes of tensor data that will be written: of whole entries, or of the pieces of a target."""
     return sum(part.nbytes for part in parts)
 
 
 def write(job: Job, request: Request) -> Outcome | None:
-    """Stage the target, move its bytes, switch it in; with `dry_run` make every check and return None.
+    """Stage the target, move its bytes, switch it in; with `dry_run` make every check and return
+    None.
 
     Raises:
         EmaCkptError: whatever stops the work; nothing of it stays.
@@ -202,7 +202,9 @@ def write(job: Job, request: Request) -> Outcome | None:
         if crew is not None:
             crew.exchange((_identity(job, stamps), str(staged.path)))
             crew.exchange("the journal is open")
-        outcome = run(job.catalog, job.target, staged.path, _settings(job, request), staged.journal, crew)
+        outcome = run(
+            job.catalog, job.target, staged.path, _settings(job, request), staged.journal, crew
+        )
         _refuse_changed(job.catalog, stamps)
     job.warnings += staged.warnings
     job.warnings += _overflows(job, outcome)
@@ -226,18 +228,24 @@ def _take_part(job: Job, request: Request, stamps: Mapping[str, str], crew: Meet
         return run(job.catalog, job.target, payload, _settings(job, request), journal, crew)
 
 
-def _overflows(job: Job, outcome: Outcome) -> Iterable[Warn]:
-    names = dict.fromkeys(piece.entry.name for piece in job.target.pieces) if outcome.overflow else {}
+def _overflows(job: Job, outcome: Outcome) -> Iterable[Diagnostic]:
+    names = (
+        dict.fromkeys(piece.entry.name for piece in job.target.pieces) if outcome.overflow else {}
+    )
     for name in names:  # workers end in any order, the warnings stand in that of the tensors
         if name in outcome.overflow:
             values = counted(outcome.overflow[name], "finite value")
-            yield Warn("overflow", f"{values} of {name!r} became infinite in the cast; keep its dtype")
+            yield Diagnostic(
+                "overflow", f"{values} of {name!r} became infinite in the cast; keep its dtype"
+            )
 
 
 def _settings(job: Job, request: Request) -> Settings:
     default = _REMOTE_BUDGET_NBYTES if is_url(job.catalog.source.root) else _LOCAL_BUDGET_NBYTES
     budget = request.budget_nbytes or default
-    return Settings(request.threads, budget, request.verify, request.progress, durable=request.fsync)
+    return Settings(
+        request.threads, budget, request.verify, request.progress, durable=request.fsync
+    )
 
 
 def _identity(job: Job, stamps: Mapping[str, str]) -> dict[str, str]:
@@ -268,7 +276,7 @@ def _stamp(root: str, file: str) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _plan_hash(target: Target) -> str:
+def _plan_hash(target: WritePlan) -> str:
     known = hashlib.sha256()
     for piece in target.pieces:
         entry = piece.entry

@@ -1,9 +1,10 @@
-"""Casts between float64, float32, float16 and bfloat16 of raw little-endian bytes, in numpy and ml_dtypes.
+"""Casts between float64, float32, float16 and bfloat16 of raw little-endian bytes, in numpy and
+ml_dtypes.
 
-Results equal `torch.Tensor.to` on the CPU bit for bit: round to nearest, ties to even, and from float64 to
-the two 16-bit types by way of float32, as torch does. NaN stays NaN; its bits are those of torch's x86
-kernels (of float64 → bfloat16, of those that handle 16 elements at a time; the rest of a tensor gets another
-NaN there). Blocks of 256 KiB to 2 MiB keep all passes in the cache.
+Results equal `torch.Tensor.to` on the CPU bit for bit: round to nearest, ties to even, and from
+float64 to the two 16-bit types by way of float32, as torch does. NaN stays NaN; its bits are those
+of torch's x86 kernels (of float64 → bfloat16, of those that handle 16 elements at a time; the rest
+of a tensor gets another NaN there). Blocks of 256 KiB to 2 MiB keep all passes in the cache.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
     Buffer = memoryview | bytes | bytearray | Array
 
-__all__ = ["Caster", "cast_block", "import_all"]
-
-# Elements that one pass handles: 256 KiB of float32, with scratch and result well inside a core's L2 cache.
+# Elements that one pass handles: 256 KiB of float32, with scratch and result well inside a core's
+# L2 cache.
 _PASS = 65536
-# The largest float32 that rounds to a finite bfloat16 (bits 0x7F7F7FFF) or float16 (bits 0x477FEFFF).
+# The largest float32 that rounds to a finite bfloat16 (bits 0x7F7F7FFF) or float16 (bits
+# 0x477FEFFF).
 _LARGEST = {"bfloat16": 3.3895312e38, "float16": 65519.996}
 
 
 class Caster:
-    """Casts blocks from one type to another, with buffers allocated once. Not for use by two threads at a time.
+    """Casts blocks from one type to another, with buffers allocated once. Not for use by two
+    threads at a time.
 
     Attributes:
         overflow: how many finite values became infinite so far.
@@ -43,7 +45,9 @@ class Caster:
         """
         for dtype in (source, target):
             if not dtype.is_castable:
-                raise UsageError("usage", f"{dtype.name} is not a type that values are cast from or to")
+                raise UsageError(
+                    "usage", f"{dtype.name} is not a type that values are cast from or to"
+                )
         self.source = source
         self.target = target
         self.overflow = 0
@@ -134,7 +138,9 @@ def _round_to_bfloat16(values: Array, out: Array, nan: int) -> bool:
 
 
 def _round_to_float16(values: Array, out: Array) -> bool:
-    """numpy's own rounding, with NaN made quiet as the hardware does. Returns what `_round_to_bfloat16` does."""
+    """numpy's own rounding, with NaN made quiet as the hardware does. Returns what
+    `_round_to_bfloat16` does.
+    """
     import numpy as np
 
     np.copyto(out, values, casting="same_kind")
@@ -164,7 +170,9 @@ def _infinities(values: Array, dtype: str) -> int:
 
 
 def cast_block(block: Buffer, source: DType, target: DType) -> tuple[memoryview, int]:
-    """Cast one block of raw bytes; returns raw bytes of `target` and how many finite values became infinite."""
+    """Cast one block of raw bytes; returns raw bytes of `target` and how many finite values became
+    infinite.
+    """
     caster = Caster(source, target)
     return caster.cast(block), caster.overflow
 

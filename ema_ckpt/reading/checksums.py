@@ -1,4 +1,6 @@
-"""Stored checksums, compared as the bytes pass: ranges may be read in any order, by several workers."""
+"""Stored checksums, compared as the bytes pass: ranges may be read in any order, by several
+workers.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,9 @@ import threading
 from collections.abc import Iterable
 
 from ema_ckpt.core.catalog import Files, Payload
-from ema_ckpt.core.crc import combine, crc32
+from ema_ckpt.core.crc import combine_crcs, crc32
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.runtime.page_buffer import buffer
-
-__all__ = ["Checks", "Pending", "joined", "mismatch", "storage_crc"]
 
 _BLOCK_NBYTES = 1 << 19
 Interval = tuple[int, int, int]  # start and length in bytes, CRC-32
@@ -21,17 +21,24 @@ Pending = dict[tuple[str, int], tuple[str, Payload, list[Interval], int]]
 def mismatch(tensor: str, payload: Payload, found: int) -> SourceError:
     """The error for a storage whose bytes are not those that were written."""
     expected = payload.crc or 0
-    message = f"expected CRC-32 {expected:08x}, found {found:08x}: the file is damaged; use another copy"
-    return SourceError("checksum", f"{payload.file}: tensor {tensor!r}: {message}", tensor=tensor, file=payload.file)
+    message = (
+        f"expected CRC-32 {expected:08x}, found {found:08x}: the file is damaged; use another copy"
+    )
+    return SourceError(
+        "checksum",
+        f"{payload.file}: tensor {tensor!r}: {message}",
+        tensor=tensor,
+        file=payload.file,
+    )
 
 
-def joined(intervals: Iterable[Interval], nbytes: int) -> int | None:
+def join_crcs(intervals: Iterable[Interval], nbytes: int) -> int | None:
     """CRC-32 of `nbytes` bytes from those of intervals that tile them, or None if they do not."""
     crc, at = 0, 0
     for start, length, part in sorted(set(intervals)):
         if start != at:
             return None
-        crc, at = combine(crc, part, length) if at else part, at + length
+        crc, at = combine_crcs(crc, part, length) if at else part, at + length
     return crc if at == nbytes else None
 
 
@@ -47,8 +54,10 @@ def storage_crc(source: Files, payload: Payload) -> int:
     return crc
 
 
-class Checks:
-    """Collects the CRC-32s of ranges that were read, and compares each storage once it is complete."""
+class ChecksumVerifier:
+    """Collects the CRC-32s of ranges that were read, and compares each storage once it is
+    complete.
+    """
 
     def __init__(self, source: Files, enabled: bool) -> None:
         self._source = source
@@ -57,7 +66,8 @@ class Checks:
         self._open: Pending = {}
 
     def read(self, tensor: str, payload: Payload, start: int, nbytes: int, crc: int) -> None:
-        """Tell that `nbytes` bytes from `start` (relative to the storage) were read and have this CRC-32.
+        """Tell that `nbytes` bytes from `start` (relative to the storage) were read and have this
+        CRC-32.
 
         Raises:
             SourceError: `checksum` if that completes the storage and it does not match.
@@ -78,7 +88,9 @@ class Checks:
             self._close(key)
 
     def partly(self, tensor: str, payload: Payload) -> None:
-        """Tell that bytes were read in no useful order: the storage will be read whole at the end."""
+        """Tell that bytes were read in no useful order: the storage will be read whole at the
+        end.
+        """
         if payload.crc is not None and self._enabled:
             with self._lock:
                 self._open.setdefault((payload.file, payload.offset), (tensor, payload, [], 0))
@@ -107,7 +119,7 @@ class Checks:
             self._open[key] = (tensor, payload, known + intervals, before + total)
 
     def _compare(self, tensor: str, payload: Payload, intervals: list[Interval]) -> bool:
-        found = joined(intervals, payload.nbytes)
+        found = join_crcs(intervals, payload.nbytes)
         if found is not None and found != payload.crc:
             raise mismatch(tensor, payload, found)
         return found is not None

@@ -1,7 +1,7 @@
 """The values of 8-bit floating-point codes (and of two 4-bit ones in a byte), as tables in float64.
 
-Bit layouts: OCP 8-bit Floating Point Specification 1.0 (e4m3fn, e5m2), OCP Microscaling Formats 1.0 (e8m0fnu,
-e2m1), and arXiv:2206.02915 for the `fnuz` forms, whose only special code is 0x80 = NaN.
+Bit layouts: OCP 8-bit Floating Point Specification 1.0 (e4m3fn, e5m2), OCP Microscaling Formats 1.0
+(e8m0fnu, e2m1), and arXiv:2206.02915 for the `fnuz` forms, whose only special code is 0x80 = NaN.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = ["table"]
 
 # Bits of the mantissa, bias of the exponent.
 _SMALL_FLOATS = {
@@ -25,7 +23,9 @@ _SMALL_FLOATS = {
 
 @cache
 def table(name: str) -> NDArray[Any]:
-    """The value of every code of the type that torch calls `name`: float64 of shape (256,), or (256, 2) for pairs."""
+    """The value of every code of the type that torch calls `name`: float64 of shape (256,), or
+    (256, 2) for pairs.
+    """
     import numpy as np
 
     codes = np.arange(256, dtype=np.int64)
@@ -56,6 +56,8 @@ def _decode(codes: NDArray[Any], mantissa_bits: int, bias: int) -> NDArray[Any]:
     mantissa = codes & ((1 << mantissa_bits) - 1)
     exponent = (codes & 0x7F) >> mantissa_bits
     significand = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa)
-    magnitude = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits)
+    magnitude = np.ldexp(
+        significand.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits
+    )
     signed: NDArray[Any] = np.where(codes & 0x80, -magnitude, magnitude)
     return signed

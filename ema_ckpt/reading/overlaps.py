@@ -1,8 +1,9 @@
 """Reading a box of a tensor, row-major, from the chunks that hold it.
 
-Two ways. Where a chunk's share of the box is one run of bytes both in the file and in the result (row
-shards, whole tensors), the bytes are moved as they are. Otherwise the box is cut into bands: runs of the
-result of some hundred KiB, each put together in a small buffer from all chunks that touch it.
+Two ways. Where a chunk's share of the box is one run of bytes both in the file and in the result
+(row shards, whole tensors), the bytes are moved as they are. Otherwise the box is cut into bands:
+runs of the result of some hundred KiB, each put together in a small buffer from all chunks that
+touch it.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from ema_ckpt.core.box import Box, intersect, is_contiguous_in, linear, row_majo
 from ema_ckpt.core.catalog import Files, Payload, Tensor
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import Checks
+from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.runtime.page_buffer import buffer
 from ema_ckpt.storage.files import is_url
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["UNITS", "BandCutter", "BandReader", "Run", "Share", "find_runs", "find_shares", "row_runs"]
-
 # numpy types of the same size as an element: bytes are moved, never interpreted.
 UNITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 _GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
 
 
-class Share(NamedTuple):
-    """The part of a box that one chunk holds: in tensor coordinates, with the chunk's own box, payload and strides."""
+class Overlap(NamedTuple):
+    """The part of a box that one chunk holds: in tensor coordinates, with the chunk's own box,
+    payload and strides.
+    """
 
     box: Box
     chunk: Box
@@ -41,12 +42,14 @@ class Share(NamedTuple):
     def start(self, box: Box) -> int:
         """Element of the storage at which a box begins."""
         at = self.payload.start
-        for offset, corner, stride in zip(box.offsets, self.chunk.offsets, self.strides, strict=True):
+        for offset, corner, stride in zip(
+            box.offsets, self.chunk.offsets, self.strides, strict=True
+        ):
             at += (offset - corner) * stride
         return at
 
 
-class Run(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes that lie together in a storage (`start`, relative to it) and in the result (`dest`)."""
 
     dest: int
@@ -55,7 +58,9 @@ class Run(NamedTuple):
     payload: Payload
 
 
-def find_shares(tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[int], box: Box) -> list[Share]:
+def find_overlaps(
+    tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[int], box: Box
+) -> list[Overlap]:
     """What each of the `picked` chunks holds of `box`, empty shares left out."""
     shares = []
     first, stop = (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
@@ -66,26 +71,36 @@ def find_shares(tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[in
         common = intersect(chunk.box, box)
         if common is not None:
             strides = payloads[index].strides or row_major_strides(chunk.sizes)
-            shares.append(Share(common, chunk.box, payloads[index], strides))
+            shares.append(Overlap(common, chunk.box, payloads[index], strides))
     return shares
 
 
-def find_runs(shares: Sequence[Share], box: Box, itemsize: int) -> list[Run] | None:
+def contiguous_ranges(shares: Sequence[Overlap], box: Box, itemsize: int) -> list[ByteRange] | None:
     """The shares as runs in the order of the result, or None if one of them is no single run."""
     runs = []
     for share in shares:
         row_major = share.payload.strides is None
-        if not (row_major and is_contiguous_in(share.box, box) and is_contiguous_in(share.box, share.chunk)):
+        if not (
+            row_major
+            and is_contiguous_in(share.box, box)
+            and is_contiguous_in(share.box, share.chunk)
+        ):
             return None
         start = share.start(share.box)
         dest = linear(share.box.within(box).offsets, box.sizes)
-        runs.append(Run(dest * itemsize, start * itemsize, share.box.numel * itemsize, share.payload))
+        runs.append(
+            ByteRange(dest * itemsize, start * itemsize, share.box.numel * itemsize, share.payload)
+        )
     runs.sort(key=lambda run: run.dest)
     return runs
 
 
-def row_runs(tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[int], box: Box) -> list[Run] | None:
-    """The runs of a whole tensor stored as rows in order, found without intersecting boxes; None otherwise."""
+def row_ranges(
+    tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[int], box: Box
+) -> list[ByteRange] | None:
+    """The runs of a whole tensor stored as rows in order, found without intersecting boxes; None
+    otherwise.
+    """
     if box.sizes != tensor.shape:
         return None
     runs, dest, itemsize, rest = [], 0, tensor.dtype.itemsize, tensor.shape[1:]
@@ -96,13 +111,15 @@ def row_runs(tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[int],
         nbytes = prod(chunk.sizes) * itemsize
         if chunk.offsets and chunk.offsets[0] * prod(rest) * itemsize != dest:
             return None
-        runs.append(Run(dest, payload.start * itemsize, nbytes, payload))
+        runs.append(ByteRange(dest, payload.start * itemsize, nbytes, payload))
         dest += nbytes
     return runs
 
 
-class BandCutter:
-    """Cuts a box into bands of at most `nbytes` bytes (one element at least) that are runs of its row-major order."""
+class RowBlocks:
+    """Cuts a box into bands of at most `nbytes` bytes (one element at least) that are runs of its
+    row-major order.
+    """
 
     def __init__(self, box: Box, itemsize: int, nbytes: int) -> None:
         self.box = box
@@ -118,12 +135,16 @@ class BandCutter:
         self.count = prod(box.sizes[: self.axis]) * self._per_outer
 
     def rows(self, index: int) -> tuple[int, int]:
-        """Where the band with that index begins on `axis`, relative to the box, and how many rows it has."""
+        """Where the band with that index begins on `axis`, relative to the box, and how many rows
+        it has.
+        """
         first = index % self._per_outer * self._step
         return first, min(self._step, self.box.sizes[self.axis] - first)
 
     def extent(self, index: int) -> tuple[int, int]:
-        """Where the band with that index begins in the box' row-major order, and how long it is, in elements."""
+        """Where the band with that index begins in the box' row-major order, and how long it is, in
+        elements.
+        """
         if not self.box.sizes:
             return 0, 1
         first, rows = self.rows(index)
@@ -141,17 +162,22 @@ class BandCutter:
             outer, position = divmod(outer, box.sizes[at])
             offsets[at], sizes[at] = box.offsets[at] + position, 1
         first = part * self._step
-        offsets[axis], sizes[axis] = box.offsets[axis] + first, min(self._step, box.sizes[axis] - first)
+        offsets[axis], sizes[axis] = (
+            box.offsets[axis] + first,
+            min(self._step, box.sizes[axis] - first),
+        )
         return Box(tuple(offsets), tuple(sizes))
 
 
-class BandReader:
+class BoxReader:
     """Puts bands together. Its buffers serve one worker; `limit_nbytes` bounds each of them.
 
     With `sums` False no checksum is computed on the way: for readers that only look at values.
     """
 
-    def __init__(self, source: Files, checks: Checks, limit_nbytes: int, *, sums: bool = True) -> None:
+    def __init__(
+        self, source: Files, checks: ChecksumVerifier, limit_nbytes: int, *, sums: bool = True
+    ) -> None:
         self._source = source
         self._sums = sums
         self._checks = checks
@@ -160,7 +186,9 @@ class BandReader:
         self._scratch = memoryview(b"")
         self._hint = 0
 
-    def read(self, tensor: Tensor, shares: Sequence[Share], band: Box, out: memoryview) -> int | None:
+    def read(
+        self, tensor: Tensor, shares: Sequence[Overlap], band: Box, out: memoryview
+    ) -> int | None:
         """Fill `out` with the band's bytes; their CRC-32 if it came about on the way."""
         share = self._holder(shares, band)
         if share is not None and self._is_run(share, band):
@@ -174,8 +202,10 @@ class BandReader:
                 self._read_share(tensor, share, common, target[_slices(common, band)])
         return None
 
-    def _holder(self, shares: Sequence[Share], band: Box) -> Share | None:
-        """The share that holds the whole band, if one does; mostly it is that of the band before."""
+    def _holder(self, shares: Sequence[Overlap], band: Box) -> Overlap | None:
+        """The share that holds the whole band, if one does; mostly it is that of the band
+        before.
+        """
         if self._hint < len(shares) and _holds(shares[self._hint].box, band):
             return shares[self._hint]
         for index, share in enumerate(shares):
@@ -184,10 +214,10 @@ class BandReader:
                 return share
         return None
 
-    def _is_run(self, share: Share, box: Box) -> bool:
+    def _is_run(self, share: Overlap, box: Box) -> bool:
         return share.payload.strides is None and is_contiguous_in(box, share.chunk)
 
-    def _read_run(self, tensor: Tensor, share: Share, box: Box, out: memoryview) -> int:
+    def _read_run(self, tensor: Tensor, share: Overlap, box: Box, out: memoryview) -> int:
         payload, itemsize = share.payload, tensor.dtype.itemsize
         start = share.start(box) * itemsize
         self._source.read_into(payload.file, payload.offset + start, out)
@@ -202,7 +232,7 @@ class BandReader:
             self._scratch = buffer(nbytes)
         return self._scratch[:nbytes]
 
-    def _read_share(self, tensor: Tensor, share: Share, box: Box, target: NDArray[Any]) -> None:
+    def _read_share(self, tensor: Tensor, share: Overlap, box: Box, target: NDArray[Any]) -> None:
         import numpy as np
 
         if self._is_run(share, box):
@@ -215,14 +245,16 @@ class BandReader:
         for tile in _tiles(box, share.strides, tensor.dtype.itemsize, self._limit, self._gap):
             target[_slices(tile.box, box)] = self._read_tile(share, tile, target.dtype)
 
-    def _check_reach(self, tensor: Tensor, share: Share, box: Box) -> None:
+    def _check_reach(self, tensor: Tensor, share: Overlap, box: Box) -> None:
         payload = share.payload
-        last = share.start(box) + sum((size - 1) * step for size, step in zip(box.sizes, share.strides, strict=True))
+        last = share.start(box) + sum(
+            (size - 1) * step for size, step in zip(box.sizes, share.strides, strict=True)
+        )
         if (last + 1) * tensor.dtype.itemsize > payload.nbytes:
             message = f"{payload.file}: tensor {tensor.name!r} reaches beyond its storage"
             raise SourceError("out-of-bounds", message, tensor=tensor.name, file=payload.file)
 
-    def _read_tile(self, share: Share, tile: _Tile, kind: Any) -> NDArray[Any]:
+    def _read_tile(self, share: Overlap, tile: _Tile, kind: Any) -> NDArray[Any]:
         """A tile as a view of the scratch buffer, its reads one behind the other there."""
         import numpy as np
 
@@ -230,12 +262,20 @@ class BandReader:
         start, nbytes = share.start(tile.box), tile.span * itemsize
         block = self._take(tile.reads * nbytes)
         for index in range(tile.reads):
-            at = (start + index * strides[tile.axis]) * itemsize if tile.reads > 1 else start * itemsize
-            self._source.read_into(payload.file, payload.offset + at, block[index * nbytes : (index + 1) * nbytes])
+            at = (
+                (start + index * strides[tile.axis]) * itemsize
+                if tile.reads > 1
+                else start * itemsize
+            )
+            self._source.read_into(
+                payload.file, payload.offset + at, block[index * nbytes : (index + 1) * nbytes]
+            )
         if tile.reads > 1:
             strides[tile.axis] = tile.span
         steps = tuple(stride * itemsize for stride in strides)
-        return np.lib.stride_tricks.as_strided(np.frombuffer(block, kind), tile.box.sizes, steps, writeable=False)
+        return np.lib.stride_tricks.as_strided(
+            np.frombuffer(block, kind), tile.box.sizes, steps, writeable=False
+        )
 
 
 class _Tile(NamedTuple):
@@ -247,11 +287,14 @@ class _Tile(NamedTuple):
     reads: int
 
 
-def _tiles(box: Box, strides: Sequence[int], itemsize: int, limit: int, gap: int) -> Iterator[_Tile]:
+def _tiles(
+    box: Box, strides: Sequence[int], itemsize: int, limit: int, gap: int
+) -> Iterator[_Tile]:
     """Cut a strided box into tiles of at most `limit` bytes of reading (one element at least).
 
-    Axes are taken up from the smallest stride on. As long as what lies between two steps of an axis is at most
-    `gap` bytes it is read over, which costs less than another read; from there on, every step is a read.
+    Axes are taken up from the smallest stride on. As long as what lies between two steps of an axis
+    is at most `gap` bytes it is read over, which costs less than another read; from there on, every
+    step is a read.
     """
     axes = sorted(range(len(strides)), key=lambda axis: strides[axis])
     span, within = 1, []
@@ -277,12 +320,21 @@ def _tiles(box: Box, strides: Sequence[int], itemsize: int, limit: int, gap: int
             for other, position in zip(rest, corner, strict=True):
                 offsets[other], sizes[other] = offsets[other] + position, 1
             piece = Box(tuple(offsets), tuple(sizes))
-            yield _Tile(piece, span + (count - 1) * strides[axis], axis, 1) if over else _Tile(piece, span, axis, count)
+            yield (
+                _Tile(piece, span + (count - 1) * strides[axis], axis, 1)
+                if over
+                else _Tile(piece, span, axis, count)
+            )
 
 
 def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Where `inner` lies in an array of `outer`'s elements."""
-    return tuple([slice(o - p, o - p + s) for o, s, p in zip(inner.offsets, inner.sizes, outer.offsets, strict=True)])
+    return tuple(
+        [
+            slice(o - p, o - p + s)
+            for o, s, p in zip(inner.offsets, inner.sizes, outer.offsets, strict=True)
+        ]
+    )
 
 
 def _holds(outer: Box, inner: Box) -> bool:

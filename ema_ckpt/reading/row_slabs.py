@@ -1,8 +1,10 @@
-"""Bands put together from lanes: the quick way where every chunk holds whole rows of its part of a box.
+"""Bands put together from lanes: the quick way where every chunk holds whole rows of its part of a
+box.
 
-Column shards, FSDP2 × TP and rows that two chunks share are all of this kind: on the axis along which bands
-are cut, a chunk's part of the box is one run of bytes from row to row. What a band takes from a lane is then
-a multiplication away, and what one job reads of a lane is one interval of its storage, with one CRC-32.
+Column shards, FSDP2 × TP and rows that two chunks share are all of this kind: on the axis along
+which bands are cut, a chunk's part of the box is one run of bytes from row to row. What a band
+takes from a lane is then a multiplication away, and what one job reads of a lane is one interval of
+its storage, with one CRC-32.
 """
 
 from __future__ import annotations
@@ -13,22 +15,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.reading.overlaps import UNITS, BandCutter, Share
+from ema_ckpt.reading.overlaps import UNITS, Overlap, RowBlocks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ema_ckpt.core.catalog import Payload
-    from ema_ckpt.reading.checksums import Checks
-
-__all__ = ["Lane", "LaneReader", "find_lanes"]
+    from ema_ckpt.reading.checksums import ChecksumVerifier
 
 
-class Lane(NamedTuple):
-    """What a chunk holds of a box: the rows [first, stop) of the bands' axis, each of `row_nbytes` bytes.
+class RowSlab(NamedTuple):
+    """What a chunk holds of a box: the rows [first, stop) of the bands' axis, each of `row_nbytes`
+    bytes.
 
-    `start` is where row `first` begins, in bytes of the storage; `inner` is where the rows lie on the axes
-    that follow, of sizes `sizes`; `full` if they are as wide as the box.
+    `start` is where row `first` begins, in bytes of the storage; `inner` is where the rows lie on
+    the axes that follow, of sizes `sizes`; `full` if they are as wide as the box.
     """
 
     payload: Payload
@@ -41,8 +42,12 @@ class Lane(NamedTuple):
     full: bool
 
 
-def find_lanes(shares: Sequence[Share], cutter: BandCutter, itemsize: int) -> list[Lane] | None:
-    """The shares of a box as lanes of its bands, or None if one is no lane or bands begin anew in outer axes."""
+def find_row_slabs(
+    shares: Sequence[Overlap], cutter: RowBlocks, itemsize: int
+) -> list[RowSlab] | None:
+    """The shares of a box as lanes of its bands, or None if one is no lane or bands begin anew in
+    outer axes.
+    """
     box, axis = cutter.box, cutter.axis
     if not box.sizes or prod(box.sizes[:axis]) != 1:
         return None
@@ -52,10 +57,12 @@ def find_lanes(shares: Sequence[Share], cutter: BandCutter, itemsize: int) -> li
         if share.payload.strides is not None or sizes != share.chunk.sizes[axis + 1 :]:
             return None
         where = share.box.within(box)
-        inner = tuple([slice(o, o + s) for o, s in zip(where.offsets[axis + 1 :], sizes, strict=True)])
+        inner = tuple(
+            [slice(o, o + s) for o, s in zip(where.offsets[axis + 1 :], sizes, strict=True)]
+        )
         first = where.offsets[axis]
         lanes.append(
-            Lane(
+            RowSlab(
                 share.payload,
                 first,
                 first + where.sizes[axis],
@@ -69,10 +76,12 @@ def find_lanes(shares: Sequence[Share], cutter: BandCutter, itemsize: int) -> li
     return lanes
 
 
-class LaneReader:
+class RowSlabReader:
     """Puts the bands of one job together; the lanes' checksums are told at its end."""
 
-    def __init__(self, source: Files, lanes: Sequence[Lane], cutter: BandCutter, itemsize: int) -> None:
+    def __init__(
+        self, source: Files, lanes: Sequence[RowSlab], cutter: RowBlocks, itemsize: int
+    ) -> None:
         self._source = source
         self._lanes = lanes
         self._cutter = cutter
@@ -84,7 +93,9 @@ class LaneReader:
         self._rows = 0
 
     def read(self, index: int, block: memoryview, scratch: memoryview) -> memoryview:
-        """Fill the beginning of `block` with a band, by way of `scratch` where lanes interleave; return that part."""
+        """Fill the beginning of `block` with a band, by way of `scratch` where lanes interleave;
+        return that part.
+        """
         first, count = self._cutter.rows(index)
         stop = self._rows = first + count
         band = block[: count * self._row_nbytes]
@@ -95,7 +106,11 @@ class LaneReader:
                 continue
             self._begun.setdefault(number, low)
             nbytes = (high - low) * lane.row_nbytes
-            part = band[(low - first) * nbytes // (high - low) :][:nbytes] if lane.full else scratch[:nbytes]
+            part = (
+                band[(low - first) * nbytes // (high - low) :][:nbytes]
+                if lane.full
+                else scratch[:nbytes]
+            )
             payload = lane.payload
             at = payload.offset + lane.start + (low - lane.first) * lane.row_nbytes
             self._source.read_into(payload.file, at, part)
@@ -109,7 +124,7 @@ class LaneReader:
                 target[(slice(low - first, high - first), *lane.inner)] = rows
         return band
 
-    def tell(self, tensor: str, checks: Checks) -> None:
+    def tell(self, tensor: str, checks: ChecksumVerifier) -> None:
         """Tell what was read.
 
         Raises:

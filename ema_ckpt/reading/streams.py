@@ -1,4 +1,6 @@
-"""Tensors read side by side, band by band: the same box of one, two or more tensors of one shape at a time."""
+"""Tensors read side by side, band by band: the same box of one, two or more tensors of one shape at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,16 @@ from typing import NamedTuple, TypeVar
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Catalog, Payload, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.reading.checksums import Checks
-from ema_ckpt.reading.overlaps import BandCutter, BandReader, Run, Share, find_shares, row_runs
+from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.overlaps import (
+    BoxReader,
+    ByteRange,
+    Overlap,
+    RowBlocks,
+    find_overlaps,
+    row_ranges,
+)
 from ema_ckpt.runtime.page_buffer import buffer
-
-__all__ = ["Stream", "StreamReader", "band_jobs", "locate"]
 
 _SEGMENT_NBYTES = 16 << 20
 _begin = attrgetter("dest")
@@ -28,45 +35,57 @@ class Stream(NamedTuple):
 
     catalog: Catalog
     tensor: Tensor
-    shares: Sequence[Share]
-    runs: Sequence[Run] | None
+    shares: Sequence[Overlap]
+    runs: Sequence[ByteRange] | None
 
 
 def locate(catalog: Catalog, tensor: Tensor, payloads: Sequence[Payload] | None = None) -> Stream:
-    """Find a tensor's bytes; `payloads` are those of its chunks if they are known. Reads headers only.
+    """Find a tensor's bytes; `payloads` are those of its chunks if they are known. Reads headers
+    only.
 
     Raises:
-        SourceError: `hole overlap out-of-bounds incomplete missing-file bad-header …`, naming the tensor.
+        SourceError: `hole overlap out-of-bounds incomplete missing-file bad-header …`, naming the
+            tensor.
     """
     picked = prove(tensor)
     if payloads is None:
         payloads = catalog.reader.payloads(tensor) if picked else ()
     box = whole(tensor.shape)
-    runs = row_runs(tensor, payloads, picked, box)
-    return Stream(catalog, tensor, find_shares(tensor, payloads, picked, box), runs)
+    runs = row_ranges(tensor, payloads, picked, box)
+    return Stream(catalog, tensor, find_overlaps(tensor, payloads, picked, box), runs)
 
 
 class StreamReader:
-    """One worker's buffers, `block_nbytes` bytes for each of the tensors that are read side by side."""
+    """One worker's buffers, `block_nbytes` bytes for each of the tensors that are read side by
+    side.
+    """
 
     def __init__(self, block_nbytes: int) -> None:
         self.block_nbytes = block_nbytes
         self._blocks: list[memoryview] = []
-        self._readers: dict[int, BandReader] = {}
+        self._readers: dict[int, BoxReader] = {}
 
     def read(self, place: int, stream: Stream, band: Box) -> memoryview:
-        """The bytes of a band in row-major order, valid until the next read with the same `place`."""
+        """The bytes of a band in row-major order, valid until the next read with the same
+        `place`.
+        """
         source = stream.catalog.source
         reader = self._readers.get(id(source))
         if reader is None:
-            checks = Checks(source, enabled=False)
-            reader = self._readers[id(source)] = BandReader(source, checks, self.block_nbytes, sums=False)
+            checks = ChecksumVerifier(source, enabled=False)
+            reader = self._readers[id(source)] = BoxReader(
+                source, checks, self.block_nbytes, sums=False
+            )
         view = self._block(place)[: band.numel * stream.tensor.dtype.itemsize]
         reader.read(stream.tensor, stream.shares, band, view)
         return view
 
-    def read_bands(self, place: int, stream: Stream, cutter: BandCutter, first: int, stop: int) -> Iterator[memoryview]:
-        """The same for bands [first, stop) of a cutter of the whole tensor, with less ado for those inside a run."""
+    def read_bands(
+        self, place: int, stream: Stream, cutter: RowBlocks, first: int, stop: int
+    ) -> Iterator[memoryview]:
+        """The same for bands [first, stop) of a cutter of the whole tensor, with less ado for those
+        inside a run.
+        """
         read_into, runs = stream.catalog.source.read_into, stream.runs or ()
         block, itemsize = self._block(place), stream.tensor.dtype.itemsize
         run, begin, end = None, 0, 0
@@ -89,7 +108,7 @@ class StreamReader:
         return self._blocks[place]
 
 
-def _run_with(runs: Sequence[Run], at: int, nbytes: int) -> Run | None:
+def _run_with(runs: Sequence[ByteRange], at: int, nbytes: int) -> ByteRange | None:
     """The run that holds these bytes of the tensor, if one does."""
     index = bisect_right(runs, at, key=_begin) - 1
     if index < 0:
@@ -99,19 +118,27 @@ def _run_with(runs: Sequence[Run], at: int, nbytes: int) -> Run | None:
 
 
 def band_jobs(
-    shape: Sequence[int], itemsize: int, block_nbytes: int, take: Callable[[Hand, BandCutter, int, int], None]
+    shape: Sequence[int],
+    itemsize: int,
+    block_nbytes: int,
+    take: Callable[[Hand, RowBlocks, int, int], None],
 ) -> Iterator[Callable[[Hand], None]]:
-    """Jobs that hand all bands of a tensor of `shape` to `take(hand, cutter, first, stop)`, a range at a time.
+    """Jobs that hand all bands of a tensor of `shape` to `take(hand, cutter, first, stop)`, a range
+    at a time.
 
     `itemsize` is that of the widest of the tensors read side by side.
     """
-    cutter = BandCutter(whole(tuple(shape)), itemsize, block_nbytes)
+    cutter = RowBlocks(whole(tuple(shape)), itemsize, block_nbytes)
     step = max(1, _SEGMENT_NBYTES // block_nbytes)
     for first in range(0, cutter.count, step):
         yield partial(_run, take, cutter, first, min(first + step, cutter.count))
 
 
 def _run(
-    take: Callable[[Hand, BandCutter, int, int], None], cutter: BandCutter, first: int, stop: int, hand: Hand
+    take: Callable[[Hand, RowBlocks, int, int], None],
+    cutter: RowBlocks,
+    first: int,
+    stop: int,
+    hand: Hand,
 ) -> None:
     take(hand, cutter, first, stop)

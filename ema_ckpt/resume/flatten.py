@@ -1,7 +1,8 @@
-"""A training state as a list of leaves: tensors in pieces, and pickled objects, each under its path.
+"""A training state as a list of leaves: tensors in pieces, and pickled objects, each under its
+path.
 
-Nesting is flattened as `torch.distributed.checkpoint` does it (`_traverse.py`, since torch 2.4), so that what is
-written can be read with plain `dcp.load` and has the tree structure in its metadata.
+Nesting is flattened as `torch.distributed.checkpoint` does it (`_traverse.py`, since torch 2.4), so
+that what is written can be read with plain `dcp.load` and has the tree structure in its metadata.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ema.checkpoint.local_shards_tensor import Published, box_views, pieces_of
-from ema_ckpt.ema.model.scan import Shard
-
-__all__ = ["Leaf", "Path", "Pieces", "flatten", "pieces", "shard_pieces"]
+from ema_ckpt.ema.checkpoint.local_shards_tensor import LocalShardsTensor, box_views, pieces_of
+from ema_ckpt.ema.model.shards import Shard
 
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """What this rank holds of one tensor: boxes in elements of the global shape, with the local elements of each."""
+    """What this rank holds of one tensor: boxes in elements of the global shape, with the local
+    elements of each.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +49,8 @@ class Leaf:
 
 
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of a nested state in order; objects are pickled now, tensors keep sharing their memory.
+    """The leaves of a nested state in order; objects are pickled now, tensors keep sharing their
+    memory.
 
     Raises:
         UsageError: `name-collision` if two paths join to one dotted name.
@@ -57,13 +59,18 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
     for path, value in _walk((), state):
         name = ".".join(map(str, path))
         if name in leaves:
-            raise UsageError("name-collision", f"two entries of the state are called {name!r}; rename one of them")
+            raise UsageError(
+                "name-collision",
+                f"two entries of the state are called {name!r}; rename one of them",
+            )
         if isinstance(value, Shard):
             leaves[name] = Leaf(name, path, shard_pieces(value))
         elif isinstance(value, torch.Tensor):
             leaves[name] = Leaf(name, path, pieces(value))
         else:
-            leaves[name] = Leaf(name, path, _pickled(name, value), _mark(value) if path[0] == "extra" else 0)
+            leaves[name] = Leaf(
+                name, path, _pickled(name, value), _mark(value) if path[0] == "extra" else 0
+            )
     return list(leaves.values())
 
 
@@ -75,10 +82,14 @@ def pieces(tensor: torch.Tensor) -> Pieces:
 
 def shard_pieces(shard: Shard) -> Pieces:
     """What this rank holds of a live parameter or buffer."""
-    return _pieces(shard.shape, shard.dtype, zip(shard.boxes, box_views(shard.boxes, shard.local), strict=True))
+    return _pieces(
+        shard.shape, shard.dtype, zip(shard.boxes, box_views(shard.boxes, shard.local), strict=True)
+    )
 
 
-def _pieces(shape: tuple[int, ...], dtype: torch.dtype, held: Iterable[tuple[Box, torch.Tensor]]) -> Pieces:
+def _pieces(
+    shape: tuple[int, ...], dtype: torch.dtype, held: Iterable[tuple[Box, torch.Tensor]]
+) -> Pieces:
     if 0 in shape:
         # Kept on every rank, so that its shape survives whichever rank writes it.
         held = [(whole(shape), torch.empty(shape, dtype=dtype))]
@@ -106,11 +117,15 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _is_one_value(path: Path, value: Mapping[Any, Any]) -> bool:
-    """Whether a dict among the user's own values would not come back the same from its flattened entries.
+    """Whether a dict among the user's own values would not come back the same from its flattened
+    entries.
 
-    torch turns keys into text and drops empty dicts; `MultiStepLR` for one keeps its milestones under numbers.
+    torch turns keys into text and drops empty dicts; `MultiStepLR` for one keeps its milestones
+    under numbers.
     """
-    if len(path) < 2 or not (path[0] == "extra" or any(str(part).endswith("_extra_state") for part in path)):
+    if len(path) < 2 or not (
+        path[0] == "extra" or any(str(part).endswith("_extra_state") for part in path)
+    ):
         return False
     if value and all(isinstance(key, str) for key in value):
         return False
@@ -124,8 +139,14 @@ def _is_one_value(path: Path, value: Mapping[Any, Any]) -> bool:
 
 
 def _holds_shards(value: Any) -> bool:
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    shards = isinstance(value, DTensor | Published) or hasattr(value, "local_shards")
+    inner = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
+    shards = isinstance(value, DTensor | LocalShardsTensor) or hasattr(value, "local_shards")
     return shards or any(map(_holds_shards, inner))
 
 
@@ -134,7 +155,7 @@ def _is_terminal(value: Any) -> bool:
     if isinstance(value, Mapping):
         return False
     if not isinstance(value, list):
-        return not isinstance(value, torch.Tensor | DTensor | Published)
+        return not isinstance(value, torch.Tensor | DTensor | LocalShardsTensor)
     return all(_is_terminal(item) for item in value)
 
 
@@ -148,5 +169,7 @@ def _pickled(name: str, value: Any) -> bytes:
     try:
         torch.save(value, stream)
     except Exception as error:
-        raise UsageError("usage", f"{name!r} of type {type(value).__name__} cannot be pickled: {error}") from error
+        raise UsageError(
+            "usage", f"{name!r} of type {type(value).__name__} cannot be pickled: {error}"
+        ) from error
     return stream.getvalue()

@@ -1,4 +1,6 @@
-"""Averages of other trainers whose names are positions or lack dots, named by the model they are restored into."""
+"""Averages of other trainers whose names are positions or lack dots, named by the model they are
+restored into.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,17 @@ from torch import nn
 
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.dtypes import by_name
-from ema_ckpt.ema.model.scan import census
+from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.state_dicts.ema_layouts import find_averages, name_averages
 from ema_ckpt.state_dicts.tree import Tree
 
-__all__ = ["named_by_model"]
-
 
 def named_by_model(tree: Tree, model: nn.Module, *, ordered: bool) -> Mapping[str, Tensor]:
-    """The averaged weights of a tree by name; where the checkpoint cannot name them, the model's parameters do.
+    """The averaged weights of a tree by name; where the checkpoint cannot name them, the model's
+    parameters do.
 
-    diffusers and torch_ema store `shadow_params.N` in the order of `model.parameters()`, LitEma names without dots.
+    diffusers and torch_ema store `shadow_params.N` in the order of `model.parameters()`, LitEma
+    names without dots.
 
     Args:
         ordered: the format keeps the order in which tensors were saved.
@@ -28,8 +30,10 @@ def named_by_model(tree: Tree, model: nn.Module, *, ordered: bool) -> Mapping[st
     """
     if tree.problem is None and any("." in name for name in tree.named):
         return tree.named
-    parameters = census(model).parameters
-    live = {h.shard.fqn: _as_stored(h.shard.fqn, h.shard.shape, str(h.shard.dtype)) for h in parameters}
+    parameters = scan_model(model).parameters
+    live = {
+        h.shard.fqn: _as_stored(h.shard.fqn, h.shard.shape, str(h.shard.dtype)) for h in parameters
+    }
     trained = {h.shard.fqn for h in parameters if h.requires_grad}
     head = f"{tree.name}." if tree.name else ""
     inner = [(tensor.name.removeprefix(head), tensor) for tensor in tree.tensors]

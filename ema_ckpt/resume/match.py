@@ -1,4 +1,6 @@
-"""Which stored tensor goes where: names, shapes and dtypes compared before anything is read or written."""
+"""Which stored tensor goes where: names, shapes and dtypes compared before anything is read or
+written.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.names import canonical
 from ema_ckpt.resume.flatten import Pieces
 
-__all__ = ["Match", "Target", "match"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
-    """A tensor to restore into: its names (several if it is tied), its tree, and what this rank holds of it."""
+class RestoreTarget:
+    """A tensor to restore into: its names (several if it is tied), its tree, and what this rank
+    holds of it.
+    """
 
     names: tuple[str, ...]
     pieces: Pieces
@@ -28,27 +30,28 @@ class Match:
     """Pairs of target and stored tensor of one tree, and what is left over or does not fit."""
 
     tree: str
-    pairs: list[tuple[Target, Tensor]] = field(default_factory=list)
-    missing: list[Target] = field(default_factory=list)
+    pairs: list[tuple[RestoreTarget, Tensor]] = field(default_factory=list)
+    missing: list[RestoreTarget] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
     casts: dict[str, list[str]] = field(default_factory=dict)  # what changes, and of which names
 
-    def full(self, target: Target) -> str:
+    def full(self, target: RestoreTarget) -> str:
         """The full name of a target."""
         return f"{self.tree}.{target.names[0]}"
 
 
 def match(
     tree: str,
-    targets: Iterable[Target],
+    targets: Iterable[RestoreTarget],
     sources: Mapping[str, Tensor],
     *,
     strict: bool,
     elsewhere: frozenset[str] = frozenset(),
 ) -> Match:
-    """Pair targets with the stored tensors of one tree, by name or, failing that, by name without wrapper prefixes.
+    """Pair targets with the stored tensors of one tree, by name or, failing that, by name without
+    wrapper prefixes.
 
     Args:
         elsewhere: names that only other ranks have, which are not unexpected here.
@@ -73,11 +76,13 @@ def match(
             found.misfits.append(problem)
         else:
             found.pairs.append((target, sources[name]))
-    found.unexpected = [tensor.name for name, tensor in sources.items() if name not in used and name not in theirs]
+    found.unexpected = [
+        tensor.name for name, tensor in sources.items() if name not in used and name not in theirs
+    ]
     return found
 
 
-def _misfit(found: Match, target: Target, source: Tensor, *, strict: bool) -> str | None:
+def _misfit(found: Match, target: RestoreTarget, source: Tensor, *, strict: bool) -> str | None:
     """Why a stored tensor cannot go into its target, or None; casts are noted."""
     name, shape, dtype = found.full(target), target.pieces.shape, target.pieces.dtype
     here, there = str(dtype).removeprefix("torch."), source.dtype.name
@@ -95,8 +100,12 @@ def _misfit(found: Match, target: Target, source: Tensor, *, strict: bool) -> st
 
 
 def _canonical_names(sources: Mapping[str, Tensor]) -> dict[str, str]:
-    """Stored names by what they are without wrapper prefixes, where that is unambiguous and different."""
+    """Stored names by what they are without wrapper prefixes, where that is unambiguous and
+    different.
+    """
     found: dict[str, list[str]] = {}
     for name in sources:
         found.setdefault(canonical(name), []).append(name)
-    return {plain: names[0] for plain, names in found.items() if len(names) == 1 and names[0] != plain}
+    return {
+        plain: names[0] for plain, names in found.items() if len(names) == 1 and names[0] != plain
+    }

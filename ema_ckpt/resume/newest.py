@@ -7,14 +7,13 @@ from pathlib import Path
 
 from ema_ckpt.discovery.locate import latest_step
 
-__all__ = ["latest"]
-
 
 def latest(parent: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint with the highest step number in the directory `parent`, or None.
 
-    Complete means that its metadata is readable and every file it names is there with its size; numbers compare as
-    integers (`step_2500` is newer than `step_500`). The command line finds the newest step in the same way.
+    Complete means that its metadata is readable and every file it names is there with its size;
+    numbers compare as integers (`step_2500` is newer than `step_500`). The command line finds the
+    newest step in the same way.
 
     Raises:
         UsageError: `ambiguous-path` if two complete steps have the highest number.

@@ -1,9 +1,11 @@
-"""The state of optimizers as a tree in torch's nested form, saved from and restored into without a collective.
+"""The state of optimizers as a tree in torch's nested form, saved from and restored into without a
+collective.
 
 The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`:
-`{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, …], option: value}]}`. State that has a parameter's
-shape is sharded as the parameter is. Nothing here steps an optimizer: torch's own functions run a dummy step with
-learning rate 0 to make the state of a fresh one, and that step fires hooks.
+`{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, …], option: value}]}`. State that
+has a parameter's shape is sharded as the parameter is. Nothing here steps an optimizer: torch's own
+functions run a dummy step with learning rate 0 to make the state of a fresh one, and that step
+fires hooks.
 """
 
 from __future__ import annotations
@@ -22,12 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ema_ckpt.core.errors import UsageError, shown
-from ema_ckpt.ema.checkpoint.local_shards_tensor import publish
-from ema_ckpt.ema.model.scan import Held, Shard, census
+from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor
+from ema_ckpt.ema.model.scan import scan_model
+from ema_ckpt.ema.model.shards import Shard, TrackedShard
 from ema_ckpt.ema.offload.optimizer import handle_of
 from ema_ckpt.ema.offload.state_slabs import local_of
-
-__all__ = ["Blank", "Optimizers", "fill", "listed", "make_state", "optimizer_tree"]
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -42,16 +43,20 @@ class Blank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stepped:
-    """A tensor that an optimizer steps, and the parameters in it: several in a flat parameter of FSDP1."""
+    """A tensor that an optimizer steps, and the parameters in it: several in a flat parameter of
+    FSDP1.
+    """
 
     optimizer: Optimizer
     tensor: torch.Tensor
-    parts: tuple[Held, ...]
+    parts: tuple[TrackedShard, ...]
 
     def is_idle(self) -> bool:
-        """Whether this rank has nothing of a parameter that others step: under FSDP1 it gets no gradient here.
+        """Whether this rank has nothing of a parameter that others step: under FSDP1 it gets no
+        gradient here.
 
-        State of it would stay at the step at which it was made, and a save might take that for everybody's.
+        State of it would stay at the step at which it was made, and a save might take that for
+        everybody's.
         """
         is_empty = not self.tensor.numel() and not isinstance(self.tensor, DTensor)
         return is_empty and any(prod(held.shard.shape) for held in self.parts)
@@ -63,11 +68,12 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """State and options of `optimizers` under the model's canonical names; tensors share the optimizers' memory.
+    """State and options of `optimizers` under the model's canonical names; tensors share the
+    optimizers' memory.
 
     Raises:
-        UsageError: an optimizer steps a tensor that is no parameter of `model`, or keeps state that is not one
-            entry for each of its parameters.
+        UsageError: an optimizer steps a tensor that is no parameter of `model`, or keeps state that
+            is not one entry for each of its parameters.
     """
     known = _by_owner(model)
     state: dict[str, dict[str, Any]] = {}
@@ -79,20 +85,30 @@ def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
             offloaded.wait()
         _refuse_hidden(optimizer, saved)
         for group in optimizer.param_groups:
-            stepped = [_Stepped(optimizer, tensor, _parts(known, tensor)) for tensor in group["params"]]
+            stepped = [
+                _Stepped(optimizer, tensor, _parts(known, tensor)) for tensor in group["params"]
+            ]
             fqns = [held.shard.fqn for one in stepped for held in one.parts]
-            groups.append({name: value for name, value in group.items() if name != "params"} | {"params": fqns})
+            groups.append(
+                {name: value for name, value in group.items() if name != "params"}
+                | {"params": fqns}
+            )
             for one in stepped:
                 for fqn, values in _state_of(one):
                     if fqn in state:
-                        message = f"two optimizers keep state of {fqn!r}: save one of them under extra"
+                        message = (
+                            f"two optimizers keep state of {fqn!r}: save one of them under extra"
+                        )
                         raise UsageError("unsupported", message, tensor=fqn)
                     state[fqn] = values
     return {"state": state, "param_groups": groups}
 
 
-def make_state(model: nn.Module, optimizers: Optimizers, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give every parameter the state entries it lacks and `wanted` has, so that `optimizer_tree` shows them all.
+def make_state(
+    model: nn.Module, optimizers: Optimizers, wanted: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Give every parameter the state entries it lacks and `wanted` has, so that `optimizer_tree`
+    shows them all.
 
     Args:
         wanted: per fqn and state name, a `Blank` to allocate, or any other value to set as it is.
@@ -108,7 +124,9 @@ def make_state(model: nn.Module, optimizers: Optimizers, wanted: Mapping[str, Ma
 def fill(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
     """Set the options of all parameter groups, in order; tensors are filled in place."""
     live = [group for optimizer in listed(optimizers) for group in optimizer.param_groups]
-    held = Counter(id(value) for group in live for value in group.values() if isinstance(value, torch.Tensor))
+    held = Counter(
+        id(value) for group in live for value in group.values() if isinstance(value, torch.Tensor)
+    )
     for group, saved in zip(live, groups, strict=True):
         for name, value in saved.items():
             if name in ("params", "param_names"):
@@ -129,9 +147,14 @@ def _refuse_hidden(optimizer: Optimizer, saved: list[Optimizer]) -> None:
         UsageError: `unsupported`.
     """
     stepped = {tensor for group in optimizer.param_groups for tensor in group["params"]}
-    others = [key for key in optimizer.state if not isinstance(key, torch.Tensor) or key not in stepped]
+    others = [
+        key for key in optimizer.state if not isinstance(key, torch.Tensor) or key not in stepped
+    ]
     if others:
-        names = [f"a tensor of shape {list(k.shape)}" if isinstance(k, torch.Tensor) else str(k) for k in others]
+        names = [
+            f"a tensor of shape {list(k.shape)}" if isinstance(k, torch.Tensor) else str(k)
+            for k in others
+        ]
         message = f"state under {shown(names)}, which is not in its parameter groups"
     elif _keeps_state_elsewhere(optimizer, saved):
         message = "state in optimizers of its own"
@@ -139,7 +162,9 @@ def _refuse_hidden(optimizer: Optimizer, saved: list[Optimizer]) -> None:
         message = "master weights in param_groups_master"
     else:
         return
-    raise UsageError("unsupported", f"{type(optimizer).__name__} keeps {message}: save it under extra")
+    raise UsageError(
+        "unsupported", f"{type(optimizer).__name__} keeps {message}: save it under extra"
+    )
 
 
 def _keeps_state_elsewhere(optimizer: Optimizer, saved: list[Optimizer]) -> bool:
@@ -149,18 +174,21 @@ def _keeps_state_elsewhere(optimizer: Optimizer, saved: list[Optimizer]) -> bool
     # A wrapper that shows the state of the one inside (accelerate's) is saved as that one.
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     return any(
-        one.state and one.state is not optimizer.state and all(one is not other for other in saved) for one in inner
+        one.state and one.state is not optimizer.state and all(one is not other for other in saved)
+        for one in inner
     )
 
 
-def _by_owner(model: nn.Module) -> dict[int, tuple[Held, ...]]:
-    owners: dict[int, list[Held]] = {}
-    for held in census(model).parameters:
+def _by_owner(model: nn.Module) -> dict[int, tuple[TrackedShard, ...]]:
+    owners: dict[int, list[TrackedShard]] = {}
+    for held in scan_model(model).parameters:
         owners.setdefault(id(held.owner), []).append(held)
     return {owner: tuple(parts) for owner, parts in owners.items()}
 
 
-def _parts(known: Mapping[int, tuple[Held, ...]], tensor: torch.Tensor) -> tuple[Held, ...]:
+def _parts(
+    known: Mapping[int, tuple[TrackedShard, ...]], tensor: torch.Tensor
+) -> tuple[TrackedShard, ...]:
     parts = known.get(id(tensor))
     if parts is None:
         raise UsageError(
@@ -176,11 +204,16 @@ def _state_of(one: _Stepped) -> Iterator[tuple[str, dict[str, Any]]]:
     if not values or one.is_idle():
         return
     for held in one.parts:
-        yield held.shard.fqn, {name: _part_of(value, one, held.shard) for name, value in values.items()}
+        yield (
+            held.shard.fqn,
+            {name: _part_of(value, one, held.shard) for name, value in values.items()},
+        )
 
 
 def _part_of(value: Any, one: _Stepped, shard: Shard) -> Any:
-    """One state entry as it concerns one parameter: sharded like it if it has its shape, else as it is."""
+    """One state entry as it concerns one parameter: sharded like it if it has its shape, else as it
+    is.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     local = local_of(value)
@@ -188,7 +221,7 @@ def _part_of(value: Any, one: _Stepped, shard: Shard) -> Any:
         local = _slice(local, one, shard)
     elif local.shape != shard.local.shape:
         return value
-    return publish(shard.boxes, shard.shape, local)
+    return as_global_tensor(shard.boxes, shard.shape, local)
 
 
 def _slice(local: torch.Tensor, one: _Stepped, shard: Shard) -> torch.Tensor:
@@ -214,13 +247,19 @@ def _make(one: _Stepped, wanted: Mapping[str, Mapping[str, Any]]) -> None:
             elif value.shape == held.shard.shape != ():
                 state[name] = make(one.tensor, dtype=value.dtype).requires_grad_(False)
             else:
-                state[name] = torch.zeros(value.shape, dtype=value.dtype, device=_device_of(one, name))
+                state[name] = torch.zeros(
+                    value.shape, dtype=value.dtype, device=_device_of(one, name)
+                )
     if not state:
         del one.optimizer.state[one.tensor]
 
 
 def _device_of(one: _Stepped, name: str) -> torch.device:
-    """Where an optimizer keeps what has no parameter's shape: step counts on the host, unless told otherwise."""
-    group = next(g for g in one.optimizer.param_groups if any(tensor is one.tensor for tensor in g["params"]))
+    """Where an optimizer keeps what has no parameter's shape: step counts on the host, unless told
+    otherwise.
+    """
+    group = next(
+        g for g in one.optimizer.param_groups if any(tensor is one.tensor for tensor in g["params"])
+    )
     on_device = bool(group.get("capturable") or group.get("fused"))
     return one.tensor.device if on_device or name != "step" else torch.device("cpu")

@@ -1,4 +1,6 @@
-"""`restore`: everything is compared and read on all ranks before the first value is written on any."""
+"""`restore`: everything is compared and read on all ranks before the first value is written on
+any.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,15 @@ from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.swap import refuse_inside
 from ema_ckpt.resume.optimizer_state import Optimizers
 from ema_ckpt.resume.report import RestoreReport
-from ema_ckpt.resume.restore_ema import AveragePart
-from ema_ckpt.resume.restore_extra import ExtraPart
-from ema_ckpt.resume.restore_model import LivePart, Part
-from ema_ckpt.resume.restore_optimizer import OptimizerPart
+from ema_ckpt.resume.restore_ema import EmaRestorer
+from ema_ckpt.resume.restore_extra import ExtraRestorer
+from ema_ckpt.resume.restore_model import ModelRestorer, Restorer
+from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
 from ema_ckpt.resume.save_async import settle
 from ema_ckpt.resume.sources import Checkpoint
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
-
-__all__ = ["restore"]
 
 _CALL = "restore"
 
@@ -49,25 +49,29 @@ def restore(
 ) -> RestoreReport:
     """Continue from a checkpoint, whatever layout and world size wrote it; collective.
 
-    All names, shapes and dtypes are compared and all data is read on every rank before anything is written; a
-    failure leaves every value as it was. Then averages are written from their own weights, then live weights, then
-    optimizers. Host memory for what this rank restores is needed meanwhile.
+    All names, shapes and dtypes are compared and all data is read on every rank before anything is
+    written; a failure leaves every value as it was. Then averages are written from their own
+    weights, then live weights, then optimizers. Host memory for what this rank restores is needed
+    meanwhile.
 
     Args:
-        path: a checkpoint of any format, or a directory of steps, of which the newest complete one is taken.
+        path: a checkpoint of any format, or a directory of steps, of which the newest complete one
+            is taken.
         model, ema, optimizer, extra: what to restore, as given to `save`. Of `extra`, objects with
             `load_state_dict` are restored in place; the values of the others are in the report.
         ema_path: a separate file or directory to take the averages from.
-        strict: refuse missing and unexpected names and casts that lose values. Without it they are reported, and
-            averages that are missing become the restored live weights, or what their manager's `source` gives; those
-            that `ema_path` lacks, the live weights beside them there, if it has them.
-        missing_ema: `"seed"`: where there are no averages at all, they become the restored live weights and the
-            counter 0.
+        strict: refuse missing and unexpected names and casts that lose values. Without it they are
+            reported, and averages that are missing become the restored live weights, or what their
+            manager's `source` gives; those that `ema_path` lacks, the live weights beside them
+            there, if it has them.
+        missing_ema: `"seed"`: where there are no averages at all, they become the restored live
+            weights and the counter 0.
         timeout: seconds to wait for the other ranks to call `restore` too.
 
     Raises:
         CollectiveError: `rank-failed`: a rank did not come or died.
-        SourceError, UsageError: on every rank: what is missing, unexpected, misfit or damaged in the checkpoint.
+        SourceError, UsageError: on every rank: what is missing, unexpected, misfit or damaged in
+            the checkpoint.
         StateError: inside `swap()`.
     """
     if missing_ema not in ("error", "seed"):
@@ -96,7 +100,9 @@ def restore(
     return _report(opened[0], parts)
 
 
-def _opened(path: str | os.PathLike[str], ema_path: str | os.PathLike[str] | None) -> list[Checkpoint]:
+def _opened(
+    path: str | os.PathLike[str], ema_path: str | os.PathLike[str] | None
+) -> list[Checkpoint]:
     opened = [Checkpoint(os.fspath(path))]
     if ema_path is not None:
         try:
@@ -109,7 +115,10 @@ def _opened(path: str | os.PathLike[str], ema_path: str | os.PathLike[str] | Non
 
 def _check_same(opened: list[Checkpoint], ours: Channel) -> None:
     """All ranks must read one checkpoint: a parent directory may have got a new step in between."""
-    mine = [[checkpoint.where, len(checkpoint.catalog.tensors), checkpoint.catalog.files] for checkpoint in opened]
+    mine = [
+        [checkpoint.where, len(checkpoint.catalog.tensors), checkpoint.catalog.files]
+        for checkpoint in opened
+    ]
     everyone = ours.exchange(mine)
     names = sorted({" and ".join(place for place, _, _ in one) for one in everyone})
     if len(names) > 1:
@@ -137,36 +146,48 @@ class _Wanted:
     elsewhere: frozenset[str]
 
 
-def _parts(opened: list[Checkpoint], wanted: _Wanted) -> list[Part]:
+def _parts(opened: list[Checkpoint], wanted: _Wanted) -> list[Restorer]:
     """What is to be restored, compared with what there is; in the order of writing."""
     model, ema, strict, elsewhere = wanted.model, wanted.ema, wanted.strict, wanted.elsewhere
     refuse_inside(model, "restore()")
     reshard(model)
     managers = ema if isinstance(ema, Mapping) else {} if ema is None else {"": ema}
     seed, foreign = wanted.missing_ema == "seed", len(opened) > 1
-    parts: list[Part] = [
-        AveragePart(opened[-1], manager, name, foreign=foreign, strict=strict, seed=seed, elsewhere=elsewhere)
+    parts: list[Restorer] = [
+        EmaRestorer(
+            opened[-1],
+            manager,
+            name,
+            foreign=foreign,
+            strict=strict,
+            seed=seed,
+            elsewhere=elsewhere,
+        )
         for name, manager in managers.items()
     ]
-    parts.append(LivePart(opened[0], model, strict=strict, elsewhere=elsewhere))
+    parts.append(ModelRestorer(opened[0], model, strict=strict, elsewhere=elsewhere))
     if wanted.optimizer is not None:
-        parts.append(OptimizerPart(opened[0], model, wanted.optimizer, strict=strict, elsewhere=elsewhere))
+        parts.append(
+            OptimizerRestorer(
+                opened[0], model, wanted.optimizer, strict=strict, elsewhere=elsewhere
+            )
+        )
     if wanted.extra is not None:
-        parts.append(ExtraPart(opened[0], wanted.extra, strict=strict))
+        parts.append(ExtraRestorer(opened[0], wanted.extra, strict=strict))
     return parts
 
 
-def _read(parts: list[Part]) -> None:
+def _read(parts: list[Restorer]) -> None:
     for part in parts:
         part.read()
 
 
-def _hand_over(parts: list[Part]) -> None:
+def _hand_over(parts: list[Restorer]) -> None:
     for part in parts:
         part.hand_over()
 
 
-def _write(model: nn.Module, parts: list[Part]) -> None:
+def _write(model: nn.Module, parts: list[Restorer]) -> None:
     reshard(model)
     for part in parts:
         part.write()
@@ -175,7 +196,7 @@ def _write(model: nn.Module, parts: list[Part]) -> None:
         part.finish()
 
 
-def _report(checkpoint: Checkpoint, parts: list[Part]) -> RestoreReport:
+def _report(checkpoint: Checkpoint, parts: list[Restorer]) -> RestoreReport:
     report = RestoreReport(Path(checkpoint.where), checkpoint.catalog.world_size)
     restored = {tree for part in parts for tree in part.trees}
     notes = [note for part in parts for note in part.warnings]
@@ -184,14 +205,19 @@ def _report(checkpoint: Checkpoint, parts: list[Part]) -> RestoreReport:
     notes += [note for part in parts for note in part.notes]
     return replace(
         report,
-        trees={tree.name: "restored" if tree.name in restored else "ignored" for tree in checkpoint.trees},
+        trees={
+            tree.name: "restored" if tree.name in restored else "ignored"
+            for tree in checkpoint.trees
+        },
         loaded=tuple(name for part in parts for name in part.loaded),
         missing=tuple(name for part in parts for name in part.missing),
         unexpected=tuple(name for part in parts for name in part.unexpected),
         seeded=tuple(name for part in parts for name in part.seeded),
         filled=tuple(name for part in parts for name in part.filled),
         renamed={old: new for part in parts for old, new in part.renamed.items()},
-        changed_settings={name: change for part in parts for name, change in part.changed_settings.items()},
+        changed_settings={
+            name: change for part in parts for name, change in part.changed_settings.items()
+        },
         extra={name: value for part in parts for name, value in part.extra.items()},
         warnings=tuple(notes),
     )

@@ -1,4 +1,6 @@
-"""Restoring whatever else was saved: plain values come back in the report, stateful objects take theirs in place."""
+"""Restoring whatever else was saved: plain values come back in the report, stateful objects take
+theirs in place.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.errors import SourceError, shown
-from ema_ckpt.resume.restore_model import Part
+from ema_ckpt.resume.restore_model import Restorer
 from ema_ckpt.resume.rng import RngState
 from ema_ckpt.resume.sources import Checkpoint, loaded, nested
 
-__all__ = ["ExtraPart"]
 
-
-class ExtraPart(Part):
+class ExtraRestorer(Restorer):
     """The values under `extra`."""
 
     def __init__(self, checkpoint: Checkpoint, extra: Mapping[str, Any], *, strict: bool) -> None:
@@ -26,7 +26,11 @@ class ExtraPart(Part):
         self._checkpoint, self._wanted = checkpoint, extra
         items: list[Tensor | Object] = [*checkpoint.catalog.tensors, *checkpoint.catalog.objects]
         self._stored = nested(
-            [(item.path[1:], item) for item in items if item.path[0] == "extra" and len(item.path) > 1]
+            [
+                (item.path[1:], item)
+                for item in items
+                if item.path[0] == "extra" and len(item.path) > 1
+            ]
         )
         empty = [name for name in extra if name not in self._stored]
         if empty and strict:
@@ -73,10 +77,16 @@ class ExtraPart(Part):
 
 
 def _cut_like(former: Any, value: Any) -> Any:
-    """Whole tensors as DTensors where the object has DTensors under the same names; no communication."""
+    """Whole tensors as DTensors where the object has DTensors under the same names; no
+    communication.
+    """
     if isinstance(value, dict) and isinstance(former, Mapping):
         return {key: _cut_like(former.get(key), inner) for key, inner in value.items()}
-    if isinstance(former, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+    if (
+        isinstance(former, DTensor)
+        and isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+    ):
         local = value.to(former.device)
         return distribute_tensor(local, former.device_mesh, former.placements, src_data_rank=None)
     return value

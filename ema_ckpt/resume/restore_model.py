@@ -1,4 +1,6 @@
-"""What all parts of a training state have in common when they are restored, and the part of live weights."""
+"""What all parts of a training state have in common when they are restored, and the part of live
+weights.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,22 @@ from torch import nn
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.ema.model.live import extra_state, set_extra_state
-from ema_ckpt.ema.model.scan import census
+from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.resume.flatten import shard_pieces
-from ema_ckpt.resume.match import Match, Target, match
+from ema_ckpt.resume.match import Match, RestoreTarget, match
 from ema_ckpt.resume.sources import Checkpoint, live_tree_of, live_weights, loaded, nested
 from ema_ckpt.state_dicts.tree import Tree
-
-__all__ = ["LivePart", "Part", "Staged", "put", "refuse_unfit", "stage_pairs"]
 
 Staged = list[tuple[torch.Tensor, torch.Tensor]]  # live view, host value
 
 
-class Part:
-    """One part of the state. Making it compares; `read` stages values; `write` and `finish` put them in place.
+class Restorer:
+    """One part of the state. Making it compares; `read` stages values; `write` and `finish` put
+    them in place.
 
-    What user code takes (`load_state_dict` of an object, `set_extra_state` of a module) may be refused by it. It is
-    handed over before anything is written, and taken back if any of it is refused on any rank.
+    What user code takes (`load_state_dict` of an object, `set_extra_state` of a module) may be
+    refused by it. It is handed over before anything is written, and taken back if any of it is
+    refused on any rank.
     """
 
     def __init__(self, trees: Iterable[str] = ()) -> None:
@@ -77,14 +79,20 @@ def refuse_unfit(where: str, found: Match, *, strict: bool) -> None:
     """
     if found.misfits:
         more = f" and {len(found.misfits) - 10} more" if len(found.misfits) > 10 else ""
-        raise SourceError("index-mismatch", f"{where}: nothing was restored: {'; '.join(found.misfits[:10])}{more}")
+        raise SourceError(
+            "index-mismatch",
+            f"{where}: nothing was restored: {'; '.join(found.misfits[:10])}{more}",
+        )
     if not strict or not (found.missing or found.unexpected):
         return
     missing = [found.full(target) for target in found.missing]
     said = [f"it lacks {shown(missing)}"] if missing else []
-    said += [f"it has {shown(found.unexpected)}, which this state has not"] if found.unexpected else []
+    said += (
+        [f"it has {shown(found.unexpected)}, which this state has not"] if found.unexpected else []
+    )
     raise SourceError(
-        "incomplete", f"{where}: nothing was restored: {' and '.join(said)}; strict=False restores the rest"
+        "incomplete",
+        f"{where}: nothing was restored: {' and '.join(said)}; strict=False restores the rest",
     )
 
 
@@ -94,7 +102,9 @@ def stage_pairs(checkpoint: Checkpoint, found: Match) -> Staged:
     for target, tensor in found.pairs:
         boxes = [box for box, _ in target.pieces.held]
         values = checkpoint.source.read(tensor, boxes)
-        staged += [(view, value) for (_, view), value in zip(target.pieces.held, values, strict=True)]
+        staged += [
+            (view, value) for (_, view), value in zip(target.pieces.held, values, strict=True)
+        ]
     return staged
 
 
@@ -105,20 +115,27 @@ def put(staged: Staged) -> None:
             view.copy_(value)
 
 
-class LivePart(Part):
+class ModelRestorer(Restorer):
     """Parameters, persistent buffers and extra state of the model."""
 
     def __init__(
-        self, checkpoint: Checkpoint, model: nn.Module, *, strict: bool, elsewhere: frozenset[str] = frozenset()
+        self,
+        checkpoint: Checkpoint,
+        model: nn.Module,
+        *,
+        strict: bool,
+        elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         tree = live_tree_of(checkpoint)
         super().__init__([tree.name])
         self._checkpoint, self._model = checkpoint, model
-        found = census(model)
+        found = scan_model(model)
         held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
-        targets = [Target(h.shard.names, shard_pieces(h.shard)) for h in held]
+        targets = [RestoreTarget(h.shard.names, shard_pieces(h.shard)) for h in held]
         extra_state = _extra_state_of(tree)
-        sources = {name: t for name, t in live_weights(checkpoint).items() if not _is_extra_state(t)}
+        sources = {
+            name: t for name, t in live_weights(checkpoint).items() if not _is_extra_state(t)
+        }
         self._match = match("model", targets, sources, strict=strict, elsewhere=elsewhere)
         refuse_unfit(checkpoint.where, self._match, strict=strict)
         self.note(self._match)
@@ -136,7 +153,9 @@ class LivePart(Part):
     def read(self) -> None:
         """Read the live weights."""
         self._staged = stage_pairs(self._checkpoint, self._match)
-        self._values = {name: loaded(self._checkpoint.source, item) for name, item in self._extra_state.items()}
+        self._values = {
+            name: loaded(self._checkpoint.source, item) for name, item in self._extra_state.items()
+        }
 
     def hand_over(self) -> None:
         """Pass extra state to the modules."""
@@ -158,7 +177,12 @@ def _is_extra_state(item: Tensor | Object) -> bool:
 
 
 def _extra_state_of(tree: Tree) -> dict[str, Any]:
-    """What modules returned from `get_extra_state`, by its name in the state dict; dicts among it were flattened."""
+    """What modules returned from `get_extra_state`, by its name in the state dict; dicts among it
+    were flattened.
+    """
     depth = len(tree.name.split(".")) if tree.name else 0
     items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
-    return {str(k): v for k, v in nested([(i.path[depth:], i) for i in items if _is_extra_state(i)]).items()}
+    return {
+        str(k): v
+        for k, v in nested([(i.path[depth:], i) for i in items if _is_extra_state(i)]).items()
+    }

@@ -14,21 +14,27 @@ from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import LIVE
-from ema_ckpt.ema.model.scan import Shard, census
+from ema_ckpt.ema.model.scan import scan_model
+from ema_ckpt.ema.model.shards import Shard
 from ema_ckpt.ema.offload.optimizer import handle_of
 from ema_ckpt.resume.flatten import pieces
-from ema_ckpt.resume.optimizer_state import Blank, Optimizers, fill, listed, make_state, optimizer_tree
-from ema_ckpt.resume.restore_model import Part
+from ema_ckpt.resume.optimizer_state import (
+    Blank,
+    Optimizers,
+    fill,
+    listed,
+    make_state,
+    optimizer_tree,
+)
+from ema_ckpt.resume.restore_model import Restorer
 from ema_ckpt.resume.sources import Checkpoint, live_weights, loaded, optimizer_entries
 from ema_ckpt.resume.tensor_source import dtype_of
-
-__all__ = ["OptimizerPart"]
 
 # What a parameter group has of any kind of optimizer: its parameters, and what schedulers add.
 _COMMON = {"params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
-class OptimizerPart(Part):
+class OptimizerRestorer(Restorer):
     """State and options of optimizers."""
 
     def __init__(
@@ -43,21 +49,27 @@ class OptimizerPart(Part):
         super().__init__(["optimizer"])
         self._elsewhere = elsewhere
         self._checkpoint, self._model, self._optimizers = checkpoint, model, listed(optimizers)
-        self._shards = {name: h.shard for h in census(model).parameters for name in h.shard.names}
+        self._shards = {
+            name: h.shard for h in scan_model(model).parameters for name in h.shard.names
+        }
         entries = optimizer_entries(checkpoint)
         self._stored: dict[str, dict[str, Any]] = {}
         self._cast: list[str] = []
-        self._weights = live_weights(checkpoint) if any(tree.role == LIVE for tree in checkpoint.trees) else {}
+        self._weights = (
+            live_weights(checkpoint) if any(tree.role == LIVE for tree in checkpoint.trees) else {}
+        )
         self._take(entries.get("state", {}))
-        self._groups = [entries["param_groups"][index] for index in sorted(entries.get("param_groups", {}))]
+        self._groups = [
+            entries["param_groups"][index] for index in sorted(entries.get("param_groups", {}))
+        ]
         self._order: list[int] = []
         self._values: dict[str, dict[str, Any]] = {}
         self._options: list[dict[str, Any]] = []
         self._check(strict=strict)
 
     def _take(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
-        """Find the parameter of each entry. Of several that are one tensor here the first name's state is taken, as
-        its weight is."""
+        """Find the parameter of each entry. Of several that are one tensor here the first name's
+        state is taken, as its weight is."""
         names: dict[str, list[str]] = {}
         for name, values in stored.items():
             shard = self._shards.get(name)
@@ -70,7 +82,9 @@ class OptimizerPart(Part):
             self._stored[fqn] = dict(stored[first])
             self.loaded += [f"optimizer.state.{fqn}.{key}" for key in stored[first]]
             if others:
-                self.warnings.append(f"{shown(others)} are tied to {first!r} here: the optimizer's state is that of it")
+                self.warnings.append(
+                    f"{shown(others)} are tied to {first!r} here: the optimizer's state is that of it"
+                )
 
     def _check(self, *, strict: bool) -> None:
         where = self._checkpoint.where
@@ -96,12 +110,16 @@ class OptimizerPart(Part):
         if self._cast:
             names = shown(list(dict.fromkeys(self._cast)))
             self.warnings.append(f"the optimizer's state of {names} is cast as their weights are")
-        self._options = self._arranged([loaded(self._checkpoint.source, group) for group in self._groups])
+        self._options = self._arranged(
+            [loaded(self._checkpoint.source, group) for group in self._groups]
+        )
 
     def _warn_of_uneven(self) -> None:
-        """Warn of parameters in one flat parameter whose state differs: FSDP1 then has one step count for all."""
+        """Warn of parameters in one flat parameter whose state differs: FSDP1 then has one step
+        count for all.
+        """
         flat: dict[int, list[str]] = {}
-        for held in census(self._model).parameters:
+        for held in scan_model(self._model).parameters:
             if isinstance(held.owner, FlatParameter) and 0 not in held.shard.shape:
                 flat.setdefault(id(held.owner), []).append(held.shard.fqn)
         for names in flat.values():
@@ -114,7 +132,9 @@ class OptimizerPart(Part):
                 )
 
     def _read(self, shard: Shard, value: Any) -> Any:
-        """A state entry: boxes with host values if it has the parameter's shape, else the whole value."""
+        """A state entry: boxes with host values if it has the parameter's shape, else the whole
+        value.
+        """
         if isinstance(value, Tensor):
             boxes = _boxes(shard, value)
             values = self._checkpoint.source.read(value, boxes)
@@ -123,10 +143,14 @@ class OptimizerPart(Part):
         return loaded(self._checkpoint.source, value)
 
     def _dtype(self, shard: Shard, value: Tensor) -> torch.dtype:
-        """That of the state as it was saved; state in the dtype of its weight follows the weight's here."""
+        """That of the state as it was saved; state in the dtype of its weight follows the weight's
+        here.
+        """
         dtype = dtype_of(value)
         weight = next((self._weights[name] for name in shard.names if name in self._weights), None)
-        follows = weight is not None and value.shape == shard.shape != () and dtype_of(weight) is dtype
+        follows = (
+            weight is not None and value.shape == shard.shape != () and dtype_of(weight) is dtype
+        )
         if not follows or dtype is shard.dtype:
             return dtype
         self._cast.append(shard.fqn)
@@ -154,10 +178,17 @@ class OptimizerPart(Part):
         return arranged
 
     def _refuse_gaps(self, names: frozenset[str]) -> None:
-        """Refuse state that one parameter lacks and others of its group have. None at all: it was never stepped."""
+        """Refuse state that one parameter lacks and others of its group have. None at all: it was
+        never stepped.
+        """
         held = {fqn: self._stored[fqn].keys() for fqn in sorted(names) if self._stored.get(fqn)}
         every = dict.fromkeys(key for keys in held.values() for key in keys)
-        lost = [f"optimizer.state.{fqn}.{key}" for fqn, keys in held.items() for key in every if key not in keys]
+        lost = [
+            f"optimizer.state.{fqn}.{key}"
+            for fqn, keys in held.items()
+            for key in every
+            if key not in keys
+        ]
         if lost:
             raise SourceError(
                 "incomplete",
@@ -174,7 +205,9 @@ class OptimizerPart(Part):
             )
 
     def _names(self, params: list[str]) -> frozenset[str]:
-        return frozenset(self._shards[name].fqn if name in self._shards else name for name in params)
+        return frozenset(
+            self._shards[name].fqn if name in self._shards else name for name in params
+        )
 
     def write(self) -> None:
         """Put state and options in place; state that the checkpoint lacks is dropped."""
@@ -184,7 +217,10 @@ class OptimizerPart(Part):
         for optimizer in self._optimizers:
             optimizer.state.clear()
         wanted = {
-            fqn: {name: Blank(v.shape, v.dtype) if isinstance(v, _Staged) else v for name, v in values.items()}
+            fqn: {
+                name: Blank(v.shape, v.dtype) if isinstance(v, _Staged) else v
+                for name, v in values.items()
+            }
             for fqn, values in self._values.items()
         }
         make_state(self._model, self._optimizers, wanted)
@@ -196,11 +232,17 @@ class OptimizerPart(Part):
         for handle in offloaded:
             handle.settle()
 
-    def _pairs(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(
+        self, state: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for fqn, values in self._values.items():
             for name, value in values.items():
                 if isinstance(value, _Staged) and name in state.get(fqn, {}):
-                    yield from ((view, value.parts[box]) for box, view in pieces(state[fqn][name]).held if box.numel)
+                    yield from (
+                        (view, value.parts[box])
+                        for box, view in pieces(state[fqn][name]).held
+                        if box.numel
+                    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +255,9 @@ class _Staged:
 
 
 def _is_even(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps the same entries for every parameter that it has stepped, as far as is known."""
+    """Whether it keeps the same entries for every parameter that it has stepped, as far as is
+    known.
+    """
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Adafactor
 
@@ -230,4 +274,6 @@ def _common(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _boxes(shard: Shard, stored: Tensor) -> list[Box]:
-    return list(shard.boxes) if stored.shape == shard.shape and stored.shape else [whole(stored.shape)]
+    return (
+        list(shard.boxes) if stored.shape == shard.shape and stored.shape else [whole(stored.shape)]
+    )

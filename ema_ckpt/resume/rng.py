@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from ema_ckpt.comm.failures import named_ranks
 
-__all__ = ["RngState", "rng_state"]
-
 
 class RngState:
-    """Saves and restores this rank's generators: Python's, NumPy's if it is loaded, torch's on host and devices.
+    """Saves and restores this rank's generators: Python's, NumPy's if it is loaded, torch's on host
+    and devices.
 
-    Every rank's are kept apart under `rank_N`. With another world size, ranks without a saved state keep theirs.
+    Every rank's are kept apart under `rank_N`. With another world size, ranks without a saved state
+    keep theirs.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,7 +47,9 @@ class RngState:
         numpy = _loaded_numpy()
         if numpy is not None and "numpy" in state:
             saved = state["numpy"]
-            numpy.random.set_state((saved["kind"], saved["keys"].numpy().astype("uint32"), *saved["rest"]))
+            numpy.random.set_state(
+                (saved["kind"], saved["keys"].numpy().astype("uint32"), *saved["rest"])
+            )
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
 
@@ -61,7 +63,9 @@ class RngState:
         dropped = sorted(rank for rank in ranks if rank >= _world_size())
         absent = sorted(set(range(_world_size())) - ranks)
         notes = (
-            [f"rank-keyed: extra.{name} of {named_ranks(dropped)} is dropped: there is no such rank now"]
+            [
+                f"rank-keyed: extra.{name} of {named_ranks(dropped)} is dropped: there is no such rank now"
+            ]
             if dropped
             else []
         )
@@ -73,7 +77,9 @@ class RngState:
 
 
 def rng_state() -> RngState:
-    """The random number generators of every rank: pass it as `extra={"rng": rng_state()}` to `save` and `restore`."""
+    """The random number generators of every rank: pass it as `extra={"rng": rng_state()}` to `save`
+    and `restore`.
+    """
     return RngState()
 
 

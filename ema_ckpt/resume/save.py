@@ -33,8 +33,6 @@ from ema_ckpt.writing.preflight import resolve_target
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
 
-__all__ = ["save"]
-
 _CALL = "save"
 _SMALL_NUMEL = 4096
 
@@ -83,18 +81,19 @@ def save(
 ) -> Path | Future[Path]:
     """Write a checkpoint directory that is complete or not there; collective.
 
-    It holds the trees `model`, `ema`, `optimizer` (in torch's nested form) and `extra`, as far as they are given, and
-    plain `torch.distributed.checkpoint.load` reads it. What several ranks hold is written once; of buffers, in which
-    ranks may differ, the lowest rank's.
+    It holds the trees `model`, `ema`, `optimizer` (in torch's nested form) and `extra`, as far as
+    they are given, and plain `torch.distributed.checkpoint.load` reads it. What several ranks hold
+    is written once; of buffers, in which ranks may differ, the lowest rank's.
 
     Args:
         path: the directory to make; its parent is made if it is missing.
         ema: one manager, or several by name, which become `ema.<name>`.
         optimizer: one or several.
-        extra: anything picklable by name; of objects with `state_dict()` that is taken. A warning names what `restore`
-            will refuse: it unpickles plain values, tensors, NumPy's arrays and scalars, paths and times.
-        async_save: return once every byte to be written is staged on the host, with a future of the path. A second
-            save waits for the first, and so does the end of the process.
+        extra: anything picklable by name; of objects with `state_dict()` that is taken. A warning
+            names what `restore` will refuse: it unpickles plain values, tensors, NumPy's arrays and
+            scalars, paths and times.
+        async_save: return once every byte to be written is staged on the host, with a future of the
+            path. A second save waits for the first, and so does the end of the process.
         overwrite: replace a checkpoint at `path`; the old one stays until the new one is complete.
         check_replicas: compare what is held by several ranks, and warn by name of what differs.
         timeout: seconds to wait for the other ranks to call `save` too.
@@ -103,7 +102,8 @@ def save(
         The published directory.
 
     Raises:
-        CollectiveError: `rank-failed`: a rank did not come, died, or could not write; no checkpoint is published.
+        CollectiveError: `rank-failed`: a rank did not come, died, or could not write; no checkpoint
+            is published.
         TargetError: `target-exists` and others of the target.
         StateError: inside `swap()`; or the ranks' pieces of some tensor do not make it whole.
     """
@@ -117,7 +117,9 @@ def save(
     if not ours.rank:
         _warn_of_unreadable(leaves)
     loose = _buffer_names(model, ema) | {leaf.name for leaf in leaves if leaf.path[0] == "extra"}
-    _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in loose or _is_small(leaf)], ours)
+    _warn_of_drift(
+        [leaf for leaf in leaves if check_replicas or leaf.name in loose or _is_small(leaf)], ours
+    )
     planned = plan(leaves, loose, ours, _CALL)
     if not async_save:
         return write(target, planned, ours, _CALL, overwrite=overwrite)
@@ -139,7 +141,9 @@ def _make(parent: Path) -> None:
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TargetError("not-found", f"{parent}: cannot be made: {error.strerror}", file=str(parent)) from error
+        raise TargetError(
+            "not-found", f"{parent}: cannot be made: {error.strerror}", file=str(parent)
+        ) from error
 
 
 def _state(
@@ -158,20 +162,25 @@ def _state(
         state["optimizer"] = optimizer_tree(model, optimizer)
     if extra is not None:
         state["extra"] = {
-            name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in extra.items()
         }
     return state
 
 
 def _join_groups(groups: Sequence[dict[str, Any]], ours: Channel) -> None:
-    """Name in each parameter group what any rank has in it: ranks differ in that as the stages of a pipeline do."""
+    """Name in each parameter group what any rank has in it: ranks differ in that as the stages of a
+    pipeline do.
+    """
     everyone = ours.exchange_if_different([group["params"] for group in groups])
     for index, group in enumerate(groups if everyone else ()):
         listed = [name for lists in everyone if index < len(lists) for name in lists[index]]
         group["params"] = list(dict.fromkeys(listed))
 
 
-def _buffer_names(model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] | None) -> frozenset[str]:
+def _buffer_names(
+    model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] | None
+) -> frozenset[str]:
     """Full names of buffers wherever they are saved."""
     trees = ["model"]
     if isinstance(ema, Mapping):
@@ -204,7 +213,9 @@ def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
 
 
 def _is_small(leaf: Leaf) -> bool:
-    """Whether this is optimizer state, or an option, that a rank has whole: one per layer, say, and not per weight."""
+    """Whether this is optimizer state, or an option, that a rank has whole: one per layer, say, and
+    not per weight.
+    """
     if leaf.path[0] != "optimizer":
         return False
     held = leaf.value.held if isinstance(leaf.value, Pieces) else ()
@@ -243,7 +254,9 @@ def _crc(view: torch.Tensor) -> int:
 def _on_host(planned: Plan) -> Plan:
     """The plan with a copy of every tensor, so that training may go on."""
     items = tuple(
-        item if isinstance(item.data, bytes) else replace(item, data=item.data.detach().to("cpu", copy=True))
+        item
+        if isinstance(item.data, bytes)
+        else replace(item, data=item.data.detach().to("cpu", copy=True))
         for item in planned.items
     )
     return replace(planned, items=items)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["run_in_background", "settle"]
-
 _executor: ThreadPoolExecutor | None = None
 _pending: _Saving | None = None
 
@@ -41,7 +39,9 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
 
 
 def settle() -> None:
-    """Wait for the save in the background, if there is one; warn if it failed and nobody has asked."""
+    """Wait for the save in the background, if there is one; warn if it failed and nobody has
+    asked.
+    """
     global _pending
     saving, _pending = _pending, None
     if saving is None:

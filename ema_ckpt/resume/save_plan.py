@@ -1,4 +1,6 @@
-"""Who writes what: every rank lists the pieces it holds, rank 0 proves that they tile and gives each to one rank."""
+"""Who writes what: every rank lists the pieces it holds, rank 0 proves that they tile and gives
+each to one rank.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,6 @@ from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, StateError
 from ema_ckpt.resume.flatten import Leaf, Path, Pieces
 
-__all__ = ["Item", "Listing", "Plan", "plan"]
-
 Key = tuple[str, Box | None]
 
 
@@ -34,7 +34,9 @@ class Item:
 
 @dataclass(slots=True, eq=False)
 class Listing:
-    """What all ranks hold together, on rank 0: shape and dtype of each tensor, its boxes, and the objects."""
+    """What all ranks hold together, on rank 0: shape and dtype of each tensor, its boxes, and the
+    objects.
+    """
 
     paths: dict[str, Path] = field(default_factory=dict)
     tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
@@ -59,16 +61,20 @@ class Plan:
 
 
 def plan(leaves: Sequence[Leaf], lowest: frozenset[str], ours: Channel, call: str) -> Plan:
-    """Divide the writing of `leaves` among all ranks: what several hold is written once, near evenly in bytes.
+    """Divide the writing of `leaves` among all ranks: what several hold is written once, near
+    evenly in bytes.
 
     Args:
         lowest: names that the lowest rank holding them writes, since ranks may differ in them.
 
     Raises:
-        StateError: `hole`, `overlap`, `out-of-bounds` or `index-mismatch`: the pieces of all ranks are no tensor.
+        StateError: `hole`, `overlap`, `out-of-bounds` or `index-mismatch`: the pieces of all ranks
+            are no tensor.
     """
     gathered = ours.gather(json.dumps([_described(leaf) for leaf in leaves]).encode())
-    listing, picks = agreed(ours, call, lambda: _divided(gathered, lowest) if ours.rank == 0 else (Listing(), []))
+    listing, picks = agreed(
+        ours, call, lambda: _divided(gathered, lowest) if ours.rank == 0 else (Listing(), [])
+    )
     picked = set(json.loads(ours.scatter([json.dumps(pick).encode() for pick in picks])))
     items = [item for number, item in enumerate(_items(leaves)) if number in picked]
     return Plan(tuple(items), listing)
@@ -106,7 +112,9 @@ def _divided(gathered: Sequence[bytes], lowest: frozenset[str]) -> tuple[Listing
     return listing, picks
 
 
-def _add(listing: Listing, holders: dict[Key, list[tuple[int, int]]], rank: int, entries: list[Any]) -> None:
+def _add(
+    listing: Listing, holders: dict[Key, list[tuple[int, int]]], rank: int, entries: list[Any]
+) -> None:
     number = 0
     for path, shape, dtype, boxes in entries:
         name = ".".join(map(str, path))
@@ -142,7 +150,9 @@ def _settle(listing: Listing, name: str, box: Box | None, rank: int) -> int:
 def _prove(listing: Listing, name: str) -> None:
     shape, dtype = listing.tensors[name]
     if name in listing.objects:
-        raise StateError("index-mismatch", f"{name!r} is a tensor on one rank and an object on another")
+        raise StateError(
+            "index-mismatch", f"{name!r} is a tensor on one rank and an object on another"
+        )
     boxes = listing.boxes.get(name, {})
     chunks = tuple(Chunk(box.offsets, box.sizes, "?", 0, 0) for box in boxes)
     try:

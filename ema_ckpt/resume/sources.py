@@ -1,4 +1,6 @@
-"""Where each tree to restore lies in a checkpoint: ours, a hand-made DCP, or anybody's file of averages."""
+"""Where each tree to restore lies in a checkpoint: ours, a hand-made DCP, or anybody's file of
+averages.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,6 @@ from ema_ckpt.resume.tensor_source import Source
 from ema_ckpt.state_dicts.ema_config import exchange_marks
 from ema_ckpt.state_dicts.ema_layouts import is_weight
 from ema_ckpt.state_dicts.tree import Tree, trees
-
-__all__ = [
-    "Checkpoint",
-    "average_tree",
-    "average_weights",
-    "live_tree_of",
-    "live_weights",
-    "loaded",
-    "nested",
-    "optimizer_entries",
-    "setting",
-    "tensors_of",
-]
 
 Nested = dict[str | int, Any]
 
@@ -42,7 +31,9 @@ class Checkpoint:
 
     @cached_property
     def is_exchanged(self) -> bool:
-        """Whether a mark says that it was saved with averages in the model's place and live weights in theirs."""
+        """Whether a mark says that it was saved with averages in the model's place and live weights
+        in theirs.
+        """
         marks = exchange_marks(self.catalog, self.trees)
         return any(bool(setting(self.source, {item.name: item}, item.name)) for item in marks)
 
@@ -62,34 +53,56 @@ def live_tree_of(checkpoint: Checkpoint) -> Tree:
     Raises:
         UsageError: `unknown-tree` or `ambiguous-tree`.
     """
-    return _one_of(checkpoint, [tree for tree in checkpoint.trees if tree.role == LIVE], "model", "live weights")
+    return _one_of(
+        checkpoint,
+        [tree for tree in checkpoint.trees if tree.role == LIVE],
+        "model",
+        "live weights",
+    )
 
 
 def live_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Stored live tensors by name; from the averages' place if the checkpoint was saved while they were exchanged."""
+    """Stored live tensors by name; from the averages' place if the checkpoint was saved while they
+    were exchanged.
+    """
     tree = live_tree_of(checkpoint)
     found = {**tensors_of(tree), **tree.weights}
     averages = average_tree(checkpoint, "ema", foreign=False) if checkpoint.is_exchanged else None
-    return found if averages is None else found | {n: t for n, t in averages.weights.items() if n in found}
+    return (
+        found
+        if averages is None
+        else found | {n: t for n, t in averages.weights.items() if n in found}
+    )
 
 
 def average_weights(checkpoint: Checkpoint, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stored averages by name; from the live weights' place if the checkpoint was saved while they were exchanged."""
+    """Stored averages by name; from the live weights' place if the checkpoint was saved while they
+    were exchanged.
+    """
     found = dict(named)
     return (
         found
         if not checkpoint.is_exchanged
-        else found | {name: tensor for name, tensor in live_tree_of(checkpoint).weights.items() if name in found}
+        else found
+        | {
+            name: tensor
+            for name, tensor in live_tree_of(checkpoint).weights.items()
+            if name in found
+        }
     )
 
 
 def tensors_of(tree: Tree) -> dict[str, Tensor]:
     """Every tensor of a tree by its name inside."""
-    return {tensor.name.removeprefix(f"{tree.name}.") if tree.name else tensor.name: tensor for tensor in tree.tensors}
+    return {
+        tensor.name.removeprefix(f"{tree.name}.") if tree.name else tensor.name: tensor
+        for tensor in tree.tensors
+    }
 
 
 def average_tree(checkpoint: Checkpoint, name: str, *, foreign: bool) -> Tree | None:
-    """The tree of averages called `name`, or the only one; in a separate file that has none, its only weights.
+    """The tree of averages called `name`, or the only one; in a separate file that has none, its
+    only weights.
 
     Returns:
         None if the checkpoint has no averages.
@@ -99,14 +112,23 @@ def average_tree(checkpoint: Checkpoint, name: str, *, foreign: bool) -> Tree | 
     """
     found = [tree for tree in checkpoint.trees if tree.role == EMA]
     if not found and foreign:
-        return _one_of(checkpoint, [tree for tree in checkpoint.trees if _may_be_averages(tree)], name, "weights")
-    if not found or (not foreign and name.count(".") and not any(tree.name == name for tree in found)):
+        return _one_of(
+            checkpoint,
+            [tree for tree in checkpoint.trees if _may_be_averages(tree)],
+            name,
+            "weights",
+        )
+    if not found or (
+        not foreign and name.count(".") and not any(tree.name == name for tree in found)
+    ):
         return None
     return _one_of(checkpoint, found, name, "averages")
 
 
 def _may_be_averages(tree: Tree) -> bool:
-    return tree.role != OPTIMIZER and any(is_weight(name, tensor) for name, tensor in tensors_of(tree).items())
+    return tree.role != OPTIMIZER and any(
+        is_weight(name, tensor) for name, tensor in tensors_of(tree).items()
+    )
 
 
 def _one_of(checkpoint: Checkpoint, found: Sequence[Tree], name: str, what: str) -> Tree:
@@ -117,8 +139,13 @@ def _one_of(checkpoint: Checkpoint, found: Sequence[Tree], name: str, what: str)
         return found[0]
     names = shown([tree.name for tree in (found or checkpoint.trees)])
     if not found:
-        raise UsageError("unknown-tree", f"{checkpoint.where}: holds no {what}; its trees are {names or 'none'}")
-    raise UsageError("ambiguous-tree", f"{checkpoint.where}: {names} all hold {what}, and none is called {name!r}")
+        raise UsageError(
+            "unknown-tree", f"{checkpoint.where}: holds no {what}; its trees are {names or 'none'}"
+        )
+    raise UsageError(
+        "ambiguous-tree",
+        f"{checkpoint.where}: {names} all hold {what}, and none is called {name!r}",
+    )
 
 
 def optimizer_entries(checkpoint: Checkpoint) -> Nested:
@@ -136,7 +163,8 @@ def optimizer_entries(checkpoint: Checkpoint) -> Nested:
                 return entries
     names = shown([tree.name for tree in checkpoint.trees])
     raise UsageError(
-        "unknown-tree", f"{checkpoint.where}: holds no optimizer state of torch's form; its trees are {names}"
+        "unknown-tree",
+        f"{checkpoint.where}: holds no optimizer state of torch's form; its trees are {names}",
     )
 
 
@@ -158,7 +186,11 @@ def loaded(source: Source, stored: Any) -> Any:
     if isinstance(stored, Object):
         return source.load(stored)
     inner = {key: loaded(source, item) for key, item in stored.items()}
-    return [inner[key] for key in sorted(inner)] if inner and all(isinstance(k, int) for k in inner) else inner
+    return (
+        [inner[key] for key in sorted(inner)]
+        if inner and all(isinstance(k, int) for k in inner)
+        else inner
+    )
 
 
 def setting(source: Source, settings: Mapping[str, Tensor | Object], *names: str) -> Any:

@@ -1,4 +1,6 @@
-"""Boxes of stored tensors, and stored objects, as host values: whatever the format, and without running code."""
+"""Boxes of stored tensors, and stored objects, as host values: whatever the format, and without
+running code.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,21 @@ from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import Checks
-from ema_ckpt.reading.overlaps import BandCutter, BandReader, find_runs, find_shares
-
-__all__ = ["Source", "dtype_of", "load_plain"]
+from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, contiguous_ranges, find_overlaps
 
 _BAND_NBYTES = 8 << 20
 
 
 class Source:
-    """A catalog from which tensors are read box by box. Whatever is read whole is compared with its checksum."""
+    """A catalog from which tensors are read box by box. Whatever is read whole is compared with its
+    checksum.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._checks = Checks(catalog.source, enabled=True)
-        self._bands = BandReader(catalog.source, self._checks, _BAND_NBYTES)
+        self._checks = ChecksumVerifier(catalog.source, enabled=True)
+        self._bands = BoxReader(catalog.source, self._checks, _BAND_NBYTES)
 
     def read(self, tensor: Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
         """One host tensor for each box, in the stored dtype.
@@ -45,7 +47,9 @@ class Source:
             payloads = self.catalog.reader.payloads(tensor)
             for box, into in zip(boxes, found, strict=True):
                 if box.numel:
-                    self._fill(tensor, find_shares(tensor, payloads, picked, box), box, _bytes_of(into))
+                    self._fill(
+                        tensor, find_overlaps(tensor, payloads, picked, box), box, _bytes_of(into)
+                    )
         return found
 
     def read_whole(self, tensor: Tensor) -> torch.Tensor:
@@ -75,9 +79,9 @@ class Source:
 
     def _fill(self, tensor: Tensor, shares: Sequence[Any], box: Box, out: memoryview) -> None:
         itemsize = tensor.dtype.itemsize
-        runs = find_runs(shares, box, itemsize)
+        runs = contiguous_ranges(shares, box, itemsize)
         if runs is None:
-            cutter, at = BandCutter(box, itemsize, _BAND_NBYTES), 0
+            cutter, at = RowBlocks(box, itemsize, _BAND_NBYTES), 0
             for index in range(cutter.count):
                 band = cutter.band(index)
                 nbytes = band.numel * itemsize
@@ -91,7 +95,8 @@ class Source:
 
 
 def load_plain(data: bytes) -> Any:
-    """What `torch.save` wrote, if it is made of plain values: those of torch's own list, of NumPy and of time.
+    """What `torch.save` wrote, if it is made of plain values: those of torch's own list, of NumPy
+    and of time.
 
     Raises:
         Exception: of whatever class torch chose: it needs anything else.
@@ -122,7 +127,11 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
     """
     found = getattr(torch, tensor.dtype.name, None)
     if not isinstance(found, torch.dtype):
-        raise SourceError("unsupported", f"{tensor.name!r}: this torch has no {tensor.dtype.name}", tensor=tensor.name)
+        raise SourceError(
+            "unsupported",
+            f"{tensor.name!r}: this torch has no {tensor.dtype.name}",
+            tensor=tensor.name,
+        )
     return found
 
 

@@ -1,1 +1,3 @@
-"""Runs jobs: thread and process pools, page-aligned buffers, notices. Knows nothing of checkpoints."""
+"""Runs jobs: thread and process pools, page-aligned buffers, notices. Knows nothing of
+checkpoints.
+"""

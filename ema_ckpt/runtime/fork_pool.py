@@ -1,7 +1,7 @@
 """Numbered jobs, done by copies of this process.
 
-For work of many short calls of numpy: threads wait for one another's lock at each of them, which took a third of
-the time of two threads.
+For work of many short calls of numpy: threads wait for one another's lock at each of them, which
+took a third of the time of two threads.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-__all__ = ["can_fork", "run_forked", "turn_length"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE_MS = 100
 _TURN = struct.Struct("<i")
 _MOST_TURNS = 1024  # fit into the one page that a pipe has at least
-_WHOLE = b"."  # ends what a copy sends: neither its exit status nor the end of the pipe can be relied on
+_WHOLE = (
+    b"."  # ends what a copy sends: neither its exit status nor the end of the pipe can be relied on
+)
 _TASKS = "/proc/self/task"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -36,24 +36,30 @@ class _LostError(Exception):
 
 
 def can_fork() -> bool:
-    """Whether copies of this process can work: no other thread may hold a lock, and torch starts some of its own."""
+    """Whether copies of this process can work: no other thread may hold a lock, and torch starts
+    some of its own.
+    """
     if not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
         return False
     return not os.path.isdir(_TASKS) or len(os.listdir(_TASKS)) == 1
 
 
-def run_forked(work: Work, jobs: int, count: int, progress: Progress | None = None) -> list[bytes] | None:
-    """What `work(numbers, tell)` gives here and in up to `count` − 1 copies; None if a copy failed or none can be made.
+def run_forked(
+    work: Work, jobs: int, count: int, progress: Progress | None = None
+) -> list[bytes] | None:
+    """What `work(numbers, tell)` gives here and in up to `count` − 1 copies; None if a copy failed
+    or none can be made.
 
     Args:
-        work: does the jobs whose numbers it is given, and tells the bytes of each when it is finished. What it
-            raises in a copy is lost.
-        progress: is told the bytes that any of them finished, here; with None as the result, that they are not.
+        work: does the jobs whose numbers it is given, and tells the bytes of each when it is
+            finished. What it raises in a copy is lost.
+        progress: is told the bytes that any of them finished, here; with None as the result, that
+            they are not.
 
     Raises:
         BaseException: what `work` raises here.
     """
-    board = _Board(count)
+    board = _ProgressCounters(count)
 
     def tell(nbytes: int) -> None:
         board.add(0, nbytes)
@@ -66,12 +72,14 @@ def run_forked(work: Work, jobs: int, count: int, progress: Progress | None = No
     return results
 
 
-def _results(work: Work, jobs: int, count: int, board: _Board, tell: Progress) -> list[bytes] | None:
-    copies: list[_Copy] = []
+def _results(
+    work: Work, jobs: int, count: int, board: _ProgressCounters, tell: Progress
+) -> list[bytes] | None:
+    copies: list[_Child] = []
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(_end, copies)
         try:
-            turns = cleanup.enter_context(contextlib.closing(_Turns(jobs)))
+            turns = cleanup.enter_context(contextlib.closing(_JobQueue(jobs)))
             _make(copies, work, turns, board, min(count, jobs) - 1)
         except OSError:  # no memory, too many processes or files
             return None
@@ -88,7 +96,9 @@ def _results(work: Work, jobs: int, count: int, board: _Board, tell: Progress) -
         return results
 
 
-def _make(copies: list[_Copy], work: Work, turns: _Turns, board: _Board, count: int) -> None:
+def _make(
+    copies: list[_Child], work: Work, turns: _JobQueue, board: _ProgressCounters, count: int
+) -> None:
     """Append as many copies; no signal comes between one's beginning and its place in the list."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
@@ -108,13 +118,15 @@ def _make(copies: list[_Copy], work: Work, turns: _Turns, board: _Board, count: 
                 os.close(near)
                 _do(work, turns, board, index, parent, far, before)
             os.close(far)
-            copies.append(_Copy(pid, near))
+            copies.append(_Child(pid, near))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end(copies: Sequence[_Copy]) -> None:
-    """Stop those that still work, all before any is waited for, and forget them, whatever signal comes meanwhile."""
+def _end(copies: Sequence[_Child]) -> None:
+    """Stop those that still work, all before any is waited for, and forget them, whatever signal
+    comes meanwhile.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         for copy in copies:
@@ -125,23 +137,25 @@ def _end(copies: Sequence[_Copy]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def turn_length(jobs: int) -> int:
+def jobs_per_batch(jobs: int) -> int:
     """How many jobs that follow one another are taken at once."""
     return -(-jobs // _MOST_TURNS) or 1
 
 
-class _Turns:
+class _JobQueue:
     """Numbers that whoever is free takes next, through a pipe that all copies read."""
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
-        self._step = turn_length(jobs)
+        self._step = jobs_per_batch(jobs)
         self._near, far = os.pipe()
         with open(far, "wb") as pipe:
             pipe.write(b"".join(map(_TURN.pack, range(0, jobs, self._step))))
 
-    def taken(self, copies: Sequence[_Copy] = ()) -> Iterator[int]:
-        """Those that this process takes. Raises `_LostError` if one of `copies` ends before all are taken."""
+    def taken(self, copies: Sequence[_Child] = ()) -> Iterator[int]:
+        """Those that this process takes. Raises `_LostError` if one of `copies` ends before all are
+        taken.
+        """
         poll = select.poll()
         for copy in copies:
             poll.register(copy.pipe, 0)  # tells when the other end is closed
@@ -165,7 +179,7 @@ class _Turns:
         os.close(self._near)
 
 
-class _Board:
+class _ProgressCounters:
     """Bytes that each process has finished, in memory that all see."""
 
     def __init__(self, count: int) -> None:
@@ -182,7 +196,7 @@ class _Board:
         return news
 
 
-class _Copy:
+class _Child:
     """A copy of this process that works until no turn is left, sends what it found, and ends."""
 
     def __init__(self, pid: int, pipe: int) -> None:
@@ -218,12 +232,20 @@ class _Copy:
 
 
 def _do(
-    work: Work, turns: _Turns, board: _Board, index: int, parent: int, far: int, mask: set[signal.Signals | int]
+    work: Work,
+    turns: _JobQueue,
+    board: _ProgressCounters,
+    index: int,
+    parent: int,
+    far: int,
+    mask: set[signal.Signals | int],
 ) -> NoReturn:
     """Be the copy."""
     try:
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a signal must not unwind the caller's stack in here
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # a signal must not unwind the caller's stack in here
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _end_with_parent()
@@ -243,7 +265,8 @@ def _do(
 
 
 def _end_with_parent() -> None:
-    """Have Linux kill this process when the one that made it ends, whose locks it would go on to hold.
+    """Have Linux kill this process when the one that made it ends, whose locks it would go on to
+    hold.
 
     Elsewhere `tell` notices it after the job at hand.
     """

@@ -1,4 +1,5 @@
-"""One line for people about a choice that was made on their way: which step was opened, what was recovered.
+"""One line for people about a choice that was made on their way: which step was opened, what was
+recovered.
 
 The library says it here; only a program that adds a listener shows it.
 """
@@ -6,8 +7,6 @@ The library says it here; only a program that adds a listener shows it.
 from __future__ import annotations
 
 from collections.abc import Callable
-
-__all__ = ["listeners", "tell"]
 
 listeners: list[Callable[[str], None]] = []
 

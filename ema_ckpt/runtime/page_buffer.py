@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 
-__all__ = ["buffer"]
-
 
 def buffer(nbytes: int) -> memoryview:
     """Zeros that begin a page, this process' own.
 
-    Vector instructions on what begins inside a cache line, as a `bytearray` does, take up to twice as long.
+    Vector instructions on what begins inside a cache line, as a `bytearray` does, take up to twice
+    as long.
     """
-    return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
+    return memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[
+        :nbytes
+    ]

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Generic, TypeVar
 
-__all__ = ["interleaved", "run_jobs", "run_streams", "usable_cpus", "worker_count"]
-
 Hand = TypeVar("Hand")
 Job = TypeVar("Job")
 _MOST = 8
@@ -26,7 +24,9 @@ def worker_count(threads: int | None) -> int:
     return threads or min(usable_cpus(), _MOST)
 
 
-def run_jobs(jobs: Iterator[Callable[[Hand], None]], threads: int, make: Callable[[], Hand]) -> None:
+def run_jobs(
+    jobs: Iterator[Callable[[Hand], None]], threads: int, make: Callable[[], Hand]
+) -> None:
     """Do all jobs, the caller's thread being one of the workers.
 
     Args:
@@ -39,26 +39,36 @@ def run_jobs(jobs: Iterator[Callable[[Hand], None]], threads: int, make: Callabl
     run_streams(iter((jobs,)), threads, make)
 
 
-def run_streams(streams: Iterator[Iterator[Callable[[Hand], None]]], threads: int, make: Callable[[], Hand]) -> None:
-    """As `run_jobs`; workers keep to different streams as long as there are any, then share what is left.
+def run_streams(
+    streams: Iterator[Iterator[Callable[[Hand], None]]], threads: int, make: Callable[[], Hand]
+) -> None:
+    """As `run_jobs`; workers keep to different streams as long as there are any, then share what is
+    left.
 
-    For jobs that hinder each other, as those that write to one file do: the kernel lets one thread do so at a time.
+    For jobs that hinder each other, as those that write to one file do: the kernel lets one thread
+        do so at a time.
     """
     _Pool(streams, make).run(threads)
 
 
 def interleaved(streams: Sequence[Sequence[Job]], abreast: int, length: int) -> list[Job]:
-    """The same for jobs in a list, of which whoever is free takes `length` in a row: in turn from so many streams."""
+    """The same for jobs in a list, of which whoever is free takes `length` in a row: in turn from
+    so many streams.
+    """
     out: list[Job] = []
     for first in range(0, len(streams), abreast):
         group = streams[first : first + abreast]
-        rows = zip_longest(*([jobs[at : at + length] for at in range(0, len(jobs), length)] for jobs in group))
+        rows = zip_longest(
+            *([jobs[at : at + length] for at in range(0, len(jobs), length)] for jobs in group)
+        )
         out += [job for row in rows for turn in row for job in turn or ()]
     return out
 
 
 class _Pool(Generic[Hand]):
-    def __init__(self, streams: Iterator[Iterator[Callable[[Hand], None]]], make: Callable[[], Hand]) -> None:
+    def __init__(
+        self, streams: Iterator[Iterator[Callable[[Hand], None]]], make: Callable[[], Hand]
+    ) -> None:
         self._fresh = streams
         self._begun: list[Iterator[Callable[[Hand], None]]] = []
         self._make = make
@@ -68,7 +78,9 @@ class _Pool(Generic[Hand]):
     def run(self, threads: int) -> None:
         others = [threading.Thread(target=self._serve, daemon=True) for _ in range(threads - 1)]
         try:
-            with contextlib.suppress(RuntimeError):  # no more threads are allowed: those that are do the work
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no more threads are allowed: those that are do the work
                 for thread in others:
                     thread.start()
             self._serve()
@@ -81,7 +93,9 @@ class _Pool(Generic[Hand]):
             raise self._error
 
     def _join(self, others: list[threading.Thread]) -> None:
-        """Wait until nobody works any more, whatever interrupts: what they write to will be closed and deleted."""
+        """Wait until nobody works any more, whatever interrupts: what they write to will be closed
+        and deleted.
+        """
         interruption: BaseException | None = None
         for thread in others:
             while thread.is_alive():

@@ -1,7 +1,9 @@
-"""Tied weights of an EMA: averaged once, recorded in its `config`, and owed to the model under every name.
+"""Tied weights of an EMA: averaged once, recorded in its `config`, and owed to the model under
+every name.
 
-A model whose head shares the embedding has both names in its state dict, and the averages hold one. Without its
-other names such an EMA does not load strictly, and a live weight in their place would overwrite the shared average.
+A model whose head shares the embedding has both names in its state dict, and the averages hold one.
+Without its other names such an EMA does not load strictly, and a live weight in their place would
+overwrite the shared average.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.core.names import EMA
 from ema_ckpt.state_dicts.tree import Tree
 
-__all__ = ["with_aliases"]
-
 _MAX_NBYTES = 64 * 1024
 
 
 def with_aliases(catalog: Catalog, tree: Tree) -> Tree:
-    """`tree` with each averaged weight under all the names that its `config` records, one entry for all of them."""
+    """`tree` with each averaged weight under all the names that its `config` records, one entry for
+    all of them.
+    """
     tied = _tied(catalog, tree) if tree.role == EMA and tree.problem is None else {}
     if not tied:
         return tree
@@ -42,7 +44,11 @@ def _tied(catalog: Catalog, tree: Tree) -> dict[str, list[str]]:
         return {}
     found = document.get("tied")
     tied = found.items() if isinstance(found, Mapping) else ()
-    return {name: [other for other in others if isinstance(other, str)] for name, others in tied if _is_list(others)}
+    return {
+        name: [other for other in others if isinstance(other, str)]
+        for name, others in tied
+        if _is_list(others)
+    }
 
 
 def _document(value: object) -> Mapping[object, object]:

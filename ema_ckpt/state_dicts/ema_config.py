@@ -1,4 +1,6 @@
-"""What an EMA tree says of itself: how often it was updated, with which decay. Small reads, safe pickles."""
+"""What an EMA tree says of itself: how often it was updated, with which decay. Small reads, safe
+pickles.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,27 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE
 from ema_ckpt.state_dicts.tree import Tree
 
-__all__ = ["EmaSettings", "ema_settings", "exchange_marks", "samples_seen"]
-
 _MAX_NBYTES = 64 * 1024
 _MARKS = frozenset({"swapped", "is_swapped", "ema_swapped"})
 _COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
 # The only types that a counter or decay is stored as; bfloat16 is the upper half of a float32.
-_CODES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
+_CODES = {
+    "float64": "<d",
+    "float32": "<f",
+    "float16": "<e",
+    "int64": "<q",
+    "int32": "<i",
+    "int16": "<h",
+    "uint8": "<B",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class EmaSettings:
     """Settings of one EMA tree; None where the checkpoint does not tell.
 
-    `schedule` is as it was stored: plain JSON values. `dtype` is torch's name for the averages' type, or `mixed`.
+    `schedule` is as it was stored: plain JSON values. `dtype` is torch's name for the averages'
+        type, or `mixed`.
     """
 
     num_updates: int | None = None
@@ -38,7 +47,8 @@ class EmaSettings:
 def ema_settings(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> EmaSettings:
     """Read the settings of an EMA tree, at most 64 KiB of each entry.
 
-    Without `open_objects` no pickled object of the checkpoint is opened; what is told by one stays None.
+    Without `open_objects` no pickled object of the checkpoint is opened; what is told by one stays
+    None.
 
     Raises:
         SourceError: a settings tensor cannot be read or does not match its checksum.
@@ -51,13 +61,23 @@ def ema_settings(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> 
         if head == "config":
             value = _value(catalog, entry, open_objects)
             config.update(_document(value) if not key else {key: value})
-    counters = (_value(catalog, entries[name], open_objects) for name in _COUNTERS if name in entries)
-    decay = _value(catalog, entries["decay"], open_objects) if "decay" in entries else config.get("decay")
-    told = config.get("num_updates", config.get("decay_steps"))  # DistEMA counts its steps in the configuration
+    counters = (
+        _value(catalog, entries[name], open_objects) for name in _COUNTERS if name in entries
+    )
+    decay = (
+        _value(catalog, entries["decay"], open_objects)
+        if "decay" in entries
+        else config.get("decay")
+    )
+    told = config.get(
+        "num_updates", config.get("decay_steps")
+    )  # DistEMA counts its steps in the configuration
     counted = next((value for value in counters if _is_count(value)), told)
     return EmaSettings(
         num_updates=_count(counted),
-        decay=float(decay) if isinstance(decay, (int, float)) and not isinstance(decay, bool) else None,
+        decay=float(decay)
+        if isinstance(decay, (int, float)) and not isinstance(decay, bool)
+        else None,
         schedule=config.get("schedule", _ramp(config)),
         dtype=_dtype(tree),
     )
@@ -74,9 +94,11 @@ def samples_seen(catalog: Catalog, tree: Tree) -> int | None:
 
 
 def exchange_marks(catalog: Catalog, known: Sequence[Tree]) -> list[Tensor | Object]:
-    """Entries that tell, if true, that averages and live weights lay in each other's place when they were saved.
+    """Entries that tell, if true, that averages and live weights lay in each other's place when
+    they were saved.
 
-    Only beside the trees or among an average's settings: weights, and a user's own values, may bear any name.
+    Only beside the trees or among an average's settings: weights, and a user's own values, may bear
+    any name.
     """
     weights = {id(tensor) for tree in known if tree.role == LIVE for tensor in tree.tensors}
     homes = {"", *(tree.name for tree in known if tree.role == EMA)}
@@ -89,10 +111,14 @@ def exchange_marks(catalog: Catalog, known: Sequence[Tree]) -> list[Tensor | Obj
 
 
 def _ramp(config: Mapping[str, object]) -> dict[str, object] | None:
-    """The warm-up of DistEMA's configuration as a schedule of this package; its first two calls both count as 0."""
+    """The warm-up of DistEMA's configuration as a schedule of this package; its first two calls
+    both count as 0.
+    """
     if config.get("warmup") is not True:
         return None
-    kept = {key: config[key] for key in ("decay", "inv_gamma", "power", "min_decay") if key in config}
+    kept = {
+        key: config[key] for key in ("decay", "inv_gamma", "power", "min_decay") if key in config
+    }
     after = config.get("update_after_step", 0)
     return {"kind": "warmup", **kept, "start": after + 1 if isinstance(after, int) else 1}
 
@@ -118,7 +144,11 @@ def _document(value: object) -> dict[str, object]:
 
 
 def _dtype(tree: Tree) -> str | None:
-    names = {tensor.dtype.name for tensor in tree.named.values() if tensor.dtype.kind not in ("int", "bool")}
+    names = {
+        tensor.dtype.name
+        for tensor in tree.named.values()
+        if tensor.dtype.kind not in ("int", "bool")
+    }
     return "mixed" if len(names) > 1 else next(iter(names), None)
 
 
@@ -137,7 +167,9 @@ def _scalar(catalog: Catalog, tensor: Tensor) -> object:
         return None
     held = next((index for index, chunk in enumerate(tensor.chunks) if 0 not in chunk.sizes), None)
     if held is None:
-        raise SourceError("hole", f"{tensor.name!r}: no chunk holds its element", tensor=tensor.name)
+        raise SourceError(
+            "hole", f"{tensor.name!r}: no chunk holds its element", tensor=tensor.name
+        )
     payload = catalog.reader.payloads(tensor)[held]
     itemsize = tensor.dtype.itemsize
     return decode(_checked(catalog, tensor, payload)[payload.start * itemsize :][:itemsize])
@@ -166,7 +198,9 @@ def _decoder(dtype: str) -> Callable[[bytes], object] | None:
 
 
 def _shortest(code: str, data: bytes) -> float:
-    """The number with the fewest digits that the type rounds to these bytes: 0.9999 and not 0.9998999834."""
+    """The number with the fewest digits that the type rounds to these bytes: 0.9999 and not
+    0.9998999834.
+    """
     value = float(struct.unpack(code, data)[0])
     for count in range(1, 10):
         short = float(f"{value:.{count}g}")

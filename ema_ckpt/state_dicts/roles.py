@@ -1,8 +1,8 @@
 """Where one tree of a checkpoint ends and the next begins.
 
-A tree is a top-level entry of the state dict that is a dictionary itself. Where the format records nesting, the
-first element of a tensor's path tells its tree, never the first dot of its name; names decide only where nothing
-nests, and then on whole dot components.
+A tree is a top-level entry of the state dict that is a dictionary itself. Where the format records
+nesting, the first element of a tensor's path tells its tree, never the first dot of its name; names
+decide only where nothing nests, and then on whole dot components.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER, role_of, tree_role
 from ema_ckpt.state_dicts.ema_layouts import find_averages, is_setting, is_weight, matches
-
-__all__ = ["Group", "group_entries"]
 
 
 @dataclass(slots=True)
@@ -45,7 +43,9 @@ class Group:
         if "num_updates" in names and any(name.startswith("weights.") for name in names):
             return True
         weights = [name for name, tensor in self.tensors if is_weight(name, tensor)]
-        return bool(weights) and all(n.startswith("state.") and n.endswith(".ema_params") for n in weights)
+        return bool(weights) and all(
+            n.startswith("state.") and n.endswith(".ema_params") for n in weights
+        )
 
 
 _Item = Tensor | Object
@@ -53,7 +53,8 @@ _Key = Callable[[_Item], str]
 
 
 def group_entries(catalog: Catalog) -> list[Group]:
-    """Sort everything a checkpoint holds into its trees, in stored order; roles are set only where parts tell them.
+    """Sort everything a checkpoint holds into its trees, in stored order; roles are set only where
+    parts tell them.
 
     Raises:
         SourceError: `name-collision` if two paths join to one dotted name.
@@ -110,8 +111,14 @@ def _nested(catalog: Catalog, parts: Mapping[str, str]) -> dict[str, Group]:
     groups = _collect(catalog, _first_element)
     whole = _whole_average(groups)
     if whole:
-        return _collect(catalog, lambda item: "" if (name := _first_element(item)) in whole else name)
-    opened = {name for name, group in groups.items() if name and name not in parts and _passes_through(group)}
+        return _collect(
+            catalog, lambda item: "" if (name := _first_element(item)) in whole else name
+        )
+    opened = {
+        name
+        for name, group in groups.items()
+        if name and name not in parts and _passes_through(group)
+    }
     if opened:
         groups = _collect(catalog, partial(_second_element, opened=opened))
     for name, role in parts.items():
@@ -126,22 +133,27 @@ def _second_element(item: Tensor | Object, opened: set[str]) -> str:
 
 
 def _whole_average(groups: Mapping[str, Group]) -> frozenset[str]:
-    """Top-level entries that together are the state dict of one EMA, saved with nothing around it."""
+    """Top-level entries that together are the state dict of one EMA, saved with nothing around
+    it.
+    """
     root = groups.get("")
     if "weights" in groups and root is not None and "num_updates" in root.names():
         return frozenset({"weights", "residual", "config"})
     if "state" in groups and sum(group.has_weights() for group in groups.values()) == 1:
-        names = [f"state.{name}" for name, tensor in groups["state"].tensors if is_weight(name, tensor)]
+        names = [
+            f"state.{name}" for name, tensor in groups["state"].tensors if is_weight(name, tensor)
+        ]
         if names and all(name.endswith(".ema_params") for name in names):
             return frozenset({"state"})
     return frozenset()
 
 
 def _passes_through(group: Group) -> bool:
-    """Whether a top-level dictionary holds nothing but trees: `app` of `{"app": {"model": …, "optim": …}}`.
+    """Whether a top-level dictionary holds nothing but trees: `app` of `{"app": {"model": …,
+    "optim": …}}`.
 
-    Single objects and 0-dim tensors beside them are bookkeeping. A recognised name is a tree itself, unless it
-    holds several averages of one model.
+    Single objects and 0-dim tensors beside them are bookkeeping. A recognised name is a tree
+    itself, unless it holds several averages of one model.
     """
     role = role_of(group.name)
     if role not in (None, EMA):
@@ -150,7 +162,9 @@ def _passes_through(group: Group) -> bool:
     for name, tensor in group.tensors:
         if len(tensor.path) > 2 and isinstance(tensor.path[1], str):
             child = str(tensor.path[1])
-            children.setdefault(child, Group(child)).tensors.append((name[len(child) + 1 :], tensor))
+            children.setdefault(child, Group(child)).tensors.append(
+                (name[len(child) + 1 :], tensor)
+            )
         elif tensor.shape:
             return False
     for name, item in group.objects:
@@ -159,7 +173,9 @@ def _passes_through(group: Group) -> bool:
             children.setdefault(child, Group(child)).objects.append((name[len(child) + 1 :], item))
     if role == EMA:
         return bool(children) and all(child.is_average() for child in children.values())
-    known = [role_of(name) or (EMA if child.is_average() else None) for name, child in children.items()]
+    known = [
+        role_of(name) or (EMA if child.is_average() else None) for name, child in children.items()
+    ]
     return bool(known) and None not in known and any(role != OTHER for role in known)
 
 
@@ -167,7 +183,11 @@ def _by_name(catalog: Catalog) -> dict[str, Group]:
     """Trees of a checkpoint in which nothing nests."""
     groups = _collect(catalog, _first_component)
     rest = groups.get("")
-    prefix = _live_prefix(rest, [group for group in groups.values() if role_of(group.name) == EMA]) if rest else None
+    prefix = (
+        _live_prefix(rest, [group for group in groups.values() if role_of(group.name) == EMA])
+        if rest
+        else None
+    )
     if prefix is None:
         return groups
     head = f"{prefix}."
@@ -186,11 +206,18 @@ def _first_component(item: Tensor | Object) -> str:
 
 
 def _live_prefix(rest: Group, averages: Sequence[Group]) -> str | None:
-    """The one live name that all of `rest` starts with, if only without it the names are those of an EMA."""
-    found = [find_averages(group.name, group.tensors, [name for name, _ in group.objects]) for group in averages]
+    """The one live name that all of `rest` starts with, if only without it the names are those of
+    an EMA.
+    """
+    found = [
+        find_averages(group.name, group.tensors, [name for name, _ in group.objects])
+        for group in averages
+    ]
     averaged = [name for average in found for name in average.tensors]
     known = set(averaged)
-    weights = [name for name, tensor in rest.tensors if name in known or not _is_scalar(name, tensor)]
+    weights = [
+        name for name, tensor in rest.tensors if name in known or not _is_scalar(name, tensor)
+    ]
     if not weights or not averaged:
         return None
     first, _, _ = weights[0].partition(".")
@@ -213,6 +240,8 @@ def _without_online_model(group: Group) -> Iterable[Group]:
     if tree_role(group.name) != EMA or not any(name.startswith(head) for name, _ in group.tensors):
         return (group,)
     online = Group(f"{group.name}.online_model", LIVE)
-    online.tensors = [(name[len(head) :], tensor) for name, tensor in group.tensors if name.startswith(head)]
+    online.tensors = [
+        (name[len(head) :], tensor) for name, tensor in group.tensors if name.startswith(head)
+    ]
     group.tensors = [(name, tensor) for name, tensor in group.tensors if not name.startswith(head)]
     return (group, online)

@@ -1,7 +1,7 @@
 """From what a checkpoint holds to what a verb writes: trees, globs, casts and names.
 
-The order is fixed: tree, wrapper prefixes stripped, match, exclude, keep-dtype, rename. Globs see names as the
-verb would write them before any rename.
+The order is fixed: tree, wrapper prefixes stripped, match, exclude, keep-dtype, rename. Globs see
+names as the verb would write them before any rename.
 """
 
 from __future__ import annotations
@@ -28,22 +28,10 @@ from ema_ckpt.core.names import (
     rename_path,
     tree_role,
 )
-from ema_ckpt.core.write_plan import Entry
+from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.runtime.notices import tell
 from ema_ckpt.state_dicts.ema_layouts import POSITIONS
 from ema_ckpt.state_dicts.tree import Tree, find_trees
-
-__all__ = [
-    "KeptObject",
-    "Options",
-    "Selection",
-    "cast_target",
-    "missing_weights",
-    "options",
-    "refuse_idle",
-    "select_all",
-    "select_tree",
-]
 
 Path = tuple[str | int, ...]
 
@@ -52,7 +40,9 @@ _SUGGESTED_FROM = 4000
 
 
 class Options(NamedTuple):
-    """What a writer was asked to take and how to name it; see the module's docstring for the order."""
+    """What a writer was asked to take and how to name it; see the module's docstring for the
+    order.
+    """
 
     match: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -80,7 +70,7 @@ class Selection:
         filled: names in `entries` that come from the live tree because the EMA lacks them.
     """
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[OutputTensor, ...] = ()
     objects: tuple[KeptObject, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     filled: tuple[str, ...] = ()
@@ -101,7 +91,8 @@ def cast_target(dtype: str) -> DType | None:
     """The element type that `--dtype` names, or None for `keep`.
 
     Raises:
-        UsageError: `usage` for anything but `keep`, `fp32`, `bf16`, `fp16` and torch's names of these.
+        UsageError: `usage` for anything but `keep`, `fp32`, `bf16`, `fp16` and torch's names of
+            these.
     """
     if dtype == "keep":
         return None
@@ -120,7 +111,8 @@ def options(
     keep_dtype: Iterable[str] = (),
     keep_prefixes: bool = False,
 ) -> Options:
-    """Options as the command line or a caller gives them, checked: `rename` as `OLD=NEW` or as a mapping.
+    """Options as the command line or a caller gives them, checked: `rename` as `OLD=NEW` or as a
+    mapping.
 
     Raises:
         UsageError: `usage` for a rename without `=` or an unknown dtype.
@@ -136,21 +128,27 @@ def _many(values: Iterable[str]) -> Iterable[str]:
 
 
 def missing_weights(ema: Tree, live: Tree) -> dict[str, Tensor]:
-    """Weights of the live tree whose names (wrapper prefixes aside) the EMA lacks, in stored order."""
+    """Weights of the live tree whose names (wrapper prefixes aside) the EMA lacks, in stored
+    order.
+    """
     present = {canonical(name) for name in ema.weights}
     return {name: tensor for name, tensor in live.weights.items() if canonical(name) not in present}
 
 
 def select_tree(tree: Tree, chosen: Options, fill: Mapping[str, Tensor] | None = None) -> Selection:
-    """Select from one tree, under names without its prefix; `fill` adds weights that the tree lacks.
+    """Select from one tree, under names without its prefix; `fill` adds weights that the tree
+    lacks.
 
     Raises:
-        UsageError: `empty-selection` if a glob or rename fits nothing or nothing is left; `name-collision`.
+        UsageError: `empty-selection` if a glob or rename fits nothing or nothing is left;
+            `name-collision`.
         SourceError: `unsupported` if the tree's weights cannot be named.
     """
     if tree.form == POSITIONS and tree.problem is None:
         averages = counted(len(tree.named), "average")
-        tell(f"tree {tree.name!r}: {averages} named after the parameters of {tree.partner!r} in order")
+        tell(
+            f"tree {tree.name!r}: {averages} named after the parameters of {tree.partner!r} in order"
+        )
     casts = tree.role != OPTIMIZER
     weights = {**tree.weights, **(fill or {})}
     rows = [_Row(name, name, (name,), tensor, casts) for name, tensor in weights.items()]
@@ -163,20 +161,28 @@ def select_tree(tree: Tree, chosen: Options, fill: Mapping[str, Tensor] | None =
         raise UsageError("empty-selection", f"{where} holds no tensor to write")
     selected = _finish(rows, rows, chosen, where)
     added = {id(tensor) for tensor in (fill or {}).values()}
-    return replace(selected, filled=tuple(e.name for e in selected.entries if id(e.source) in added))
+    return replace(
+        selected, filled=tuple(e.name for e in selected.entries if id(e.source) in added)
+    )
 
 
 def select_all(
-    catalog: Catalog, known: Sequence[Tree], chosen: Options, only: Iterable[str] = (), *, strip: bool = True
+    catalog: Catalog,
+    known: Sequence[Tree],
+    chosen: Options,
+    only: Iterable[str] = (),
+    *,
+    strip: bool = True,
 ) -> Selection:
     """Select from all trees, or those that `only` names, under full stored names and nesting.
 
-    The settings of an EMA (`num_updates`, `config`, …) go with its weights, whatever `only` and `match` say; an
-    explicit `exclude` drops them. Without `strip` wrapper prefixes stay, as with `keep_prefixes`.
+    The settings of an EMA (`num_updates`, `config`, …) go with its weights, whatever `only` and
+    `match` say; an explicit `exclude` drops them. Without `strip` wrapper prefixes stay, as with
+    `keep_prefixes`.
 
     Raises:
-        UsageError: `unknown-tree`; `empty-selection` if a glob or rename fits nothing or nothing is left;
-            `name-collision`.
+        UsageError: `unknown-tree`; `empty-selection` if a glob or rename fits nothing or nothing is
+            left; `name-collision`.
     """
     wanted = _wanted(catalog, known, tuple(_many(only)))
     rows = list(_full_rows(catalog, known, strip=strip and not chosen.keep_prefixes))
@@ -186,7 +192,11 @@ def select_all(
     brought = _settings_of(known, kept_ids) - kept_ids
     if brought:
         excluded = _Globs(chosen.exclude)
-        more = {id(row.source) for row in rows if id(row.source) in brought and not excluded.fits(row.name)}
+        more = {
+            id(row.source)
+            for row in rows
+            if id(row.source) in brought and not excluded.fits(row.name)
+        }
         kept = [row for row in rows if id(row.source) in kept_ids or id(row.source) in more]
     return _write(kept, chosen, inside, catalog.resolved)
 
@@ -216,7 +226,8 @@ def _full_rows(catalog: Catalog, known: Sequence[Tree], *, strip: bool) -> Itera
 
 
 def _strips(tree: Tree) -> bool:
-    # Optimizer state names its parameters in `param_groups` too, which are values: both stay as they are.
+    # Optimizer state names its parameters in `param_groups` too, which are values: both stay as
+    # they are.
     return tree.role in (LIVE, EMA) or (tree.role == OTHER and tree_role(tree.name) is None)
 
 
@@ -278,12 +289,16 @@ def _filter(rows: Sequence[_Row], chosen: Options, where: str) -> list[_Row]:
 
 
 def refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Raise UsageError `empty-selection` if one of `globs`, given as `flag`, fits none of `names`."""
+    """Raise UsageError `empty-selection` if one of `globs`, given as `flag`, fits none of
+    `names`.
+    """
     idle = _Globs(globs).idle(names) if globs else []
     if idle:
         near = nearest(idle[0], names)[:3] if len(names) <= _SUGGESTED_FROM else list(names[:3])
         hint = f"; names there are like {shown(near)}" if near else "; it holds nothing"
-        message = f"{flag} {shown(idle)} fits none of {counted(len(names), 'name')} of {where}{hint}"
+        message = (
+            f"{flag} {shown(idle)} fits none of {counted(len(names), 'name')} of {where}{hint}"
+        )
         raise UsageError("empty-selection", message)
 
 
@@ -301,7 +316,7 @@ def _write(kept: Sequence[_Row], chosen: Options, inside: Sequence[_Row], where:
     entries, objects = [], []
     for row, dtype in zip(kept, dtypes, strict=True):
         if isinstance(row.source, Tensor):
-            entries.append(Entry(row.name, row.path, row.source, dtype or row.source.dtype))
+            entries.append(OutputTensor(row.name, row.path, row.source, dtype or row.source.dtype))
         else:
             objects.append(KeptObject(row.name, row.path, row.source))
     renamed = {row.before: row.name for row in kept if row.before != row.name}

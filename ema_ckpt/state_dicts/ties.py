@@ -1,4 +1,6 @@
-"""Tied weights: names that a source shows to be one tensor, told by storage or by a record, never by equal values."""
+"""Tied weights: names that a source shows to be one tensor, told by storage or by a record, never
+by equal values.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ema_ckpt.core.catalog import Catalog
-from ema_ckpt.core.write_plan import Entry
-
-__all__ = ["dropped_names", "recorded_ties", "with_dropped"]
+from ema_ckpt.core.write_plan import OutputTensor
 
 
 def with_dropped(catalog: Catalog) -> Catalog:
-    """The catalog with the names that its source says it dropped as tied (`safetensors.torch.save_model` does)."""
+    """The catalog with the names that its source says it dropped as tied
+    (`safetensors.torch.save_model` does).
+    """
     recorded = recorded_ties(catalog)
     if not recorded:
         return catalog
@@ -25,8 +27,11 @@ def with_dropped(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=(*catalog.tensors, *again)) if again else catalog
 
 
-def dropped_names(catalog: Catalog, entries: Sequence[Entry]) -> tuple[dict[str, str], list[str]]:
-    """What a safetensors target records of names that the source dropped: dropped → kept, as they are written.
+def dropped_names(
+    catalog: Catalog, entries: Sequence[OutputTensor]
+) -> tuple[dict[str, str], list[str]]:
+    """What a safetensors target records of names that the source dropped: dropped → kept, as they
+    are written.
 
     The second list has those for which it cannot, as their tensor was renamed.
     """
@@ -34,7 +39,9 @@ def dropped_names(catalog: Catalog, entries: Sequence[Entry]) -> tuple[dict[str,
     if not recorded:
         return {}, []
     written = {entry.source.name: entry.name for entry in entries}
-    listed = {tensor.name for tensor in catalog.tensors}  # those are selected, or not, by themselves
+    listed = {
+        tensor.name for tensor in catalog.tensors
+    }  # those are selected, or not, by themselves
     pairs, lost = {}, []
     for dropped, kept in recorded.items():
         name = written.get(kept)
@@ -58,4 +65,8 @@ def _path_beside(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...
     home = ".".join(map(str, path[:-1]))
     if not home:
         return (name,)
-    return (*path[:-1], name[len(home) + 1 :]) if name.startswith(f"{home}.") else tuple(name.split("."))
+    return (
+        (*path[:-1], name[len(home) + 1 :])
+        if name.startswith(f"{home}.")
+        else tuple(name.split("."))
+    )

@@ -1,8 +1,8 @@
 """The trees of a checkpoint: live weights, their averages, optimizer state, the rest.
 
-A tree is a top-level entry of the state dict that is a dictionary itself. Where the format records nesting, the
-first element of a tensor's path tells its tree, never the first dot of its name; names decide only where nothing
-nests, and then on whole dot components.
+A tree is a top-level entry of the state dict that is a dictionary itself. Where the format records
+nesting, the first element of a tensor's path tells its tree, never the first dot of its name; names
+decide only where nothing nests, and then on whole dot components.
 """
 
 from __future__ import annotations
@@ -12,11 +12,26 @@ from dataclasses import dataclass, field
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import EmaCkptError, UsageError, counted, shown
-from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER, SETTINGS, canonical, live_partners, nearest, tree_role
-from ema_ckpt.state_dicts.ema_layouts import POSITIONS, Averages, find_averages, is_setting, matches, name_averages
+from ema_ckpt.core.names import (
+    EMA,
+    LIVE,
+    OPTIMIZER,
+    OTHER,
+    SETTINGS,
+    canonical,
+    live_partners,
+    nearest,
+    tree_role,
+)
+from ema_ckpt.state_dicts.ema_layouts import (
+    POSITIONS,
+    Averages,
+    find_averages,
+    is_setting,
+    matches,
+    name_averages,
+)
 from ema_ckpt.state_dicts.roles import Group, group_entries
-
-__all__ = ["Tree", "default_tree", "find_tree", "find_trees", "inner_names", "live_of", "trees"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +43,15 @@ class Tree:
         role: `live`, `ema`, `optimizer` or `other`.
         tensors, objects: everything in it, in stored order, under full names.
         named: its weights by name inside the tree; of an EMA the averaged tensors by the plain fqn.
-        settings: of an EMA, the entries that describe it (`num_updates`, `decay`, `config`, …), by name.
+        settings: of an EMA, the entries that describe it (`num_updates`, `decay`, `config`, …), by
+            name.
         partner: of an EMA, the name of the live tree it averages, if one is beside it.
-        below: of a part of an EMA, how the names of its weights begin in the live tree (`layers.0.`), else `""`.
+        below: of a part of an EMA, how the names of its weights begin in the live tree
+            (`layers.0.`), else `""`.
         form: of an EMA, the form its weights are stored in.
         problem: why the weights cannot be named, or None.
-        ordered: whether the tensors stand in the order of the state dict; safetensors files sort them.
+        ordered: whether the tensors stand in the order of the state dict; safetensors files sort
+            them.
     """
 
     name: str
@@ -50,10 +68,12 @@ class Tree:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Weights by the name they have inside the tree (of an EMA: the plain fqn), in stored order.
+        """Weights by the name they have inside the tree (of an EMA: the plain fqn), in stored
+        order.
 
         Raises:
-            SourceError: `unsupported` if positions or dotless names find no partner in the live tree.
+            SourceError: `unsupported` if positions or dotless names find no partner in the live
+                tree.
         """
         if self.problem is not None:
             raise self.problem
@@ -61,7 +81,9 @@ class Tree:
 
     @property
     def left_out(self) -> tuple[Tensor, ...]:
-        """Tensors of an EMA tree that are neither averaged weights nor settings (integer buffers, say)."""
+        """Tensors of an EMA tree that are neither averaged weights nor settings (integer buffers,
+        say).
+        """
         taken = {id(tensor) for tensor in (*self.named.values(), *self.settings.values())}
         return tuple(tensor for tensor in self.tensors if id(tensor) not in taken)
 
@@ -96,9 +118,14 @@ def _assign_roles(groups: Sequence[Group]) -> None:
 
 
 def _assign_lightning_roles(groups: Mapping[str, Group]) -> None:
-    # Lightning's WeightAveraging callback stores the averages under `state_dict` and moves the live weights aside.
+    # Lightning's WeightAveraging callback stores the averages under `state_dict` and moves the live
+    # weights aside.
     marks = groups.get("averaging_state")
-    if marks and "n_averaged" in marks.names() and {"state_dict", "current_model_state"} <= groups.keys():
+    if (
+        marks
+        and "n_averaged" in marks.names()
+        and {"state_dict", "current_model_state"} <= groups.keys()
+    ):
         groups["state_dict"].role = EMA
         marks.role = OTHER
 
@@ -138,10 +165,14 @@ def _keeps_order(tensor: Tensor, recorded: Mapping[str, int]) -> bool:
 def _stepped_names(groups: Sequence[Group]) -> frozenset[str]:
     """Names of parameters that an optimizer's state mentions: `state.<fqn>.exp_avg`."""
     states = [name for group in groups if group.role == OPTIMIZER for name, _ in group.tensors]
-    return frozenset(name[len("state.") :].rpartition(".")[0] for name in states if name.startswith("state."))
+    return frozenset(
+        name[len("state.") :].rpartition(".")[0] for name in states if name.startswith("state.")
+    )
 
 
-def _average_tree(group: Group, others: Sequence[Tree], trained: frozenset[str], extra: Group | None) -> Tree:
+def _average_tree(
+    group: Group, others: Sequence[Tree], trained: frozenset[str], extra: Group | None
+) -> Tree:
     found = find_averages(group.name, group.tensors, [name for name, _ in group.objects])
     live = _partner(group.name, found, others)
     ordered = live is None or live.ordered
@@ -149,8 +180,13 @@ def _average_tree(group: Group, others: Sequence[Tree], trained: frozenset[str],
     weights = {id(tensor) for tensor in named.tensors.values()}
     settings = _settings(group, weights)
     last = group.name.rpartition(".")[2]
-    if not settings and extra is not None and last in ("shadow_params", "shadow", "ema_model", "state_dict"):
-        # The state dict of such an EMA was saved as the whole file: its settings lie beside the list.
+    if (
+        not settings
+        and extra is not None
+        and last in ("shadow_params", "shadow", "ema_model", "state_dict")
+    ):
+        # The state dict of such an EMA was saved as the whole file: its settings lie beside the
+        # list.
         settings = _settings(extra, set())
     return Tree(
         group.name,
@@ -167,14 +203,18 @@ def _average_tree(group: Group, others: Sequence[Tree], trained: frozenset[str],
 
 def _settings(group: Group, weights: set[int]) -> dict[str, Tensor | Object]:
     found: dict[str, Tensor | Object] = {
-        name: tensor for name, tensor in group.tensors if is_setting(name, tensor) and id(tensor) not in weights
+        name: tensor
+        for name, tensor in group.tensors
+        if is_setting(name, tensor) and id(tensor) not in weights
     }
     found.update((name, item) for name, item in group.objects if name.partition(".")[0] in SETTINGS)
     return found
 
 
 def _partner(name: str, found: Averages, others: Sequence[Tree]) -> Tree | None:
-    """The live tree that an EMA averages: by name, by name one level below the root, else the only one."""
+    """The live tree that an EMA averages: by name, by name one level below the root, else the only
+    one.
+    """
     candidates = {tree.name: tree for tree in others if tree.role != OPTIMIZER and tree.tensors}
     partners = ("current_model_state",) if name == "state_dict" else live_partners(name)
     for partner in partners:
@@ -184,7 +224,11 @@ def _partner(name: str, found: Averages, others: Sequence[Tree]) -> Tree | None:
     for partner in partners:
         for tree in lives:
             part = _cut(tree, partner)
-            if part and matches(found.tensors, part.named) and not matches(found.tensors, tree.named):
+            if (
+                part
+                and matches(found.tensors, part.named)
+                and not matches(found.tensors, tree.named)
+            ):
                 return part
     return lives[0] if len(lives) == 1 else None
 
@@ -198,7 +242,11 @@ def live_of(known: Sequence[Tree], ema: Tree) -> Tree | None:
     if live is None or not ema.below:
         return live
     named = {canonical(name): tensor for name, tensor in live.named.items()}
-    part = {name[len(ema.below) :]: tensor for name, tensor in named.items() if name.startswith(ema.below)}
+    part = {
+        name[len(ema.below) :]: tensor
+        for name, tensor in named.items()
+        if name.startswith(ema.below)
+    }
     path = f"{live.name}.{ema.below}".strip(".")
     return Tree(path, live.role, tuple(part.values()), (), part, ordered=live.ordered)
 
@@ -207,7 +255,8 @@ def _exact_or_below(known: Sequence[Tree], name: str) -> Tree | None:
     for tree in known:
         if tree.name == name:
             return tree
-    # The longest tree name first: `ema.online_model.layers` lies in `ema.online_model`, not in `ema`.
+    # The longest tree name first: `ema.online_model.layers` lies in `ema.online_model`, not in
+    # `ema`.
     for tree in sorted(known, key=lambda tree: -len(tree.name)):
         part = _below(tree, name, known)
         if part is not None:
@@ -225,7 +274,9 @@ def _cut(tree: Tree, path: str) -> Tree | None:
     if not tensors and not objects:
         return None
     named = {tensor.name[len(head) :]: tensor for tensor in tensors}
-    return Tree(path, tree.role, tensors, objects, named, partner=tree.partner, ordered=tree.ordered)
+    return Tree(
+        path, tree.role, tensors, objects, named, partner=tree.partner, ordered=tree.ordered
+    )
 
 
 def _below(tree: Tree, path: str, known: Sequence[Tree]) -> Tree | None:
@@ -237,7 +288,9 @@ def _below(tree: Tree, path: str, known: Sequence[Tree]) -> Tree | None:
     group.objects = [(item.name[len(path) + 1 :], item) for item in part.objects]
     named_so = tree_role(path) == EMA and tree.role in (LIVE, OTHER)
     if group.has_weights() and (group.is_average() or named_so):
-        siblings = [t for t in (_cut(tree, partner) for partner in live_partners(path)) if t is not None]
+        siblings = [
+            t for t in (_cut(tree, partner) for partner in live_partners(path)) if t is not None
+        ]
         others = [*siblings, *(t for t in known if t.role != EMA and t is not tree)]
         return _average_tree(group, others, frozenset(), None)
     if tree.role != EMA:
@@ -246,14 +299,36 @@ def _below(tree: Tree, path: str, known: Sequence[Tree]) -> Tree | None:
         held = {id(tensor) for tensor in part.tensors}
         named = {fqn: tensor for fqn, tensor in tree.named.items() if id(tensor) in held}
         partner, form, problem = tree.partner, tree.form, tree.problem
-        return Tree(path, EMA, part.tensors, part.objects, named, tree.settings, partner, form=form, problem=problem)
+        return Tree(
+            path,
+            EMA,
+            part.tensors,
+            part.objects,
+            named,
+            tree.settings,
+            partner,
+            form=form,
+            problem=problem,
+        )
     below = _place_below(tree, part)
     partner = None if below is None else tree.partner
-    return Tree(path, EMA, part.tensors, part.objects, part.named, tree.settings, partner, below or "", tree.form)
+    return Tree(
+        path,
+        EMA,
+        part.tensors,
+        part.objects,
+        part.named,
+        tree.settings,
+        partner,
+        below or "",
+        tree.form,
+    )
 
 
 def _place_below(tree: Tree, part: Tree) -> str | None:
-    """How the averages of `tree` that lie in its `part` begin in the live tree; None if they are named otherwise."""
+    """How the averages of `tree` that lie in its `part` begin in the live tree; None if they are
+    named otherwise.
+    """
     fqns = {id(tensor): fqn for fqn, tensor in tree.named.items()}
     pairs = [(fqns[id(tensor)], name) for name, tensor in part.named.items() if id(tensor) in fqns]
     heads = {fqn[: -len(name)] if f".{fqn}".endswith(f".{name}") else None for fqn, name in pairs}
@@ -265,18 +340,21 @@ def find_tree(known: Sequence[Tree], name: str, where: str = "the checkpoint") -
     """The tree called `name`, or what lies below the dotted path `name` inside one.
 
     Raises:
-        UsageError: `unknown-tree`, listing the trees there are, the nearest name first; `ambiguous-tree` if
-            `name` fits several.
+        UsageError: `unknown-tree`, listing the trees there are, the nearest name first;
+            `ambiguous-tree` if `name` fits several.
     """
     found = find_trees(known, name, where)
     if len(found) > 1:
         names = shown([tree.name for tree in found])
-        raise UsageError("ambiguous-tree", f"{where}: {name!r} may mean {names}; name one of them with --tree")
+        raise UsageError(
+            "ambiguous-tree", f"{where}: {name!r} may mean {names}; name one of them with --tree"
+        )
     return found[0]
 
 
 def find_trees(known: Sequence[Tree], name: str, where: str = "the checkpoint") -> tuple[Tree, ...]:
-    """All that `name` stands for: one tree, a part of one, or every tree of a dictionary that holds trees.
+    """All that `name` stands for: one tree, a part of one, or every tree of a dictionary that holds
+    trees.
 
     Raises:
         UsageError: `unknown-tree`, listing the trees there are, the nearest name first.
@@ -295,12 +373,15 @@ def find_trees(known: Sequence[Tree], name: str, where: str = "the checkpoint") 
 
 
 def default_tree(
-    known: Sequence[Tree], command: str = "ema-ckpt consolidate PATH OUT", where: str = "", options: str = ""
+    known: Sequence[Tree],
+    command: str = "ema-ckpt consolidate PATH OUT",
+    where: str = "",
+    options: str = "",
 ) -> Tree:
     """The tree that one-tree verbs take when none is named: the only EMA, else the only live tree.
 
-    `command` is the call so far and `options` what follows its paths, for the ready commands in the message. A
-    checkpoint that holds nothing has an empty live tree.
+    `command` is the call so far and `options` what follows its paths, for the ready commands in the
+    message. A checkpoint that holds nothing has an empty live tree.
 
     Raises:
         UsageError: `ambiguous-tree` if neither is unique, with one command per candidate.
@@ -311,7 +392,9 @@ def default_tree(
         return (averages or lives)[0]
     if not any(tree.tensors for tree in known):
         return Tree("", LIVE)
-    candidates = [*averages, *lives] or [tree for tree in known if tree.tensors and tree.role != OPTIMIZER]
+    candidates = [*averages, *lives] or [
+        tree for tree in known if tree.tensors and tree.role != OPTIMIZER
+    ]
     found = f"{counted(len(averages), 'EMA tree')} and {counted(len(lives), 'live tree')}"
     lead = f"{where or 'the checkpoint'} has {found}; name the one that is meant: "
     if not candidates:
@@ -319,7 +402,9 @@ def default_tree(
         return _refuse(lead, [command.replace(" consolidate ", " convert ") + options])
     import shlex
 
-    return _refuse(lead, [f"{command} --tree {shlex.quote(tree.name)}{options}" for tree in candidates])
+    return _refuse(
+        lead, [f"{command} --tree {shlex.quote(tree.name)}{options}" for tree in candidates]
+    )
 
 
 def _refuse(lead: str, commands: Sequence[str]) -> Tree:
@@ -327,7 +412,9 @@ def _refuse(lead: str, commands: Sequence[str]) -> Tree:
 
 
 def inner_names(tree: Tree) -> dict[str, str]:
-    """The name inside its tree of every tensor, by full stored name; of an EMA's weights the plain fqn."""
+    """The name inside its tree of every tensor, by full stored name; of an EMA's weights the plain
+    fqn.
+    """
     skip = len(tree.name) + 1 if tree.name else 0
     names = {tensor.name: tensor.name[skip:] for tensor in tree.tensors}
     if tree.role == EMA and tree.problem is None:

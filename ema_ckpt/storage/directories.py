@@ -1,4 +1,6 @@
-"""What lies in a directory, on a local disk or behind an fsspec URL: names and kinds, nothing read."""
+"""What lies in a directory, on a local disk or behind an fsspec URL: names and kinds, nothing
+read.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from ema_ckpt.storage.files import is_url
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
-__all__ = ["Folder", "base_name", "is_folder", "join", "list_folder", "parent_of"]
-
 
 class Folder(NamedTuple):
-    """A directory's path or URL and the names in it, sorted. What is no directory counts as a file."""
+    """A directory's path or URL and the names in it, sorted. What is no directory counts as a
+    file.
+    """
 
     root: str
     folders: tuple[str, ...]
@@ -90,7 +92,9 @@ def _remote(url: str) -> tuple[AbstractFileSystem, str]:
 
         filesystem, base = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise SourceError("missing-extra", f"{url}: {error}; install the fsspec package for this URL") from None
+        raise SourceError(
+            "missing-extra", f"{url}: {error}; install the fsspec package for this URL"
+        ) from None
     return filesystem, str(base).rstrip("/")
 
 
@@ -99,7 +103,11 @@ def _remote_names(root: str) -> list[tuple[str, bool]]:
     entries = filesystem.ls(base or "/", detail=True)
     named = [(base_name(str(entry["name"])), entry["type"] == "directory") for entry in entries]
     # Object stores list the placeholder of the directory itself among its contents.
-    return [(name, folder) for name, folder in named if name and not (name == base_name(base) and not folder)]
+    return [
+        (name, folder)
+        for name, folder in named
+        if name and not (name == base_name(base) and not folder)
+    ]
 
 
 def _is_remote_folder(url: str) -> bool | None:

@@ -15,28 +15,21 @@ from ema_ckpt.core.errors import SourceError, UnsafeError
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
-__all__ = [
-    "LocalFiles",
-    "RemoteFiles",
-    "held_limit",
-    "is_mangled_url",
-    "is_url",
-    "local_path",
-    "open_files",
-    "safe_name",
-]
-
 _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` names a place behind fsspec (`s3://…`, `memory://…`) rather than on this machine."""
+    """Whether `path` names a place behind fsspec (`s3://…`, `memory://…`) rather than on this
+    machine.
+    """
     scheme, found, _ = path.partition("://")
     return bool(found) and scheme.replace("+", "").isalnum() and len(scheme) > 1
 
 
 def is_mangled_url(path: str) -> bool:
-    """Whether `path` looks like a URL that lost a slash as it became a `Path` (`s3:/bucket/key`)."""
+    """Whether `path` looks like a URL that lost a slash as it became a `Path`
+    (`s3:/bucket/key`).
+    """
     return _MANGLED_URL.match(path) is not None
 
 
@@ -49,12 +42,18 @@ def local_path(path: str) -> str | None:
 
 
 def safe_name(name: str) -> str:
-    """Return `name` if it is a plain relative file name; names come from metadata that nobody vouches for.
+    """Return `name` if it is a plain relative file name; names come from metadata that nobody
+    vouches for.
 
     Raises:
         UnsafeError: `unsafe-path` for absolute names, `..`, empty parts and NUL bytes.
     """
-    if not name or "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
+    if (
+        not name
+        or "\0" in name
+        or "\\" in name
+        or any(part in ("", ".", "..") for part in name.split("/"))
+    ):
         raise UnsafeError(
             "unsafe-path",
             f"the checkpoint names the file {name!r}, which is not a plain relative name",
@@ -69,7 +68,9 @@ def _truncated(name: str, offset: int, expected: int, found: int) -> SourceError
 
 
 def held_limit() -> int:
-    """How many files one reader or writer may keep open: an eighth of what the process may, 16 to 4096."""
+    """How many files one reader or writer may keep open: an eighth of what the process may, 16 to
+    4096.
+    """
     try:
         import resource
     except ImportError:  # no such limit to ask for
@@ -81,8 +82,9 @@ def held_limit() -> int:
 class LocalFiles:
     """Files below a local directory, through `pread`.
 
-    The first ones stay open; those beyond `held_limit` are opened for each read, because a checkpoint may have more
-    files than a process may open. No descriptor is ever closed that another thread may be reading from.
+    The first ones stay open; those beyond `held_limit` are opened for each read, because a
+    checkpoint may have more files than a process may open. No descriptor is ever closed that
+    another thread may be reading from.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -93,7 +95,9 @@ class LocalFiles:
         self._lock = threading.Lock()
 
     def _take(self, name: str) -> tuple[int, int, bool]:
-        """A descriptor, the file's bytes, and whether it stays open; if not, the caller closes it."""
+        """A descriptor, the file's bytes, and whether it stays open; if not, the caller closes
+        it.
+        """
         with self._lock:
             found = self._open.get(name)
             if found is None and len(self._open) < self._limit:
@@ -106,13 +110,19 @@ class LocalFiles:
             # O_NONBLOCK: opening a FIFO must not wait for a writer.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise SourceError("missing-file", f"{name}: no such file in {self.root}", file=name) from None
+            raise SourceError(
+                "missing-file", f"{name}: no such file in {self.root}", file=name
+            ) from None
         except OSError as error:
-            raise SourceError("unreadable", f"{name}: {error.strerror} (in {self.root})", file=name) from None
+            raise SourceError(
+                "unreadable", f"{name}: {error.strerror} (in {self.root})", file=name
+            ) from None
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
-            raise UnsafeError("unsafe-path", f"{name}: not a regular file (in {self.root})", file=name)
+            raise UnsafeError(
+                "unsafe-path", f"{name}: not a regular file (in {self.root})", file=name
+            )
         return fd, status.st_size
 
     def size(self, name: str) -> int:
@@ -156,7 +166,9 @@ class LocalFiles:
             try:
                 count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
             except OSError as error:
-                raise SourceError("unreadable", f"{name}: {error.strerror} (in {self.root})", file=name) from None
+                raise SourceError(
+                    "unreadable", f"{name}: {error.strerror} (in {self.root})", file=name
+                ) from None
             if not count:
                 raise _truncated(name, offset, nbytes, done)
             done += count
@@ -191,7 +203,9 @@ class RemoteFiles:
             try:
                 self._sizes[name] = int(self._fs.info(self._path(name))["size"])
             except FileNotFoundError:
-                raise SourceError("missing-file", f"{name}: no such file in {self.root}", file=name) from None
+                raise SourceError(
+                    "missing-file", f"{name}: no such file in {self.root}", file=name
+                ) from None
         return self._sizes[name]
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
@@ -199,7 +213,11 @@ class RemoteFiles:
         size = self.size(name)
         if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise _truncated(name, offset, nbytes, max(size - offset, 0))
-        data = bytes(self._fs.cat_file(self._path(name), start=offset, end=offset + nbytes)) if nbytes else b""
+        data = (
+            bytes(self._fs.cat_file(self._path(name), start=offset, end=offset + nbytes))
+            if nbytes
+            else b""
+        )
         if len(data) != nbytes:
             raise _truncated(name, offset, nbytes, len(data))
         return data
@@ -230,5 +248,7 @@ def open_files(root: str) -> Files:
 
         filesystem, base = fsspec.core.url_to_fs(root)
     except (ImportError, ValueError) as error:
-        raise SourceError("missing-extra", f"{root}: {error}; install the fsspec package for this URL") from None
+        raise SourceError(
+            "missing-extra", f"{root}: {error}; install the fsspec package for this URL"
+        ) from None
     return RemoteFiles(filesystem, str(base), root)

@@ -1,12 +1,13 @@
-"""What a stage is called, what lies in it, and how a reader gets past a switch that a crash cut in two.
+"""What a stage is called, what lies in it, and how a reader gets past a switch that a crash cut in
+two.
 
 A writer of `NAME` works in the hidden sibling `.NAME.ema-ckpt-<8 hex digits>/`:
 
     .NAME.ema-ckpt-0a1b2c3d/
         NAME                  what is being written, a file or a directory
         .ema-ckpt.journal     ranges already written, for `--resume`
-        .ema-ckpt.note        only while switching where rename cannot exchange: {"old": …, "new": …}
-        .ema-ckpt.old         the old target, moved aside under that note
+        .ema-ckpt.note        only while switching where rename cannot exchange: {"old": …, "new":
+        …} .ema-ckpt.old         the old target, moved aside under that note
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import json
 import os
 import re
 from pathlib import Path
-
-__all__ = ["JOURNAL", "LOCK", "NOTE", "OLD", "is_stage_name", "noted", "recovered", "stage_path", "stages_of"]
 
 JOURNAL = ".ema-ckpt.journal"
 LOCK = ".ema-ckpt.lock"
@@ -48,7 +47,9 @@ def stages_of(target: Path) -> list[Path]:
 
 
 def noted(stage: Path) -> Path | None:
-    """The complete new target inside `stage`, if a note says that it was about to take the target's place."""
+    """The complete new target inside `stage`, if a note says that it was about to take the target's
+    place.
+    """
     try:
         note = json.loads((stage / NOTE).read_bytes())
         name = note["new"]
@@ -61,12 +62,15 @@ def noted(stage: Path) -> Path | None:
 
 
 def recovered(target: str | os.PathLike[str]) -> Path | None:
-    """Where to read `target` from when a crash fell between moving the old one aside and the new one in.
+    """Where to read `target` from when a crash fell between moving the old one aside and the new
+    one in.
 
-    Only file systems whose rename cannot exchange two names ever show this state; the next writer ends it.
+    Only file systems whose rename cannot exchange two names ever show this state; the next writer
+    ends it.
 
     Returns:
-        The complete new checkpoint inside its stage, or None if `target` exists or there is no such note.
+        The complete new checkpoint inside its stage, or None if `target` exists or there is no such
+        note.
     """
     path = Path(target)
     if os.path.lexists(path):

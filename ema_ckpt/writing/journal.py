@@ -1,9 +1,10 @@
-"""The journal of a stage: which ranges of the output are written, so that `--resume` need not write them again.
+"""The journal of a stage: which ranges of the output are written, so that `--resume` need not write
+them again.
 
-One JSON document a line. The first names what is being written (source identity and plan hash), each other
-one is `[file, offset, nbytes, "crc32 in hex"]`, and a fifth element `{name: count}` where a cast made finite
-values infinite. No line is believed on resume before its range has been read back: data that a power cut kept
-from the disk simply fails its CRC and is written once more.
+One JSON document a line. The first names what is being written (source identity and plan hash),
+each other one is `[file, offset, nbytes, "crc32 in hex"]`, and a fifth element `{name: count}`
+where a cast made finite values infinite. No line is believed on resume before its range has been
+read back: data that a power cut kept from the disk simply fails its CRC and is written once more.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from ema_ckpt.core.errors import EmaCkptError, TargetError
 from ema_ckpt.storage.files import safe_name
 from ema_ckpt.storage.stage_names import JOURNAL
 
-__all__ = ["Finished", "Journal", "Range", "check_identity", "recorded_identity"]
-
 # File relative to the target ("" when the target is one file), offset and length in bytes.
 Range = tuple[str, int, int]
 
@@ -33,16 +32,22 @@ _READ_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What is recorded of a range: its CRC-32, and how many finite values of each tensor became infinite in it."""
+    """What is recorded of a range: its CRC-32, and how many finite values of each tensor became
+    infinite in it.
+    """
 
     crc: int
     overflow: Mapping[str, int] = field(default_factory=dict)
 
 
 class Journal:
-    """Append-only record of finished ranges. `done` may be called from several threads, and in copies that `follow`."""
+    """Append-only record of finished ranges. `done` may be called from several threads, and in
+    copies that `follow`.
+    """
 
-    def __init__(self, stage: Path, payload: Path, identity: Mapping[str, str], *, after: float = 0.0) -> None:
+    def __init__(
+        self, stage: Path, payload: Path, identity: Mapping[str, str], *, after: float = 0.0
+    ) -> None:
         """Start a journal in `stage`, or take up the one there; `payload` is what is being written.
 
         Args:
@@ -69,7 +74,9 @@ class Journal:
         self._append([*entry, dict(finished.overflow)] if finished.overflow else entry)
 
     def follow(self) -> None:
-        """Go on in a copy of the process: lines of its own, behind the first, which the other one writes."""
+        """Go on in a copy of the process: lines of its own, behind the first, which the other one
+        writes.
+        """
         self._follows = True
         self._kept.clear()
 
@@ -89,7 +96,9 @@ class Journal:
                 os.close(fd)
 
     def discard(self) -> None:
-        """Close and delete: the output is complete, and what is to be deleted next must never be resumed."""
+        """Close and delete: the output is complete, and what is to be deleted next must never be
+        resumed.
+        """
         self.close()
         self._path.unlink(missing_ok=True)
 
@@ -107,7 +116,9 @@ class Journal:
 
     def _open(self) -> int:
         if self._fd is None:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(
+                self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
         return self._fd
 
     def _intact(self, file: str, keys: list[Range]) -> Iterator[tuple[Range, Finished]]:
@@ -128,7 +139,9 @@ def _line(entry: object) -> bytes:
 
 
 def recorded_identity(stage: Path) -> dict[str, str] | None:
-    """What the writer that left `stage` behind was writing, or None if its journal does not tell."""
+    """What the writer that left `stage` behind was writing, or None if its journal does not
+    tell.
+    """
     try:
         with open(stage / JOURNAL, "rb") as file:
             head = json.loads(file.readline())

@@ -9,25 +9,28 @@ from pathlib import Path
 from ema_ckpt.storage.files import held_limit
 from ema_ckpt.writing.staging import preallocate
 
-__all__ = ["Outputs", "write_end"]
-
-# Linux keeps a file in folios of up to the length of a write, as far as their place in the file is a multiple of
-# their size. Two writes that meet inside a page each take the lock, find the page and copy to it.
+# Linux keeps a file in folios of up to the length of a write, as far as their place in the file is
+# a multiple of their size. Two writes that meet inside a page each take the lock, find the page and
+# copy to it.
 _WRITTEN_NBYTES = 768 << 10
 _ALIGNMENT = 64 << 10
 
 
 def write_end(offset: int, nbytes: int) -> int:
-    """Where a write of at most `nbytes` bytes from `offset` on had best end: at a multiple of 64 KiB if it reaches one.
+    """Where a write of at most `nbytes` bytes from `offset` on had best end: at a multiple of 64
+    KiB if it reaches one.
 
-    2 GB in blocks of 768 KiB take two threads 0.27 s so, and 0.35 s where blocks begin and end inside pages.
+    2 GB in blocks of 768 KiB take two threads 0.27 s so, and 0.35 s where blocks begin and end
+    inside pages.
     """
     end = (offset + nbytes) // _ALIGNMENT * _ALIGNMENT
     return end if end > offset else offset + nbytes
 
 
-class Outputs:
-    """The files being written, at their final size; the first stay open, more than `held_limit` are opened per use."""
+class OutputFiles:
+    """The files being written, at their final size; the first stay open, more than `held_limit` are
+    opened per use.
+    """
 
     def __init__(self, root: Path, files: Mapping[str, int]) -> None:
         self._root = root
@@ -82,10 +85,11 @@ class Outputs:
             self._release(file, fd)
 
     def start_writeback(self, file: str, offset: int, nbytes: int) -> None:
-        """Let the disk begin with a range: what `fsync` would have to wait for at the end is then done in passing.
+        """Let the disk begin with a range: what `fsync` would have to wait for at the end is then
+        done in passing.
 
-        Linux starts to write dirty pages when told that they are not needed soon (`fadvise64`, DONTNEED), and
-        keeps them in the page cache until they are clean.
+        Linux starts to write dirty pages when told that they are not needed soon (`fadvise64`,
+        DONTNEED), and keeps them in the page cache until they are clean.
         """
         fd = self._fds.get(file)
         if fd is not None and hasattr(os, "posix_fadvise"):

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, Protocol
 from ema_ckpt.core.catalog import Payload
 from ema_ckpt.reading.checksums import Interval, Pending
 
-__all__ = ["Begun", "Crew", "Part"]
 
-
-class Begun(NamedTuple):
-    """A piece of which this process wrote `jobs` parts and others the rest; CRC-32s by place in the piece.
+class PartialItem(NamedTuple):
+    """A piece of which this process wrote `jobs` parts and others the rest; CRC-32s by place in the
+    piece.
 
     `place` is the piece's in the target.
     """
@@ -24,30 +23,41 @@ class Begun(NamedTuple):
     source_intervals: Sequence[Interval]
 
 
-class Part(NamedTuple):
-    """One process' share: CRC-32s of whole pieces, intervals of entries, overflows, and what others complete."""
+class PartialResult(NamedTuple):
+    """One process' share: CRC-32s of whole pieces, intervals of entries, overflows, and what others
+    complete.
+    """
 
     crcs: Mapping[int, int]
     intervals: Mapping[str, Sequence[Interval]]
     overflow: Mapping[str, int]
-    begun: Sequence[Begun]
+    begun: Sequence[PartialItem]
     pending: Pending
 
     def dump(self) -> bytes:
         """As JSON, for `load`."""
         pending = [(*key, *rest) for key, rest in self.pending.items()]
-        rows = (list(self.crcs.items()), list(self.intervals.items()), dict(self.overflow), self.begun, pending)
+        rows = (
+            list(self.crcs.items()),
+            list(self.intervals.items()),
+            dict(self.overflow),
+            self.begun,
+            pending,
+        )
         return json.dumps(rows, separators=(",", ":")).encode()
 
     @classmethod
-    def load(cls, data: bytes) -> Part:
+    def load(cls, data: bytes) -> PartialResult:
         """What `dump` gave."""
         crcs, intervals, overflow, begun, pending = json.loads(data)
         return cls(
             dict(crcs),
             {name: _intervals(found) for name, found in intervals},
             overflow,
-            [Begun(place, jobs, _intervals(own), _intervals(read)) for place, jobs, own, read in begun],
+            [
+                PartialItem(place, jobs, _intervals(own), _intervals(read))
+                for place, jobs, own, read in begun
+            ],
             {
                 (file, offset): (tensor, _payload(payload), _intervals(found), nbytes)
                 for file, offset, tensor, payload, found, nbytes in pending
@@ -64,7 +74,7 @@ def _payload(found: Sequence[Any]) -> Payload:
     return payload if payload.strides is None else payload._replace(strides=tuple(payload.strides))
 
 
-class Crew(Protocol):
+class WriterGroup(Protocol):
     """Processes that write one target together; all of them have laid it out alike."""
 
     @property
@@ -77,7 +87,7 @@ class Crew(Protocol):
         """How many they are."""
         ...
 
-    def pool(self, part: Part) -> list[Part]:
+    def pool(self, part: PartialResult) -> list[PartialResult]:
         """Everybody's share, in order; waits for all.
 
         Raises:

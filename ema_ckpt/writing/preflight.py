@@ -1,4 +1,6 @@
-"""Whether a place may be written to: every check that can be made before, and without, writing anything."""
+"""Whether a place may be written to: every check that can be made before, and without, writing
+anything.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,6 @@ from ema_ckpt.core.errors import TargetError, UsageError, shown
 from ema_ckpt.storage.files import is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import stage_path
 
-__all__ = [
-    "Terms",
-    "check_place",
-    "check_replaceable",
-    "check_space",
-    "foreign_entries",
-    "resolve_target",
-    "write_error",
-]
-
 # What --overwrite may delete with a directory. Everything else in it is somebody's work.
 _CHECKPOINT_FILES = (
     ".metadata",
@@ -37,13 +29,28 @@ _CHECKPOINT_FILES = (
 )
 _TORCH_FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
 # Torch files by name, but never weights: a weights directory that replaces the old one keeps them.
-_TRAINING_FILES = ("scheduler.*", "optimizer.*", "*random_state*", "rng_state*", "training_args.bin", "*trainer_state*")
+_TRAINING_FILES = (
+    "scheduler.*",
+    "optimizer.*",
+    "*random_state*",
+    "rng_state*",
+    "training_args.bin",
+    "*trainer_state*",
+)
 _TORCH_HEADS = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR)
+_REFUSED = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EISDIR,
+)
 
 
-class Terms(NamedTuple):
+class OverwritePolicy(NamedTuple):
     """On what terms a target is written.
 
     Attributes:
@@ -57,24 +64,35 @@ class Terms(NamedTuple):
 
 
 def resolve_target(target: str | os.PathLike[str]) -> Path:
-    """The real place of `target`: symbolic links are followed, so that they stay and what they name changes.
+    """The real place of `target`: symbolic links are followed, so that they stay and what they name
+    changes.
 
     Raises:
-        UsageError: `usage` for URLs, `/`, the current directory and those above it, and mount points.
+        UsageError: `usage` for URLs, `/`, the current directory and those above it, and mount
+            points.
     """
     text = os.fspath(target)
     if is_url(text):
-        raise UsageError("usage", f"{text}: cannot write to a URL; write to a local path and copy it from there")
+        raise UsageError(
+            "usage", f"{text}: cannot write to a URL; write to a local path and copy it from there"
+        )
     if is_mangled_url(text) and not os.path.lexists(text.partition("/")[0]):
-        raise UsageError("usage", f"{text}: cannot write to a URL (a URL loses a slash when it becomes a Path)")
+        raise UsageError(
+            "usage", f"{text}: cannot write to a URL (a URL loses a slash when it becomes a Path)"
+        )
     if not text or "\0" in text:
         raise UsageError("usage", f"{text!r} is not a path to write to")
     path = Path(os.path.realpath(text))
     here = Path(os.path.realpath(os.getcwd()))
     if path == here or path in here.parents or not path.name:
-        raise UsageError("usage", f"{text}: refusing to replace the current directory or one above it; name a new path")
+        raise UsageError(
+            "usage",
+            f"{text}: refusing to replace the current directory or one above it; name a new path",
+        )
     if os.path.ismount(path) or str(path) in _mount_points():
-        raise UsageError("usage", f"{text}: is a mount point and cannot be replaced; name a path inside it")
+        raise UsageError(
+            "usage", f"{text}: is a mount point and cannot be replaced; name a path inside it"
+        )
     return path
 
 
@@ -82,38 +100,47 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
     """Check that `path` (resolved) lies in a writable directory, apart from all of `sources`.
 
     Raises:
-        TargetError: `target-is-source` if it is a source, inside one or around one; `not-found` without a parent
-            directory; `usage` where that is no directory or not writable.
+        TargetError: `target-is-source` if it is a source, inside one or around one; `not-found`
+            without a parent directory; `usage` where that is no directory or not writable.
     """
     for source in sources:
         if not is_url(os.fspath(source)):
             _check_apart(path, Path(os.path.realpath(source)))
     parent = path.parent
     if not os.path.lexists(parent):
-        raise TargetError("not-found", f"{path}: the directory {parent} does not exist; create it first")
+        raise TargetError(
+            "not-found", f"{path}: the directory {parent} does not exist; create it first"
+        )
     if not parent.is_dir():
         raise TargetError("usage", f"{path}: {parent} is not a directory")
-    if not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+    if not os.access(
+        parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
+    ):
         raise TargetError("usage", f"{path}: no permission to write in {parent}")
     if len(os.fsencode(stage_path(path, "00000000").name)) > os.pathconf(parent, "PC_NAME_MAX"):
-        raise TargetError("usage", f"{path}: the name is too long to write beside it; use a shorter one")
+        raise TargetError(
+            "usage", f"{path}: the name is too long to write beside it; use a shorter one"
+        )
 
 
-def check_replaceable(path: Path, terms: Terms) -> list[str]:
+def check_replaceable(path: Path, terms: OverwritePolicy) -> list[str]:
     """Check that what is at `path` now, if anything, may be replaced.
 
     Returns:
         Names of foreign entries of the old directory that have to be carried into the new one.
 
     Raises:
-        TargetError: `target-exists` without `terms.overwrite`; `foreign-files` if replacing would delete anything
-            that is not part of a checkpoint; `usage` for devices, FIFOs and sockets.
+        TargetError: `target-exists` without `terms.overwrite`; `foreign-files` if replacing would
+            delete anything that is not part of a checkpoint; `usage` for devices, FIFOs and
+            sockets.
     """
     if not os.path.lexists(path):
         return []
     mode = os.lstat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise TargetError("usage", f"{path}: is neither a file nor a directory and is never replaced")
+        raise TargetError(
+            "usage", f"{path}: is neither a file nor a directory and is never replaced"
+        )
     if not terms.overwrite:
         message = f"{path}: already exists; name another path, or pass --overwrite (overwrite=True)"
         raise TargetError("target-exists", message)
@@ -136,28 +163,44 @@ def check_space(path: Path, nbytes: int) -> None:
     status = os.statvfs(path.parent)
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and free < nbytes:  # some network file systems report no sizes at all
-        raise TargetError("no-space", f"{path}: needs {nbytes:,} bytes, {path.parent} has {free:,} free")
+        raise TargetError(
+            "no-space", f"{path}: needs {nbytes:,} bytes, {path.parent} has {free:,} free"
+        )
 
 
 def foreign_entries(directory: Path) -> list[str]:
-    """Names in `directory` that are not files of a known checkpoint format, sorted. Subdirectories always are."""
-    return sorted(entry.name for entry in os.scandir(directory) if not _is_checkpoint_file(Path(entry.path)))
+    """Names in `directory` that are not files of a known checkpoint format, sorted. Subdirectories
+    always are.
+    """
+    return sorted(
+        entry.name for entry in os.scandir(directory) if not _is_checkpoint_file(Path(entry.path))
+    )
 
 
 def write_error(path: Path, error: OSError) -> TargetError:
     """The one line that says why `path` could not be written."""
     reason = error.strerror or str(error)
     if error.errno in _FULL:
-        return TargetError("no-space", f"{path}: {reason} while writing; free some space and run it again")
+        return TargetError(
+            "no-space", f"{path}: {reason} while writing; free some space and run it again"
+        )
     if error.errno == errno.EXDEV:
         # overlayfs cannot rename a directory of a lower layer (an image's, say), with any flags.
         reason = "the file system cannot move the directory that is there; delete it, or name another path"
-    code = "usage" if error.errno in _REFUSED else "not-found" if error.errno == errno.ENOENT else "unreadable"
+    code = (
+        "usage"
+        if error.errno in _REFUSED
+        else "not-found"
+        if error.errno == errno.ENOENT
+        else "unreadable"
+    )
     return TargetError(code, f"{path}: cannot be written: {reason}")
 
 
 def _mount_points() -> set[str]:
-    """Mount points the kernel lists; unlike `ismount` it knows bind mounts within one file system."""
+    """Mount points the kernel lists; unlike `ismount` it knows bind mounts within one file
+    system.
+    """
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
             fields = [line.split(" ", 5)[4] for line in table]

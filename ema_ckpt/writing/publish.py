@@ -1,7 +1,9 @@
-"""The switch: a finished file or directory takes the target's name in one step, or the old one stays.
+"""The switch: a finished file or directory takes the target's name in one step, or the old one
+stays.
 
-rename(2) with `RENAME_NOREPLACE` and `RENAME_EXCHANGE` does it where kernel and file system offer them
-(ext4, xfs, btrfs, tmpfs; since Linux 3.15). Elsewhere `switch` takes the longer way that `stagedir` describes.
+rename(2) with `RENAME_NOREPLACE` and `RENAME_EXCHANGE` does it where kernel and file system offer
+them (ext4, xfs, btrfs, tmpfs; since Linux 3.15). Elsewhere `switch` takes the longer way that
+`stagedir` describes.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from pathlib import Path
 
 from ema_ckpt.storage.stage_names import NOTE, OLD, noted
 
-__all__ = ["carry", "exchange", "finish", "fsync_path", "fsync_tree", "put", "renameat2"]
-
 NOREPLACE, EXCHANGE = 1, 2
 
 _AT_FDCWD = -100
@@ -24,7 +24,9 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def renameat2(old: Path, new: Path, flags: int) -> bool:
-    """rename(2) with flags. False, and nothing done, where the kernel or the file system does not know them."""
+    """rename(2) with flags. False, and nothing done, where the kernel or the file system does not
+    know them.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -56,7 +58,8 @@ def put(new: Path, target: Path, *, plain: bool = False) -> None:
 
 
 def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True) -> None:
-    """Put `new` in the place of `target`, which exists; the old one is left inside `new`'s directory.
+    """Put `new` in the place of `target`, which exists; the old one is left inside `new`'s
+    directory.
 
     Raises:
         FileNotFoundError: there is no `target` any more.
@@ -73,7 +76,9 @@ def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True
 
 
 def finish(stage: Path, target: Path) -> bool:
-    """Complete a switch that was cut in two: if `target` is missing and `stage` holds its noted successor."""
+    """Complete a switch that was cut in two: if `target` is missing and `stage` holds its noted
+    successor.
+    """
     new = noted(stage)
     if new is None or os.path.lexists(target):
         return False
@@ -85,14 +90,18 @@ def finish(stage: Path, target: Path) -> bool:
 
 
 def carry(names: list[str], old: Path, new: Path) -> None:
-    """Bring entries of the directory `old` into `new`, by hard links where possible; files of `new` win."""
+    """Bring entries of the directory `old` into `new`, by hard links where possible; files of `new`
+    win.
+    """
     for name in names:
         if not os.path.lexists(new / name) and os.path.lexists(old / name):
             _carry_one(old / name, new / name)
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or directory to the disk; a directory that may not be read is left to the kernel."""
+    """Flush a file or directory to the disk; a directory that may not be read is left to the
+    kernel.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except PermissionError:
@@ -111,7 +120,8 @@ def fsync_path(path: Path) -> None:
 def fsync_tree(path: Path) -> None:
     """Flush a file, or a directory with all in it, contents before the directories that name them.
 
-    Links, FIFOs, sockets and devices have no contents of their own: opening one might wait for ever.
+    Links, FIFOs, sockets and devices have no contents of their own: opening one might wait for
+        ever.
     """
     if path.is_dir():
         for parent, _, files in os.walk(path, topdown=False):

@@ -1,11 +1,12 @@
-"""Write beside, then switch: a target is either the old one or the complete new one, whenever a run ends.
+"""Write beside, then switch: a target is either the old one or the complete new one, whenever a run
+ends.
 
     with stage(target, sources=[path], is_directory=True, nbytes=total) as staged:
         ...write below staged.path...
     # here the target is in place; on any exception it is as it was, and the stage is gone
 
-A writer holds `flock` on its stage. The kernel drops that with the process, so a stage nobody holds is left
-over from a crash: it is deleted, or continued under `resume`.
+A writer holds `flock` on its stage. The kernel drops that with the process, so a stage nobody holds
+is left over from a crash: it is deleted, or continued under `resume`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ema_ckpt.core.catalog import Warn
+from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.errors import SourceError, TargetError
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK, noted, stage_path, stages_of
 from ema_ckpt.writing.journal import Journal, check_identity
-from ema_ckpt.writing.preflight import Terms, check_place, check_replaceable, check_space, resolve_target, write_error
+from ema_ckpt.writing.preflight import (
+    OverwritePolicy,
+    check_place,
+    check_replaceable,
+    check_space,
+    resolve_target,
+    write_error,
+)
 from ema_ckpt.writing.publish import carry, exchange, finish, fsync_path, fsync_tree, put
-
-__all__ = ["Staged", "check_target", "preallocate", "stage"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
@@ -50,13 +56,13 @@ class Staged:
 
     target: Path
     root: Path
-    terms: Terms
+    terms: OverwritePolicy
     journal: Journal
     fsync: bool = True
     plain_rename: bool = False
     resumed: bool = False
     published: bool = False
-    warnings: list[Warn] = field(default_factory=list)
+    warnings: list[Diagnostic] = field(default_factory=list)
 
     @property
     def path(self) -> Path:
@@ -64,11 +70,13 @@ class Staged:
         return self.root / self.target.name
 
     def publish(self) -> None:
-        """Make everything durable and give it the target's name. Leaving the `with` block does it if nobody did.
+        """Make everything durable and give it the target's name. Leaving the `with` block does it
+        if nobody did.
 
         Raises:
-            TargetError: `target-exists` if somebody else made the target meanwhile; `foreign-files` if somebody
-                put other files into the directory to be replaced; `no-space` and others from the file system.
+            TargetError: `target-exists` if somebody else made the target meanwhile; `foreign-files`
+                if somebody put other files into the directory to be replaced; `no-space` and others
+                from the file system.
         """
         if self.published:
             return
@@ -82,7 +90,9 @@ class Staged:
                 fsync_path(self.target.parent)
 
     def _begin_switch(self) -> None:
-        """From here on the stage may come to hold the old target, which must never be resumed into."""
+        """From here on the stage may come to hold the old target, which must never be resumed
+        into.
+        """
         is_recorded = os.path.exists(self.root / JOURNAL)
         self.journal.discard()
         if self.fsync and is_recorded:
@@ -127,7 +137,8 @@ def stage(
 ) -> Iterator[Staged]:
     """Write a target beside its place and switch it in when the block ends without an exception.
 
-    Whoever writes below the stage has to be done, its threads joined and its copies ended, when the block ends.
+    Whoever writes below the stage has to be done, its threads joined and its copies ended, when the
+    block ends.
 
     Args:
         target: file or directory to make.
@@ -138,15 +149,18 @@ def stage(
         nbytes: bytes that will be written.
         fsync: make all durable before the switch, and the switch itself.
         resume: go on with the stage of an interrupted run; keep this one's if it fails.
-        identity: what is written from what, by name (`source`, `plan`); a resumed run must have the same.
+        identity: what is written from what, by name (`source`, `plan`); a resumed run must have the
+            same.
         plain_rename: do without rename flags, as on a file system that lacks them.
-        journal_after: seconds after which a run that keeps no stage when it fails has a journal on the disk.
+        journal_after: seconds after which a run that keeps no stage when it fails has a journal on
+            the disk.
 
     Raises:
-        TargetError: `target-exists target-is-source foreign-files no-space busy resume-mismatch not-found usage`.
+        TargetError: `target-exists target-is-source foreign-files no-space busy resume-mismatch
+            not-found usage`.
         UsageError: `usage` for a target that nothing may replace.
     """
-    path, terms = resolve_target(target), Terms(is_directory, overwrite, keep_foreign)
+    path, terms = resolve_target(target), OverwritePolicy(is_directory, overwrite, keep_foreign)
     claim = _Claim(path, resume)
     with contextlib.closing(claim):
         with _explained(path):
@@ -157,13 +171,18 @@ def stage(
                 check_replaceable(path, terms)
                 check_space(path, nbytes - claim.allocated)
                 staged = claim.begin(
-                    terms, dict(identity or {}), fsync=fsync, plain_rename=plain_rename, journal_after=journal_after
+                    terms,
+                    dict(identity or {}),
+                    fsync=fsync,
+                    plain_rename=plain_rename,
+                    journal_after=journal_after,
                 )
         try:
             with _explained(path, only=_FULL):
                 yield staged
         except SourceError:
-            # What was written came from a damaged source, and the journal does not tell which part of it.
+            # What was written came from a damaged source, and the journal does not tell which part
+            # of it.
             staged.journal.discard()
             raise
         staged.publish()
@@ -189,20 +208,24 @@ def check_target(
     path, freed = resolve_target(target), 0
     with _explained(path):
         check_place(path, sources)
-        check_replaceable(path, Terms(is_directory, overwrite, keep_foreign))
+        check_replaceable(path, OverwritePolicy(is_directory, overwrite, keep_foreign))
         for left in stages_of(path):
             with contextlib.suppress(FileNotFoundError):  # its writer has just ended
                 for fd in _hold(left, path):
                     os.close(fd)
             if noted(left) and not os.path.lexists(path) and not overwrite:
-                raise TargetError("target-exists", f"{path}: exists, in {left.name}; pass --overwrite to replace it")
+                raise TargetError(
+                    "target-exists",
+                    f"{path}: exists, in {left.name}; pass --overwrite to replace it",
+                )
             freed += _allocated(left)
         check_space(path, nbytes - freed)
     return path
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Give an open file its final size in bytes, with its blocks where the file system can reserve them.
+    """Give an open file its final size in bytes, with its blocks where the file system can reserve
+    them.
 
     Raises:
         OSError: ENOSPC and the like, before a byte of payload is written.
@@ -220,8 +243,9 @@ def preallocate(fd: int, nbytes: int) -> None:
 class _Claim:
     """The right to write one target: its stage, the locks on it, and what becomes of it in the end.
 
-    It exists before its stage does, so that an exception at any moment finds somebody to clean up. An exception
-    that a signal handler raises between two bytecodes can skip the end of any `with`; for that one there is `atexit`.
+    It exists before its stage does, so that an exception at any moment finds somebody to clean up.
+    An exception that a signal handler raises between two bytecodes can skip the end of any `with`;
+    for that one there is `atexit`.
     """
 
     def __init__(self, target: Path, resume: bool) -> None:
@@ -236,7 +260,9 @@ class _Claim:
         atexit.register(self.close)
 
     def take(self, identity: Mapping[str, str]) -> None:
-        """Deal with stages of the target that are there: end their switch, continue one, delete the rest."""
+        """Deal with stages of the target that are there: end their switch, continue one, delete the
+        rest.
+        """
         for left in stages_of(self.target):
             try:
                 locks = _hold(left, self.target)
@@ -244,7 +270,11 @@ class _Claim:
                 continue  # its writer has just ended
             try:
                 finish(left, self.target)
-                if self.resume and self._root is None and check_identity(left, self.target, identity):
+                if (
+                    self.resume
+                    and self._root is None
+                    and check_identity(left, self.target, identity)
+                ):
                     self._root, self._resumed, self._locks = left, True, locks
                     self.allocated = _allocated(left)
                     locks = []
@@ -255,7 +285,13 @@ class _Claim:
                     os.close(fd)
 
     def begin(
-        self, terms: Terms, identity: Mapping[str, str], *, fsync: bool, plain_rename: bool, journal_after: float
+        self,
+        terms: OverwritePolicy,
+        identity: Mapping[str, str],
+        *,
+        fsync: bool,
+        plain_rename: bool,
+        journal_after: float,
     ) -> Staged:
         """Make the stage, unless one is continued, and open its journal."""
         if self._root is None:
@@ -265,12 +301,17 @@ class _Claim:
         payload = self._root / self.target.name
         if terms.is_directory:
             payload.mkdir(exist_ok=True)
-        journal = Journal(self._root, payload, identity, after=0.0 if self.resume else journal_after)
-        self._staged = Staged(self.target, self._root, terms, journal, fsync, plain_rename, self._resumed)
+        journal = Journal(
+            self._root, payload, identity, after=0.0 if self.resume else journal_after
+        )
+        self._staged = Staged(
+            self.target, self._root, terms, journal, fsync, plain_rename, self._resumed
+        )
         return self._staged
 
     def close(self) -> None:
-        """Delete the stage, and with it the old target, unless it is left for `--resume`; then unlock it.
+        """Delete the stage, and with it the old target, unless it is left for `--resume`; then
+        unlock it.
 
         A signal that comes meanwhile waits until that is done.
         """
@@ -305,11 +346,13 @@ class _Claim:
         shutil.rmtree(root, ignore_errors=True)
         if os.path.exists(root) and self._staged is not None:
             message = f"{root}: left behind, some of it could not be deleted; {self.target} is not affected"
-            self._staged.warnings.append(Warn("stale-file", message))
+            self._staged.warnings.append(Diagnostic("stale-file", message))
 
 
 def _stopped_by(error: BaseException | None) -> BaseException | None:
-    """What a signal raised, also where it made something else fail: `rmtree` then closes a descriptor twice."""
+    """What a signal raised, also where it made something else fail: `rmtree` then closes a
+    descriptor twice.
+    """
     while isinstance(error, Exception):
         error = error.__context__
     return error
@@ -330,7 +373,8 @@ def _explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None
 def _alone(parent: Path) -> Iterator[None]:
     """Keep other writers from looking for leftovers in `parent` while this one makes its stage.
 
-    Best effort, for a second at most: without it a race is still decided by the stage's lock and the switch.
+    Best effort, for a second at most: without it a race is still decided by the stage's lock and
+        the switch.
     """
     fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -8,30 +8,28 @@ from typing import TYPE_CHECKING, Protocol
 
 from ema_ckpt.core.box import Box, linear
 from ema_ckpt.core.catalog import Catalog, Tensor
-from ema_ckpt.core.crc import combine, crc32
+from ema_ckpt.core.crc import combine_crcs, crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.core.write_plan import Piece
-from ema_ckpt.reading.checksums import Checks, Interval, joined
-from ema_ckpt.reading.overlaps import BandCutter, BandReader, Run, Share
-from ema_ckpt.reading.row_slabs import Lane, LaneReader, find_lanes
+from ema_ckpt.core.write_plan import WriteItem
+from ema_ckpt.reading.checksums import ChecksumVerifier, Interval, join_crcs
+from ema_ckpt.reading.overlaps import BoxReader, ByteRange, Overlap, RowBlocks
+from ema_ckpt.reading.row_slabs import RowSlab, RowSlabReader, find_row_slabs
 from ema_ckpt.runtime.page_buffer import buffer
 from ema_ckpt.writing.journal import Finished, Range
-from ema_ckpt.writing.output_files import Outputs, write_end
+from ema_ckpt.writing.output_files import OutputFiles, write_end
 
 if TYPE_CHECKING:
     from ema_ckpt.reading.cast import Caster
 
-__all__ = ["Foreman", "Hands", "Work"]
-
 
 @dataclass(slots=True)
-class Work:
+class ItemTask:
     """One piece being written, perhaps by several workers."""
 
     index: int
-    piece: Piece
-    runs: list[Run] | None
-    shares: Sequence[Share]
+    piece: WriteItem
+    runs: list[ByteRange] | None
+    shares: Sequence[Overlap]
     pending: int = 1
     intervals: list[Interval] = field(default_factory=list)
     source_intervals: list[Interval] = field(default_factory=list)
@@ -66,23 +64,28 @@ class Work:
         return written_nbytes // self.piece.entry.dtype.itemsize * self.tensor.dtype.itemsize
 
 
-class Foreman(Protocol):
+class WriteContext(Protocol):
     """What a worker needs of the run it works for."""
 
     catalog: Catalog
-    outputs: Outputs
-    checks: Checks
+    outputs: OutputFiles
+    checks: ChecksumVerifier
     block_nbytes: int
     moved_nbytes: int
     finished: dict[Range, Finished]
     journals: bool
     aligns: bool
 
-    def prepare(self, index: int) -> Work:
+    def prepare(self, index: int) -> ItemTask:
         """Find out where a piece's bytes are."""
         ...
 
-    def complete(self, work: Work, intervals: Sequence[Interval], source_intervals: Sequence[Interval] = ()) -> None:
+    def complete(
+        self,
+        work: ItemTask,
+        intervals: Sequence[Interval],
+        source_intervals: Sequence[Interval] = (),
+    ) -> None:
         """Take the checksums of a part of a piece."""
         ...
 
@@ -95,20 +98,22 @@ class Foreman(Protocol):
         ...
 
 
-class Hands:
+class WriteWorker:
     """One worker's buffers, and the three ways to do a job with them."""
 
-    def __init__(self, engine: Foreman) -> None:
+    def __init__(self, engine: WriteContext) -> None:
         self._engine = engine
         self._source = engine.catalog.source
         self._block = buffer(engine.block_nbytes)
-        self._reader = BandReader(self._source, engine.checks, engine.block_nbytes)
+        self._reader = BoxReader(self._source, engine.checks, engine.block_nbytes)
         self._second: memoryview | None = None
         self._casters: dict[tuple[str, str], Caster] = {}
         self._overflow: dict[str, int] = {}  # of the range at hand
 
-    def move(self, work: Work, start: int, stop: int) -> None:
-        """Bring the bytes [start, stop) of the source of a piece that consists of runs into the output."""
+    def move(self, work: ItemTask, start: int, stop: int) -> None:
+        """Bring the bytes [start, stop) of the source of a piece that consists of runs into the
+        output.
+        """
         engine, piece = self._engine, work.piece
         base = work.written(start)
         nbytes = work.written(stop) - base
@@ -122,8 +127,10 @@ class Hands:
         self._wrote(piece.file, piece.offset + base, nbytes, crc)
         engine.complete(work, [(base, nbytes, crc)], sources if work.casts else ())
 
-    def _move_runs(self, work: Work, start: int, stop: int) -> tuple[int, list[Interval]]:
-        """Write the bytes [start, stop) of the source block by block; CRC-32 of what was written, and of each run."""
+    def _move_runs(self, work: ItemTask, start: int, stop: int) -> tuple[int, list[Interval]]:
+        """Write the bytes [start, stop) of the source block by block; CRC-32 of what was written,
+        and of each run.
+        """
         source, outputs, piece = self._source, self._engine.outputs, work.piece
         crc, sources = 0, list[Interval]()
         at, end = start, self._block_end(work, start, stop)
@@ -145,23 +152,32 @@ class Hands:
                     outputs.write(piece.file, piece.offset + work.written(at), view)
                     at, end = end, self._block_end(work, end, stop)
             sources.append((first, last - first, run_crc))
-            self._engine.checks.read(work.tensor.name, run.payload, first - run.dest + run.start, last - first, run_crc)
-        read = joined([(first - start, nbytes, part) for first, nbytes, part in sources], stop - start)
+            self._engine.checks.read(
+                work.tensor.name, run.payload, first - run.dest + run.start, last - first, run_crc
+            )
+        read = join_crcs(
+            [(first - start, nbytes, part) for first, nbytes, part in sources], stop - start
+        )
         if read is None:
             raise SourceError("internal", f"the runs of {work.tensor.name!r} do not make a whole")
         return crc if work.casts else read, sources
 
-    def _recheck(self, work: Work, start: int = 0, stop: int | None = None) -> None:
-        """Have the storages behind a range that an earlier run wrote read once more: it may have died before it had all
-        of a storage to compare."""
+    def _recheck(self, work: ItemTask, start: int = 0, stop: int | None = None) -> None:
+        """Have the storages behind a range that an earlier run wrote read once more: it may have
+        died before it had all of a storage to compare."""
         for run in work.runs or ():
-            if run.dest < (work.source_nbytes if stop is None else stop) and run.dest + run.nbytes > start:
+            if (
+                run.dest < (work.source_nbytes if stop is None else stop)
+                and run.dest + run.nbytes > start
+            ):
                 self._engine.checks.partly(work.tensor.name, run.payload)
         for share in work.shares if work.runs is None else ():
             self._engine.checks.partly(work.tensor.name, share.payload)
 
-    def _block_end(self, work: Work, at: int, stop: int) -> int:
-        """Where the block of the source that begins at byte `at` ends, so that the write does where it had best."""
+    def _block_end(self, work: ItemTask, at: int, stop: int) -> int:
+        """Where the block of the source that begins at byte `at` ends, so that the write does where
+        it had best.
+        """
         step = self._engine.moved_nbytes
         if not self._engine.aligns:
             return min(at + step, stop)
@@ -169,7 +185,7 @@ class Hands:
         end = write_end(begin, work.written(step))
         return min(at + (work.read(end - begin) or step), stop)
 
-    def bands(self, work: Work, cutter: BandCutter, first: int, stop: int) -> None:
+    def bands(self, work: ItemTask, cutter: RowBlocks, first: int, stop: int) -> None:
         """Assemble the bands [first, stop) of a piece, cast them if asked, and write each."""
         engine, piece = self._engine, work.piece
         start, nbytes = _extent(work, cutter, first, stop)
@@ -179,20 +195,22 @@ class Hands:
             self._recheck(work)
             engine.complete(work, [(start, nbytes, known.crc)])
             return
-        lanes = find_lanes(work.shares, cutter, work.tensor.dtype.itemsize)
+        lanes = find_row_slabs(work.shares, cutter, work.tensor.dtype.itemsize)
         if lanes is None:
             crc, sources = self._loose_bands(work, cutter, range(first, stop), piece.offset + start)
         else:
-            crc, sources = self._lane_bands(work, cutter, lanes, range(first, stop), piece.offset + start)
+            crc, sources = self._lane_bands(
+                work, cutter, lanes, range(first, stop), piece.offset + start
+            )
         self._wrote(piece.file, piece.offset + start, nbytes, crc)
         engine.complete(work, [(start, nbytes, crc)], sources if work.casts else ())
 
     def _lane_bands(
-        self, work: Work, cutter: BandCutter, lanes: Sequence[Lane], indices: range, at: int
+        self, work: ItemTask, cutter: RowBlocks, lanes: Sequence[RowSlab], indices: range, at: int
     ) -> tuple[int, list[Interval]]:
         """Write bands from `at` on; CRC-32 of them, and that of the bytes before a cast."""
         engine, file, casts = self._engine, work.piece.file, work.casts
-        reader = LaneReader(self._source, lanes, cutter, work.tensor.dtype.itemsize)
+        reader = RowSlabReader(self._source, lanes, cutter, work.tensor.dtype.itemsize)
         scratch, crc, source_crc, start = self._second_buffer(), 0, 0, at
         for index in indices:
             view = reader.read(index, self._block, scratch)
@@ -205,7 +223,9 @@ class Hands:
         reader.tell(work.tensor.name, engine.checks)
         return crc, [(work.read(start - work.piece.offset), work.read(at - start), source_crc)]
 
-    def _loose_bands(self, work: Work, cutter: BandCutter, indices: range, at: int) -> tuple[int, list[Interval]]:
+    def _loose_bands(
+        self, work: ItemTask, cutter: RowBlocks, indices: range, at: int
+    ) -> tuple[int, list[Interval]]:
         """The same where chunks do not hold whole rows."""
         crc, source_at = 0, work.read(at - work.piece.offset)
         sources: list[Interval] = []
@@ -213,14 +233,16 @@ class Hands:
             band = cutter.band(index)
             data, part, source_crc = self._assemble(work, band)
             self._engine.outputs.write(work.piece.file, at, data)
-            crc = combine(crc, part, len(data))
+            crc = combine_crcs(crc, part, len(data))
             at += len(data)
             sources.append((source_at, band.numel * work.tensor.dtype.itemsize, source_crc))
             source_at += band.numel * work.tensor.dtype.itemsize
         return crc, sources
 
-    def _assemble(self, work: Work, band: Box) -> tuple[memoryview, int, int]:
-        """The bytes of a band in the dtype to be written, their CRC-32, and that of the bytes before the cast."""
+    def _assemble(self, work: ItemTask, band: Box) -> tuple[memoryview, int, int]:
+        """The bytes of a band in the dtype to be written, their CRC-32, and that of the bytes
+        before the cast.
+        """
         tensor, view = work.tensor, self._block[: band.numel * work.tensor.dtype.itemsize]
         crc = self._reader.read(tensor, work.shares, band, view)
         if not work.casts:
@@ -232,7 +254,7 @@ class Hands:
         data = self._cast(work, view)
         return data, crc32(data), source_crc
 
-    def _cast(self, work: Work, view: memoryview) -> memoryview:
+    def _cast(self, work: ItemTask, view: memoryview) -> memoryview:
         """The values of a block in the dtype to be written, valid until the next cast."""
         caster = self._caster(work)
         before = caster.overflow
@@ -246,7 +268,7 @@ class Hands:
         overflow, self._overflow = self._overflow, {}
         self._engine.wrote(file, offset, nbytes, Finished(crc, overflow))
 
-    def _caster(self, work: Work) -> Caster:
+    def _caster(self, work: ItemTask) -> Caster:
         source, target = work.tensor.dtype, work.piece.entry.dtype
         key = (source.name, target.name)
         if key not in self._casters:
@@ -273,7 +295,10 @@ class Hands:
             for work in works:
                 self._recheck(work)
         else:
-            results = [self._fill(work, view[work.piece.offset - base :][: work.piece.nbytes]) for work in works]
+            results = [
+                self._fill(work, view[work.piece.offset - base :][: work.piece.nbytes])
+                for work in works
+            ]
             engine.outputs.write(file, base, view)
             self._wrote(file, base, nbytes, crc32(view) if engine.journals else 0)
         for work, (crc, source_crc) in zip(works, results, strict=True):
@@ -285,7 +310,7 @@ class Hands:
             self._second = buffer(self._engine.block_nbytes)
         return self._second
 
-    def _fill(self, work: Work, view: memoryview) -> tuple[int, int]:
+    def _fill(self, work: ItemTask, view: memoryview) -> tuple[int, int]:
         """Fill `view` with a whole small piece; CRC-32 of it, and of its bytes before a cast."""
         if not view:
             return 0, 0
@@ -307,8 +332,10 @@ class Hands:
         return crc32(view), crc
 
 
-def _extent(work: Work, cutter: BandCutter, first: int, stop: int) -> tuple[int, int]:
-    """Where the bands [first, stop) lie in their piece as it is written: start and length in bytes."""
+def _extent(work: ItemTask, cutter: RowBlocks, first: int, stop: int) -> tuple[int, int]:
+    """Where the bands [first, stop) lie in their piece as it is written: start and length in
+    bytes.
+    """
     box, itemsize = work.piece.box, work.piece.entry.dtype.itemsize
     last = cutter.band(stop - 1)
     start = linear(cutter.band(first).within(box).offsets, box.sizes)

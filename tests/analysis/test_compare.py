@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ema_ckpt.analysis.compare import Comparer, Sums
+from ema_ckpt.analysis.compare import Comparer, PairStats
 from ema_ckpt.core.dtypes import DTYPES, by_name
 from ema_ckpt.reading.decode import table
 
@@ -22,10 +22,16 @@ COMPLEX = [d.name for d in DTYPES if d.kind == "complex"]
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    return (
+        memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        if tensor.numel()
+        else memoryview(b"")
+    )
 
 
-def compare(a: torch.Tensor, b: torch.Tensor, *, fast: bool = False, **tolerance: float) -> Sums:
+def compare(
+    a: torch.Tensor, b: torch.Tensor, *, fast: bool = False, **tolerance: float
+) -> PairStats:
     kinds = (by_name(str(side.dtype)) for side in (a, b))
     return Comparer(*kinds, **tolerance).compare([(raw(a), raw(b))], fast=fast)[0]
 
@@ -37,7 +43,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float64).reshape(-1)
 
 
-def check(a: torch.Tensor, b: torch.Tensor, found: Sums, rel: float = 1e-12) -> None:
+def check(a: torch.Tensor, b: torch.Tensor, found: PairStats, rel: float = 1e-12) -> None:
     x, y = numbers(a), numbers(b)
     d = x - y
     assert found.aa == pytest.approx(float(x @ x), rel=rel)
@@ -67,7 +73,9 @@ def test_floats_of_any_two_types(a: str, b: str) -> None:
 def test_codes_of_low_precision(name: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     kind = getattr(torch, name)
-    if name == "float4_e2m1fn_x2":  # torch has no cast of it; the values are those of the OCP specification
+    if (
+        name == "float4_e2m1fn_x2"
+    ):  # torch has no cast of it; the values are those of the OCP specification
         values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
         expected = np.array([[values[c & 15], values[c >> 4]] for c in range(256)])
         assert np.array_equal(table(name), expected)
@@ -113,7 +121,9 @@ def test_integers_are_exact(a: str, b: str) -> None:
     assert found.changed == sum(d != 0 for d in exact)
     assert found.largest == pytest.approx(float(max(map(abs, exact))), rel=1e-15)
     assert found.dd == pytest.approx(float(sum(d * d for d in exact)), rel=1e-14)
-    assert found.ab == pytest.approx(float(sum(Fraction(p) * q for p, q in zip(x, y, strict=True))), rel=1e-14, abs=1)
+    assert found.ab == pytest.approx(
+        float(sum(Fraction(p) * q for p, q in zip(x, y, strict=True))), rel=1e-14, abs=1
+    )
 
 
 def test_neighbours_beyond_2_to_53_differ() -> None:
@@ -190,7 +200,9 @@ def test_tolerance() -> None:
 def test_any_numbers(pairs: list[tuple[float, float]]) -> None:
     a, b = (torch.tensor(side, dtype=torch.float32) for side in zip(*pairs, strict=True))
     found = compare(a, b)
-    exact = sum((Fraction(p) - Fraction(q)) ** 2 for p, q in zip(a.tolist(), b.tolist(), strict=True))
+    exact = sum(
+        (Fraction(p) - Fraction(q)) ** 2 for p, q in zip(a.tolist(), b.tolist(), strict=True)
+    )
     assert found.dd == pytest.approx(float(exact), rel=1e-14)
     assert found.unequal == sum(p != q for p, q in pairs)
 
@@ -198,11 +210,13 @@ def test_any_numbers(pairs: list[tuple[float, float]]) -> None:
 def test_totals_do_not_depend_on_order() -> None:
     torch.manual_seed(6)
     parts = [compare(torch.randn(100), torch.randn(100)) for _ in range(20)]
-    assert Sums.total(parts) == Sums.total(parts[::-1])
-    assert Sums.total([]) == Sums()
+    assert PairStats.total(parts) == PairStats.total(parts[::-1])
+    assert PairStats.total([]) == PairStats()
 
 
 def test_differences_whose_squares_vanish_are_undefined_and_not_zero() -> None:
-    found = compare(torch.full((4,), 1e-180, dtype=torch.float64), torch.full((4,), 3e-180, dtype=torch.float64))
+    found = compare(
+        torch.full((4,), 1e-180, dtype=torch.float64), torch.full((4,), 3e-180, dtype=torch.float64)
+    )
     assert found.unequal == 4
     assert math.isnan(found.rel_l2)

@@ -7,7 +7,15 @@ import math
 import pytest
 
 from ema_ckpt import UsageError
-from ema_ckpt.analysis.phema import WIDEST, Profile, exponent_of, inner_product, mismatch, solve, width_of
+from ema_ckpt.analysis.phema import (
+    WIDEST,
+    Profile,
+    exponent_of,
+    inner_product,
+    mismatch,
+    solve,
+    width_of,
+)
 
 # What the solver published with EDM2 (github.com/NVlabs/edm2, training/phema.py) returns for these inputs.
 EXPONENTS = {
@@ -58,14 +66,27 @@ def density(profile: Profile, at: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "pair", [((100, 0.05), (100, 0.10)), ((60, 0.10), (100, 0.05)), ((100, 0.05), (60, 0.10)), ((30, 0.2), (90, 0.25))]
+    "pair",
+    [
+        ((100, 0.05), (100, 0.10)),
+        ((60, 0.10), (100, 0.05)),
+        ((100, 0.05), (60, 0.10)),
+        ((30, 0.2), (90, 0.25)),
+    ],
 )
-def test_inner_products_are_the_integrals(pair: tuple[tuple[float, float], tuple[float, float]]) -> None:
+def test_inner_products_are_the_integrals(
+    pair: tuple[tuple[float, float], tuple[float, float]],
+) -> None:
     """By Simpson's rule up to the earlier end, behind which one of the two is zero."""
     a, b = (Profile(*one) for one in pair)
     count, end = 20_000, min(a.time, b.time)
     values = [density(a, end * i / count) * density(b, end * i / count) for i in range(count + 1)]
-    integral = (values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2])) * end / count / 3
+    integral = (
+        (values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]))
+        * end
+        / count
+        / 3
+    )
     assert inner_product(a, b) == pytest.approx(integral, rel=1e-9)
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ema_ckpt.analysis.weighted_sum import Blend, Part, blended_dtype, boxes_of_range
+from ema_ckpt.analysis.weighted_sum import Part, WeightedSum, blended_dtype, boxes_of_range
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.discovery.opening import open_catalog
 from tests.checkpoints import save_dcp
@@ -24,7 +24,11 @@ def test_boxes_hold_exactly_the_range(shape: list[int], data: st.DataObject) -> 
     index = np.arange(numel).reshape(shape)
     found = []
     for box in boxes_of_range(shape, start, stop):
-        found += index[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].reshape(-1).tolist()
+        found += (
+            index[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+            .reshape(-1)
+            .tolist()
+        )
     assert found == list(range(start, stop))
     assert len(list(boxes_of_range(shape, start, stop))) <= max(2 * len(shape), 1)
 
@@ -43,32 +47,47 @@ def test_dtype_of_a_sum(names: list[str], expected: str) -> None:
     assert blended_dtype([by_name(name) for name in names]).name == expected
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "complex64", "complex128"])
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "bfloat16", "float16", "complex64", "complex128"]
+)
 def test_any_range_of_a_sum(dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
     tensors = [
-        torch.randn(7, 5, 3, dtype=torch.complex128 if "complex" in dtype else torch.float64).to(kind) for _ in range(3)
+        torch.randn(7, 5, 3, dtype=torch.complex128 if "complex" in dtype else torch.float64).to(
+            kind
+        )
+        for _ in range(3)
     ]
     weights = [0.5, -0.25, 0.75]
-    catalogs = [open_catalog(save_dcp(tmp_path / str(i), {"m": {"w": t}})) for i, t in enumerate(tensors)]
-    blend = Blend(verify=True)
-    parts = [Part(c, next(t for t in c.tensors if t.name == "m.w"), w) for c, w in zip(catalogs, weights, strict=True)]
+    catalogs = [
+        open_catalog(save_dcp(tmp_path / str(i), {"m": {"w": t}})) for i, t in enumerate(tensors)
+    ]
+    blend = WeightedSum(verify=True)
+    parts = [
+        Part(c, next(t for t in c.tensors if t.name == "m.w"), w)
+        for c, w in zip(catalogs, weights, strict=True)
+    ]
     tensor = blend.add("w", parts)
     wide = torch.complex128 if "complex" in dtype else torch.float64
     total = sum(w * t.to(wide) for w, t in zip(weights, tensors, strict=True))
-    expected = total.to(torch.float32).to(kind) if dtype in ("bfloat16", "float16") else total.to(kind)
+    expected = (
+        total.to(torch.float32).to(kind) if dtype in ("bfloat16", "float16") else total.to(kind)
+    )
     raw = expected.contiguous().view(torch.uint8).numpy().tobytes()
     size = tensor.dtype.itemsize
     assert blend.size("sum-0") == len(raw)
     for first, last in ((0, 105), (0, 1), (4, 9), (14, 16), (15, 45), (29, 104), (104, 105)):
-        assert blend.read("sum-0", first * size, (last - first) * size) == raw[first * size : last * size]
+        assert (
+            blend.read("sum-0", first * size, (last - first) * size)
+            == raw[first * size : last * size]
+        )
     blend.finish()
 
 
 def test_what_is_taken_alone_keeps_its_bits(tmp_path: Path) -> None:
     counter = torch.tensor([2**62 + 1, -3])
     catalog = open_catalog(save_dcp(tmp_path / "c", {"m": {"n": counter}}))
-    blend = Blend(verify=True)
+    blend = WeightedSum(verify=True)
     blend.add("n", [Part(catalog, catalog.tensors[0], 1.0)])
     assert blend.read("sum-0", 0, 16) == counter.numpy().tobytes()

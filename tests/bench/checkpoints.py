@@ -73,9 +73,17 @@ def _sharded(layout: str, name: str, tensor, mesh):
         elif name.endswith(("o.weight", "down.weight")):
             local, placements = tensor.chunk(rows)[dp].chunk(TP, 1)[tp], [Shard(0), Shard(1)]
         else:
-            local, placements = tensor.chunk(TP)[tp].chunk(rows)[dp], [_StridedShard(0, split_factor=TP), Shard(0)]
+            local, placements = (
+                tensor.chunk(TP)[tp].chunk(rows)[dp],
+                [_StridedShard(0, split_factor=TP), Shard(0)],
+            )
     return DTensor.from_local(
-        local.contiguous().clone(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local.contiguous().clone(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
@@ -91,7 +99,10 @@ def _save(rank: int, layout: str, nbytes: int, target: str, hugging_face: bool, 
         mesh = init_device_mesh("cpu", (WORLD,))
     base = block()
     names = shapes(layout, nbytes)
-    local = {n: _sharded(layout, n, whole(base, k, shape), mesh) for k, (n, shape) in enumerate(names.items())}
+    local = {
+        n: _sharded(layout, n, whole(base, k, shape), mesh)
+        for k, (n, shape) in enumerate(names.items())
+    }
     if hugging_face:
         writer = dcp.HuggingFaceStorageWriter(target, save_distributed=True)
         dcp.save(local, storage_writer=writer)
@@ -117,7 +128,9 @@ def _rank_main(rank: int, store: str, *job: object) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
     code = 0
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD
+        )
         _save(rank, *job)
         dist.barrier()
     except BaseException:
@@ -127,7 +140,13 @@ def _rank_main(rank: int, store: str, *job: object) -> None:
 
 
 def build(
-    layout: str, nbytes: int, target: Path, hugging_face: bool = False, timeout: float = 600.0, *, ema: bool = False
+    layout: str,
+    nbytes: int,
+    target: Path,
+    hugging_face: bool = False,
+    timeout: float = 600.0,
+    *,
+    ema: bool = False,
 ) -> None:
     """Save the checkpoint of `layout` to `target` from eight processes.
 
@@ -140,7 +159,10 @@ def build(
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         job = (f"{folder}/store", layout, nbytes, str(target), hugging_face, ema)
-        ranks = [context.Process(target=_rank_main, args=(rank, *job), daemon=True) for rank in range(WORLD)]
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, *job), daemon=True)
+            for rank in range(WORLD)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -153,4 +175,10 @@ def build(
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), "--hf" in sys.argv, ema="--ema" in sys.argv)
+    build(
+        sys.argv[1],
+        int(sys.argv[2]),
+        Path(sys.argv[3]),
+        "--hf" in sys.argv,
+        ema="--ema" in sys.argv,
+    )

@@ -29,7 +29,17 @@ import tempfile
 from pathlib import Path
 
 import checkpoints
-from measure import Contender, Settler, file_system, machine, race, remove, run_once, save_json, table
+from measure import (
+    Contender,
+    Settler,
+    file_system,
+    machine,
+    race,
+    remove,
+    run_once,
+    save_json,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = ("row", "column", "2d", "small")
@@ -62,18 +72,26 @@ def main() -> None:
         for layout in options.layout:
             _one_layout(layout, folder, settle, options)
         if settle.gave_up:
-            print(f"the disk did not come to rest before {settle.gave_up} runs: take the numbers with care")
+            print(
+                f"the disk did not come to rest before {settle.gave_up} runs: take the numbers with care"
+            )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", action="append", choices=(*LAYOUTS, "start"))
     parser.add_argument("--size", type=_size, default="2GB", help="bytes a layout (not of `small`)")
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--rival-runs", type=int, help="runs of the three slow rivals; --runs if not given")
+    parser.add_argument(
+        "--rival-runs", type=int, help="runs of the three slow rivals; --runs if not given"
+    )
     parser.add_argument("--no-rivals", action="store_true")
     parser.add_argument("--dir", help="where to put the temporary directory")
-    parser.add_argument("--keep", help="build here, keep the checkpoints, and reuse those that are there")
+    parser.add_argument(
+        "--keep", help="build here, keep the checkpoints, and reuse those that are there"
+    )
     parser.add_argument("--json", type=Path, help="write every single result to this directory")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
@@ -91,7 +109,9 @@ def _size(text: str) -> int:
 
 def _headline(folder: Path) -> str:
     facts = {**machine(), "file system": file_system(folder)}
-    facts |= {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "safetensors")}
+    facts |= {
+        name: importlib.metadata.version(name) for name in ("torch", "accelerate", "safetensors")
+    }
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
@@ -128,7 +148,9 @@ def _build(target: Path, layout: str, nbytes: int, *, hugging_face: bool) -> Non
         checkpoints.build("small" if layout == "start" else layout, nbytes, target, hugging_face)
 
 
-def _contenders(source: Path, hugging_face: Path, folder: Path, options: argparse.Namespace) -> list[Contender]:
+def _contenders(
+    source: Path, hugging_face: Path, folder: Path, options: argparse.Namespace
+) -> list[Contender]:
     copy, file, torch_file = folder / "copy", folder / "out.safetensors", folder / "out.pt"
     rival_out = folder / "rival"
     runs = options.runs
@@ -145,7 +167,16 @@ def _contenders(source: Path, hugging_face: Path, folder: Path, options: argpars
     ]  # fmt: skip
     for name, code in RIVALS.items():
         if options.rival_runs:
-            command = [sys.executable, "-W", "ignore", "-c", code, str(source), str(hugging_face), str(rival_out)]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-c",
+                code,
+                str(source),
+                str(hugging_face),
+                str(rival_out),
+            ]
             out.append(Contender(name, command, [rival_out], options.rival_runs))
     return out
 
@@ -189,7 +220,9 @@ def _print(layout: str, source: Path, contenders: list[Contender]) -> None:
     rows = [["", "seconds (min-max)", "CPU s", "peak RSS MB", "x cp -r", "x cp+fsync", "x ours"]]
     for c in contenders:
         seconds = sorted(run.seconds for run in c.results)
-        ratios = [f"{c.seconds / other.seconds:.2f}" if other else "" for other in (cp, synced, quick)]
+        ratios = [
+            f"{c.seconds / other.seconds:.2f}" if other else "" for other in (cp, synced, quick)
+        ]
         rows.append(
             [
                 c.name,
@@ -200,7 +233,9 @@ def _print(layout: str, source: Path, contenders: list[Contender]) -> None:
             ]
         )
     nbytes = sum(file.stat().st_size for file in source.iterdir())
-    print(f"{layout}: {nbytes / 1e9:.2f} GB in {len(list(source.iterdir()))} files, medians of {contenders[0].runs}\n")
+    print(
+        f"{layout}: {nbytes / 1e9:.2f} GB in {len(list(source.iterdir()))} files, medians of {contenders[0].runs}\n"
+    )
     print(table(rows), end="\n\n", flush=True)
 
 

@@ -37,12 +37,15 @@ ENV = {"PYTHONPATH": str(ROOT)}
 _THREADS = "import os, sys, threading\nthreads = min(len(os.sched_getaffinity(0)), 8)\nwanted = int(sys.argv[1])\n"
 _JOIN = "crew = [threading.Thread(target=work) for _ in range(threads)]\n[t.start() for t in crew]; [t.join() for t in crew]\n"
 ARITHMETIC = (
-    "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'\nimport numpy as np\n" + _THREADS + "N = 1 << 15\n"
+    "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'\nimport numpy as np\n"
+    + _THREADS
+    + "N = 1 << 15\n"
     "def work():\n"
     "    a = np.random.default_rng(0).standard_normal(N, 'f4'); b = a + np.float32(1e-3)\n"
     "    for _ in range(wanted // 8 // N // threads):\n"
     "        x, y = a.astype('f8'), b.astype('f8'); d = x - y\n"
-    "        d @ d, x @ x, y @ y, x @ y; m = np.abs(d); m.max(), m.sum(), np.count_nonzero(a != b)\n" + _JOIN
+    "        d @ d, x @ x, y @ y, x @ y; m = np.abs(d); m.max(), m.sum(), np.count_nonzero(a != b)\n"
+    + _JOIN
 )
 CRC32 = _THREADS + (
     "import zlib\n"
@@ -74,26 +77,43 @@ def main() -> None:
         if not source.exists():
             folder.mkdir(parents=True, exist_ok=True)
             checkpoints.build(options.layout, options.size, source, ema=True)
-        print(", ".join(f"{key} {value}" for key, value in {**machine(), "file system": file_system(folder)}.items()))
+        print(
+            ", ".join(
+                f"{key} {value}"
+                for key, value in {**machine(), "file system": file_system(folder)}.items()
+            )
+        )
         nbytes = sum(file.stat().st_size for file in source.iterdir())
-        print(f"{options.layout}: {nbytes / 1e9:.2f} GB in {len(list(source.iterdir()))} files, from the page cache\n")
+        print(
+            f"{options.layout}: {nbytes / 1e9:.2f} GB in {len(list(source.iterdir()))} files, from the page cache\n"
+        )
         contenders = _contenders(source, nbytes, options)
         for file in source.iterdir():
             file.read_bytes()
         race(contenders, lambda: None, folder / "log")
         _print(contenders, nbytes)
         if options.json:
-            save_json(options.json, contenders, {"size": options.size, "layout": options.layout, **machine()})
+            save_json(
+                options.json,
+                contenders,
+                {"size": options.size, "layout": options.layout, **machine()},
+            )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=_size, default="2GB", help="bytes of the model; the EMA has as many")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", type=_size, default="2GB", help="bytes of the model; the EMA has as many"
+    )
     parser.add_argument("--layout", default="row", choices=("row", "column", "2d"))
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--rival-runs", type=int, default=3)
     parser.add_argument("--dir", help="where to put the temporary directory")
-    parser.add_argument("--keep", help="build here, keep the checkpoint, and reuse one that is there")
+    parser.add_argument(
+        "--keep", help="build here, keep the checkpoint, and reuse one that is there"
+    )
     parser.add_argument("--json", type=Path, help="write every single result to this file")
     return parser.parse_args()
 
@@ -112,8 +132,15 @@ def _contenders(source: Path, nbytes: int, options: argparse.Namespace) -> list[
         Contender("crc32", [python, "-c", CRC32, str(nbytes)], [], runs),
         Contender("diff", [*ours, "diff", str(source), "-q"], [], runs, ENV),
         Contender("verify", [*ours, "verify", str(source), "-q"], [], runs, ENV),
-        Contender("start", [*ours, "verify", str(ROOT / "fixtures/dcp/fsdp2-w8"), "-q"], [], runs, ENV),
-        Contender("dcp.load", [python, "-W", "ignore", "-c", DCP_LOAD, str(source)], [], options.rival_runs),
+        Contender(
+            "start", [*ours, "verify", str(ROOT / "fixtures/dcp/fsdp2-w8"), "-q"], [], runs, ENV
+        ),
+        Contender(
+            "dcp.load",
+            [python, "-W", "ignore", "-c", DCP_LOAD, str(source)],
+            [],
+            options.rival_runs,
+        ),
     ]
 
 
@@ -122,15 +149,33 @@ def _print(contenders: list[Contender], nbytes: int) -> None:
     for c in contenders:
         seconds = sorted(run.seconds for run in c.results)
         spread = f"{c.seconds:.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f})"
-        rows.append([c.name, spread, f"{c.cpu_seconds:.2f}", f"{nbytes / c.seconds / 1e9:.2f}", f"{c.peak_mb:.0f}"])
+        rows.append(
+            [
+                c.name,
+                spread,
+                f"{c.cpu_seconds:.2f}",
+                f"{nbytes / c.seconds / 1e9:.2f}",
+                f"{c.peak_mb:.0f}",
+            ]
+        )
     print(table(rows), end="\n\n")
     by = {contender.name: contender for contender in contenders}
     diff, verify = by["diff"], by["verify"]
     bars = [
-        ("diff / (cat + arithmetic)", diff.seconds / (by["cat"].seconds + by["arithmetic"].seconds), "<=", 1.5),
+        (
+            "diff / (cat + arithmetic)",
+            diff.seconds / (by["cat"].seconds + by["arithmetic"].seconds),
+            "<=",
+            1.5,
+        ),
         ("dcp.load / diff", by["dcp.load"].seconds / diff.seconds, ">=", 12),
         ("diff, peak RSS MB", diff.peak_mb, "<=", 96),
-        ("crc32 / verify, CPU", by["crc32"].cpu_seconds / (verify.cpu_seconds - by["start"].cpu_seconds), ">=", 0.8),
+        (
+            "crc32 / verify, CPU",
+            by["crc32"].cpu_seconds / (verify.cpu_seconds - by["start"].cpu_seconds),
+            ">=",
+            0.8,
+        ),
         ("verify, peak RSS MB", verify.peak_mb, "<=", 64),
     ]
     for name, value, sign, bar in bars:

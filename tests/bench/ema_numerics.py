@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ema_ckpt.ema.engines import cpu as blocked
-from ema_ckpt.ema.engines.lists import Lists
+from ema_ckpt.ema.engines.lists import UpdateBatch
 
 UPDATES, NUMEL = 1000, 10_000
 DECAYS = (0.9, 0.99, 0.999, 0.9999, 0.99999)
@@ -64,7 +64,7 @@ def measure(path: Path, decay: float, dtype: torch.dtype, compensate: bool) -> t
     live = start.clone()
     residuals = [torch.zeros(NUMEL, dtype=torch.bfloat16)] if compensate else None
     shadow = start.to(dtype, copy=True)
-    lists = Lists([shadow.clone()], [live], residuals)
+    lists = UpdateBatch([shadow.clone()], [live], residuals)
     step, exact = blocked.prepare(lists), start.double()
     for value in path(start):
         live.copy_(value)
@@ -76,14 +76,25 @@ def measure(path: Path, decay: float, dtype: torch.dtype, compensate: bool) -> t
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     torch.set_num_threads(1)
     for path in PATHS:
         print(f"\n{path.__name__}: {path.__doc__}\n")
-        print("| average | " + " | ".join(f"{decay}" for decay in DECAYS) + " |\n|---|" + "---|" * len(DECAYS))
+        print(
+            "| average | "
+            + " | ".join(f"{decay}" for decay in DECAYS)
+            + " |\n|---|"
+            + "---|" * len(DECAYS)
+        )
         for name, (dtype, compensate) in FORMS.items():
             cells = [measure(path, decay, dtype, compensate) for decay in DECAYS]
-            print(f"| {name} | " + " | ".join(f"{error:.1e} ({max(lost, 0):.1%})" for error, lost in cells) + " |")
+            print(
+                f"| {name} | "
+                + " | ".join(f"{error:.1e} ({max(lost, 0):.1%})" for error, lost in cells)
+                + " |"
+            )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ class Bag(nn.Module):
 
     def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes])
+        self.weights = nn.ParameterList(
+            [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+        )
 
 
 def foreach_lerp(model: nn.Module) -> Update:
@@ -104,7 +106,9 @@ def ours(model: nn.Module) -> Update:
 RIVALS = [foreach_lerp, lerp_float, mul_add, averaged_model, diffusers_ema, timm_ema, ema_pytorch]
 
 
-def compare(title: str, model: nn.Module, rivals: list[Callable[[nn.Module], Update]], repeats: int) -> None:
+def compare(
+    title: str, model: nn.Module, rivals: list[Callable[[nn.Module], Update]], repeats: int
+) -> None:
     """Print the median of each rival, measured in pairs with ours."""
     mine = ours(model)
     print(f"\n{title}")
@@ -119,7 +123,9 @@ def compare(title: str, model: nn.Module, rivals: list[Callable[[nn.Module], Upd
             for name, update in (("rival", rival), ("ours", mine)):
                 times[name].append(_timed(update))
         theirs, own = (statistics.median(values[1:]) * 1e3 for values in times.values())
-        print(f"  {make.__name__:16} {theirs:10.3f} ms   ours {own:10.3f} ms   {theirs / own:6.2f} × as fast")
+        print(
+            f"  {make.__name__:16} {theirs:10.3f} ms   ours {own:10.3f} ms   {theirs / own:6.2f} × as fast"
+        )
         del rival
         gc.collect()
 
@@ -152,18 +158,41 @@ def main() -> None:
     print(f"torch {torch.__version__}, {options.threads} threads")
     for numel in (16, 1024):
         tiny = [(numel,)] * 600
-        compare(f"600 tensors of {numel}, float32", Bag(tiny, torch.float32), RIVALS, 20 * options.repeats)
-        compare(f"600 tensors of {numel}, bfloat16", Bag(tiny, torch.bfloat16), [lerp_float], 20 * options.repeats)
         compare(
-            f"600 tensors of {numel}, float32 DTensors", sharded(Bag(tiny, torch.float32)), [mul_add], options.repeats
+            f"600 tensors of {numel}, float32",
+            Bag(tiny, torch.float32),
+            RIVALS,
+            20 * options.repeats,
+        )
+        compare(
+            f"600 tensors of {numel}, bfloat16",
+            Bag(tiny, torch.bfloat16),
+            [lerp_float],
+            20 * options.repeats,
+        )
+        compare(
+            f"600 tensors of {numel}, float32 DTensors",
+            sharded(Bag(tiny, torch.float32)),
+            [mul_add],
+            options.repeats,
         )
     shapes = large_shapes(options.numel)
     large = Bag(shapes, torch.float32)
     total = sum(p.numel() for p in large.parameters())
-    compare(f"{total:,} parameters, float32", large, [foreach_lerp, mul_add, averaged_model], options.repeats)
+    compare(
+        f"{total:,} parameters, float32",
+        large,
+        [foreach_lerp, mul_add, averaged_model],
+        options.repeats,
+    )
     del large
     gc.collect()
-    compare(f"{total:,} parameters, bfloat16", Bag(shapes, torch.bfloat16), [lerp_float], options.repeats)
+    compare(
+        f"{total:,} parameters, bfloat16",
+        Bag(shapes, torch.bfloat16),
+        [lerp_float],
+        options.repeats,
+    )
 
 
 if __name__ == "__main__":

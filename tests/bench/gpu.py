@@ -47,8 +47,13 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in self.qkv(self.before(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.after(x))))
 
 
@@ -168,7 +173,9 @@ def averaged_model(model: nn.Module) -> Update:
 def diffusers_foreach(model: nn.Module) -> Update:
     """The arithmetic of `diffusers.training_utils.EMAModel(foreach=True)`."""
     shadows, params = _pairs(model)
-    return lambda: torch._foreach_sub_(shadows, torch._foreach_sub(shadows, params), alpha=1 - DECAY)
+    return lambda: torch._foreach_sub_(
+        shadows, torch._foreach_sub(shadows, params), alpha=1 - DECAY
+    )
 
 
 def to_the_host_per_tensor(model: nn.Module) -> Update:
@@ -203,7 +210,9 @@ def ours(**options: object) -> Callable[[nn.Module], Update]:
     def make(model: nn.Module) -> Update:
         return ShardedEMA(model, DECAY, **options).update  # type: ignore[arg-type]
 
-    make.__doc__ = "ours" + "".join(f", {k}={str(v).removeprefix('torch.')}" for k, v in options.items())
+    make.__doc__ = "ours" + "".join(
+        f", {k}={str(v).removeprefix('torch.')}" for k, v in options.items()
+    )
     return make
 
 
@@ -215,7 +224,9 @@ def update_table(layers: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         model = made(layers, dtype)
         numel = sum(p.numel() for p in model.parameters())
-        print(f"\n{numel:,} parameters in {len(list(model.parameters()))} tensors, {dtype}; averages float32")
+        print(
+            f"\n{numel:,} parameters in {len(list(model.parameters()))} tensors, {dtype}; averages float32"
+        )
         print(f"| {'':58} | ms | of limit | ours is | host µs |\n|---|---|---|---|---|")
         reference = None
         for make in [
@@ -228,18 +239,25 @@ def update_table(layers: int) -> None:
             name = (make.__doc__ or "").rstrip(".")
             width = 2 if "dtype=bfloat16" in name else 4
             least = numel * (2 * width + dtype.itemsize + 4 * ("compensate" in name)) / bandwidth
-            print(f"| {name[:58]:58} | {took:.2f} | {least / took:.0%} | {took / reference:.2f} × | {host:.0f} |")
+            print(
+                f"| {name[:58]:58} | {took:.2f} | {least / took:.0%} | {took / reference:.2f} × | {host:.0f} |"
+            )
             del update
             gc.collect()
             torch.cuda.empty_cache()
         del model
     for title, bag in (
-        ("2 000 parameters in one list", nn.ParameterList([torch.randn(64, 64) for _ in range(2000)])),
+        (
+            "2 000 parameters in one list",
+            nn.ParameterList([torch.randn(64, 64) for _ in range(2000)]),
+        ),
         ("1 000 Linear layers", nn.ModuleList([nn.Linear(64, 64) for _ in range(1000)])),
     ):
         for kind in (torch.float32, torch.bfloat16):
             update = ShardedEMA(bag.to("cuda", kind), DECAY).update
-            print(f"host time of update(): {title}, {kind}: {host_microseconds(update, 200):.0f} µs")
+            print(
+                f"host time of update(): {title}, {kind}: {host_microseconds(update, 200):.0f} µs"
+            )
 
 
 def two_way_rate() -> float:
@@ -281,7 +299,9 @@ def offload_table(layers: int) -> None:
     print(
         f"constructor {constructed:.1f} s, with the first update {prepared:.1f} s; {ema.nbytes / 1e9:.2f} GB averages"
     )
-    print(f"update alone {took:.0f} ms, two-way PCIe time {ema.nbytes / rate:.0f} ms; host time {host:.0f} µs")
+    print(
+        f"update alone {took:.0f} ms, two-way PCIe time {ema.nbytes / rate:.0f} ms; host time {host:.0f} µs"
+    )
     print(f"device memory held {held / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")
     for make, repeats in ((whole_shadow_moved, 3), (to_the_host_per_tensor, 1)):
         del ema
@@ -323,7 +343,9 @@ def optimizer_table(layers: int) -> None:
             torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e3)
         host = host_microseconds(optimizer.step, 5) / 1e3
-        name = "on the device" if slot_bytes is None else f"offloaded, slots of {slot_bytes >> 20} MiB"
+        name = (
+            "on the device" if slot_bytes is None else f"offloaded, slots of {slot_bytes >> 20} MiB"
+        )
         took, wanted = statistics.median(times), moments / rate
         print(
             f"{name}: step {took:.1f} ms = {took / wanted:.2f} x two-way PCIe time ({wanted:.1f} ms), host {host:.1f} ms, "
@@ -379,7 +401,9 @@ def step_table(layers: int, pairs: int, tokens: int, accumulate: int) -> None:
         )
         for name, ratios in times.items():
             low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            print(f"{name}: {statistics.median(ratios):+.2%} (quartiles {low:+.2%} {high:+.2%}, {len(ratios)} pairs)")
+            print(
+                f"{name}: {statistics.median(ratios):+.2%} (quartiles {low:+.2%} {high:+.2%}, {len(ratios)} pairs)"
+            )
     dist.destroy_process_group()
 
 
@@ -414,10 +438,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=12_288)
-    parser.add_argument("--accumulate", type=int, default=1, help="forward and backward passes of one step")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="forward and backward passes of one step"
+    )
     options = parser.parse_args()
     if not int(os.environ.get("RANK", "0")):
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+        )
     if options.table == "step":
         step_table(options.layers, options.pairs, options.tokens, options.accumulate)
     else:

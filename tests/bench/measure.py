@@ -91,7 +91,9 @@ def run_once(command: Sequence[str], log: Path, env: dict[str, str] | None = Non
         SystemExit: the command failed; the end of its output is shown.
     """
     helper = [sys.executable, "-S", "-E", "-c", _HELPER, str(log), *map(str, command)]
-    done = subprocess.run(helper, capture_output=True, text=True, check=True, env={**os.environ, **(env or {})})
+    done = subprocess.run(
+        helper, capture_output=True, text=True, check=True, env={**os.environ, **(env or {})}
+    )
     seconds, peak, code, cpu = done.stdout.split()
     result = Run(float(seconds), int(peak), int(code), float(cpu))
     if result.code:
@@ -141,7 +143,9 @@ class Settler:
         return took
 
 
-def race(contenders: Sequence[Contender], settle: Callable[[], None], log: Path, seed: int = 0) -> None:
+def race(
+    contenders: Sequence[Contender], settle: Callable[[], None], log: Path, seed: int = 0
+) -> None:
     """Run every contender as often as it asks for, all of them mixed in random order."""
     order = [contender for contender in contenders for _ in range(contender.runs)]
     random.Random(seed).shuffle(order)
@@ -179,12 +183,17 @@ def file_system(path: Path) -> str:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """`rows` (the first are headings) as a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
     lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
     return "\n".join(lines)
 
 
 def save_json(path: Path, contenders: Sequence[Contender], notes: dict[str, object]) -> None:
     """Every single result, for whoever doubts a median."""
-    results = {c.name: [[r.seconds, r.peak_kb, r.cpu_seconds] for r in c.results] for c in contenders}
+    results = {
+        c.name: [[r.seconds, r.peak_kb, r.cpu_seconds] for r in c.results] for c in contenders
+    }
     path.write_text(json.dumps({"notes": notes, "results": results}, indent=1) + "\n")

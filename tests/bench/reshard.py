@@ -52,14 +52,20 @@ def main() -> None:
         _print(contenders)
         if options.json:
             options.json.mkdir(parents=True, exist_ok=True)
-            save_json(options.json / "reshard.json", contenders, {"size": options.size, **machine()})
+            save_json(
+                options.json / "reshard.json", contenders, {"size": options.size, **machine()}
+            )
         _loading(source, folder, options)
         if settle.gave_up:
-            print(f"the disk did not come to rest before {settle.gave_up} runs: take the numbers with care")
+            print(
+                f"the disk did not come to rest before {settle.gave_up} runs: take the numbers with care"
+            )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", type=_size, default="4GB")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--no-rivals", action="store_true")
@@ -81,7 +87,9 @@ def _launched(count: int, *arguments: object) -> list[str]:
     return [torchrun, "--nproc-per-node", str(count), *map(str, arguments)]
 
 
-def _contenders(source: Path, file: Path, folder: Path, options: argparse.Namespace) -> list[Contender]:
+def _contenders(
+    source: Path, file: Path, folder: Path, options: argparse.Namespace
+) -> list[Contender]:
     out, runs = folder / "out", options.runs
     synced = f"cp -r '{source}' '{out}' && sync '{out}'/.metadata '{out}'/*"
     found = [
@@ -93,12 +101,24 @@ def _contenders(source: Path, file: Path, folder: Path, options: argparse.Namesp
         command = _ours("reshard", source, out, "--world-size", ranks, "-q")
         found.append(Contender(f"reshard 8 to {ranks}, fsync", command, [out], runs, ENV))
         found.append(Contender(f"reshard 8 to {ranks}", [*command, "--no-fsync"], [out], runs, ENV))
-    both = _launched(2, "-m", "ema_ckpt", "reshard", source, out, "--world-size", 3, "-q", "--no-fsync")
+    both = _launched(
+        2, "-m", "ema_ckpt", "reshard", source, out, "--world-size", 3, "-q", "--no-fsync"
+    )
     found.append(Contender("reshard 8 to 3, 2 processes", both, [out], runs, ENV))
     convert = _ours("convert", file, out, "--to", "dcp", "--world-size", 8, "-q", "--no-fsync")
     found.append(Contender("convert safetensors to DCP", convert, [out], runs, ENV))
     if not options.no_rivals:
-        one = [sys.executable, "-W", "ignore", str(HERE), "worker", "planner", str(source), str(out), "3"]
+        one = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(HERE),
+            "worker",
+            "planner",
+            str(source),
+            str(out),
+            "3",
+        ]
         three = _launched(3, HERE, "worker", "resave", source, out)
         found.append(Contender("torch's planner, one process", one, [out], min(runs, 3), ENV))
         found.append(Contender("dcp.load + dcp.save, 3 processes", three, [out], min(runs, 3), ENV))
@@ -110,7 +130,9 @@ def _check(source: Path, folder: Path) -> None:
     import shutil
 
     out = folder / "checked"
-    run_once(_ours("reshard", source, out, "--world-size", 3, "--no-fsync", "-q"), folder / "log", ENV)
+    run_once(
+        _ours("reshard", source, out, "--world-size", 3, "--no-fsync", "-q"), folder / "log", ENV
+    )
     run_once(_ours("verify", out, "--against", source, "-q"), folder / "log", ENV)
     shutil.rmtree(out)
 
@@ -120,7 +142,13 @@ def _print(contenders: list[Contender]) -> None:
     rows = [["", "seconds (min-max)", "CPU s", "peak RSS MB", "x cp"]]
     for c in contenders:
         seconds = sorted(run.seconds for run in c.results)
-        kind = "cp, safetensors" if "safetensors" in c.name else "cp -r, fsync" if "fsync" in c.name else "cp -r"
+        kind = (
+            "cp, safetensors"
+            if "safetensors" in c.name
+            else "cp -r, fsync"
+            if "fsync" in c.name
+            else "cp -r"
+        )
         rows.append(
             [
                 c.name,
@@ -135,14 +163,30 @@ def _print(contenders: list[Contender]) -> None:
 
 def _loading(source: Path, folder: Path, options: argparse.Namespace) -> None:
     one, eight = folder / "one", folder / "eight"
-    run_once(_ours("reshard", source, one, "--world-size", 1, "--no-fsync", "-q"), folder / "log", ENV)
-    run_once(_ours("reshard", one, eight, "--world-size", 8, "--no-fsync", "-q"), folder / "log", ENV)
-    rows = [["dcp.load on 8 ranks", "seconds of the slowest rank (min of runs)", "files opened by rank 3"]]
-    kinds = {"saved by one rank": one, "the same after reshard": eight, "saved by eight ranks, torch's own": source}
+    run_once(
+        _ours("reshard", source, one, "--world-size", 1, "--no-fsync", "-q"), folder / "log", ENV
+    )
+    run_once(
+        _ours("reshard", one, eight, "--world-size", 8, "--no-fsync", "-q"), folder / "log", ENV
+    )
+    rows = [
+        [
+            "dcp.load on 8 ranks",
+            "seconds of the slowest rank (min of runs)",
+            "files opened by rank 3",
+        ]
+    ]
+    kinds = {
+        "saved by one rank": one,
+        "the same after reshard": eight,
+        "saved by eight ranks, torch's own": source,
+    }
     for name, path in kinds.items():
         seconds, opened = [], ""
         for _ in range(min(options.runs, 3)):
-            run_once(_launched(8, HERE, "worker", "load", path, folder / "took"), folder / "log", ENV)
+            run_once(
+                _launched(8, HERE, "worker", "load", path, folder / "took"), folder / "log", ENV
+            )
             took = (folder / "took").read_text().split()
             seconds.append(float(took[0]))
             opened = took[1]
@@ -160,7 +204,10 @@ def _template(source: str, mesh: object) -> dict[str, object]:
 
     metadata = FileSystemReader(source).read_metadata()
     shapes = {name: entry.size for name, entry in metadata.state_dict_metadata.items()}
-    return {name: distribute_tensor(torch.empty(size), mesh, [Shard(0)]) for name, size in shapes.items()}
+    return {
+        name: distribute_tensor(torch.empty(size), mesh, [Shard(0)])
+        for name, size in shapes.items()
+    }
 
 
 def _mesh() -> object:
@@ -211,8 +258,17 @@ def planner(source: str, target: str, ranks: str) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
 
     metadata = FileSystemReader(source).read_metadata()
     state = {name: torch.empty(entry.size) for name, entry in metadata.state_dict_metadata.items()}
@@ -229,9 +285,15 @@ def planner(source: str, target: str, ranks: str) -> None:
             rows, step = tensor.shape[0], -(-tensor.shape[0] // int(ranks))
             start, stop = min(rank * step, rows), min((rank + 1) * step, rows)
             rest = [0] * (tensor.ndim - 1)
-            chunk = ChunkStorageMetadata(torch.Size([start, *rest]), torch.Size([stop - start, *tensor.shape[1:]]))
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), tensor.size())
-            made.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, None, data))
+            chunk = ChunkStorageMetadata(
+                torch.Size([start, *rest]), torch.Size([stop - start, *tensor.shape[1:]])
+            )
+            data = TensorWriteData(
+                chunk, TensorProperties.create_from_tensor(tensor), tensor.size()
+            )
+            made.append(
+                WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, None, data)
+            )
         return made
 
     worker, writer = Planner(), FileSystemWriter(target)
@@ -243,7 +305,8 @@ def planner(source: str, target: str, ranks: str) -> None:
     ]
     plans, made = worker.create_global_plan(local)
     results = [
-        writer.write_data(worker.finish_plan(plan), worker).value() for plan in writer.prepare_global_plan(plans)
+        writer.write_data(worker.finish_plan(plan), worker).value()
+        for plan in writer.prepare_global_plan(plans)
     ]
     writer.finish(made, results)
 

@@ -46,7 +46,10 @@ def measure(parent: str, pairs: int, megabytes: int) -> list[tuple[float, float]
             if kind == "ours":
                 save(path, model=model, ema=ema)
             else:
-                dcp.save({"model": get_model_state_dict(model), "ema": ema.state_dict()}, checkpoint_id=path)
+                dcp.save(
+                    {"model": get_model_state_dict(model), "ema": ema.state_dict()},
+                    checkpoint_id=path,
+                )
             dist.barrier()
             seconds[kind] = time.perf_counter() - started
             if dist.get_rank() == 0:
@@ -59,10 +62,19 @@ def measure(parent: str, pairs: int, megabytes: int) -> list[tuple[float, float]
 
 def main() -> None:
     """Print the medians and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", nargs="?", type=int, default=15, help="pairs of saves; 15 if not given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "megabytes", nargs="?", type=int, default=256, metavar="MB", help="of the model; 256 if not given"
+        "pairs", nargs="?", type=int, default=15, help="pairs of saves; 15 if not given"
+    )
+    parser.add_argument(
+        "megabytes",
+        nargs="?",
+        type=int,
+        default=256,
+        metavar="MB",
+        help="of the model; 256 if not given",
     )
     options = parser.parse_args()
     pairs, megabytes = options.pairs, options.megabytes

@@ -13,7 +13,7 @@ from ema_ckpt.cli.output import Style, inspected, verified, written
 from ema_ckpt.ops.consolidate import consolidate
 from ema_ckpt.ops.diff import compare_trees, result_of
 from ema_ckpt.ops.diff_findings import Compared
-from ema_ckpt.ops.diffed import Diffed
+from ema_ckpt.ops.diffed import DiffResult
 from ema_ckpt.ops.inspect import inspect
 from ema_ckpt.ops.verify import verify
 from tests.checkpoints import ema, torch_at, weights
@@ -56,17 +56,27 @@ def drawn(capsys: pytest.CaptureFixture[str], path: Path, tree: str | None = Non
     ],
 )
 def test_a_tree_is_drawn_alone(
-    capsys: pytest.CaptureFixture[str], run: Path, tree: str | None, rows: list[str], objects: str | None
+    capsys: pytest.CaptureFixture[str],
+    run: Path,
+    tree: str | None,
+    rows: list[str],
+    objects: str | None,
 ) -> None:
     lines = drawn(capsys, run, tree)
     assert lines[0].split() == ["tree", "role", "tensors", "elements", "bytes", "dtypes"]
     assert [line.split()[0] for line in lines[1 : 1 + len(rows)]] == rows
-    assert [line for line in lines if line.startswith("objects")] == ([] if objects is None else [objects])
-    assert any(line.startswith("EMA 'ema'") for line in lines) == (tree in (None, "ema", "ema.weights"))
+    assert [line for line in lines if line.startswith("objects")] == (
+        [] if objects is None else [objects]
+    )
+    assert any(line.startswith("EMA 'ema'") for line in lines) == (
+        tree in (None, "ema", "ema.weights")
+    )
     assert not any(line.startswith("'") for line in lines[1 + len(rows) :])
 
 
-def test_a_path_below_a_tree_has_totals_of_its_own(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_a_path_below_a_tree_has_totals_of_its_own(
+    capsys: pytest.CaptureFixture[str], run: Path
+) -> None:
     assert drawn(capsys, run, "model.layer")[1].split() == [
         "'model.layer'",
         "live",
@@ -118,7 +128,7 @@ def test_one_of_a_kind_is_no_plural(capsys: pytest.CaptureFixture[str], tmp_path
     assert "0 of 1 element changed" in printed
 
 
-def compared(a: Path, b: Path) -> tuple[Diffed, Compared]:
+def compared(a: Path, b: Path) -> tuple[DiffResult, Compared]:
     """A comparison as the command makes it."""
     found = compare_trees(a, b)
     return result_of(found), found

@@ -20,7 +20,9 @@ TINY = str(FIXTURES / "tiny-lm")
 
 def call(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ema_ckpt", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, **options
+    )  # type: ignore[call-overload,no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -33,10 +35,18 @@ def call(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
         (["inspect", "/usr/include"], "not-a-checkpoint", "/usr/include"),
         (["consolidate", TINY, "OUT.safetensors", "--tree", "emma"], "unknown-tree", "'ema'"),
         (["consolidate", TINY, "OUT.safetensors", "--tree", "optimizer"], "usage", "convert"),
-        (["consolidate", TINY, "OUT.safetensors", "--dtype", "int8"], "usage", "fp32, bf16 or fp16"),
+        (
+            ["consolidate", TINY, "OUT.safetensors", "--dtype", "int8"],
+            "usage",
+            "fp32, bf16 or fp16",
+        ),
         (["consolidate", TINY, "OUT.safetensors", "--threads", "0"], "usage", "1 or more"),
         (["consolidate", TINY, "OUT.safetensors", "--max-memory", "1MiB"], "usage", "4MiB"),
-        (["consolidate", TINY, "OUT.safetensors", "--match", "nothing*"], "empty-selection", "nothing*"),
+        (
+            ["consolidate", TINY, "OUT.safetensors", "--match", "nothing*"],
+            "empty-selection",
+            "nothing*",
+        ),
         (["inspect", TINY, "--match", "nothing*"], "empty-selection", "nothing*"),
         (["inspect", TINY, "--match", "model.*", "nothing"], "empty-selection", "nothing"),
         (["inspect", TINY, "--tree", "ema", "--match", "model.*"], "empty-selection", "model.*"),
@@ -47,7 +57,9 @@ def call(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
         (["convert", TINY, "OUT.pt", "--world-size", "2"], "usage", "DCP"),
     ],
 )
-def test_errors_are_one_line_and_one_document(tmp_path: Path, args: list[str], code: str, words: str) -> None:
+def test_errors_are_one_line_and_one_document(
+    tmp_path: Path, args: list[str], code: str, words: str
+) -> None:
     done = call(*args, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -74,9 +86,13 @@ def test_quiet_and_json_on_success(tmp_path: Path) -> None:
     loud = call("consolidate", TINY, str(tmp_path / "b.safetensors"))
     assert "tree 'ema'" in loud.stdout
     assert str(tmp_path / "b.safetensors") in loud.stdout
-    document = json.loads(call("consolidate", TINY, str(tmp_path / "c.safetensors"), "--json").stdout)
+    document = json.loads(
+        call("consolidate", TINY, str(tmp_path / "c.safetensors"), "--json").stdout
+    )
     assert document["tree"] == "ema"
-    assert document["files"] == [{"path": "c.safetensors", "nbytes": (tmp_path / "c.safetensors").stat().st_size}]
+    assert document["files"] == [
+        {"path": "c.safetensors", "nbytes": (tmp_path / "c.safetensors").stat().st_size}
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--version", "--help", "-h"])
@@ -89,7 +105,11 @@ def test_help_and_version(flag: str) -> None:
 def test_a_reader_that_goes_away(tmp_path: Path) -> None:
     command = f"{sys.executable} -m ema_ckpt inspect {TINY} --json; echo $? >{tmp_path}/code"
     done = subprocess.run(
-        ["bash", "-c", f"({command}) | true"], capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", f"({command}) | true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert "Traceback" not in done.stderr
     # The pipe may have been read before it closed.
@@ -150,7 +170,13 @@ def test_start_up_imports_little() -> None:
     )
     out = str(Path(os.environ.get("TMPDIR", "/tmp")) / f"start-up-{os.getpid()}.safetensors")
     try:
-        done = subprocess.run([sys.executable, "-c", code, out], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, out],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
     finally:
         Path(out).unlink(missing_ok=True)
     assert not {"torch", "numpy", "rich", "fsspec", "asyncio"} & set(eval(done.stdout))

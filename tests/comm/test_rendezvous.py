@@ -79,8 +79,14 @@ def _exchanges() -> tuple[object, ...]:
 
 
 def test_values_of_any_length_travel_also_after_the_default_group() -> None:
-    for rank, (values, gathered, scattered, told, tensor, again, nothing) in enumerate(run(3, _exchanges)):
-        assert values == [{"rank": 0, "names": []}, {"rank": 1, "names": ["ä"]}, {"rank": 2, "names": ["ä", "ä"]}]
+    for rank, (values, gathered, scattered, told, tensor, again, nothing) in enumerate(
+        run(3, _exchanges)
+    ):
+        assert values == [
+            {"rank": 0, "names": []},
+            {"rank": 1, "names": ["ä"]},
+            {"rank": 2, "names": ["ä", "ä"]},
+        ]
         assert gathered == ([b"", b"x" * 1000, b"x" * 2000] if rank == 0 else [])
         assert scattered == bytes([rank]) * rank
         assert told == {"from": 0}

@@ -68,16 +68,22 @@ def test_rows_are_split_as_torch_chunk_splits_them(rows: int, parts: int, column
     assert all(b.offsets[0] == rows for b in cut if not b.numel)
 
 
-@given(st.integers(0, 3).flatmap(lambda n: st.tuples(st.tuples(*[st.integers(1, 4)] * n), st.data())))
+@given(
+    st.integers(0, 3).flatmap(lambda n: st.tuples(st.tuples(*[st.integers(1, 4)] * n), st.data()))
+)
 def test_contiguity_and_linear_index(given_: tuple[tuple[int, ...], st.DataObject]) -> None:
     shape, data = given_
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
-    sizes = tuple(data.draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True))
+    sizes = tuple(
+        data.draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True)
+    )
     inner, outer = Box(offsets, sizes), whole(shape)
     numbers = np.arange(outer.numel).reshape(shape)
     taken = numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].ravel()
     assert linear(offsets, shape) == taken[0]
-    assert is_contiguous_in(inner, outer) == bool(np.array_equal(taken, taken[0] + np.arange(len(taken))))
+    assert is_contiguous_in(inner, outer) == bool(
+        np.array_equal(taken, taken[0] + np.arange(len(taken)))
+    )
 
 
 @given(st.lists(st.integers(0, 5), max_size=4))

@@ -8,11 +8,15 @@ from ema_ckpt.core.errors import counted
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 tensors"), (1, "1 tensor"), (2, "2 tensors"), (1200, "1,200 tensors")]
+    ("count", "text"),
+    [(0, "0 tensors"), (1, "1 tensor"), (2, "2 tensors"), (1200, "1,200 tensors")],
 )
 def test_one_is_no_plural(count: int, text: str) -> None:
     assert counted(count, "tensor") == text
 
 
 def test_a_plural_of_its_own() -> None:
-    assert [counted(n, "shape differs", "shapes differ") for n in (1, 2)] == ["1 shape differs", "2 shapes differ"]
+    assert [counted(n, "shape differs", "shapes differ") for n in (1, 2)] == [
+        "1 shape differs",
+        "2 shapes differ",
+    ]

@@ -22,7 +22,9 @@ from ema_ckpt.core.names import (
 )
 from ema_ckpt.core.text import format_size, parse_size
 
-components = st.sampled_from([*sorted(WRAPPERS), "layers", "0", "weight", "submodule", "", "modules"])
+components = st.sampled_from(
+    [*sorted(WRAPPERS), "layers", "0", "weight", "submodule", "", "modules"]
+)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +57,22 @@ def test_stripping_is_idempotent_and_keeps_all_other_components(name: str) -> No
 @pytest.mark.parametrize(
     ("role", "names"),
     [
-        ("ema", "ema unet_ema ema_0.999 shadow shadow_params state_dict_ema model_ema generator_ema net_ema"),
-        ("live", "model generator net state_dict module app.model current_model_state online_model"),
+        (
+            "ema",
+            "ema unet_ema ema_0.999 shadow shadow_params state_dict_ema model_ema generator_ema net_ema",
+        ),
+        (
+            "live",
+            "model generator net state_dict module app.model current_model_state online_model",
+        ),
         (
             "optimizer",
             "optimizer optimizers optim opt optimizer_state optimizer_states optimizer_state_dict d_optimizer",
         ),
-        ("other", "lr_scheduler lr_schedulers scheduler train_state trainer_state dataloader rng rng_state extra"),
+        (
+            "other",
+            "lr_scheduler lr_schedulers scheduler train_state trainer_state dataloader rng rng_state extra",
+        ),
         ("other", "extra_state args hyper_parameters callbacks loops scaler grad_scaler"),
     ],
 )
@@ -69,7 +80,9 @@ def test_recognised_tree_names(role: str, names: str) -> None:
     assert {name: role_of(name) for name in names.split()} == dict.fromkeys(names.split(), role)
 
 
-@pytest.mark.parametrize("name", ["", "Model", "EMA", "emanate", "schema", "cinema", "models", "foo", "layers", "ema."])
+@pytest.mark.parametrize(
+    "name", ["", "Model", "EMA", "emanate", "schema", "cinema", "models", "foo", "layers", "ema."]
+)
 def test_other_names_have_no_role(name: str) -> None:
     assert role_of(name) is None
 
@@ -134,7 +147,9 @@ def test_the_own_name_comes_before_the_default() -> None:
 )
 def test_globs_are_those_of_fnmatchcase(glob: str, names: list[str]) -> None:
     test = glob_matcher(glob)
-    assert [bool(test(name)) for name in names] == [fnmatch.fnmatchcase(name, glob) for name in names]
+    assert [bool(test(name)) for name in names] == [
+        fnmatch.fnmatchcase(name, glob) for name in names
+    ]
 
 
 def test_globs_are_case_sensitive_and_cross_dots() -> None:
@@ -171,15 +186,21 @@ def test_a_rename_is_split_at_the_first_equals_sign() -> None:
         (("w",), "w", "", ("",)),
     ],
 )
-def test_a_rename_moves_the_path_with_the_name(path: tuple, old: str, new: str, expected: tuple) -> None:
+def test_a_rename_moves_the_path_with_the_name(
+    path: tuple, old: str, new: str, expected: tuple
+) -> None:
     assert rename_path(path, old, new) == expected
 
 
-parts = st.text(alphabet="ab.", min_size=1, max_size=4).filter(lambda s: not s.startswith(".") and not s.endswith("."))
+parts = st.text(alphabet="ab.", min_size=1, max_size=4).filter(
+    lambda s: not s.startswith(".") and not s.endswith(".")
+)
 
 
 @given(
-    st.lists(st.one_of(parts, st.integers(0, 3)), min_size=1, max_size=4).filter(lambda p: isinstance(p[0], str)),
+    st.lists(st.one_of(parts, st.integers(0, 3)), min_size=1, max_size=4).filter(
+        lambda p: isinstance(p[0], str)
+    ),
     st.integers(0, 12),
     st.one_of(st.just(""), parts, parts.map(lambda s: f"{s}.")),
 )
@@ -214,7 +235,8 @@ def test_sizes(text: str | int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GB", "-5", "0", "0.1", "1..5MB", "5.", "5XB", "1e9", "0x10", "٣", "inf", "1,5MB", -1]
+    "text",
+    ["", "GB", "-5", "0", "0.1", "1..5MB", "5.", "5XB", "1e9", "0x10", "٣", "inf", "1,5MB", -1],
 )
 def test_what_is_no_size_is_refused(text: str | int) -> None:
     with pytest.raises(UsageError, match="is not a size") as caught:

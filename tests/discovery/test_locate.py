@@ -13,13 +13,13 @@ import fsspec
 import pytest
 
 from ema_ckpt.core.errors import EmaCkptError
-from ema_ckpt.discovery.found import Found
-from ema_ckpt.discovery.locate import find, latest_step, step_number
+from ema_ckpt.discovery.found import Location
+from ema_ckpt.discovery.locate import latest_step, locate_checkpoint, step_number
 from ema_ckpt.formats.rank_files.names import families, family_of, missing_ranks
 from tests.checkpoints import dcp_at, safetensors_at, torch_at, touch
 
 
-def short(found: Found, root: Path | str) -> object:
+def short(found: Location, root: Path | str) -> object:
     """A found checkpoint as a test wants to read it: format, place below `root`, names or parts."""
     place = os.path.relpath(found.resolved, root) if "://" not in str(root) else found.resolved
     if found.parts:
@@ -29,7 +29,7 @@ def short(found: Found, root: Path | str) -> object:
 
 def refused(code: str, path: Path | str) -> str:
     with pytest.raises(EmaCkptError) as caught:
-        find(str(path))
+        locate_checkpoint(str(path))
     assert caught.value.code == code
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -41,35 +41,40 @@ def refused(code: str, path: Path | str) -> str:
 def test_a_dcp_directory_and_any_file_of_it(tmp_path: Path) -> None:
     root = dcp_at(tmp_path / "ckpt")
     expected = ("dcp", "ckpt", ".metadata")
-    assert short(find(str(root)), tmp_path) == expected
-    assert short(find(f"{root}/"), tmp_path) == expected
-    assert short(find(str(root / ".metadata")), tmp_path) == expected
-    assert short(find(str(root / "__0_0.distcp")), tmp_path) == expected
+    assert short(locate_checkpoint(str(root)), tmp_path) == expected
+    assert short(locate_checkpoint(f"{root}/"), tmp_path) == expected
+    assert short(locate_checkpoint(str(root / ".metadata")), tmp_path) == expected
+    assert short(locate_checkpoint(str(root / "__0_0.distcp")), tmp_path) == expected
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @pytest.mark.parametrize("here", [(1, 2), (1,), (2,)])
-def test_shards_without_their_index_are_no_checkpoints(tmp_path: Path, suffix: str, here: tuple[int, ...]) -> None:
+def test_shards_without_their_index_are_no_checkpoints(
+    tmp_path: Path, suffix: str, here: tuple[int, ...]
+) -> None:
     for number in here:
         touch(tmp_path / "hf" / f"model-0000{number}-of-00002{suffix}")
     touch(tmp_path / "hf" / "config.json")
     for path in (tmp_path, tmp_path / "hf"):
         message = refused("missing-metadata", path)
-        assert f"{len(here)} of the 2 shards model-*-of-*{suffix} without model{suffix}.index.json" in message
+        assert (
+            f"{len(here)} of the 2 shards model-*-of-*{suffix} without model{suffix}.index.json"
+            in message
+        )
         assert ("missing shards" in message) == (len(here) == 1)
     shard = tmp_path / "hf" / f"model-0000{here[0]}-of-00002{suffix}"
-    assert find(str(shard)).names == (shard.name,)
+    assert locate_checkpoint(str(shard)).names == (shard.name,)
 
 
 def test_the_only_shard_needs_no_index(tmp_path: Path) -> None:
     touch(tmp_path / "model-00001-of-00001.safetensors")
-    assert find(str(tmp_path)).names == ("model-00001-of-00001.safetensors",)
+    assert locate_checkpoint(str(tmp_path)).names == ("model-00001-of-00001.safetensors",)
 
 
 def test_a_step_of_shards_without_an_index_is_not_complete(tmp_path: Path) -> None:
     dcp_at(tmp_path / "step_1")
     touch(tmp_path / "step_2" / "model-00001-of-00002.safetensors")
-    found = find(str(tmp_path))
+    found = locate_checkpoint(str(tmp_path))
     assert Path(found.resolved).name == "step_1"
     assert "model.safetensors.index.json" in str(found.note)
 
@@ -77,7 +82,11 @@ def test_a_step_of_shards_without_an_index_is_not_complete(tmp_path: Path) -> No
 def test_rank_metadata_in_the_order_of_ranks(tmp_path: Path) -> None:
     for rank in (10, 0, 2):
         touch(tmp_path / f"__{rank}.metadata")
-    assert find(str(tmp_path)).names == ("__0.metadata", "__2.metadata", "__10.metadata")
+    assert locate_checkpoint(str(tmp_path)).names == (
+        "__0.metadata",
+        "__2.metadata",
+        "__10.metadata",
+    )
 
 
 def test_a_dcp_directory_without_metadata_is_said_to_be_one(tmp_path: Path) -> None:
@@ -87,10 +96,12 @@ def test_a_dcp_directory_without_metadata_is_said_to_be_one(tmp_path: Path) -> N
     refused("missing-metadata", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.pth", "a.bin", "a.ckpt", "a.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["a.safetensors", "a.pt", "a.pth", "a.bin", "a.ckpt", "a.safetensors.index.json"]
+)
 def test_one_file(tmp_path: Path, name: str) -> None:
     kind = "safetensors" if "safetensors" in name else "torch"
-    assert short(find(str(touch(tmp_path / name))), tmp_path) == (kind, name, name)
+    assert short(locate_checkpoint(str(touch(tmp_path / name))), tmp_path) == (kind, name, name)
 
 
 def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
@@ -98,13 +109,26 @@ def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_directory(tmp_path: Path) -> None:
-    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json", "optimizer.pt"):
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "config.json",
+        "optimizer.pt",
+    ):
         touch(tmp_path / "hf" / name)
     touch(tmp_path / "hf" / "pytorch_model.bin.index.json")
     touch(tmp_path / "hf" / "model.safetensors.index.json")
-    assert short(find(str(tmp_path / "hf")), tmp_path) == ("safetensors", "hf", "model.safetensors.index.json")
+    assert short(locate_checkpoint(str(tmp_path / "hf")), tmp_path) == (
+        "safetensors",
+        "hf",
+        "model.safetensors.index.json",
+    )
     (tmp_path / "hf" / "model.safetensors.index.json").unlink()
-    assert short(find(str(tmp_path / "hf")), tmp_path) == ("torch", "hf", "pytorch_model.bin.index.json")
+    assert short(locate_checkpoint(str(tmp_path / "hf")), tmp_path) == (
+        "torch",
+        "hf",
+        "pytorch_model.bin.index.json",
+    )
 
 
 def test_two_indices_are_a_question(tmp_path: Path) -> None:
@@ -114,7 +138,9 @@ def test_two_indices_are_a_question(tmp_path: Path) -> None:
     assert "'model.fp16.safetensors.index.json', 'model.safetensors.index.json'" in message
 
 
-def test_the_one_safetensors_file_of_a_directory_is_the_checkpoint_and_no_part(tmp_path: Path) -> None:
+def test_the_one_safetensors_file_of_a_directory_is_the_checkpoint_and_no_part(
+    tmp_path: Path,
+) -> None:
     for name in (
         "model.safetensors",
         "config.json",
@@ -124,16 +150,20 @@ def test_the_one_safetensors_file_of_a_directory_is_the_checkpoint_and_no_part(t
         "training_args.bin",
     ):
         touch(tmp_path / "hf" / name)
-    assert short(find(str(tmp_path / "hf")), tmp_path) == ("safetensors", "hf", "model.safetensors")
+    assert short(locate_checkpoint(str(tmp_path / "hf")), tmp_path) == (
+        "safetensors",
+        "hf",
+        "model.safetensors",
+    )
 
 
 def test_rank_files_are_one_family(tmp_path: Path) -> None:
     names = [f"model_world_size_12_rank_{rank}.pt" for rank in range(12)]
     for name in names:
         touch(tmp_path / name)
-    found = find(str(tmp_path))
+    found = locate_checkpoint(str(tmp_path))
     assert (found.format, found.names) == ("rank-files", tuple(names))
-    assert find(str(tmp_path / names[3])).names == tuple(names)
+    assert locate_checkpoint(str(tmp_path / names[3])).names == tuple(names)
 
 
 def test_rank_files_by_name() -> None:
@@ -141,13 +171,16 @@ def test_rank_files_by_name() -> None:
     assert family_of("model_world_size_4_rank_0.pt") != family_of("optim_world_size_4_rank_0.pt")
     assert family_of("model_world_size_4_rank_0.pt") != family_of("model_world_size_2_rank_0.pt")
     assert {
-        name: (f.name if (f := family_of(name)) else None) for name in ("ema_rank0.pt", "frank_0.pt", "rank_0.pt")
+        name: (f.name if (f := family_of(name)) else None)
+        for name in ("ema_rank0.pt", "frank_0.pt", "rank_0.pt")
     } == {
         "ema_rank0.pt": "ema",
         "frank_0.pt": None,
         "rank_0.pt": "",
     }
-    assert list(families(["a_rank_10.pt", "a_rank_9.pt", "x.pt"]).values()) == [["a_rank_9.pt", "a_rank_10.pt"]]
+    assert list(families(["a_rank_10.pt", "a_rank_9.pt", "x.pt"]).values()) == [
+        ["a_rank_9.pt", "a_rank_10.pt"]
+    ]
     assert missing_ranks(["m_world_size_4_rank_1.pt"]) == (4, [0, 2, 3])
     assert missing_ranks(["m_rank_0.pt", "m_rank_2.pt"]) == (3, [1])
 
@@ -163,7 +196,7 @@ def test_recognised_children_open_together(tmp_path: Path) -> None:
     dcp_at(tmp_path / "logs")
     for name in ("scheduler.bin", "random_states_0.pkl", "trainer_state.json", "common.pt"):
         touch(tmp_path / name)
-    assert short(find(str(tmp_path)), tmp_path) == {
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == {
         "model": ("dcp", "model", ".metadata"),
         "optimizer_0": ("dcp", "optimizer_0", ".metadata"),
         "extra_state": ("rank-files", "extra_state_rank_0.pt", "extra_state_rank_0.pt"),
@@ -176,7 +209,7 @@ def test_families_side_by_side_are_parts(tmp_path: Path) -> None:
         for rank in range(2):
             touch(tmp_path / "actor" / f"{kind}_world_size_2_rank_{rank}.pt")
     touch(tmp_path / "actor" / "huggingface" / "config.json")
-    found = find(str(tmp_path))
+    found = locate_checkpoint(str(tmp_path))
     assert [name for name, _ in found.parts] == ["actor"]
     assert list(short(found.parts[0][1], tmp_path)) == ["extra_state", "model", "optim"]  # type: ignore[call-overload]
 
@@ -184,13 +217,13 @@ def test_families_side_by_side_are_parts(tmp_path: Path) -> None:
 def test_a_directory_of_a_parts_name_that_holds_no_checkpoint_is_no_part(tmp_path: Path) -> None:
     touch(tmp_path / "model" / "code.py")
     dcp_at(tmp_path / "ema")
-    assert short(find(str(tmp_path)), tmp_path) == {"ema": ("dcp", "ema", ".metadata")}
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == {"ema": ("dcp", "ema", ".metadata")}
 
 
 def test_a_part_may_be_a_directory_with_one_file(tmp_path: Path) -> None:
     torch_at(tmp_path / "optim" / "state.pt")
     safetensors_at(tmp_path / "unet_ema" / "diffusion_pytorch_model.safetensors")
-    assert short(find(str(tmp_path)), tmp_path) == {
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == {
         "optim": ("torch", "optim/state.pt", "state.pt"),
         "unet_ema": ("safetensors", "unet_ema", "diffusion_pytorch_model.safetensors"),
     }
@@ -243,7 +276,7 @@ def test_names_of_steps(name: str, number: int | None) -> None:
 def test_the_highest_number_wins_not_the_last_in_the_alphabet(tmp_path: Path) -> None:
     for step in (500, 2500, 1000):
         dcp_at(tmp_path / f"step_{step}")
-    found = find(str(tmp_path))
+    found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("dcp", "step_2500", ".metadata")
     assert found.note == f"reading step_2500, the newest complete of 3 steps in {tmp_path}"
     assert latest_step(str(tmp_path)) == str(tmp_path / "step_2500")
@@ -263,10 +296,12 @@ def truncate(step: Path) -> None:
         (lambda step: os.truncate(step / ".metadata", 20), ".metadata"),
     ],
 )
-def test_an_incomplete_step_is_passed_over(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
+def test_an_incomplete_step_is_passed_over(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
     dcp_at(tmp_path / "step_9")
     damage(dcp_at(tmp_path / "step_10"))
-    found = find(str(tmp_path))
+    found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("dcp", "step_9", ".metadata")
     assert found.note is not None
     assert "not complete: step_10: " in found.note
@@ -293,7 +328,7 @@ def test_steps_of_other_formats_must_be_whole_too(tmp_path: Path) -> None:
         json.dumps({"weight_map": {"a": "gone.safetensors"}}),
     )
     torch_at(tmp_path / "checkpoint-5" / "model_world_size_2_rank_0.pt")
-    found = find(str(tmp_path))
+    found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("safetensors", "checkpoint-1", "model.safetensors")
     assert found.note is not None
     for step, reason in (
@@ -311,7 +346,7 @@ def test_a_step_of_parts_is_complete_if_all_are(tmp_path: Path) -> None:
         dcp_at(tmp_path / f"global_step_{step}" / "model")
         dcp_at(tmp_path / f"global_step_{step}" / "optim")
     truncate(tmp_path / "global_step_2" / "optim")
-    assert short(find(str(tmp_path)), tmp_path) == {
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == {
         "model": ("dcp", "global_step_1/model", ".metadata"),
         "optim": ("dcp", "global_step_1/optim", ".metadata"),
     }
@@ -321,7 +356,11 @@ def test_a_step_may_hold_its_checkpoint_one_level_down(tmp_path: Path) -> None:
     dcp_at(tmp_path / "step_1" / "sharded")
     dcp_at(tmp_path / "step_2" / "sharded")
     touch(tmp_path / "step_3" / "log.txt")
-    assert short(find(str(tmp_path)), tmp_path) == ("dcp", "step_2/sharded", ".metadata")
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == (
+        "dcp",
+        "step_2/sharded",
+        ".metadata",
+    )
     assert latest_step(str(tmp_path)) == str(tmp_path / "step_2")
 
 
@@ -329,23 +368,31 @@ def test_a_step_may_hold_its_checkpoint_one_level_down(tmp_path: Path) -> None:
 def test_an_average_put_beside_steps_does_not_hide_them(tmp_path: Path, stray: str) -> None:
     for number in (9, 10):
         dcp_at(tmp_path / f"step_{number}")
-    put = safetensors_at(tmp_path / stray if "." in stray else tmp_path / stray / "model.safetensors")
-    found = find(str(tmp_path))
+    put = safetensors_at(
+        tmp_path / stray if "." in stray else tmp_path / stray / "model.safetensors"
+    )
+    found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("dcp", "step_10", ".metadata")
     assert str(latest_step(str(tmp_path))) == found.resolved
     assert found.note is not None
     assert stray in found.note
     assert "is not read" in found.note
-    assert short(find(str(put)), tmp_path)[0] == "safetensors"  # by its own name it is there
+    assert (
+        short(locate_checkpoint(str(put)), tmp_path)[0] == "safetensors"
+    )  # by its own name it is there
     for number in (9, 10):
         (tmp_path / f"step_{number}" / ".metadata").unlink()
-    assert find(str(tmp_path)).format in ("safetensors", "parts")
+    assert locate_checkpoint(str(tmp_path)).format in ("safetensors", "parts")
 
 
 def test_published_weights_stand_before_the_steps_that_led_to_them(tmp_path: Path) -> None:
     dcp_at(tmp_path / "checkpoint-10")
     safetensors_at(tmp_path / "model.safetensors")
-    assert short(find(str(tmp_path)), tmp_path) == ("safetensors", ".", "model.safetensors")
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == (
+        "safetensors",
+        ".",
+        "model.safetensors",
+    )
 
 
 def test_two_steps_of_one_number_are_a_question(tmp_path: Path) -> None:
@@ -353,7 +400,7 @@ def test_two_steps_of_one_number_are_a_question(tmp_path: Path) -> None:
     dcp_at(tmp_path / "checkpoint-5")
     assert "'checkpoint-5', 'step_5'" in refused("ambiguous-path", tmp_path)
     (tmp_path / "step_5" / ".metadata").unlink()
-    assert short(find(str(tmp_path)), tmp_path) == ("dcp", "checkpoint-5", ".metadata")
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == ("dcp", "checkpoint-5", ".metadata")
 
 
 def test_stages_are_never_candidates(tmp_path: Path) -> None:
@@ -361,7 +408,7 @@ def test_stages_are_never_candidates(tmp_path: Path) -> None:
     dcp_at(tmp_path / ".model.ema-ckpt-0a1b2c3d" / "model")
     refused("not-a-checkpoint", tmp_path)
     dcp_at(tmp_path / "step_1")
-    assert short(find(str(tmp_path)), tmp_path) == ("dcp", "step_1", ".metadata")
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == ("dcp", "step_1", ".metadata")
 
 
 def test_latest_of_no_directory_is_none(tmp_path: Path) -> None:
@@ -379,7 +426,7 @@ def test_the_only_checkpoint_one_or_two_levels_down(tmp_path: Path, place: str) 
     touch(tmp_path / "notes" / "readme.md")
     touch(tmp_path / "random_states_0.pkl")
     touch(tmp_path / "scheduler.pt")
-    found = find(str(tmp_path))
+    found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("dcp", place, ".metadata")
     assert found.note is not None
     assert place in found.note
@@ -393,17 +440,29 @@ def test_three_levels_down_is_too_far(tmp_path: Path) -> None:
 def test_parts_and_steps_further_down(tmp_path: Path) -> None:
     dcp_at(tmp_path / "run" / "step_2")
     dcp_at(tmp_path / "run" / "step_10")
-    assert short(find(str(tmp_path)), tmp_path) == ("dcp", "run/step_10", ".metadata")
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == ("dcp", "run/step_10", ".metadata")
 
 
 def test_one_torch_file_in_a_directory(tmp_path: Path) -> None:
     torch_at(tmp_path / "run" / "model.pt")
     touch(tmp_path / "run" / "optimizer.pt")
     touch(tmp_path / "run" / "rng_state_0.pth")
-    assert short(find(str(tmp_path / "run")), tmp_path) == ("torch", "run/model.pt", "model.pt")
-    assert short(find(str(tmp_path)), tmp_path) == ("torch", "run/model.pt", "model.pt")
+    assert short(locate_checkpoint(str(tmp_path / "run")), tmp_path) == (
+        "torch",
+        "run/model.pt",
+        "model.pt",
+    )
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == (
+        "torch",
+        "run/model.pt",
+        "model.pt",
+    )
     (tmp_path / "run" / "model.pt").unlink()
-    assert short(find(str(tmp_path)), tmp_path) == ("torch", "run/optimizer.pt", "optimizer.pt")
+    assert short(locate_checkpoint(str(tmp_path)), tmp_path) == (
+        "torch",
+        "run/optimizer.pt",
+        "optimizer.pt",
+    )
 
 
 def test_several_checkpoints_are_a_question(tmp_path: Path) -> None:
@@ -418,7 +477,7 @@ def test_several_checkpoints_are_a_question(tmp_path: Path) -> None:
 def test_what_is_broken_yields_to_what_is_not(tmp_path: Path) -> None:
     dcp_at(tmp_path / "good")
     touch(tmp_path / "killed" / "__0_0.distcp")
-    found = find(str(tmp_path))
+    found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("dcp", "good", ".metadata")
     assert found.note is not None
     assert "killed" in found.note
@@ -461,7 +520,7 @@ def test_a_directory_that_may_not_be_listed(outsider: Path) -> None:
     if os.geteuid() == 0:
         os.seteuid(65534)
     refused("unreadable", closed)
-    assert short(find(str(outsider)), outsider) == ("dcp", "open", ".metadata")
+    assert short(locate_checkpoint(str(outsider)), outsider) == ("dcp", "open", ".metadata")
 
 
 def test_a_path_that_no_file_system_takes() -> None:
@@ -473,16 +532,24 @@ def test_links_are_followed(tmp_path: Path) -> None:
     dcp_at(tmp_path / "store" / "real")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "store" / "real")
-    assert short(find(str(tmp_path / "runs")), tmp_path) == ("dcp", "runs/link", ".metadata")
+    assert short(locate_checkpoint(str(tmp_path / "runs")), tmp_path) == (
+        "dcp",
+        "runs/link",
+        ".metadata",
+    )
     (tmp_path / "runs" / "dangling").symlink_to(tmp_path / "nowhere")
-    assert short(find(str(tmp_path / "runs")), tmp_path) == ("dcp", "runs/link", ".metadata")
+    assert short(locate_checkpoint(str(tmp_path / "runs")), tmp_path) == (
+        "dcp",
+        "runs/link",
+        ".metadata",
+    )
 
 
 def test_a_replacement_that_a_crash_cut_in_two_is_read_from_its_stage(tmp_path: Path) -> None:
     stage = tmp_path / ".out.ema-ckpt-0a1b2c3d"
     dcp_at(stage / "out")
     touch(stage / ".ema-ckpt.note", json.dumps({"old": ".ema-ckpt.old", "new": "out"}))
-    found = find(str(tmp_path / "out"))
+    found = locate_checkpoint(str(tmp_path / "out"))
     assert short(found, tmp_path) == ("dcp", f"{stage.name}/out", ".metadata")
     assert found.note is not None
     assert "being replaced" in found.note
@@ -509,17 +576,21 @@ def test_everything_works_behind_a_url(tmp_path: Path, bucket: str) -> None:
     truncate(tmp_path / "run" / "step_10")
     upload(tmp_path / "run", f"{bucket}/run")
     for url in (f"{bucket}/run", f"{bucket}/run/", bucket):
-        found = find(url)
-        assert (found.format, found.root, found.names) == ("dcp", f"{bucket}/run/step_9", (".metadata",))
+        found = locate_checkpoint(url)
+        assert (found.format, found.root, found.names) == (
+            "dcp",
+            f"{bucket}/run/step_9",
+            (".metadata",),
+        )
     assert latest_step(f"{bucket}/run") == f"{bucket}/run/step_9"
-    assert find(f"{bucket}/run/step_9/.metadata").root == f"{bucket}/run/step_9"
+    assert locate_checkpoint(f"{bucket}/run/step_9/.metadata").root == f"{bucket}/run/step_9"
     refused("not-found", f"{bucket}/nope")
     assert not Path("memory:").exists()
 
 
 def test_a_file_url(tmp_path: Path) -> None:
     dcp_at(tmp_path / "with space" / "ckpt")
-    found = find(f"file://{tmp_path}/with space/")
+    found = locate_checkpoint(f"file://{tmp_path}/with space/")
     assert (found.format, found.resolved) == ("dcp", f"file://{tmp_path}/with space/ckpt")
 
 

@@ -22,7 +22,16 @@ from ema_ckpt.state_dicts.ema_config import EmaSettings, ema_settings
 from ema_ckpt.state_dicts.selection import options, select_all
 from ema_ckpt.state_dicts.tree import Tree, find_tree, live_of, trees
 from tests.catalogs import INT, SCALAR, T, catalog_of
-from tests.checkpoints import dcp_at, ema, safetensors_at, save_dcp, save_replicas, torch_at, touch, weights
+from tests.checkpoints import (
+    dcp_at,
+    ema,
+    safetensors_at,
+    save_dcp,
+    save_replicas,
+    torch_at,
+    touch,
+    weights,
+)
 
 
 def value(catalog: Catalog, name: str) -> list[float]:
@@ -61,7 +70,10 @@ def test_every_format_through_one_call(tmp_path: Path, kind: str) -> None:
     for catalog in (open_catalog(path), open_catalog(str(path)), open_catalog(tmp_path)):
         assert catalog.format == kind
         # The only safetensors file of a directory is what that directory is.
-        assert catalog.resolved in (str(path), str(tmp_path) if kind == "safetensors" else str(path))
+        assert catalog.resolved in (
+            str(path),
+            str(tmp_path) if kind == "safetensors" else str(path),
+        )
         assert value(catalog, "layer.w") == weights()["layer.w"].flatten().tolist()
         assert roles(catalog) == {"": "live"}
         catalog.source.close()
@@ -99,7 +111,10 @@ def test_torch_shards_of_an_index(tmp_path: Path) -> None:
 def test_tensors_of_a_dcp_come_in_the_order_of_the_state_dict(tmp_path: Path) -> None:
     # The entries of .metadata lie by rank. An EMA that is a list would be paired with the wrong live tensors.
     live = {f"layer{n}.w": torch.full((2, 2), float(n)) for n in range(6)}
-    tree = {"model": live, "ema": {"shadow_params": [tensor + 0.5 for tensor in live.values()], "decay": 0.9}}
+    tree = {
+        "model": live,
+        "ema": {"shadow_params": [tensor + 0.5 for tensor in live.values()], "decay": 0.9},
+    }
     catalog = open_catalog(save_replicas(tmp_path / "x", tree, 2))
     assert len(catalog.files) == 2
     assert [tensor.name for tensor in catalog.tensors][:6] == [f"model.{name}" for name in live]
@@ -128,7 +143,10 @@ def test_a_list_of_averages_is_not_paired_with_a_sorted_file(tmp_path: Path) -> 
 
 def test_a_conversion_keeps_the_order_that_a_list_of_averages_needs(tmp_path: Path) -> None:
     live = {f"{name}.{kind}": torch.rand(3) for name in ("z", "a") for kind in ("weight", "bias")}
-    tree = {"model": live, "ema": {"shadow_params": [tensor + 1 for tensor in live.values()], "decay": 0.9}}
+    tree = {
+        "model": live,
+        "ema": {"shadow_params": [tensor + 1 for tensor in live.values()], "decay": 0.9},
+    }
     convert(torch_at(tmp_path / "a.pt", tree), tmp_path / "b.safetensors", no_fsync=True)
     convert(tmp_path / "b.safetensors", tmp_path / "c", to="dcp", no_fsync=True)
     for path in (tmp_path / "b.safetensors", tmp_path / "c"):
@@ -143,16 +161,26 @@ def test_a_conversion_keeps_the_order_that_a_list_of_averages_needs(tmp_path: Pa
 
 def accelerate_like(root: Path) -> Path:
     save_dcp(root / "pytorch_model_fsdp_0", {"model": weights()})
-    save_dcp(root / "optimizer_0", {"optimizer": {"state": {"layer.w": {"exp_avg": torch.zeros(2, 3)}}, "lr": 0.1}})
+    save_dcp(
+        root / "optimizer_0",
+        {"optimizer": {"state": {"layer.w": {"exp_avg": torch.zeros(2, 3)}}, "lr": 0.1}},
+    )
     safetensors_at(root / "unet_ema" / "diffusion_pytorch_model.safetensors", 0.5)
-    touch(root / "unet_ema" / "config.json", json.dumps({"optimization_step": 7, "decay": 0.9999, "_class_name": "X"}))
+    touch(
+        root / "unet_ema" / "config.json",
+        json.dumps({"optimization_step": 7, "decay": 0.9999, "_class_name": "X"}),
+    )
     torch_at(root / "scheduler.bin", {"step": 1})
     return root
 
 
 def test_parts_are_trees_of_their_roles_and_contribute_their_content(tmp_path: Path) -> None:
     catalog = open_catalog(accelerate_like(tmp_path))
-    assert roles(catalog) == {"optimizer_0": "optimizer", "pytorch_model_fsdp_0": "live", "unet_ema": "ema"}
+    assert roles(catalog) == {
+        "optimizer_0": "optimizer",
+        "pytorch_model_fsdp_0": "live",
+        "unet_ema": "ema",
+    }
     assert [tensor.name for tensor in catalog.tensors] == [
         "optimizer_0.state.layer.w.exp_avg",
         "pytorch_model_fsdp_0.layer.w",
@@ -165,7 +193,9 @@ def test_parts_are_trees_of_their_roles_and_contribute_their_content(tmp_path: P
     for name, nbytes in catalog.files.items():
         assert (tmp_path / name).stat().st_size >= nbytes
         assert catalog.source.size(name) == (tmp_path / name).stat().st_size
-    assert {chunk.file for tensor in catalog.tensors for chunk in tensor.chunks} == set(catalog.files)
+    assert {chunk.file for tensor in catalog.tensors for chunk in tensor.chunks} == set(
+        catalog.files
+    )
     (lr,) = [item for item in catalog.objects if item.name == "optimizer_0.lr"]
     assert catalog.reader.load(lr) == 0.1
     average = picked(catalog, "unet_ema")
@@ -180,7 +210,11 @@ def test_parts_behind_a_url(tmp_path: Path) -> None:
     memory.put(str(tmp_path / "run"), "/joined", recursive=True)
     try:
         catalog = open_catalog("memory://joined")
-        assert roles(catalog) == {"optimizer_0": "optimizer", "pytorch_model_fsdp_0": "live", "unet_ema": "ema"}
+        assert roles(catalog) == {
+            "optimizer_0": "optimizer",
+            "pytorch_model_fsdp_0": "live",
+            "unet_ema": "ema",
+        }
         assert value(catalog, "unet_ema.layer.w") == weights(0.5)["layer.w"].flatten().tolist()
         assert ema_settings(catalog, picked(catalog, "unet_ema")).num_updates == 7
     finally:
@@ -213,7 +247,10 @@ def test_the_content_of_a_live_part(tmp_path: Path, content: dict, names: list[s
         ({"model": weights(0.5), "config": {"decay": 0.9}}, "model.*"),
         ({"shadow_params": list(weights(0.5).values()), "decay": 0.9}, "shadow_params.*"),
         ({"shadow": weights(0.5)}, "shadow.*"),
-        ({"state": {name: {"ema_params": tensor} for name, tensor in weights(0.5).items()}}, "state.<fqn>.ema_params"),
+        (
+            {"state": {name: {"ema_params": tensor} for name, tensor in weights(0.5).items()}},
+            "state.<fqn>.ema_params",
+        ),
         ({"ema_model": weights(0.5), "step": torch.tensor(3)}, "ema_model.*"),
     ],
 )
@@ -233,12 +270,21 @@ def test_the_content_of_an_ema_part(tmp_path: Path, content: dict, form: str) ->
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ({"model": weights(), "optim": {"state": weights()}}, {"model": "live", "optim": "optimizer"}),
-        ({f"net.{n}": t for n, t in weights().items()} | {f"net_ema.{n}": t for n, t in weights(1).items()}, None),
+        (
+            {"model": weights(), "optim": {"state": weights()}},
+            {"model": "live", "optim": "optimizer"},
+        ),
+        (
+            {f"net.{n}": t for n, t in weights().items()}
+            | {f"net_ema.{n}": t for n, t in weights(1).items()},
+            None,
+        ),
         ({"app": {"model": weights(), "ema": weights()}}, {"app.model": "live", "app.ema": "ema"}),
     ],
 )
-def test_a_part_that_holds_several_trees_keeps_them(tmp_path: Path, content: dict, expected: dict | None) -> None:
+def test_a_part_that_holds_several_trees_keeps_them(
+    tmp_path: Path, content: dict, expected: dict | None
+) -> None:
     save_dcp(tmp_path / "model_and_optim", content)
     catalog = open_catalog(tmp_path)
     assert roles(catalog) == (expected or {"net": "live", "net_ema": "ema"})
@@ -287,7 +333,10 @@ def test_tensors_of_different_parts_share_no_memory(tmp_path: Path) -> None:
 
 
 def test_the_nesting_of_a_part_follows_it(tmp_path: Path) -> None:
-    torch_at(tmp_path / "optim" / "a.pt", {"state": {0: {"exp_avg": torch.ones(2)}}, "betas": (0.9, torch.ones(1))})
+    torch_at(
+        tmp_path / "optim" / "a.pt",
+        {"state": {0: {"exp_avg": torch.ones(2)}}, "betas": (0.9, torch.ones(1))},
+    )
     save_dcp(tmp_path / "model", weights())
     catalog = open_catalog(tmp_path)
     nesting = catalog.extra["nesting"]
@@ -303,7 +352,9 @@ def test_the_digests_of_a_part_follow_it(tmp_path: Path) -> None:
     digests = open_catalog(tmp_path / "joined").digests
     expected = {f"ema.{name}": tensor for name, tensor in weights(0.5).items()}
     expected |= {f"model.{name}": tensor for name, tensor in weights().items()}
-    assert digests == {name: zlib.crc32(tensor.numpy().tobytes()) for name, tensor in expected.items()}
+    assert digests == {
+        name: zlib.crc32(tensor.numpy().tobytes()) for name, tensor in expected.items()
+    }
 
 
 def test_a_warning_names_the_part(tmp_path: Path) -> None:
@@ -333,7 +384,10 @@ def test_the_settings_of_our_own_form(tmp_path: Path) -> None:
     ("inside", "expected"),
     [
         ({"shadow": {"b": torch.ones(2)}, "decay": 0.99, "num_updates": 12}, (12, 0.99, "float32")),
-        ({"module": {"b": torch.ones(2).double()}, "n_averaged": torch.tensor(4)}, (4, None, "float64")),
+        (
+            {"module": {"b": torch.ones(2).double()}, "n_averaged": torch.tensor(4)},
+            (4, None, "float64"),
+        ),
         (
             {
                 "b": torch.ones(2).half(),
@@ -342,21 +396,42 @@ def test_the_settings_of_our_own_form(tmp_path: Path) -> None:
             },
             (9, 0.9999, "float16"),
         ),
-        ({"b": torch.ones(2), "decay": torch.tensor(0.998, dtype=torch.bfloat16)}, (None, 0.99609375, "float32")),
-        ({"b": torch.ones(2), "decay": torch.tensor(0.99, dtype=torch.float16)}, (None, 0.99, "float32")),
-        ({"b": torch.ones(2), "decay": torch.tensor([0.5], dtype=torch.float64)}, (None, 0.5, "float32")),
-        ({"model": {"b": torch.ones(2)}, "config": {"decay": 0.95, "num_updates": 6}}, (6, 0.95, "float32")),
+        (
+            {"b": torch.ones(2), "decay": torch.tensor(0.998, dtype=torch.bfloat16)},
+            (None, 0.99609375, "float32"),
+        ),
+        (
+            {"b": torch.ones(2), "decay": torch.tensor(0.99, dtype=torch.float16)},
+            (None, 0.99, "float32"),
+        ),
+        (
+            {"b": torch.ones(2), "decay": torch.tensor([0.5], dtype=torch.float64)},
+            (None, 0.5, "float32"),
+        ),
+        (
+            {"model": {"b": torch.ones(2)}, "config": {"decay": 0.95, "num_updates": 6}},
+            (6, 0.95, "float32"),
+        ),
         ({"b": torch.ones(2), "c": torch.ones(2).bfloat16()}, (None, None, "mixed")),
         (
-            {"ema_model": {"b": torch.ones(2)}, "step": torch.tensor([8]), "initted": torch.tensor([True])},
+            {
+                "ema_model": {"b": torch.ones(2)},
+                "step": torch.tensor([8]),
+                "initted": torch.tensor([True]),
+            },
             (8, None, "float32"),
         ),
-        ({"weights": {"b": torch.ones(2)}, "num_updates": torch.tensor(0), "config": "{broken"}, (0, None, "float32")),
+        (
+            {"weights": {"b": torch.ones(2)}, "num_updates": torch.tensor(0), "config": "{broken"},
+            (0, None, "float32"),
+        ),
         ({"b": torch.ones(2), "num_updates": True, "decay": "high"}, (None, None, "float32")),
     ],
 )
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
-def test_the_settings_of_other_forms(tmp_path: Path, inside: dict, expected: tuple, kind: str) -> None:
+def test_the_settings_of_other_forms(
+    tmp_path: Path, inside: dict, expected: tuple, kind: str
+) -> None:
     tree = {"ema": inside, "model": {"b": torch.ones(2)}}
     path = save_dcp(tmp_path / "x", tree) if kind == "dcp" else torch_at(tmp_path / "x.pt", tree)
     found = settings_of(path)
@@ -367,7 +442,9 @@ def test_no_object_is_opened_unless_asked(tmp_path: Path) -> None:
     inside = {"b": torch.ones(2), "decay": 0.9, "num_updates": torch.tensor(5)}
     catalog = open_catalog(save_dcp(tmp_path / "x", {"ema": inside}))
     average = picked(catalog, "ema")
-    assert ema_settings(catalog, average, open_objects=False) == EmaSettings(5, None, None, "float32")
+    assert ema_settings(catalog, average, open_objects=False) == EmaSettings(
+        5, None, None, "float32"
+    )
     assert ema_settings(catalog, average).decay == 0.9
 
 
@@ -422,6 +499,7 @@ def test_a_counter_that_no_chunk_holds() -> None:
 
 def test_safetensors_settings(tmp_path: Path) -> None:
     save_file(
-        {"ema.w": torch.ones(2), "ema.num_updates": torch.tensor(2), "w": torch.ones(2)}, tmp_path / "x.safetensors"
+        {"ema.w": torch.ones(2), "ema.num_updates": torch.tensor(2), "w": torch.ones(2)},
+        tmp_path / "x.safetensors",
     )
     assert settings_of(tmp_path / "x.safetensors") == EmaSettings(2, None, None, "float32")

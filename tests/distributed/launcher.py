@@ -26,7 +26,9 @@ class WorkersFailed(AssertionError):
     """At least one process raised, died or outlived the watchdog."""
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks and return what each returned, in rank order.
 
     `function` must be importable (module level); arguments and results must be picklable. Inside, the default
@@ -61,7 +63,13 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
 
 
 def _work(
-    end: Any, rank: int, world_size: int, port: int, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]
+    end: Any,
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     from datetime import timedelta
 
@@ -70,9 +78,15 @@ def _work(
 
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout)
+        )
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
         )
         # Plain pickle: multiprocessing's own would pass tensors through files that die with this process.
         message = pickle.dumps((True, function(*args)))
@@ -100,9 +114,15 @@ def _collect(ends: list[Any], timeout: float) -> dict[int, tuple[bool, Any]]:
     return outcomes
 
 
-def _results(outcomes: dict[int, tuple[bool, Any]], exitcodes: list[int | None], timeout: float) -> list[Any]:
+def _results(
+    outcomes: dict[int, tuple[bool, Any]], exitcodes: list[int | None], timeout: float
+) -> list[Any]:
     world = range(len(exitcodes))
-    failed = [f"rank {rank}: {outcomes[rank][1]}" for rank in world if rank in outcomes and not outcomes[rank][0]]
+    failed = [
+        f"rank {rank}: {outcomes[rank][1]}"
+        for rank in world
+        if rank in outcomes and not outcomes[rank][0]
+    ]
     killed = [rank for rank in world if rank not in outcomes]
     if killed:
         failed.append(f"ranks {killed} had not ended within {timeout:g} s and were killed")

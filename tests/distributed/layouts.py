@@ -133,13 +133,21 @@ def ddp_compiled_inside() -> nn.Module:
 
 
 def fsdp2(
-    reshard: bool = True, mesh: tuple[int, ...] | None = None, mixed: bool = False, offload: bool = False
+    reshard: bool = True,
+    mesh: tuple[int, ...] | None = None,
+    mixed: bool = False,
+    offload: bool = False,
 ) -> nn.Module:
     """Each block and the root."""
     model = make_model()
-    options: dict[str, object] = {"mesh": _mesh(*(mesh or (dist.get_world_size(),))), "reshard_after_forward": reshard}
+    options: dict[str, object] = {
+        "mesh": _mesh(*(mesh or (dist.get_world_size(),))),
+        "reshard_after_forward": reshard,
+    }
     if mixed:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, cast_forward_inputs=True
+        )
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for block in model.blocks:
@@ -208,9 +216,13 @@ def fsdp1(
     mixed: bool = False,
 ) -> nn.Module:
     model = make_model(kind=kind)
-    for parameter in model.parameters():  # flat parameters without original ones are frozen whole or not at all
+    for (
+        parameter
+    ) in model.parameters():  # flat parameters without original ones are frozen whole or not at all
         parameter.requires_grad_(parameter.requires_grad or not original)
-    precision = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True) if mixed else None
+    precision = (
+        MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True) if mixed else None
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return FullyShardedDataParallel(
@@ -256,7 +268,9 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
         "fsdp1-no-shard": flat(strategy=ShardingStrategy.NO_SHARD, original=True),
         "fsdp1-no-shard-flat": flat(strategy=ShardingStrategy.NO_SHARD, original=False),
         "fsdp1-mixed": flat(strategy=ShardingStrategy.FULL_SHARD, original=True, mixed=True),
-        "fsdp1-mixed-grad-op-flat": flat(strategy=ShardingStrategy.SHARD_GRAD_OP, original=False, mixed=True),
+        "fsdp1-mixed-grad-op-flat": flat(
+            strategy=ShardingStrategy.SHARD_GRAD_OP, original=False, mixed=True
+        ),
     },
     4: {
         "fsdp2": fsdp2,
@@ -264,14 +278,19 @@ LAYOUTS: dict[int, dict[str, Wrap]] = {
         "fsdp2-tp-2x2": partial(fsdp2_tp, 2, 2),
         "fsdp2-tp-2x2-uneven": partial(fsdp2_tp, 2, 2, wide=(14, 6)),
         "fsdp1-hybrid": flat(strategy=ShardingStrategy.HYBRID_SHARD, original=True, mesh=(2, 2)),
-        "fsdp1-hybrid-flat": flat(strategy=ShardingStrategy.HYBRID_SHARD, original=False, mesh=(2, 2)),
+        "fsdp1-hybrid-flat": flat(
+            strategy=ShardingStrategy.HYBRID_SHARD, original=False, mesh=(2, 2)
+        ),
     },
     6: {
         "hsdp-2x3": partial(fsdp2, mesh=(2, 3)),
         "hsdp-3x2": partial(fsdp2, mesh=(3, 2)),
         "fsdp2-tp-3x2": partial(fsdp2_tp, 3, 2),
     },
-    8: {"hsdp-tp-2x2x2": partial(fsdp2_tp, 2, 2, 2), "hsdp-tp-2x2x2-uneven": partial(fsdp2_tp, 2, 2, 2, wide=(10, 6))},
+    8: {
+        "hsdp-tp-2x2x2": partial(fsdp2_tp, 2, 2, 2),
+        "hsdp-tp-2x2x2-uneven": partial(fsdp2_tp, 2, 2, 2, wide=(10, 6)),
+    },
 }
 
 # The same wrappers around other shapes and dtypes; what these save does not fit into the layouts above.
@@ -279,7 +298,9 @@ OTHERS: dict[int, dict[str, Wrap]] = {
     2: {
         "ddp-bfloat16": partial(in_bfloat16, ddp),
         "fsdp2-bfloat16": partial(in_bfloat16, partial(fsdp2, reshard=False)),
-        "fsdp1-bfloat16": partial(in_bfloat16, flat(strategy=ShardingStrategy.FULL_SHARD, original=True)),
+        "fsdp1-bfloat16": partial(
+            in_bfloat16, flat(strategy=ShardingStrategy.FULL_SHARD, original=True)
+        ),
     },
     3: {
         "fsdp2-odd": fsdp2_odd,

@@ -12,11 +12,21 @@ import torch
 from torch import nn
 
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.ema.model.scan import census
+from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.schedules import Warmup
 from ema_ckpt.resume.flatten import pieces
 from ema_ckpt.resume.optimizer_state import _by_owner, _part_of, _Stepped
-from tests.distributed.layouts import LAYOUTS, OTHERS, Model, Odd, Tied, Wrap, batch, in_bfloat16, make_model
+from tests.distributed.layouts import (
+    LAYOUTS,
+    OTHERS,
+    Model,
+    Odd,
+    Tied,
+    Wrap,
+    batch,
+    in_bfloat16,
+    make_model,
+)
 
 SCHEDULE = Warmup(0.9, inv_gamma=2.0, power=0.7)
 
@@ -56,7 +66,7 @@ def start(wrap: Callable[[], nn.Module], blank: bool = False) -> Run:
         parameter.requires_grad_(True)
     if blank:
         with torch.no_grad():
-            for held in census(model).parameters:
+            for held in scan_model(model).parameters:
                 held.shard.local.fill_(0.5)
     optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2, betas=(0.8, 0.95))
     ema = ShardedEMA(model, SCHEDULE)
@@ -91,7 +101,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "bfloat16": partial(in_bfloat16, make_model),
 }
 
-WRAPS: dict[int, dict[str, Wrap]] = {world: {**LAYOUTS[world], **OTHERS.get(world, {})} for world in LAYOUTS}
+WRAPS: dict[int, dict[str, Wrap]] = {
+    world: {**LAYOUTS[world], **OTHERS.get(world, {})} for world in LAYOUTS
+}
 
 
 def batch_for(layout: str, step: int) -> torch.Tensor:
@@ -130,7 +142,9 @@ def truth(family: str, steps: int) -> Truth:
         beta = min(0.9, max(0.0, 1 - (1 + max(0, step - 1) / 2.0) ** -0.7))
         for name, parameter in names.items():
             average[name].lerp_(parameter.detach().float(), 1 - beta)
-    moments = {name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in names.items()}
+    moments = {
+        name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in names.items()
+    }
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return Truth(weights, moments, average, beta)
 
@@ -143,4 +157,6 @@ def check(tree: dict[str, Any], whole: dict[str, Any], where: str) -> None:
         elif name in tree:
             for box, view in pieces(tree[name]).held:
                 expected = value[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))]
-                assert torch.equal(view, expected), f"{where}.{name} at {box}: {view} is not {expected}"
+                assert torch.equal(view, expected), (
+                    f"{where}.{name} at {box}: {view} is not {expected}"
+                )

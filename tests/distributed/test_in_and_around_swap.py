@@ -24,7 +24,9 @@ from tests.distributed.launcher import run
 
 def _held(model: nn.Module, ema: ShardedEMA) -> list[Any]:
     trees = [live_tree(model), ema.state_dict()["weights"]]
-    return [view.tolist() for tree in trees for value in tree.values() for _, view in pieces(value).held]
+    return [
+        view.tolist() for tree in trees for value in tree.values() for _, view in pieces(value).held
+    ]
 
 
 def _refused_after_a_forward() -> None:
@@ -39,7 +41,14 @@ def _refused_after_a_forward() -> None:
     with ema.swap():
         with torch.no_grad():
             model(torch.ones(2, 4))
-        calls = [optimizer.step, ema.update, other.update, ema.reset, ema.state_dict, ema.swap().__enter__]
+        calls = [
+            optimizer.step,
+            ema.update,
+            other.update,
+            ema.reset,
+            ema.state_dict,
+            ema.swap().__enter__,
+        ]
         calls += [other.swap().__enter__, ema.full_state_dict, lambda: ema.copy_to(model)]
         for call in calls:
             with pytest.raises(StateError, match=r"inside (a )?swap\(\)"):
@@ -72,7 +81,9 @@ def _divided_optimizer(parent: str) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(UsageError, match="ZeroRedundancyOptimizer keeps state in optimizers of its own"):
+    with pytest.raises(
+        UsageError, match="ZeroRedundancyOptimizer keeps state in optimizers of its own"
+    ):
         save(Path(parent, "step"), model=model, optimizer=optimizer)
 
 
@@ -103,7 +114,10 @@ def _meet_in_a_file(rank: int, path: str, results: Any) -> None:
 def test_ranks_that_meet_in_a_file(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ranks = [context.Process(target=_meet_in_a_file, args=(r, str(tmp_path / "store"), results)) for r in range(2)]
+    ranks = [
+        context.Process(target=_meet_in_a_file, args=(r, str(tmp_path / "store"), results))
+        for r in range(2)
+    ]
     for process in ranks:
         process.start()
     try:

@@ -22,16 +22,29 @@ from ema_ckpt.ema.checkpoint import replicas as replicas_module
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.sources import master_weights
 from tests.distributed.launcher import run
-from tests.distributed.layouts import Block, Model, Tied, batch, flat, fsdp2, in_bfloat16, make_model
+from tests.distributed.layouts import (
+    Block,
+    Model,
+    Tied,
+    batch,
+    flat,
+    fsdp2,
+    in_bfloat16,
+    make_model,
+)
 from tests.distributed.test_update_layouts import train_step, whole_average, whole_live
 
 
 def shake(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad and p.numel()], lr=0.05)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad and p.numel()], lr=0.05
+    )
     train_step(model, optimizer, 0)
 
 
-def close_to_whole(ema: ShardedEMA, model: nn.Module, start: dict[str, torch.Tensor], decay: float) -> None:
+def close_to_whole(
+    ema: ShardedEMA, model: nn.Module, start: dict[str, torch.Tensor], decay: float
+) -> None:
     live, average = whole_live(model), whole_average(ema)
     names = {slot.shard.fqn for slot in ema.averages.slots}
     assert names
@@ -67,7 +80,9 @@ def late_ddp() -> None:
     ema.update()
     close_to_whole(ema, wrapped, start, 0.9)
     assert ema.nbytes == whole_bytes
-    ema.rebind(wrapped)  # equal cuts stay as they are: only a new manager is divided over the replicas
+    ema.rebind(
+        wrapped
+    )  # equal cuts stay as they are: only a new manager is divided over the replicas
     assert ema.nbytes == whole_bytes
     start = whole_average(ema)
     shake(wrapped)
@@ -130,7 +145,11 @@ def interrupted_forward(wrap: Callable[[], nn.Module]) -> None:
 
     for grad in (False, True):
         hook = last.register_forward_hook(fails)
-        with pytest.raises(ValueError, match="evaluation failed"), ema.swap(), torch.set_grad_enabled(grad):
+        with (
+            pytest.raises(ValueError, match="evaluation failed"),
+            ema.swap(),
+            torch.set_grad_enabled(grad),
+        ):
             model(batch(1))
         hook.remove()
         with torch.no_grad():
@@ -191,7 +210,10 @@ def same_bits_split_or_not() -> list[list[int]]:
         for ema in (split, whole):
             with ema.swap():
                 shown = whole_live(model)
-            assert all(torch.equal(shown[slot.shard.fqn], kept[slot.shard.fqn]) for slot in ema.averages.slots)
+            assert all(
+                torch.equal(shown[slot.shard.fqn], kept[slot.shard.fqn])
+                for slot in ema.averages.slots
+            )
         measured.append([split.nbytes, whole.nbytes])
     return measured
 
@@ -208,7 +230,9 @@ def never_split() -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["enter.bias"])
     model.scale = nn.Parameter(torch.tensor(1.0))
     model.register_buffer("mean", torch.zeros(6))
-    ema = ShardedEMA(DistributedDataParallel(model, find_unused_parameters=True), 0.5, buffers="average")
+    ema = ShardedEMA(
+        DistributedDataParallel(model, find_unused_parameters=True), 0.5, buffers="average"
+    )
     whole = {slot.shard.fqn for slot in ema.averages.slots if not slot.is_split}
     assert whole == {"enter.bias", "scale", "mean"}
 
@@ -221,7 +245,10 @@ def without_copies() -> None:
     ema.update()
     started = time.monotonic()
     if dist.get_rank() == 0:
-        for call in (lambda: ema.copy_to(model, timeout=2), lambda: ema.swap(timeout=2).__enter__()):
+        for call in (
+            lambda: ema.copy_to(model, timeout=2),
+            lambda: ema.swap(timeout=2).__enter__(),
+        ):
             with pytest.raises(CollectiveError, match=r"rank 1 did not call it within 2 s"):
                 call()
         assert time.monotonic() - started < 20
@@ -258,8 +285,12 @@ def strided_targets() -> None:
         for parameter in strided.parameters():
             wide = torch.full((*(2 * size for size in parameter.shape),), 7.0)
             cut = wide[tuple(slice(None, None, 2) for _ in parameter.shape)]
-            parameter.data = cut.t().contiguous().t() if parameter.dim() > 1 and parameter.shape[0] % 2 else cut
-        assert not any(p.is_contiguous() for p in strided.parameters() if p.numel() > 1 and 1 not in p.shape)
+            parameter.data = (
+                cut.t().contiguous().t() if parameter.dim() > 1 and parameter.shape[0] % 2 else cut
+            )
+        assert not any(
+            p.is_contiguous() for p in strided.parameters() if p.numel() > 1 and 1 not in p.shape
+        )
         ema.copy_to(strided)
         replicas_module._MESSAGE_NBYTES = usual
         for name, parameter in strided.named_parameters():
@@ -371,12 +402,15 @@ def masters_of_flat_parameters(wraps: list[Callable[[], nn.Module]]) -> None:
             ema.update(), plain.update()
         average, expected = whole_average(ema), whole_average(plain)
         assert all(torch.equal(average[name], expected[name]) for name in expected)
-        assert any(not torch.equal(average[name], average[name].bfloat16().float()) for name in average)
+        assert any(
+            not torch.equal(average[name], average[name].bfloat16().float()) for name in average
+        )
         masters = [optimizer.state[own]["master_param"].clone() for own in model.parameters()]
         with ema.swap():
             shown = whole_live(model)
         assert all(
-            torch.equal(shown[slot.shard.fqn], expected[slot.shard.fqn].bfloat16()) for slot in plain.averages.slots
+            torch.equal(shown[slot.shard.fqn], expected[slot.shard.fqn].bfloat16())
+            for slot in plain.averages.slots
         )
         for own, master in zip(model.parameters(), masters, strict=True):
             assert torch.equal(optimizer.state[own]["master_param"], master)
@@ -390,7 +424,10 @@ def sources_of_flat_parameters() -> None:
     pieces = {slot.shard.fqn: slot.shard.local + 1 for slot in whole.averages.slots}
     for ema in (whole, ShardedEMA(model, 0.9, source=lambda fqn, _: pieces[fqn])):
         average = whole_average(ema)
-        assert all(torch.equal(average[slot.shard.fqn], start[slot.shard.fqn]) for slot in ema.averages.slots)
+        assert all(
+            torch.equal(average[slot.shard.fqn], start[slot.shard.fqn])
+            for slot in ema.averages.slots
+        )
     with pytest.raises(StateError, match=r"of the flat parameter's shard of \d+ elements"):
         ShardedEMA(model, source=lambda _, param: torch.zeros(param.numel() + 1))
 

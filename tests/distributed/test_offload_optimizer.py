@@ -26,7 +26,11 @@ def _wrapped(kind: str, device: str) -> nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model)
     if kind.startswith("fsdp1"):
-        where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        where = (
+            torch.device(device, torch.cuda.current_device())
+            if device == "cuda"
+            else torch.device(device)
+        )
         return FullyShardedDataParallel(model, device_id=where, use_orig_params=kind == "fsdp1")
     for layer in model:
         fully_shard(layer)
@@ -44,8 +48,13 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str, step
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All that this rank has: parameters, then the state of each."""
     optimizer.state_dict()  # waits for copies
-    params = [param for param in model.parameters() if _local(param).numel()]  # FSDP1 leaves others without gradient
-    values = [*params, *(value for param in params for value in optimizer.state.get(param, {}).values())]
+    params = [
+        param for param in model.parameters() if _local(param).numel()
+    ]  # FSDP1 leaves others without gradient
+    values = [
+        *params,
+        *(value for param in params for value in optimizer.state.get(param, {}).values()),
+    ]
     return [_local(value).cpu().clone() for value in values]
 
 
@@ -65,7 +74,9 @@ def check(kind: str, device: str, folder: str) -> None:
     save(f"{folder}/now", model=mine, optimizer=x)
     later = save(f"{folder}/later", model=mine, optimizer=x, async_save=True)
     for model, optimizer in ((plain, y), (mine, x)):
-        _train(model, optimizer, device, range(3, 5))  # the state moves on while it is being written
+        _train(
+            model, optimizer, device, range(3, 5)
+        )  # the state moves on while it is being written
     later.result()
     want = _held(plain, y)
     for name in ("now", "later"):
@@ -78,7 +89,9 @@ def check(kind: str, device: str, folder: str) -> None:
                     _train(again, optimizer, device, range(2))  # there is state, and it is replaced
             restore(f"{folder}/{name}", model=again, optimizer=optimizer)
             if offloaded:
-                moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
+                moments = [
+                    v for state in optimizer.state.values() for k, v in state.items() if k != "step"
+                ]
                 assert {_local(moment).device.type for moment in moments} == {"cpu"}
             _train(again, optimizer, device, range(3, 5))
             for a, b in zip(_held(again, optimizer), want, strict=True):

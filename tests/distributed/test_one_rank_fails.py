@@ -45,7 +45,9 @@ def _non_finite() -> None:
         ema.update()
         with torch.no_grad():
             module.weight[7, 7] = 0.0
-        assert ema.nonfinite_events == (dist.get_rank() + 1 == dist.get_world_size()) * (calls.index(call) + 1)
+        assert ema.nonfinite_events == (dist.get_rank() + 1 == dist.get_world_size()) * (
+            calls.index(call) + 1
+        )
         before = [p.clone() for p in module.parameters()]
         _raises_at_once(call, "not finite in 1 updates")
         assert all(map(torch.equal, before, module.parameters()))
@@ -66,7 +68,9 @@ def _inside() -> None:
         with ema.swap():
             _raises_at_once(lambda: ema.full_state_dict(timeout=30), "inside swap")
     else:
-        _raises_at_once(lambda: ema.full_state_dict(timeout=30), r"rank 1: full_state_dict\(\) inside swap")
+        _raises_at_once(
+            lambda: ema.full_state_dict(timeout=30), r"rank 1: full_state_dict\(\) inside swap"
+        )
     assert bool(ema.full_state_dict(timeout=30)) == (dist.get_rank() == 0)
 
 

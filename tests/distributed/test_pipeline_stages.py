@@ -84,10 +84,14 @@ def test_every_stage_resumes(tmp_path: Path) -> None:
     first, second = run(2, _resumed, str(tmp_path))
     whole = made(LAYERS, 3)
     report = restore(tmp_path, **whole)
-    assert sorted(first + second) == sorted(name for name in live_tree(whole["model"]) if name != "scale")
+    assert sorted(first + second) == sorted(
+        name for name in live_tree(whole["model"]) if name != "scale"
+    )
     assert [len(group["params"]) for group in whole["optimizer"].param_groups] == [3, 3]
     assert not report.unexpected
     with warnings.catch_warnings(), ema_ckpt.open(tmp_path / "step_2") as stored:
         warnings.simplefilter("ignore")
         want = stored.state_dict("model")
-    assert all(torch.equal(want[name], value) for name, value in whole["model"].state_dict().items())
+    assert all(
+        torch.equal(want[name], value) for name, value in whole["model"].state_dict().items()
+    )

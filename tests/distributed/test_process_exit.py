@@ -35,7 +35,12 @@ def test_ranks_end_well_after_a_save(tmp_path: Path) -> None:
         command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", script]
         command += [tmp_path / f"step_{attempt}", "async" if attempt % 2 else "now"]
         ended = subprocess.run(
-            [str(part) for part in command], timeout=120, env=env, capture_output=True, text=True, check=False
+            [str(part) for part in command],
+            timeout=120,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert ended.returncode == 0, ended.stderr
         assert (tmp_path / f"step_{attempt}" / ".metadata").exists()

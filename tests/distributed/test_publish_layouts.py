@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from ema_ckpt.ema.checkpoint.local_shards_tensor import Published, publish
+from ema_ckpt.ema.checkpoint.local_shards_tensor import LocalShardsTensor, as_global_tensor
 from ema_ckpt.ema.model.placement import dtensor_boxes, torch_computes_offsets
-from ema_ckpt.ema.model.scan import Slot
+from ema_ckpt.ema.model.shards import Shadow
 from tests.distributed.launcher import run
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.resume_runs import check, family_of, start, truth
@@ -28,12 +28,17 @@ MESHES = {4: [(4,), (2, 2)], 6: [(6,), (2, 3), (3, 2)], 8: [(2, 2, 2)]}
 STEPS = 2
 
 
-def cut_by_torch(full: torch.Tensor, sizes: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
+def cut_by_torch(
+    full: torch.Tensor, sizes: tuple[int, ...], placements: tuple[Placement, ...]
+) -> None:
     """What `distribute_tensor` gives a rank is what our boxes say, and pieces published by them gather to the whole."""
     mesh = init_device_mesh("cpu", sizes)
     tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
     boxes = dtensor_boxes(full.shape, sizes, mesh.get_coordinate() or (), placements)
-    held = [full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))].reshape(-1) for box in boxes]
+    held = [
+        full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))].reshape(-1)
+        for box in boxes
+    ]
     local = torch.cat(held) if held else full.new_empty(0)
     where = f"{tuple(full.shape)} on {sizes} as {placements}"
     even = torch_computes_offsets(full.shape, sizes, placements)
@@ -42,7 +47,7 @@ def cut_by_torch(full: torch.Tensor, sizes: tuple[int, ...], placements: tuple[P
         assert torch.equal(tensor.to_local().reshape(-1), local), where
     if even:
         assert torch.equal(tensor.full_tensor(), full), where
-        again = publish(boxes, full.shape, tensor.to_local(), (mesh, placements))
+        again = as_global_tensor(boxes, full.shape, tensor.to_local(), (mesh, placements))
         assert isinstance(again, DTensor), where
         assert torch.equal(again.full_tensor(), full), where
 
@@ -52,7 +57,9 @@ def _cuts() -> None:
         kinds: list[list[Placement]] = [[Shard(0), Shard(1), Replicate()] for _ in sizes]
         for rows in ROWS:
             full = torch.arange(rows * 4.0).reshape(rows, 4)
-            for placements in itertools.product(*kinds) if rows in (3, 10) else [tuple([Shard(0)] * len(sizes))]:
+            for placements in (
+                itertools.product(*kinds) if rows in (3, 10) else [tuple([Shard(0)] * len(sizes))]
+            ):
                 cut_by_torch(full, sizes, placements)
             if len(sizes) == 2:
                 cut_by_torch(full, sizes, (_StridedShard(0, split_factor=sizes[1]), Shard(0)))
@@ -64,14 +71,18 @@ def test_boxes_are_what_torch_distributes(world_size: int) -> None:
     run(world_size, _cuts, timeout=120)
 
 
-def expected_kind(layout: str, slot: Slot) -> type[torch.Tensor]:
+def expected_kind(layout: str, slot: Shadow) -> type[torch.Tensor]:
     """The same on every rank, so that nobody waits in `full_tensor()` for a rank that has no DTensor."""
     mesh, placements, shape = slot.shard.mesh, slot.shard.placements, slot.shard.shape
     if mesh is None or placements is None:
-        return torch.Tensor if tuple(slot.shadow.shape) == shape else Published
+        return torch.Tensor if tuple(slot.shadow.shape) == shape else LocalShardsTensor
     if not torch_computes_offsets(shape, tuple(mesh.shape), placements):
-        return Published
-    return DTensor if slot.shard.replica is None or shape[0] % dist.get_world_size() == 0 else Published
+        return LocalShardsTensor
+    return (
+        DTensor
+        if slot.shard.replica is None or shape[0] % dist.get_world_size() == 0
+        else LocalShardsTensor
+    )
 
 
 def by_hand(parent: str, names: list[str]) -> None:
@@ -83,7 +94,9 @@ def by_hand(parent: str, names: list[str]) -> None:
         state = one.ema.state_dict()
         for slot in one.ema.averages.slots:
             fqn, kind = slot.shard.fqn, expected_kind(name, slot)
-            assert type(state["weights"][fqn]) is kind, f"{name} {fqn}: {type(state['weights'][fqn])} is not {kind}"
+            assert type(state["weights"][fqn]) is kind, (
+                f"{name} {fqn}: {type(state['weights'][fqn])} is not {kind}"
+            )
             assert tuple(state["weights"][fqn].shape) == tuple(expected.average[fqn].shape)
             if kind is DTensor:
                 assert torch.equal(state["weights"][fqn].full_tensor(), expected.average[fqn]), fqn

@@ -22,8 +22,16 @@ SHAPES = [(7, 3), (3, 24), (1,), (9, 5, 2), (16, 6), (2, 2)]
 MESHES = {
     "rows": ((4,), ("d",), [[Shard(0)]]),
     "columns": ((4,), ("d",), [[Shard(-1)]]),
-    "grid": ((2, 2), ("a", "b"), [[Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)]]),
-    "replicas": ((2, 2), ("a", "b"), [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Replicate()]]),
+    "grid": (
+        (2, 2),
+        ("a", "b"),
+        [[Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)]],
+    ),
+    "replicas": (
+        (2, 2),
+        ("a", "b"),
+        [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Replicate()]],
+    ),
 }
 
 
@@ -41,7 +49,12 @@ def write_all(parent: str) -> None:
             for at, placed in enumerate(placements):
                 if all(not isinstance(p, Shard) or p.dim < len(shape) for p in placed):
                     tree[f"{len(tree)}.{at}"] = distribute_tensor(value(shape), mesh, placed)
-        save(parent, f"mesh-{name}", tree, {key: tensor.full_tensor() for key, tensor in tree.items()})
+        save(
+            parent,
+            f"mesh-{name}",
+            tree,
+            {key: tensor.full_tensor() for key, tensor in tree.items()},
+        )
     for name in ("fsdp2", "hsdp-2x2", "fsdp2-tp-2x2", "fsdp2-tp-2x2-uneven"):
         model = LAYOUTS[world][name]()
         state = model.state_dict()
@@ -86,10 +99,15 @@ def write_verl(parent: str, rank: int, world: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict()
     moments = get_optimizer_state_dict(model, optimizer)
-    extra = {"rng": {"cpu": torch.full((4,), rank), "seed": rank}, "lr_scheduler": {"last_epoch": 1}}
+    extra = {
+        "rng": {"cpu": torch.full((4,), rank), "seed": rank},
+        "lr_scheduler": {"last_epoch": 1},
+    }
     for part, tree in (("model", state), ("optim", moments), ("extra_state", extra)):
         torch.save(tree, folder / f"{part}_world_size_{world}_rank_{rank}.pt")
-    whole = {f"model.{key}": t.full_tensor() if isinstance(t, DTensor) else t for key, t in state.items()}
+    whole = {
+        f"model.{key}": t.full_tensor() if isinstance(t, DTensor) else t for key, t in state.items()
+    }
     for name, entry in moments["state"].items():
         for key, t in entry.items():
             whole[f"optim.state.{name}.{key}"] = t.full_tensor() if isinstance(t, DTensor) else t
@@ -104,7 +122,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
-WHOLE = [*(f"mesh-{name}" for name in MESHES), "fsdp2", "hsdp-2x2", "fsdp2-tp-2x2", "fsdp2-tp-2x2-uneven", "fsdp1"]
+WHOLE = [
+    *(f"mesh-{name}" for name in MESHES),
+    "fsdp2",
+    "hsdp-2x2",
+    "fsdp2-tp-2x2",
+    "fsdp2-tp-2x2-uneven",
+    "fsdp1",
+]
 
 
 def assert_equal(path: Path, truth: dict[str, torch.Tensor]) -> None:
@@ -127,9 +152,14 @@ def test_every_layout_gives_the_gathered_tensors(written: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["mesh-grid", "fsdp2-tp-2x2-uneven"])
-def test_files_are_placed_by_content_and_not_by_name(written: Path, tmp_path: Path, name: str) -> None:
+def test_files_are_placed_by_content_and_not_by_name(
+    written: Path, tmp_path: Path, name: str
+) -> None:
     for rank in range(4):
-        shutil.copy(written / name / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"x_rank_{3 - rank}.pt")
+        shutil.copy(
+            written / name / f"model_world_size_4_rank_{rank}.pt",
+            tmp_path / f"x_rank_{3 - rank}.pt",
+        )
     assert_equal(tmp_path, torch.load(written / f"{name}.truth"))
 
 
@@ -160,21 +190,28 @@ def test_parts_of_rank_files_and_private_state(written: Path, tmp_path: Path) ->
 def test_missing_ranks_are_named(written: Path, tmp_path: Path) -> None:
     for rank in (0, 2):
         shutil.copy(written / "fsdp2" / f"model_world_size_4_rank_{rank}.pt", tmp_path)
-    with pytest.raises(ema_ckpt.EmaCkptError, match=r"rank 1, 3 of 4 are missing.*one directory") as caught:
+    with pytest.raises(
+        ema_ckpt.EmaCkptError, match=r"rank 1, 3 of 4 are missing.*one directory"
+    ) as caught:
         ema_ckpt.consolidate(tmp_path, tmp_path.parent / "out.safetensors")
     assert caught.value.code == "incomplete"
 
 
 def test_missing_ranks_are_told_by_the_mesh_alone(written: Path, tmp_path: Path) -> None:
     for rank in (0, 1):
-        shutil.copy(written / "fsdp2" / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"model_rank_{rank}.pt")
+        shutil.copy(
+            written / "fsdp2" / f"model_world_size_4_rank_{rank}.pt",
+            tmp_path / f"model_rank_{rank}.pt",
+        )
     with pytest.raises(ema_ckpt.EmaCkptError, match="rank 2, 3 of 4 are missing") as caught:
         ema_ckpt.inspect(tmp_path)
     assert caught.value.code == "incomplete"
 
 
 def test_local_pieces_without_shapes_are_refused(written: Path) -> None:
-    with pytest.raises(ema_ckpt.EmaCkptError, match=r"names and shapes of the parameters|shape of the whole") as caught:
+    with pytest.raises(
+        ema_ckpt.EmaCkptError, match=r"names and shapes of the parameters|shape of the whole"
+    ) as caught:
         ema_ckpt.inspect(written / "fsdp1-local")
     assert caught.value.code == "unsupported"
 
@@ -195,6 +232,8 @@ def test_replicas_that_differ(written: Path, tmp_path: Path) -> None:
 def test_plain_tensors_that_differ_are_no_replicas(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": torch.full((3,), float(rank))}, tmp_path / f"ema_rank{rank}.pt")
-    with pytest.raises(ema_ckpt.EmaCkptError, match="different plain tensor on each rank") as caught:
+    with pytest.raises(
+        ema_ckpt.EmaCkptError, match="different plain tensor on each rank"
+    ) as caught:
         ema_ckpt.inspect(tmp_path)
     assert (caught.value.code, caught.value.tensor) == ("unsupported", "w")

@@ -95,7 +95,10 @@ def metadata_of(path: Path) -> Metadata:
 def layout(path: Path) -> dict[str, object]:
     """Shape, dtype, chunks and the file of each, for every tensor; the kind alone for objects."""
     metadata = metadata_of(path)
-    files = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+    files = {
+        (index.fqn, tuple(index.offset or ())): info
+        for index, info in metadata.storage_data.items()
+    }
     found: dict[str, object] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -136,7 +139,9 @@ def test_layout_is_that_of_fsdp2(saved: Path, tmp_path: Path, source: int, targe
 def test_items_are_whole_archives_with_true_checksums(saved: Path, tmp_path: Path) -> None:
     ema_ckpt.reshard(saved / "w4", tmp_path / "out", 3)
     for index, info in metadata_of(tmp_path / "out").storage_data.items():
-        data = (tmp_path / "out" / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        data = (tmp_path / "out" / info.relative_path).read_bytes()[
+            info.offset : info.offset + info.length
+        ]
         (tmp_path / "item").write_bytes(data)
         with zipfile.ZipFile(tmp_path / "item") as archive:
             assert archive.testzip() is None
@@ -153,7 +158,9 @@ def test_torch_converts_it(saved: Path, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         dcp_to_torch_save(tmp_path / "out", tmp_path / "mine.pt")
         dcp_to_torch_save(saved / "w3", tmp_path / "theirs.pt")
-    mine, theirs = (torch.load(tmp_path / name, weights_only=False) for name in ("mine.pt", "theirs.pt"))
+    mine, theirs = (
+        torch.load(tmp_path / name, weights_only=False) for name in ("mine.pt", "theirs.pt")
+    )
     assert mine["step"] == theirs["step"] == 12
     assert mine["note"] == theirs["note"]
     assert mine["optim"]["param_groups"] == theirs["optim"]["param_groups"]
@@ -195,7 +202,9 @@ def load_and_compare(resharded: str, truth: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("source", "target"), [(8, 3), (1, 4), (2, 8), (4, 1)])
-def test_ranks_load_it_and_open_their_own_file(saved: Path, tmp_path: Path, source: int, target: int) -> None:
+def test_ranks_load_it_and_open_their_own_file(
+    saved: Path, tmp_path: Path, source: int, target: int
+) -> None:
     ema_ckpt.reshard(saved / f"w{source}", tmp_path / "out", target)
     (tmp_path / "truth").write_bytes(pickle.dumps(tensors(saved / f"w{source}")))
     opened = run(target, load_and_compare, str(tmp_path / "out"), str(tmp_path / "truth"))
@@ -213,7 +222,9 @@ def test_chain_of_world_sizes_is_the_identity(saved: Path, tmp_path: Path) -> No
     # Back at four ranks the bytes are those of going there directly.
     ema_ckpt.reshard(saved / "w4", tmp_path / "direct", 4)
     same = [p.name for p in (tmp_path / "direct").iterdir() if p.suffix == ".distcp"]
-    assert all((at / name).read_bytes() == (tmp_path / "direct" / name).read_bytes() for name in same)
+    assert all(
+        (at / name).read_bytes() == (tmp_path / "direct" / name).read_bytes() for name in same
+    )
 
 
 # Other layouts as sources.
@@ -224,9 +235,13 @@ def save_other_layouts(parent: str) -> None:
 
     torch.manual_seed(0)
     values = {
-        f"t{i}": torch.randn(shape) for i, shape in enumerate([(7, 3), (37, 4), (3, 24), (50, 6), (5,), (2, 3, 4)])
+        f"t{i}": torch.randn(shape)
+        for i, shape in enumerate([(7, 3), (37, 4), (3, 24), (50, 6), (5,), (2, 3, 4)])
     }
-    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    line, grid = (
+        init_device_mesh("cpu", (4,)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
+    )
     trees = {
         "columns": {k: distribute_tensor(v, line, [Shard(v.dim() - 1)]) for k, v in values.items()},
         "hsdp": {k: distribute_tensor(v, grid, [Replicate(), Shard(0)]) for k, v in values.items()},
@@ -269,12 +284,24 @@ def test_other_layouts_become_rows(others: Path, tmp_path: Path, name: str, worl
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp1-w4", "fsdp2-tp-2x2-uneven", "hsdp-2x2", "chunks-w2", "strided-w2", "idle-ranks-w4", "dtypes-w2"]
+    "name",
+    [
+        "fsdp1-w4",
+        "fsdp2-tp-2x2-uneven",
+        "hsdp-2x2",
+        "chunks-w2",
+        "strided-w2",
+        "idle-ranks-w4",
+        "dtypes-w2",
+    ],
 )
 def test_fixtures_keep_their_recorded_sums(tmp_path: Path, name: str) -> None:
     truth = json.loads((FIXTURES / "expected.json").read_text())[f"dcp/{name}"]["tensors"]
     for world in (1, 3):
         out = tmp_path / str(world)
         ema_ckpt.reshard(FIXTURES / "dcp" / name, out, world)
-        found = {key: hashlib.sha256(raw_bytes(tensor)).hexdigest() for key, tensor in tensors(out).items()}
+        found = {
+            key: hashlib.sha256(raw_bytes(tensor)).hexdigest()
+            for key, tensor in tensors(out).items()
+        }
         assert found == {key: entry["sha256"] for key, entry in truth.items()}

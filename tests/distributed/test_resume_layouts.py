@@ -31,7 +31,13 @@ def save_all(parent: str, names: list[str]) -> None:
             one.train(SAVED_AFTER)
             leave_unsharded(one.model, name)
             path = Path(parent, f"{name}.w{dist.get_world_size()}")
-            save(path, model=one.model, ema=one.ema, optimizer=one.optimizer, extra={"step": one.step})
+            save(
+                path,
+                model=one.model,
+                ema=one.ema,
+                optimizer=one.optimizer,
+                extra={"step": one.step},
+            )
         except Exception as error:
             raise AssertionError(f"layout {name}: {type(error).__name__}: {error}") from error
 
@@ -55,7 +61,9 @@ def restore_one(name: str, path: str) -> None:
     family = family_of(name)
     one = start(WRAPS[dist.get_world_size()][name], blank=True)
     leave_unsharded(one.model, name)
-    report = restore(path, model=one.model, ema=one.ema, optimizer=one.optimizer, extra={"step": None})
+    report = restore(
+        path, model=one.model, ema=one.ema, optimizer=one.optimizer, extra={"step": None}
+    )
     assert report.missing == report.unexpected == report.seeded == ()
     one.step = report.extra["step"]
     assert one.step == SAVED_AFTER
@@ -81,7 +89,9 @@ def check_forward(model: nn.Module, layout: str, weights: dict[str, torch.Tensor
     with torch.no_grad():
         found, expected = model(batch_for(layout, 1)), whole(batch_for(layout, 1))
     precision = 0.05 if "mixed" in layout or "bfloat16" in layout else 1e-5
-    assert torch.allclose(found.float(), expected.float(), rtol=precision, atol=precision), f"{found} is not {expected}"
+    assert torch.allclose(found.float(), expected.float(), rtol=precision, atol=precision), (
+        f"{found} is not {expected}"
+    )
 
 
 def restore_foreign(live: str, files: list[str]) -> None:
@@ -105,7 +115,10 @@ def torch_reads(path: Path, family: str) -> None:
             "num_updates": torch.zeros((), dtype=torch.int64),
         },
         "optimizer": {
-            "state": {n: {k: torch.zeros_like(v) for k, v in m.items()} for n, m in expected.moments.items()}
+            "state": {
+                n: {k: torch.zeros_like(v) for k, v in m.items()}
+                for n, m in expected.moments.items()
+            }
         },
     }
     dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -113,7 +126,10 @@ def torch_reads(path: Path, family: str) -> None:
     for tree, whole in (
         (state["model"], expected.weights),
         (state["ema"]["weights"], expected.average),
-        *((state["optimizer"]["state"][name], moments) for name, moments in expected.moments.items()),
+        *(
+            (state["optimizer"]["state"][name], moments)
+            for name, moments in expected.moments.items()
+        ),
     ):
         for name, value in whole.items():
             assert torch.equal(tree[name], value), name

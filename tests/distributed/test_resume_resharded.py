@@ -20,7 +20,9 @@ def test_resumes_from_resharded_and_converted_checkpoints(tmp_path: Path) -> Non
         source = tmp_path / f"{name}.w4"
         ema_ckpt.reshard(source, tmp_path / f"{name}.three", 3)
         ema_ckpt.convert(source, tmp_path / f"{name}.safetensors")
-        ema_ckpt.convert(tmp_path / f"{name}.safetensors", tmp_path / f"{name}.back", to="dcp", world_size=5)
+        ema_ckpt.convert(
+            tmp_path / f"{name}.safetensors", tmp_path / f"{name}.back", to="dcp", world_size=5
+        )
         pairs += [(name, str(tmp_path / f"{name}.{end}")) for end in ("three", "back")]
     run(3, restore_all, [("fsdp2", path) for name, path in pairs if name == "fsdp2"], timeout=120)
     run(4, restore_all, pairs, timeout=120)

@@ -19,13 +19,19 @@ from ema_ckpt import ShardedEMA, restore, save
 from tests.distributed.launcher import run
 
 
-def _fsdp1(strategy: ShardingStrategy, model: nn.Module, *, use_orig_params: bool = True) -> nn.Module:
+def _fsdp1(
+    strategy: ShardingStrategy, model: nn.Module, *, use_orig_params: bool = True
+) -> nn.Module:
     mesh = None
     if strategy is ShardingStrategy.HYBRID_SHARD:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     cpu = torch.device("cpu")
     return FullyShardedDataParallel(
-        model, sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=cpu, device_mesh=mesh
+        model,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        device_id=cpu,
+        device_mesh=mesh,
     )
 
 
@@ -50,7 +56,9 @@ def _runs(layout: str, optimizer: Any, parent: str) -> None:
         model = LAYOUTS[layout][1](nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 1)))
         return model, optimizer(model.parameters(), lr=0.01), ShardedEMA(model, 0.9)
 
-    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, ema: ShardedEMA, first: int) -> None:
+    def trained(
+        model: nn.Module, optimizer: torch.optim.Optimizer, ema: ShardedEMA, first: int
+    ) -> None:
         for step in range(first, first + 3):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
@@ -73,7 +81,9 @@ def _runs(layout: str, optimizer: Any, parent: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_resumed_twice_equals_one_that_was_not(layout: str, optimizer: Any, tmp_path: Path) -> None:
+def test_a_run_resumed_twice_equals_one_that_was_not(
+    layout: str, optimizer: Any, tmp_path: Path
+) -> None:
     run(LAYOUTS[layout][0], _runs, layout, optimizer, str(tmp_path))
     with ema_ckpt.open(tmp_path / "straight") as straight, ema_ckpt.open(tmp_path / "2") as resumed:
         names = straight.keys()

@@ -21,9 +21,16 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from ema_ckpt import latest, restore, rng_state, save
-from ema_ckpt.core.errors import CollectiveError, EmaCkptError, SourceError, StateError, TargetError, UsageError
+from ema_ckpt.core.errors import (
+    CollectiveError,
+    EmaCkptError,
+    SourceError,
+    StateError,
+    TargetError,
+    UsageError,
+)
 from ema_ckpt.discovery.completeness import check_complete
-from ema_ckpt.discovery.locate import find
+from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.model.live import live_tree
 from ema_ckpt.resume.flatten import pieces
@@ -45,8 +52,14 @@ def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, ShardedEMA]:
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer, ema: ShardedEMA) -> list[Any]:
-    trees = [live_tree(model), ema.state_dict()["weights"], *optimizer_tree(model, optimizer)["state"].values()]
-    found = [view.tolist() for tree in trees for value in tree.values() for _, view in pieces(value).held]
+    trees = [
+        live_tree(model),
+        ema.state_dict()["weights"],
+        *optimizer_tree(model, optimizer)["state"].values(),
+    ]
+    found = [
+        view.tolist() for tree in trees for value in tree.values() for _, view in pieces(value).held
+    ]
     return [*found, ema.num_updates, ema.current_decay]
 
 
@@ -84,7 +97,8 @@ def _failures(parent: str) -> dict[str, Any]:
     save(root / "step_1", **everything)
     found["exists"] = message_of(TargetError, lambda: save(root / "step_1", **everything))
     found["pickle"] = message_of(
-        UsageError, lambda: save(root / "c", model=model, extra={"f": (lambda: 0) if rank == 2 else 0})
+        UsageError,
+        lambda: save(root / "c", model=model, extra={"f": (lambda: 0) if rank == 2 else 0}),
     )
     found["shapes"] = message_of(
         StateError, lambda: save(root / "c", model=model, extra={"t": torch.ones(2 + (rank == 1))})
@@ -95,7 +109,9 @@ def _failures(parent: str) -> dict[str, Any]:
     before = bits(model, optimizer, ema)
     if rank == 2:
         model.register_buffer("only_here", torch.ones(1))
-    found["one rank differs"] = message_of(SourceError, lambda: restore(root / "step_1", **everything))
+    found["one rank differs"] = message_of(
+        SourceError, lambda: restore(root / "step_1", **everything)
+    )
     if rank == 2:
         del model.only_here
     dist.barrier()
@@ -122,14 +138,24 @@ def _failures(parent: str) -> dict[str, Any]:
 def test_failures_reach_all_ranks_with_their_cause(tmp_path: Path) -> None:
     everyone = run(3, _failures, str(tmp_path))
     for found in everyone:
-        assert found["unwritable"].startswith("rank-failed: save: rank 1: OSError: [Errno 27] File too large")
-        later = "PermissionError: [Errno 13] Permission denied" if os.getuid() == 0 else "OSError: [Errno 27]"
+        assert found["unwritable"].startswith(
+            "rank-failed: save: rank 1: OSError: [Errno 27] File too large"
+        )
+        later = (
+            "PermissionError: [Errno 13] Permission denied"
+            if os.getuid() == 0
+            else "OSError: [Errno 27]"
+        )
         assert found["unwritable, later"].startswith(f"rank-failed: save: rank 1: {later}")
         assert found["left"] == []
         assert "the ranks name different targets" in found["targets"]
         assert found["exists"].startswith("target-exists: rank 0: ")
-        assert found["pickle"].startswith("usage: rank 2: 'extra.f' of type function cannot be pickled")
-        assert found["shapes"].startswith("index-mismatch: rank 0: 'extra.t' is float32 [3] on rank 1")
+        assert found["pickle"].startswith(
+            "usage: rank 2: 'extra.f' of type function cannot be pickled"
+        )
+        assert found["shapes"].startswith(
+            "index-mismatch: rank 0: 'extra.t' is float32 [3] on rank 1"
+        )
         assert found["one rank differs"].startswith("incomplete: rank 2: ")
         assert "it lacks 'model.only_here'" in found["one rank differs"]
         assert found["truncated"].startswith("truncated-file: ")
@@ -200,10 +226,13 @@ def test_training_goes_on_beside_a_save(tmp_path: Path) -> None:
 
 def is_whole(path: Path) -> bool:
     """Whether every file is there as the metadata says, and torch reads the whole."""
-    check_complete(find(str(path)))
+    check_complete(locate_checkpoint(str(path)))
     state: dict[str, Any] = {}
     _load_state_dict(
-        state, storage_reader=dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        state,
+        storage_reader=dcp.FileSystemReader(path),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
     )
     return set(state) == {"model", "ema", "optimizer"}
 
@@ -217,13 +246,22 @@ def _drifting(parent: str) -> tuple[list[str], list[str], float]:
         plain.weight.fill_(float(rank))
     with warnings.catch_warnings(record=True) as first:
         warnings.simplefilter("always")
-        save(Path(parent, "a"), model=model, ema=ema, extra={"seen": rank, "same": {"a": 1.5}, "t": torch.tensor(rank)})
+        save(
+            Path(parent, "a"),
+            model=model,
+            ema=ema,
+            extra={"seen": rank, "same": {"a": 1.5}, "t": torch.tensor(rank)},
+        )
     with warnings.catch_warnings(record=True) as second:
         warnings.simplefilter("always")
         save(Path(parent, "b"), model=plain, check_replicas=True)
     extra = restore(Path(parent, "a"), model=model, ema=ema, extra={"seen": None, "t": None}).extra
     assert extra["seen"] == extra["t"] == 0
-    return [str(w.message) for w in first], [str(w.message) for w in second], float(model[1].running_mean[0])
+    return (
+        [str(w.message) for w in first],
+        [str(w.message) for w in second],
+        float(model[1].running_mean[0]),
+    )
 
 
 def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
@@ -276,7 +314,9 @@ def _endless(rank: int, port: int, parent: str, started: Any) -> None:
 
 
 @pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)])
-def test_a_killed_save_leaves_only_whole_checkpoints(tmp_path: Path, victims: tuple[int, ...]) -> None:
+def test_a_killed_save_leaves_only_whole_checkpoints(
+    tmp_path: Path, victims: tuple[int, ...]
+) -> None:
     """Processes are killed at odd moments; whatever bears a step's name is complete and loads."""
     generator = random.Random(str(victims))
     context = multiprocessing.get_context("forkserver")
@@ -285,7 +325,10 @@ def test_a_killed_save_leaves_only_whole_checkpoints(tmp_path: Path, victims: tu
         parent.mkdir()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         started = context.Event()
-        ranks = [context.Process(target=_endless, args=(r, store.port, str(parent), started)) for r in range(2)]
+        ranks = [
+            context.Process(target=_endless, args=(r, store.port, str(parent), started))
+            for r in range(2)
+        ]
         try:
             for process in ranks:
                 process.start()

@@ -28,7 +28,9 @@ REPO = Path(__file__).parents[2]
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two tensors of several segments each, one of them stored transposed, and many small ones."""
     generator = torch.Generator().manual_seed(0)
-    tree: dict[str, torch.Tensor] = {f"small{i}": torch.randn(7, i + 1, generator=generator) for i in range(40)}
+    tree: dict[str, torch.Tensor] = {
+        f"small{i}": torch.randn(7, i + 1, generator=generator) for i in range(40)
+    }
     tree["big"] = torch.randn(21_000, 1000, generator=generator)
     tree["turned"] = torch.randn(1000, 17_000, generator=generator).t()
     return save_dcp(tmp_path_factory.mktemp("source") / "step_1", {"model": tree})
@@ -55,10 +57,18 @@ def launch(
         command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments)]
         pipe = subprocess.PIPE
         setup = (limits or {}).get(rank)
-        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, preexec_fn=setup))  # noqa: PLW1509
+        processes.append(
+            subprocess.Popen(
+                command, stdout=pipe, stderr=pipe, text=True, env=env, preexec_fn=setup
+            )
+        )
     ends = []
     try:
-        while until is not None and not until() and all(process.poll() is None for process in processes):
+        while (
+            until is not None
+            and not until()
+            and all(process.poll() is None for process in processes)
+        ):
             time.sleep(0.001)
         for process in processes if until is not None else ():
             process.send_signal(signal.SIGTERM)
@@ -90,10 +100,19 @@ def test_same_bytes_as_from_one_process(source: Path, tmp_path: Path) -> None:
 
 def test_within_one_file_with_casts(source: Path, tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
-    command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", "-m", "ema_ckpt", "consolidate"]
+    command = [
+        Path(sys.executable).parent / "torchrun",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "ema_ckpt",
+        "consolidate",
+    ]
     command += [source, tmp_path / "two" / "x.safetensors", "--dtype", "bf16"]
     env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    subprocess.run([str(part) for part in command], check=True, timeout=60, env=env, capture_output=True)
+    subprocess.run(
+        [str(part) for part in command], check=True, timeout=60, env=env, capture_output=True
+    )
     ema_ckpt.consolidate(source, tmp_path / "x.safetensors", dtype="bf16")
     assert contents(tmp_path / "two" / "x.safetensors") == contents(tmp_path / "x.safetensors")
 
@@ -122,7 +141,9 @@ def small_files() -> None:
 
 
 def test_failure_of_one_reaches_all_with_its_cause(source: Path, tmp_path: Path) -> None:
-    ends = launch(2, "consolidate", source, tmp_path / "x.safetensors", "--json", limits={1: small_files})
+    ends = launch(
+        2, "consolidate", source, tmp_path / "x.safetensors", "--json", limits={1: small_files}
+    )
     assert [code for code, *_ in ends] == [2, 2]
     error = json.loads(ends[0][1])["error"]
     assert error["code"] == "rank-failed"
@@ -134,7 +155,9 @@ def test_failure_of_one_reaches_all_with_its_cause(source: Path, tmp_path: Path)
 def test_a_signal_to_all_is_said_once(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     for _ in range(10):
-        ends = launch(2, "reshard", source, target, "--world-size", 2, until=lambda: bool(stages_of(target)))
+        ends = launch(
+            2, "reshard", source, target, "--world-size", 2, until=lambda: bool(stages_of(target))
+        )
         if not target.exists():
             break
         shutil.rmtree(target)

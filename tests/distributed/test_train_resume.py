@@ -17,12 +17,20 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     return [*launcher, str(EXAMPLE), *arguments]
 
 
 def finished(command: list[str]) -> str:
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -30,11 +38,18 @@ def finished(command: list[str]) -> str:
 def killed_after(command: list[str], line: str) -> None:
     """Start a command, wait for a line of its output, and kill all its processes at once."""
     process = subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
-        assert any(found.startswith(line) for found in process.stdout), f"ended before it printed {line!r}"
+        assert any(found.startswith(line) for found in process.stdout), (
+            f"ended before it printed {line!r}"
+        )
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)

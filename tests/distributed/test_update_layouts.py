@@ -23,7 +23,9 @@ DECAY = 0.9
 def whole_live(model: nn.Module) -> dict[str, torch.Tensor]:
     """All live tensors in full, on every rank, as torch gathers them."""
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    box = [{name: tensor.clone() for name, tensor in full.items()} if dist.get_rank() == 0 else None]
+    box = [
+        {name: tensor.clone() for name, tensor in full.items()} if dist.get_rank() == 0 else None
+    ]
     dist.broadcast_object_list(box)
     return box[0]  # type: ignore[return-value]
 
@@ -44,7 +46,9 @@ def whole_average(ema: ShardedEMA) -> dict[str, torch.Tensor]:
         for rank in everyone:
             for box, view in rank[name][1]:
                 at = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
-                assert not covered[at].any() or torch.equal(full[at], view), f"{name}: replicas differ"
+                assert not covered[at].any() or torch.equal(full[at], view), (
+                    f"{name}: replicas differ"
+                )
                 full[at], covered[at] = view, True
         assert covered.all(), f"{name}: {int((~covered).sum())} elements in no box"
         whole[name] = full
@@ -77,7 +81,10 @@ def check_layout(wrap: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def _train(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: ShardedEMA, expected: dict[str, torch.Tensor]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ema: ShardedEMA,
+    expected: dict[str, torch.Tensor],
 ) -> None:
     for step in range(3):
         if optimizer is not None:

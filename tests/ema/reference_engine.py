@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ema_ckpt.ema.engines.lists import Lists
+from ema_ckpt.ema.engines.lists import UpdateBatch
 
 __all__ = ["compensated", "update"]
 
 
-def update(lists: Lists, weight: float) -> None:
+def update(lists: UpdateBatch, weight: float) -> None:
     """shadow := lerp(shadow, float(param), weight) for each pair; `weight` = 1 - β, in float64.
 
     Two ways round losses: with residuals the update is compensated, with `events` an element whose new value is
@@ -26,7 +26,9 @@ def update(lists: Lists, weight: float) -> None:
         else:
             new, rest = compensated(old, residual, new_value, weight)
         good = (
-            torch.isfinite(new.to(shadow.dtype)) if lists.events is not None else torch.ones_like(new, dtype=torch.bool)
+            torch.isfinite(new.to(shadow.dtype))
+            if lists.events is not None
+            else torch.ones_like(new, dtype=torch.bool)
         )
         kept = kept.to(good.device) | ~good.all()
         shadow.copy_(torch.where(good, new, old))

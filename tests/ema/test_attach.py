@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA

@@ -15,7 +15,9 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1), nn.BatchNorm1d(1))
 
 
-def _replace(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module], object]:
+def _replace(
+    name: str, value: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[nn.Module], object]:
     def change(model: nn.Module) -> None:
         layer, _, key = name.rpartition(".")
         module = model.get_submodule(layer)
@@ -88,7 +90,9 @@ def test_another_shape_in_the_same_memory_raises_when_the_average_is_asked_for()
     ema = ShardedEMA(model, decay=0.5)
     model.weight.data = model.weight.data[:2]
     for ask in (ema.state_dict, ema.full_state_dict, ema.swap().__enter__):
-        with pytest.raises(StateError, match=r"'weight' changed its shape from \(4, 2\) to \(2, 2\)"):
+        with pytest.raises(
+            StateError, match=r"'weight' changed its shape from \(4, 2\) to \(2, 2\)"
+        ):
             ask()
 
 

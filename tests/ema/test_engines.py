@@ -8,12 +8,12 @@ import torch
 
 from ema_ckpt.ema.engines import cpu as blocked
 from ema_ckpt.ema.engines import foreach
-from ema_ckpt.ema.engines.lists import Lists, Step
+from ema_ckpt.ema.engines.lists import Step, UpdateBatch
 from tests.ema import reference_engine as reference
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-Prepare = Callable[[Lists], Step]
+Prepare = Callable[[UpdateBatch], Step]
 PREPARES = [blocked.prepare, foreach.prepare]
 SHAPES = [(3,), (), (0, 8), (7, 5), (1,), (8, 11), (33, 65), (2, 3, 4, 5), (700,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -44,17 +44,26 @@ def _params(dtype: torch.dtype, seed: int, strided: bool = False) -> list[torch.
 
 
 def _lists(
-    shadow_dtype: torch.dtype, param_dtype: torch.dtype, *, compensate: bool, skip: bool, strided: bool = False
-) -> Lists:
+    shadow_dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    *,
+    compensate: bool,
+    skip: bool,
+    strided: bool = False,
+) -> UpdateBatch:
     shadows = _arena(SHAPES, shadow_dtype)
     for shadow, start in zip(shadows, _params(param_dtype, 0), strict=True):
         shadow.copy_(start)
-    residuals = _arena(SHAPES, shadow_dtype if shadow_dtype.is_complex else torch.bfloat16) if compensate else None
+    residuals = (
+        _arena(SHAPES, shadow_dtype if shadow_dtype.is_complex else torch.bfloat16)
+        if compensate
+        else None
+    )
     events = torch.zeros((), dtype=torch.int64) if skip else None
-    return Lists(shadows, _params(param_dtype, 0, strided), residuals, events)
+    return UpdateBatch(shadows, _params(param_dtype, 0, strided), residuals, events)
 
 
-def _run(lists: Lists, move: Step, weights: list[float], spoil: bool) -> None:
+def _run(lists: UpdateBatch, move: Step, weights: list[float], spoil: bool) -> None:
     for seed, weight in enumerate(weights, start=1):
         for param, value in zip(lists.params, _params(lists.params[0].dtype, seed), strict=True):
             param.copy_(value)
@@ -98,7 +107,12 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("spoil", [False, True])
 def test_engines_equal_the_reference(
-    prepare: Prepare, compensate: bool, skip: bool, param_dtype: torch.dtype, shadow_dtype: torch.dtype, spoil: bool
+    prepare: Prepare,
+    compensate: bool,
+    skip: bool,
+    param_dtype: torch.dtype,
+    shadow_dtype: torch.dtype,
+    spoil: bool,
 ) -> None:
     fast = _lists(shadow_dtype, param_dtype, compensate=compensate, skip=skip)
     plain = _lists(shadow_dtype, param_dtype, compensate=compensate, skip=skip)
@@ -129,9 +143,13 @@ def test_an_element_whose_new_value_is_not_finite_keeps_its_average() -> None:
 def test_neighbours_are_moved_as_one_block() -> None:
     lists = _lists(torch.float32, torch.bfloat16, compensate=False, skip=False)
     blocks = list(blocked._blocks(lists))
-    assert max(len(block.sources) for block in blocks) == 6  # 3 + 1 + 35 + 1 + 88 + 120; (0, 8) has none
+    assert (
+        max(len(block.sources) for block in blocks) == 6
+    )  # 3 + 1 + 35 + 1 + 88 + 120; (0, 8) has none
     assert all(block.shadow.numel() <= blocked.BLOCK_NUMEL for block in blocks)
-    assert sum(block.shadow.numel() for block in blocks) == sum(shadow.numel() for shadow in lists.shadows)
+    assert sum(block.shadow.numel() for block in blocks) == sum(
+        shadow.numel() for shadow in lists.shadows
+    )
 
 
 def test_scratch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +163,7 @@ def test_scratch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor
 
     lists = _lists(torch.float32, torch.bfloat16, compensate=True, skip=True)
-    big = Lists([torch.zeros(3_000_000)], [torch.zeros(3_000_000, dtype=torch.bfloat16)])
+    big = UpdateBatch([torch.zeros(3_000_000)], [torch.zeros(3_000_000, dtype=torch.bfloat16)])
     monkeypatch.setattr(torch, "empty", counting)
     for step in (blocked.prepare(lists), blocked.prepare(big)):
         step(0.1)
@@ -166,7 +184,9 @@ def _noise(steps: int, numel: int) -> torch.Tensor:
 
 
 def _slow_drift(steps: int, numel: int) -> torch.Tensor:
-    return 1.0 + 1e-4 * torch.arange(1, steps + 1, dtype=torch.float32)[:, None].expand(steps, numel)
+    return 1.0 + 1e-4 * torch.arange(1, steps + 1, dtype=torch.float32)[:, None].expand(
+        steps, numel
+    )
 
 
 def _error(path: torch.Tensor, decay: float, compensate: bool) -> tuple[float, float]:
@@ -174,7 +194,7 @@ def _error(path: torch.Tensor, decay: float, compensate: bool) -> tuple[float, f
     start = torch.ones(path.shape[1])
     residuals = [torch.zeros(path.shape[1], dtype=torch.bfloat16)] if compensate else None
     live = start.clone()
-    lists = Lists([start.clone()], [live], residuals)
+    lists = UpdateBatch([start.clone()], [live], residuals)
     step, exact, lerped = blocked.prepare(lists), start.double(), start.clone()
     for value in path:
         live.copy_(value)
@@ -182,7 +202,9 @@ def _error(path: torch.Tensor, decay: float, compensate: bool) -> tuple[float, f
         exact.lerp_(value.double(), 1 - decay)
         lerped.lerp_(value, 1 - decay)
     norm = exact.norm()
-    return float((lists.shadows[0].double() - exact).norm() / norm), float((lerped.double() - exact).norm() / norm)
+    return float((lists.shadows[0].double() - exact).norm() / norm), float(
+        (lerped.double() - exact).norm() / norm
+    )
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999])
@@ -196,7 +218,9 @@ def test_errors_against_float64(decay: float) -> None:
 
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999, 0.99999])
 @pytest.mark.parametrize("path", [_noise, _random_walk, _constant_target, _slow_drift])
-def test_compensated_errors_against_float64(decay: float, path: Callable[[int, int], torch.Tensor]) -> None:
+def test_compensated_errors_against_float64(
+    decay: float, path: Callable[[int, int], torch.Tensor]
+) -> None:
     error, _ = _error(path(1000, 1000), decay, compensate=True)
     assert error <= 1e-7
 
@@ -205,7 +229,9 @@ def test_low_precision_averages_stand_still_and_float32_does_not() -> None:
     """1 000 updates from 1 towards 2 at decay 0.9999 are 1.0952; bfloat16 rounds every one of them away."""
     ends = {}
     for dtype in (torch.bfloat16, torch.float32):
-        lists = Lists([torch.ones(1, dtype=dtype)], [torch.full((1,), 2.0, dtype=torch.bfloat16)])
+        lists = UpdateBatch(
+            [torch.ones(1, dtype=dtype)], [torch.full((1,), 2.0, dtype=torch.bfloat16)]
+        )
         step = blocked.prepare(lists)
         for _ in range(1000):
             step(1 - 0.9999)

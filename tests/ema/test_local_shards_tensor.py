@@ -13,7 +13,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.errors import StateError
-from ema_ckpt.ema.checkpoint.local_shards_tensor import Published, pieces_of, publish
+from ema_ckpt.ema.checkpoint.local_shards_tensor import (
+    LocalShardsTensor,
+    as_global_tensor,
+    pieces_of,
+)
 from ema_ckpt.ema.model.placement import flat_boxes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -21,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def flat_piece(shape: tuple[int, ...], start: int, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     local = torch.arange(start, start + numel, dtype=torch.float32)
-    return local, publish(flat_boxes(shape, start, numel), shape, local)
+    return local, as_global_tensor(flat_boxes(shape, start, numel), shape, local)
 
 
 def full(shape: tuple[int, ...]) -> torch.Tensor:
@@ -29,7 +33,9 @@ def full(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), st.data())
-def test_pieces_are_the_global_elements_and_alias_the_local_ones(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_pieces_are_the_global_elements_and_alias_the_local_ones(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, prod(shape) - 1))
     numel = data.draw(st.integers(1, prod(shape) - start))
     local, tensor = flat_piece(shape, start, numel)
@@ -43,22 +49,22 @@ def test_pieces_are_the_global_elements_and_alias_the_local_ones(shape: tuple[in
 
 def test_a_whole_local_tensor_is_itself() -> None:
     local = torch.zeros(3, 4)
-    assert publish([whole((3, 4))], (3, 4), local) is local
+    assert as_global_tensor([whole((3, 4))], (3, 4), local) is local
     scalar = torch.tensor(2.0)
-    assert publish([whole(())], (), scalar) is scalar
+    assert as_global_tensor([whole(())], (), scalar) is scalar
     empty = torch.zeros(0, 8)
-    assert publish((), (0, 8), empty) is empty
+    assert as_global_tensor((), (0, 8), empty) is empty
 
 
 def test_boxes_must_fit_the_local_elements() -> None:
     with pytest.raises(StateError, match="12 local elements"):
-        publish([Box((0, 0), (2, 4))], (4, 4), torch.zeros(12))
+        as_global_tensor([Box((0, 0), (2, 4))], (4, 4), torch.zeros(12))
 
 
 def test_rows_in_several_boxes_need_no_contiguous_memory() -> None:
     local = torch.arange(24.0).reshape(4, 6).t()[:, :2]
     assert not local.is_contiguous()
-    tensor = publish([Box((0, 0), (2, 2)), Box((5, 0), (4, 2))], (9, 2), local)
+    tensor = as_global_tensor([Box((0, 0), (2, 2)), Box((5, 0), (4, 2))], (9, 2), local)
     (_, first), (_, second) = pieces_of(tensor)
     assert torch.equal(torch.cat([first, second]), local)
     assert second.data_ptr() == local[2:].data_ptr()
@@ -67,7 +73,7 @@ def test_rows_in_several_boxes_need_no_contiguous_memory() -> None:
 def test_copies_moves_and_nothing_else() -> None:
     local, tensor = flat_piece((3, 4), 2, 7)
     copy = tensor.clone()
-    assert isinstance(copy, Published)
+    assert isinstance(copy, LocalShardsTensor)
     local.zero_()
     assert [v.sum().item() for _, v in pieces_of(copy)] == [5.0, 22.0, 8.0]
     copy.copy_(full((3, 4)) * 2)
@@ -81,7 +87,7 @@ def test_copies_moves_and_nothing_else() -> None:
     assert half.views[1].dtype == torch.bfloat16
     assert half.boxes == tensor.boxes
     empty = torch.empty_like(tensor)
-    assert isinstance(empty, Published)
+    assert isinstance(empty, LocalShardsTensor)
     assert empty.boxes == tensor.boxes
     assert tensor.new_empty(()).shape == ()
     assert "holds=[[0, 2]+[1, 2]" in repr(tensor)
@@ -98,22 +104,25 @@ def test_pieces_of_all_ranks_make_one_checkpoint(shape: tuple[int, ...], tmp_pat
     cuts = sorted({0, n // 3, n // 2, n})
     local = torch.arange(n, dtype=torch.float32)
     parts = {
-        f"w{i}": publish(flat_boxes(shape, a, b - a), shape, local[a:b]) for i, (a, b) in enumerate(pairwise(cuts))
+        f"w{i}": as_global_tensor(flat_boxes(shape, a, b - a), shape, local[a:b])
+        for i, (a, b) in enumerate(pairwise(cuts))
     }
     dcp.save({"ema": parts}, checkpoint_id=tmp_path / "c", no_dist=True)
     targets = {
-        f"w{i}": publish(flat_boxes(shape, a, b - a), shape, torch.zeros(b - a))
+        f"w{i}": as_global_tensor(flat_boxes(shape, a, b - a), shape, torch.zeros(b - a))
         for i, (a, b) in enumerate(pairwise(cuts))
     }
     dcp.load({"ema": targets}, checkpoint_id=tmp_path / "c", no_dist=True)
     for name, tensor in targets.items():
-        assert [v.tolist() for _, v in pieces_of(tensor)] == [v.tolist() for _, v in pieces_of(parts[name])]
+        assert [v.tolist() for _, v in pieces_of(tensor)] == [
+            v.tolist() for _, v in pieces_of(parts[name])
+        ]
 
 
 def test_a_tensor_without_elements_keeps_its_shape(tmp_path: Path) -> None:
     flat = torch.zeros(0)
-    tensor = publish((), (0, 8), flat)
-    assert isinstance(tensor, Published)
+    tensor = as_global_tensor((), (0, 8), flat)
+    assert isinstance(tensor, LocalShardsTensor)
     dcp.save({"w": tensor}, checkpoint_id=tmp_path / "c", no_dist=True)
     metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
     assert metadata.state_dict_metadata["w"].size == torch.Size([0, 8])
@@ -126,7 +135,9 @@ def test_staging_copies_the_pieces(shared: bool) -> None:
     stager = DefaultStager(StagingOptions(False, shared, False, False))
     staged = stager.stage({"ema": {"w": tensor, "v": tensor}})
     local.fill_(-1)
-    assert isinstance(staged["ema"]["w"], Published)
-    assert torch.cat([v.reshape(-1) for v in staged["ema"]["w"].views]).tolist() == list(range(3, 14))
+    assert isinstance(staged["ema"]["w"], LocalShardsTensor)
+    assert torch.cat([v.reshape(-1) for v in staged["ema"]["w"].views]).tolist() == list(
+        range(3, 14)
+    )
     assert staged["ema"]["w"].boxes == tensor.boxes
     stager.close()

@@ -45,7 +45,9 @@ def shake(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.1)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.1
+            )
 
 
 # Arithmetic
@@ -67,7 +69,9 @@ def test_a_thousand_small_steps_arrive(dtype: torch.dtype) -> None:
 
 
 def test_mixed_dtypes_need_no_option() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4), nn.Linear(4, 4, dtype=torch.float64))
+    model = nn.Sequential(
+        nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4), nn.Linear(4, 4, dtype=torch.float64)
+    )
     ema = ShardedEMA(model, 0.9)
     exact = {name: p.detach().double().clone() for name, p in model.named_parameters()}
     for step in range(3):
@@ -123,7 +127,9 @@ def test_every_does_not_change_the_decay_per_call(every: int) -> None:
     assert float(average(ema)) == pytest.approx(1 - 0.99**100, rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", [HalfLife(100, unit="samples"), PowerFunction(0.15, unit="samples")])
+@pytest.mark.parametrize(
+    "schedule", [HalfLife(100, unit="samples"), PowerFunction(0.15, unit="samples")]
+)
 def test_samples_are_counted_and_survive_a_resume(schedule: Any) -> None:
     def run(resume_after: int | None) -> tuple[torch.Tensor, float, int]:
         model = one_parameter(0.0)
@@ -170,7 +176,9 @@ def test_the_effective_decay_goes_on_smoothly_after_a_restart() -> None:
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert second.current_decay == part[-1]
     assert part + log(second, 8) == straight
-    changed = ShardedEMA(one_parameter(), 0.5)  # the constructor's settings win, the saved counter too
+    changed = ShardedEMA(
+        one_parameter(), 0.5
+    )  # the constructor's settings win, the saved counter too
     changed.load_state_dict(copy.deepcopy(first.state_dict()))
     assert (changed.num_updates, changed.current_decay) == (12, 0.5)
     assert json.loads(changed.state_dict()["config"])["decay"] == 0.5
@@ -266,7 +274,9 @@ def test_ignored_nan_spreads() -> None:
 
 def test_integer_buffers_are_carried_along_and_floating_ones_as_asked() -> None:
     model = network()
-    managers: dict[str, ShardedEMA] = {b: ShardedEMA(model, 0.5, buffers=b) for b in ("copy", "average", "skip")}  # type: ignore[arg-type]
+    managers: dict[str, ShardedEMA] = {
+        b: ShardedEMA(model, 0.5, buffers=b) for b in ("copy", "average", "skip")
+    }  # type: ignore[arg-type]
     mean = model[1].running_mean.clone()
     for step in range(5):
         model(torch.randn(8, 3, generator=torch.Generator().manual_seed(step)))
@@ -326,11 +336,15 @@ def test_a_buffer_that_the_model_replaces_is_still_followed() -> None:
 
 
 def test_include_and_exclude_cross_dots_and_know_all_names_of_a_tied_tensor() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False), "norm": nn.LayerNorm(2)})
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False), "norm": nn.LayerNorm(2)}
+    )
     model["head"].weight = model["embed"].weight
     model["norm"].requires_grad_(False)
     assert [s.shard.fqn for s in ShardedEMA(model).averages.slots] == ["embed.weight"]
-    assert [s.shard.fqn for s in ShardedEMA(model, include="head*").averages.slots] == ["embed.weight"]
+    assert [s.shard.fqn for s in ShardedEMA(model, include="head*").averages.slots] == [
+        "embed.weight"
+    ]
     included = ShardedEMA(model, include=["*"], exclude="norm.b*")
     assert [s.shard.fqn for s in included.averages.slots] == ["embed.weight", "norm.weight"]
     assert json.loads(included.state_dict()["config"])["tied"] == {"embed.weight": ["head.weight"]}
@@ -346,7 +360,10 @@ def test_globs_that_match_nothing_are_mistakes() -> None:
         ShardedEMA(model, exclude="*")
     with pytest.raises(UsageError, match="0 of 6 parameters"):
         ShardedEMA(model.requires_grad_(False))
-    assert "1.running_mean" not in ShardedEMA(model, include="*", exclude="*running*").state_dict()["weights"]
+    assert (
+        "1.running_mean"
+        not in ShardedEMA(model, include="*", exclude="*running*").state_dict()["weights"]
+    )
 
 
 def _placeholder() -> nn.Module:
@@ -400,7 +417,9 @@ def test_memory_layouts_of_parameters_do_not_matter() -> None:
         shake(model, 1)
         ema.update()
         for name, p in model.named_parameters():
-            assert torch.equal(average(ema, name), expected[name].lerp_(p.detach().float(), 1 - 0.9)), name
+            assert torch.equal(
+                average(ema, name), expected[name].lerp_(p.detach().float(), 1 - 0.9)
+            ), name
         live = {name: p.detach().clone() for name, p in model.named_parameters()}
         with ema.swap():
             assert torch.equal(model[0].weight, expected["0.weight"].to(dtype))
@@ -436,7 +455,9 @@ def test_names_are_those_of_torch_whatever_wraps_the_model() -> None:
 
 def test_a_module_that_is_called_module_keeps_its_name() -> None:
     model = nn.ModuleDict({"module": nn.Linear(1, 1), "_orig_mod": nn.Linear(1, 1)})
-    assert [s.shard.fqn for s in ShardedEMA(model).averages.slots] == list(dict(model.named_parameters()))
+    assert [s.shard.fqn for s in ShardedEMA(model).averages.slots] == list(
+        dict(model.named_parameters())
+    )
 
 
 def test_compiling_and_checkpointing_later_changes_nothing() -> None:
@@ -460,7 +481,8 @@ def test_exchanged_memory_is_found_again() -> None:
     ema.update()
     start = average(ema, "0.weight")
     model.load_state_dict(
-        {k: v + 1 if v.is_floating_point() else v for k, v in model.state_dict().items()}, assign=True
+        {k: v + 1 if v.is_floating_point() else v for k, v in model.state_dict().items()},
+        assign=True,
     )
     ema.update()
     assert torch.equal(average(ema, "0.weight"), start.lerp(model[0].weight.detach(), 0.5))
@@ -495,7 +517,9 @@ def _gone(model: nn.Sequential) -> None:
         (_gone, "no longer in the model: '3.weight', '3.bias'"),
     ],
 )
-def test_a_changed_model_raises_and_nothing_moves(change: Callable[[nn.Sequential], None], words: str) -> None:
+def test_a_changed_model_raises_and_nothing_moves(
+    change: Callable[[nn.Sequential], None], words: str
+) -> None:
     model = network()
     ema = ShardedEMA(model, 0.5)
     before = copy.deepcopy(ema.state_dict()["weights"])
@@ -572,12 +596,17 @@ def test_a_tied_tensor_is_taken_and_copied_under_any_of_its_names() -> None:
     state = copy.deepcopy(ema.state_dict())
     assert "head.weight" not in state["weights"]
     for other in (Tied("head", "embed"), Tied("head"), Tied("embed", "head", tied=False)):
-        loaded, start = ShardedEMA(other, 0.9999, compensate=True), average(ShardedEMA(other), "head.bias")
+        loaded, start = (
+            ShardedEMA(other, 0.9999, compensate=True),
+            average(ShardedEMA(other), "head.bias"),
+        )
         loaded.load_state_dict(state)
         for part in ("weights", "residual"):
             taken = loaded.state_dict()[part]
             for name in taken:
-                assert torch.equal(taken[name], state[part].get(name, state[part]["embed.weight"])), (part, name)
+                assert torch.equal(
+                    taken[name], state[part].get(name, state[part]["embed.weight"])
+                ), (part, name)
         assert not torch.equal(average(loaded, "head.bias"), start)
         if hasattr(other, "embed"):
             ema.copy_to(other)
@@ -696,10 +725,15 @@ def test_loading_does_not_touch_the_models_buffers() -> None:
     ("spoil", "words"),
     [
         (lambda weights: weights.pop("3.weight"), "lacks averages: '3.weight'"),
-        (lambda weights: weights.update({"3.weight": torch.zeros(5, 2)}), r"'3.weight' has shape \(2, 5\)"),
+        (
+            lambda weights: weights.update({"3.weight": torch.zeros(5, 2)}),
+            r"'3.weight' has shape \(2, 5\)",
+        ),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[dict[str, Any]], object], words: str) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(
+    spoil: Callable[[dict[str, Any]], object], words: str
+) -> None:
     ema = ShardedEMA(network(), 0.5)
     state = copy.deepcopy(ema.state_dict())
     for tensor in state["weights"].values():
@@ -710,7 +744,9 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[dict[str, An
     with pytest.raises(StateError, match=words):
         ema.load_state_dict(state)
     assert ema.num_updates == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in ema.state_dict()["weights"].items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in ema.state_dict()["weights"].items()
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -721,7 +757,13 @@ def test_a_handmade_checkpoint_has_the_state_under_its_key(tmp_path: Path) -> No
     ema.update()
     dcp.save({"model": model.state_dict(), "ema": ema}, checkpoint_id=tmp_path, no_dist=True)
     keys = set(dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata)
-    assert {"ema.weights.0.weight", "ema.num_updates", "ema.samples_seen", "ema.config", "model.0.weight"} <= keys
+    assert {
+        "ema.weights.0.weight",
+        "ema.num_updates",
+        "ema.samples_seen",
+        "ema.config",
+        "model.0.weight",
+    } <= keys
     other = ShardedEMA(network(), 0.5)
     dcp.load({"ema": other}, checkpoint_id=tmp_path, no_dist=True)
     assert other.num_updates == 1
@@ -808,7 +850,10 @@ def test_a_state_without_its_counter_changes_nothing() -> None:
     state = {name: value for name, value in other.state_dict().items() if name != "num_updates"}
     with pytest.raises(StateError, match="num_updates"):
         ema.load_state_dict(state)
-    assert all(torch.equal(slot.shadow, kept) for slot, kept in zip(ema.averages.slots, before, strict=True))
+    assert all(
+        torch.equal(slot.shadow, kept)
+        for slot, kept in zip(ema.averages.slots, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("samples", [-1, 1.5, float("nan"), float("inf")])
@@ -828,7 +873,9 @@ def test_samples_are_a_whole_number(samples: Any) -> None:
 ])  # fmt: skip
 def test_states_that_are_none(change: dict[str, Any], message: str) -> None:
     ema = ShardedEMA(nn.Linear(2, 2), 0.5)
-    state = {name: value for name, value in {**ema.state_dict(), **change}.items() if value is not None}
+    state = {
+        name: value for name, value in {**ema.state_dict(), **change}.items() if value is not None
+    }
     with pytest.raises(StateError, match=message):
         ema.load_state_dict(state)
 

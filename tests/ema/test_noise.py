@@ -14,7 +14,7 @@ from torch import nn
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.engines import stochastic
-from ema_ckpt.ema.engines.lists import Lists
+from ema_ckpt.ema.engines.lists import UpdateBatch
 from ema_ckpt.ema.engines.noise import Noise, Position, positions, random_bits
 from ema_ckpt.ema.manager import ShardedEMA
 
@@ -30,7 +30,9 @@ def _places(numel: int, position: Position) -> list[int]:
 def _boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
     offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    sizes = tuple(draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    sizes = tuple(
+        draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)
+    )
     return shape, Box(offsets, sizes)
 
 
@@ -38,11 +40,19 @@ def _boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 def test_positions_are_those_of_the_global_tensor(drawn: tuple[tuple[int, ...], Box]) -> None:
     shape, box = drawn
     numbers = np.arange(prod(shape)).reshape(shape)
-    expected = numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
-    found = [place for numel, position in positions("w", [box], shape) for place in _places(numel, position)]
+    expected = numbers[
+        tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+    ].reshape(-1)
+    found = [
+        place
+        for numel, position in positions("w", [box], shape)
+        for place in _places(numel, position)
+    ]
     assert found == expected.tolist()
     numel, position = positions("w", [box], shape)[0]
-    assert _places(numel, position)[numel // 2 :] == _places(numel - numel // 2, position.after(numel // 2))
+    assert _places(numel, position)[numel // 2 :] == _places(
+        numel - numel // 2, position.after(numel // 2)
+    )
 
 
 def test_a_shard_of_any_dimension_is_one_piece() -> None:
@@ -97,8 +107,12 @@ def test_what_is_not_finite_is_kept_and_counted() -> None:
     events = torch.zeros((), dtype=torch.int64)
     shadow = torch.ones(4, dtype=torch.bfloat16)
     place = Position(0, 4, 4, 0)
-    lists = Lists(
-        [shadow], [torch.tensor([1.0, torch.nan, 3.0, torch.inf])], None, events, Noise(0, lambda: 1, [place])
+    lists = UpdateBatch(
+        [shadow],
+        [torch.tensor([1.0, torch.nan, 3.0, torch.inf])],
+        None,
+        events,
+        Noise(0, lambda: 1, [place]),
     )
     stochastic.prepare(lists, Noise(0, lambda: 1, [place]))(0.5)
     assert shadow.tolist() == [1.0, 1.0, 2.0, 1.0]
@@ -125,7 +139,9 @@ def test_the_manager_draws_by_call_so_that_a_resumed_run_goes_on_alike() -> None
     second.load_state_dict(first.state_dict())
     moved(second, range(9, 20))
     want = through.state_dict()["weights"]
-    assert all(torch.equal(tensor, want[name]) for name, tensor in second.state_dict()["weights"].items())
+    assert all(
+        torch.equal(tensor, want[name]) for name, tensor in second.state_dict()["weights"].items()
+    )
     assert want["weight"].dtype is torch.bfloat16
 
 

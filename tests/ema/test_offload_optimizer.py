@@ -35,7 +35,9 @@ def give_gradients(model: nn.Module, step: int, missing: tuple[int, ...] = ()) -
         param.grad = None if index in missing else grad
 
 
-def assert_same(a: nn.Module, x: torch.optim.Optimizer, b: nn.Module, y: torch.optim.Optimizer) -> None:
+def assert_same(
+    a: nn.Module, x: torch.optim.Optimizer, b: nn.Module, y: torch.optim.Optimizer
+) -> None:
     mine, plain = x.state_dict(), y.state_dict()
     for left, right in zip(a.parameters(), b.parameters(), strict=True):
         assert torch.equal(left, right)
@@ -83,7 +85,9 @@ def test_two_groups_a_scheduler_and_an_average(device: str) -> None:
     def made() -> tuple[Bag, torch.optim.Optimizer]:
         model = Bag(device)
         params = list(model.parameters())
-        return model, torch.optim.AdamW([{"params": params[:4], "lr": 0.1}, {"params": params[4:], "foreach": True}])
+        return model, torch.optim.AdamW(
+            [{"params": params[:4], "lr": 0.1}, {"params": params[4:], "foreach": True}]
+        )
 
     (mine, x), (plain, y) = made(), made()
     early = torch.optim.lr_scheduler.StepLR(x, 2)
@@ -96,7 +100,10 @@ def test_two_groups_a_scheduler_and_an_average(device: str) -> None:
     x.register_step_pre_hook(lambda *_: calls.append(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        late = torch.optim.lr_scheduler.ExponentialLR(x, 0.9), torch.optim.lr_scheduler.ExponentialLR(y, 0.9)
+        late = (
+            torch.optim.lr_scheduler.ExponentialLR(x, 0.9),
+            torch.optim.lr_scheduler.ExponentialLR(y, 0.9),
+        )
         for step in range(4):
             for model, optimizer in ((mine, x), (plain, y)):
                 give_gradients(model, step)
@@ -153,7 +160,9 @@ def test_a_step_before_the_schedulers_first_is_seen_across_detach(device: str) -
     fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
     late = torch.optim.lr_scheduler.StepLR(fresh, 1)
     offload_optimizer(fresh).detach()
-    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before"):  # where there is reason to
+    with pytest.warns(
+        UserWarning, match=r"lr_scheduler.step\(\)` before"
+    ):  # where there is reason to
         late.step()
 
 

@@ -7,11 +7,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+)
 
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import StateError
-from ema_ckpt.ema.model.placement import dtensor_boxes, flat_boxes, replica_part, torch_computes_offsets
+from ema_ckpt.ema.model.placement import (
+    dtensor_boxes,
+    flat_boxes,
+    replica_part,
+    torch_computes_offsets,
+)
 
 DIMS = [1, 2, 3, 5, 7, 10, 13]
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
@@ -47,7 +58,9 @@ def replayed(
 
 
 @given(shapes.filter(lambda s: prod(s) > 0), st.data())
-def test_flat_boxes_are_the_flattening_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_flat_boxes_are_the_flattening_in_order(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     full = tag(shape)
     start = data.draw(st.integers(0, full.numel()))
     numel = data.draw(st.integers(0, full.numel() - start))
@@ -100,18 +113,24 @@ def test_plain_shards_are_torchs_cuts(mesh: tuple[int, ...], rows: int) -> None:
     for placements in itertools.product(kinds, repeat=len(mesh)):
         for at in coordinates(mesh):
             boxes = dtensor_boxes(shape, mesh, at, placements)
-            assert torch.equal(held(full, boxes), replayed(full, mesh, at, list(placements)).reshape(-1))
+            assert torch.equal(
+                held(full, boxes), replayed(full, mesh, at, list(placements)).reshape(-1)
+            )
             assert len(boxes) <= 1
 
 
 @pytest.mark.parametrize("mesh", [m for m in MESHES if len(m) > 1])
 @pytest.mark.parametrize("rows", [0, *DIMS])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_strided_shards_are_cut_by_the_right_mesh_dimensions_first(mesh: tuple[int, ...], rows: int, dim: int) -> None:
+def test_strided_shards_are_cut_by_the_right_mesh_dimensions_first(
+    mesh: tuple[int, ...], rows: int, dim: int
+) -> None:
     """As FSDP2 on top of tensor parallelism does it: `torch.chunk` of what an outer `torch.chunk` left."""
     shape = (4, rows) if dim else (rows, 4)
     full = tag(shape)
-    placements = [_StridedShard(dim, split_factor=prod(mesh[i + 1 :])) for i in range(len(mesh) - 1)] + [Shard(dim)]
+    placements = [
+        _StridedShard(dim, split_factor=prod(mesh[i + 1 :])) for i in range(len(mesh) - 1)
+    ] + [Shard(dim)]
     seen = []
     for at in coordinates(mesh):
         expected = full
@@ -134,7 +153,8 @@ def test_expert_and_tensor_parallel_shards_stay_outside_data_parallel_ones(rows:
         for index in (ep, tp, dp):
             expected = Shard(0)._split_tensor(expected, 2, with_padding=False)[0][index]
         assert torch.equal(
-            held(full, dtensor_boxes(full.shape, (2, 2, 2), (dp, ep, tp), placements)), expected.reshape(-1)
+            held(full, dtensor_boxes(full.shape, (2, 2, 2), (dp, ep, tp), placements)),
+            expected.reshape(-1),
         )
 
 
@@ -150,7 +170,9 @@ def test_a_strided_shard_of_its_own_is_several_boxes(factor: int, rows: int, dim
     ):
         for at in coordinates((2, 2)):
             boxes = dtensor_boxes(shape, (2, 2), at, placements)
-            assert torch.equal(held(full, boxes), replayed(full, (2, 2), at, placements).reshape(-1))
+            assert torch.equal(
+                held(full, boxes), replayed(full, (2, 2), at, placements).reshape(-1)
+            )
             for box in boxes:
                 assert box.numel
 
@@ -173,14 +195,22 @@ def test_torch_is_trusted_only_where_it_is_right() -> None:
     strided = [_StridedShard(0, split_factor=2), Shard(0)]
     assert not torch_computes_offsets((7, 3), (3, 2), strided)
     assert not torch_computes_offsets(
-        (10, 6), (2, 2, 2), [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)]
+        (10, 6),
+        (2, 2, 2),
+        [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)],
     )
-    assert not torch_computes_offsets((8, 3), (2, 2), [_StridedShard(0, split_factor=2), Replicate()])
+    assert not torch_computes_offsets(
+        (8, 3), (2, 2), [_StridedShard(0, split_factor=2), Replicate()]
+    )
     for shape, mesh, placements in [
         ((12, 3), (3, 2), strided),
         ((7, 5), (3, 2), [Shard(0), Shard(0)]),
         ((7, 6), (3, 2), [Shard(0), Shard(1)]),
-        ((16, 6), (2, 2, 2), [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)]),
+        (
+            (16, 6),
+            (2, 2, 2),
+            [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)],
+        ),
     ]:
         assert torch_computes_offsets(shape, mesh, placements)
         for at in coordinates(mesh):

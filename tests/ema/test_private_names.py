@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    checkpoint_wrapper,
+)
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils, fully_shard
 from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -15,7 +18,12 @@ from tests.distributed.launcher import run
 
 
 def absent(*wanted: tuple[object, list[str]]) -> list[str]:
-    return [f"{type(thing).__name__}.{name}" for thing, names in wanted for name in names if not hasattr(thing, name)]
+    return [
+        f"{type(thing).__name__}.{name}"
+        for thing, names in wanted
+        for name in names
+        if not hasattr(thing, name)
+    ]
 
 
 def look_at_fsdp2() -> list[str]:
@@ -29,25 +37,42 @@ def look_at_fsdp2() -> list[str]:
         (groups[0], ["wait_for_unshard", "_to_sharded", "fsdp_params"]),
         (weight, ["sharded_param", "_sharded_param_data", "_module_info", "mesh_info"]),
         (weight._module_info, ["module", "param_name", "shared_modules", "shared_param_names"]),
-        (weight.mesh_info, ["replicate_process_group", "replicate_mesh_rank", "replicate_mesh_size"]),
+        (
+            weight.mesh_info,
+            ["replicate_process_group", "replicate_mesh_rank", "replicate_mesh_size"],
+        ),
         (weight.sharded_param, ["_local_tensor", "_spec"]),
         (weight.sharded_param._spec, ["mesh", "placements", "shape"]),
     )
 
 
 def look_at_fsdp1() -> list[str]:
-    model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    model = FullyShardedDataParallel(
+        torch.nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True
+    )
     model(torch.zeros(1, 4))
     flat = model._handle.flat_param
     assert "_local_shard" in vars(flat)
     assert list(model._modules) == ["_fsdp_wrapped_module"]
-    tables = ["_param_infos", "_shared_param_infos", "_shard_param_infos", "_shapes", "_contiguities"]
+    tables = [
+        "_param_infos",
+        "_shared_param_infos",
+        "_shard_param_infos",
+        "_shapes",
+        "_contiguities",
+    ]
     return absent(
         (model, ["_handle", "process_group"]),
-        (model._handle, ["flat_param", "uses_sharded_strategy", "reshard", "post_reshard", "_prefetched"]),
+        (
+            model._handle,
+            ["flat_param", "uses_sharded_strategy", "reshard", "post_reshard", "_prefetched"],
+        ),
         (flat, [*tables, "_param_extensions", "_params", "_local_shard", "_full_param_padded"]),
         (flat._param_infos[0], ["module", "param_name"]),
-        (flat._shard_param_infos[0], ["in_shard", "offset_in_shard", "numel_in_shard", "intra_param_start_idx"]),
+        (
+            flat._shard_param_infos[0],
+            ["in_shard", "offset_in_shard", "numel_in_shard", "intra_param_start_idx"],
+        ),
         (flat._params[0], ["_fsdp_flattened"]),
     )
 
@@ -60,7 +85,9 @@ def test_names_of_fsdp2() -> None:
 def test_names_of_fsdp1() -> None:
     assert run(2, look_at_fsdp1) == [[], []]
     assert "free_unsharded_flat_param" in inspect.signature(FlatParamHandle.reshard).parameters
-    assert "_full_prec_full_param_padded" in inspect.getsource(FlatParamHandle.init_flat_param_attributes)
+    assert "_full_prec_full_param_padded" in inspect.getsource(
+        FlatParamHandle.init_flat_param_attributes
+    )
     assert "state._inter_node_pg = " in inspect.getsource(_init_utils)
 
 

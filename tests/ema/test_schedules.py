@@ -7,7 +7,16 @@ from math import sqrt
 import pytest
 
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ema.schedules import Constant, HalfLife, PowerFunction, Warmup, as_schedule, from_json, gamma_of, to_json
+from ema_ckpt.ema.schedules import (
+    Constant,
+    HalfLife,
+    PowerFunction,
+    Warmup,
+    as_schedule,
+    from_json,
+    gamma_of,
+    to_json,
+)
 
 
 def test_a_number_is_a_constant() -> None:
@@ -65,7 +74,11 @@ def test_power_function_averages_have_the_profile_t_to_the_gamma() -> None:
 
 def test_samples_units_do_not_depend_on_the_batch() -> None:
     half = HalfLife(1000, unit="samples")
-    assert half.beta(1, samples=500) ** 2 == pytest.approx(half.beta(1, samples=1000)) == pytest.approx(0.5)
+    assert (
+        half.beta(1, samples=500) ** 2
+        == pytest.approx(half.beta(1, samples=1000))
+        == pytest.approx(0.5)
+    )
     power = PowerFunction(unit="samples")
     assert power.beta(1, samples=32, seen=32) == 0.0
     both = power.beta(7, samples=32, seen=96 + 32) * power.beta(8, samples=64, seen=96 + 32 + 64)
@@ -105,7 +118,13 @@ def test_impossible_settings(make: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [Constant(0.1), Warmup(0.9999, 3.0, 0.7, 0.1, 5), PowerFunction(0.05, "samples"), HalfLife(12.5)]
+    "schedule",
+    [
+        Constant(0.1),
+        Warmup(0.9999, 3.0, 0.7, 0.1, 5),
+        PowerFunction(0.05, "samples"),
+        HalfLife(12.5),
+    ],
 )
 def test_json_round_trip(schedule: Constant | Warmup | PowerFunction | HalfLife) -> None:
     assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule

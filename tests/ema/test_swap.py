@@ -222,7 +222,10 @@ def test_averages_survive_a_change_of_dtype_inside() -> None:
     before = [slot.shadow.clone() for slot in ema.averages.slots]
     with pytest.raises(StateError), ema.swap():
         model.bfloat16()
-    assert all(torch.equal(slot.shadow, kept) for slot, kept in zip(ema.averages.slots, before, strict=True))
+    assert all(
+        torch.equal(slot.shadow, kept)
+        for slot, kept in zip(ema.averages.slots, before, strict=True)
+    )
 
 
 def test_weights_that_share_memory_come_back() -> None:
@@ -252,7 +255,9 @@ def test_what_was_tied_must_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     ema = ShardedEMA(model, 0.5)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+    )
     with pytest.raises(StateError, match=r"were one tensor.*tie them again"):
         ema.update()
     model[1].weight = model[0].weight
@@ -272,4 +277,8 @@ def test_a_forward_in_training_mode_inside_leaves_the_averages_of_buffers() -> N
         model(torch.randn(8, 3))
     now = ema.state_dict()["weights"]
     assert all(torch.equal(now[n], averages[n]) for n in averages if n != "1.num_batches_tracked")
-    assert all(torch.equal(v, live[n]) for n, v in model.state_dict().items() if n != "1.num_batches_tracked")
+    assert all(
+        torch.equal(v, live[n])
+        for n, v in model.state_dict().items()
+        if n != "1.num_batches_tracked"
+    )

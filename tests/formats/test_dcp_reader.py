@@ -55,14 +55,22 @@ def test_shortcuts_read_what_the_interpreter_reads(path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_any_protocol_and_pickler(tmp_path: Path, protocol: int) -> None:
-    state = {"model": {"a.b": torch.randn(3, 4), "n": torch.tensor(3)}, "step": 3, "l": [torch.ones(2), "x"]}
+    state = {
+        "model": {"a.b": torch.randn(3, 4), "n": torch.tensor(3)},
+        "step": 3,
+        "l": [torch.ones(2), "x"],
+    }
     dcp.save(state, checkpoint_id=tmp_path / "c")
     with (tmp_path / "c" / ".metadata").open("rb") as file:
         theirs = pickle.load(file)
     expected = parse((tmp_path / "c" / ".metadata").read_bytes(), "t")
     for pickler in (pickle.dumps, pickle._dumps):  # type: ignore[attr-defined]
         found = parse(pickler(theirs, protocol), "t")
-        assert (found.entries, found.items, found.paths) == (expected.entries, expected.items, expected.paths)
+        assert (found.entries, found.items, found.paths) == (
+            expected.entries,
+            expected.items,
+            expected.paths,
+        )
 
 
 def test_entries_say_what_torch_says(tmp_path: Path) -> None:
@@ -79,8 +87,13 @@ def test_entries_say_what_torch_says(tmp_path: Path) -> None:
         assert mine.shape == tuple(entry.size)
         assert f"torch.{mine.dtype.name}" == str(entry.properties.dtype)
         assert mine.chunks == tuple((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks)
-    places = {(i.fqn, None if i.offset is None else tuple(i.offset)): s for i, s in theirs.storage_data.items()}
-    assert ours.items == {k: ItemPlace(s.relative_path, s.offset, s.length) for k, s in places.items()}
+    places = {
+        (i.fqn, None if i.offset is None else tuple(i.offset)): s
+        for i, s in theirs.storage_data.items()
+    }
+    assert ours.items == {
+        k: ItemPlace(s.relative_path, s.offset, s.length) for k, s in places.items()
+    }
 
 
 SHAPES = st.lists(st.integers(0, 3000), max_size=5).map(tuple)
@@ -89,14 +102,23 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=3
 
 @given(
     st.dictionaries(
-        NAMES, st.tuples(st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "bool"]), SHAPES), max_size=4
+        NAMES,
+        st.tuples(st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "bool"]), SHAPES),
+        max_size=4,
     ),
     st.integers(0, 1 << 40),
 )
-def test_written_metadata_is_read_by_torch_and_by_us(tensors: dict[str, tuple[str, tuple[int, ...]]], big: int) -> None:
-    entries: dict[str, StoredTensor | None] = {n: StoredTensor(by_name(d), s) for n, (d, s) in tensors.items()}
+def test_written_metadata_is_read_by_torch_and_by_us(
+    tensors: dict[str, tuple[str, tuple[int, ...]]], big: int
+) -> None:
+    entries: dict[str, StoredTensor | None] = {
+        n: StoredTensor(by_name(d), s) for n, (d, s) in tensors.items()
+    }
     items = {
-        n: tuple(StoredItem((k,) * len(s), s, f"__{k}_0.distcp", big + k, 7) for k in range(2 if s else 1))
+        n: tuple(
+            StoredItem((k,) * len(s), s, f"__{k}_0.distcp", big + k, 7)
+            for k in range(2 if s else 1)
+        )
         for n, (_, s) in tensors.items()
     }
     entries["an object"] = None
@@ -117,7 +139,11 @@ def test_written_metadata_is_read_by_torch_and_by_us(tensors: dict[str, tuple[st
         (i.fqn, i.offset and tuple(i.offset)): (s.relative_path, s.offset, s.length)
         for i, s in theirs.storage_data.items()
     } == {
-        (n, i.offsets or (None if i.offsets is None else torch.Size())): (i.file, i.offset, i.nbytes)
+        (n, i.offsets or (None if i.offsets is None else torch.Size())): (
+            i.file,
+            i.offset,
+            i.nbytes,
+        )
         for n, many in items.items()
         for i in many
     }
@@ -134,7 +160,13 @@ def save(folder: Path, **state: object) -> LocalFiles:
 def test_strides_come_from_the_item(tmp_path: Path) -> None:
     values = torch.arange(24.0).reshape(2, 3, 4)
     images = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    source = save(tmp_path, t=values.permute(2, 0, 1), e=torch.arange(3.0).expand(5, 3), i=images, plain=values)
+    source = save(
+        tmp_path,
+        t=values.permute(2, 0, 1),
+        e=torch.arange(3.0).expand(5, 3),
+        i=images,
+        plain=values,
+    )
     catalog = open_dcp(source, (".metadata",), "p", "p")
     strides = {t.name: catalog.reader.payloads(t)[0].strides for t in catalog.tensors}
     assert strides["plain"] is None
@@ -166,7 +198,9 @@ def replaced(metadata: object, **fields: object) -> None:
             object.__setattr__(info, key, value)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../x.distcp", "a/../../x", "", "a\0b", "..", "a//b", "./x"])
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../x.distcp", "a/../../x", "", "a\0b", "..", "a//b", "./x"]
+)
 def test_file_names_stay_in_the_directory(tmp_path: Path, name: str) -> None:
     save(tmp_path, w=torch.ones(3)).close()
     source = edited(tmp_path, lambda m: replaced(m, relative_path=name))
@@ -196,7 +230,10 @@ def test_extensions_and_other_serializations_are_refused_by_name(tmp_path: Path)
     [
         (lambda m: m.state_dict_metadata.update(w="no entry"), "unreadable"),
         (lambda m: setattr(m, "storage_data", 3), "unreadable"),
-        (lambda m: object.__setattr__(m.state_dict_metadata["w"], "size", torch.Size([1 << 62])), "out-of-bounds"),
+        (
+            lambda m: object.__setattr__(m.state_dict_metadata["w"], "size", torch.Size([1 << 62])),
+            "out-of-bounds",
+        ),
         (lambda m: object.__setattr__(m.state_dict_metadata["w"], "size", [3]), "unreadable"),
         (lambda m: m.planner_data.update(w=("w", 50_000_000)), "out-of-bounds"),
         (lambda m: replaced(m, offset=-5), "out-of-bounds"),
@@ -217,11 +254,21 @@ def first_chunk(metadata: object, **fields: object) -> None:
 
 
 MALFORMED: dict[str, Callable[[Any], object]] = {
-    "a chunk that is no pair": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(0, ()),
-    "a chunk of three": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(0, ((0, 0), (2, 3), 1)),
-    "a chunk of numbers": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(0, (0, 3)),
-    "a chunk of texts": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(0, ("layer", "")),
-    "a chunk of a lower rank": lambda m: first_chunk(m, offsets=torch.Size([]), sizes=torch.Size([])),
+    "a chunk that is no pair": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(
+        0, ()
+    ),
+    "a chunk of three": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(
+        0, ((0, 0), (2, 3), 1)
+    ),
+    "a chunk of numbers": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(
+        0, (0, 3)
+    ),
+    "a chunk of texts": lambda m: m.state_dict_metadata["model.layer.w"].chunks.__setitem__(
+        0, ("layer", "")
+    ),
+    "a chunk of a lower rank": lambda m: first_chunk(
+        m, offsets=torch.Size([]), sizes=torch.Size([])
+    ),
     "sizes of a lower rank": lambda m: first_chunk(m, sizes=torch.Size([2])),
     "sizes that are a number": lambda m: first_chunk(m, sizes=6),
     "sizes that are truths": lambda m: first_chunk(m, sizes=(True, 3)),
@@ -229,13 +276,21 @@ MALFORMED: dict[str, Callable[[Any], object]] = {
     "negative sizes": lambda m: first_chunk(m, sizes=torch.Size([-2, 3])),
     "an empty path": lambda m: m.planner_data.update({"model.layer.w": ()}),
     "a path of None": lambda m: m.planner_data.update({"model.layer.w": (None,)}),
-    "a storage key that is empty": lambda m: m.storage_data.update({(): next(iter(m.storage_data.values()))}),
-    "a storage key of one": lambda m: m.storage_data.update({("b",): next(iter(m.storage_data.values()))}),
-    "a storage key of numbers": lambda m: m.storage_data.update({(1, 2): next(iter(m.storage_data.values()))}),
+    "a storage key that is empty": lambda m: m.storage_data.update(
+        {(): next(iter(m.storage_data.values()))}
+    ),
+    "a storage key of one": lambda m: m.storage_data.update(
+        {("b",): next(iter(m.storage_data.values()))}
+    ),
+    "a storage key of numbers": lambda m: m.storage_data.update(
+        {(1, 2): next(iter(m.storage_data.values()))}
+    ),
     "a dtype that is no name": lambda m: object.__setattr__(
         m.state_dict_metadata["model.layer.w"].properties, "dtype", 3
     ),
-    "a name that is no text": lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["model.b"]}),
+    "a name that is no text": lambda m: m.state_dict_metadata.update(
+        {3: m.state_dict_metadata["model.b"]}
+    ),
 }
 
 
@@ -267,15 +322,24 @@ def test_malformed_metadata_is_damage_for_verify_and_an_error_for_all_else(
     [
         (lambda m: replaced(m, offset=1 << 40), "truncated-file"),
         (lambda m: replaced(m, length=100), "bad-header"),
-        (lambda m: object.__setattr__(m.state_dict_metadata["w"].properties, "dtype", torch.int32), "index-mismatch"),
         (
-            lambda m: object.__setattr__(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([2])),
+            lambda m: object.__setattr__(
+                m.state_dict_metadata["w"].properties, "dtype", torch.int32
+            ),
+            "index-mismatch",
+        ),
+        (
+            lambda m: object.__setattr__(
+                m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([2])
+            ),
             "index-mismatch",
         ),
         (lambda m: replaced(m, relative_path="__7_0.distcp"), "missing-file"),
     ],
 )
-def test_items_that_are_not_what_the_metadata_says(tmp_path: Path, change: object, code: str) -> None:
+def test_items_that_are_not_what_the_metadata_says(
+    tmp_path: Path, change: object, code: str
+) -> None:
     save(tmp_path, w=torch.ones(3)).close()
     source = edited(tmp_path, change)
     catalog = open_dcp(source, (".metadata",), "p", "p")

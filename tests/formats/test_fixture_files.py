@@ -13,7 +13,7 @@ import torch
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.core.write_plan import Entry, keep_first
+from ema_ckpt.core.write_plan import OutputTensor, keep_first
 from ema_ckpt.formats.pickle.writer import is_plain
 from ema_ckpt.formats.safetensors.reader import open_safetensors
 from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file, refusal
@@ -30,13 +30,21 @@ REFUSED = {"odd/legacy.pt": r"before torch 1\.6"} | {
     for name, known in TRUTH.items()
     if known["format"] == "torch" and "model.conjugate" in known["tensors"]
 }
-FILES = [name for name, known in TRUTH.items() if known["format"] in ("torch", "safetensors") and name not in REFUSED]
+FILES = [
+    name
+    for name, known in TRUTH.items()
+    if known["format"] in ("torch", "safetensors") and name not in REFUSED
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
 def opened(path: Path) -> Catalog:
-    names = [item.name for item in path.glob("*.index.json")] or ["model.safetensors"] if path.is_dir() else [path.name]
+    names = (
+        [item.name for item in path.glob("*.index.json")] or ["model.safetensors"]
+        if path.is_dir()
+        else [path.name]
+    )
     root = path if path.is_dir() else path.parent
     opener = open_torchfile if names[0].endswith((".pt", ".pth", ".ckpt")) else open_safetensors
     return opener(LocalFiles(root), tuple(names), str(path), str(path))
@@ -48,7 +56,11 @@ def truth(name: str) -> dict[str, tuple[list[int], str, str]]:
 
 def told(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[list[int], str, str]]:
     return {
-        name: (list(tensor.shape), str(tensor.dtype)[6:], hashlib.sha256(raw_bytes(tensor)).hexdigest())
+        name: (
+            list(tensor.shape),
+            str(tensor.dtype)[6:],
+            hashlib.sha256(raw_bytes(tensor)).hexdigest(),
+        )
         for name, tensor in tensors.items()
     }
 
@@ -56,7 +68,9 @@ def told(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[list[int], str, st
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_read_is_the_truth(name):
     catalog = opened(FIXTURES / name)
-    assert told({tensor.name: read(catalog, tensor.name) for tensor in catalog.tensors}) == truth(name)
+    assert told({tensor.name: read(catalog, tensor.name) for tensor in catalog.tensors}) == truth(
+        name
+    )
     if catalog.format == "torch":
         paths = {tensor.name: list(tensor.path) for tensor in catalog.tensors}
         assert paths == {key: t["path"] for key, t in TRUTH[name]["tensors"].items()}
@@ -72,7 +86,7 @@ def test_what_cannot_be_read_is_refused_by_name(name):
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_written_again_is_the_truth(name, tmp_path):
     catalog = opened(FIXTURES / name)
-    entries = [Entry(t.name, t.path, t, t.dtype) for t in catalog.tensors]
+    entries = [OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors]
     run(catalog, lay_out(entries), tmp_path / "flat.pt", Settings())
     assert told(torch.load(tmp_path / "flat.pt", weights_only=True, mmap=True)) == truth(name)
 
@@ -82,7 +96,12 @@ def test_what_is_written_again_is_the_truth(name, tmp_path):
     loaded = safetensors.torch.load_file(tmp_path / "one.safetensors")
     assert told(loaded | {dropped: loaded[held] for dropped, held in ties.items()}) == expected
 
-    run(catalog, lay_out_directory(kept, max(1, sum(e.nbytes for e in kept) // 3)), tmp_path / "hf", Settings())
+    run(
+        catalog,
+        lay_out_directory(kept, max(1, sum(e.nbytes for e in kept) // 3)),
+        tmp_path / "hf",
+        Settings(),
+    )
     again = opened(tmp_path / "hf")
     assert told({t.name: read(again, t.name) for t in again.tensors}) == told(loaded)
 
@@ -91,26 +110,43 @@ def test_what_is_written_again_is_the_truth(name, tmp_path):
 def test_a_cast_on_the_way_is_torch_own(name, tmp_path):
     catalog = opened(FIXTURES / name)
     half = by_name("bfloat16")
-    entries = [Entry(t.name, t.path, t, half if t.dtype.is_castable else t.dtype) for t in catalog.tensors]
+    entries = [
+        OutputTensor(t.name, t.path, t, half if t.dtype.is_castable else t.dtype)
+        for t in catalog.tensors
+    ]
     run(catalog, lay_out(entries), tmp_path / "half.pt", Settings())
     found = told(torch.load(tmp_path / "half.pt", weights_only=True))
     originals = {t.name: (t, read(catalog, t.name)) for t in catalog.tensors}
-    assert found == told({n: v.to(torch.bfloat16) if t.dtype.is_castable else v for n, (t, v) in originals.items()})
+    assert found == told(
+        {n: v.to(torch.bfloat16) if t.dtype.is_castable else v for n, (t, v) in originals.items()}
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if TRUTH[name]["format"] == "torch"])
 def test_nesting_and_plain_objects_survive_both_formats(name, tmp_path):
     catalog = opened(FIXTURES / name)
-    entries = [Entry(t.name, t.path, t, t.dtype) for t in catalog.tensors if t.dtype.safetensors]
+    entries = [
+        OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors if t.dtype.safetensors
+    ]
     objects = [item for item in catalog.objects if is_plain(item.inline)]
     nesting = catalog.extra["nesting"] if catalog.nested else None
     first = lay_out_file(entries, nesting=nesting, objects=objects)
     run(catalog, first, tmp_path / "via.safetensors", Settings())
     middle = opened(tmp_path / "via.safetensors")
-    back = [Entry(t.name, t.path, t, t.dtype) for t in middle.tensors]
+    back = [OutputTensor(t.name, t.path, t, t.dtype) for t in middle.tensors]
     restored = middle.extra["nesting"] if middle.nested else None
-    run(middle, lay_out(back, nesting=restored, objects=middle.objects), tmp_path / "back.pt", Settings())
-    run(catalog, lay_out(entries, nesting=nesting, objects=objects), tmp_path / "straight.pt", Settings())
+    run(
+        middle,
+        lay_out(back, nesting=restored, objects=middle.objects),
+        tmp_path / "back.pt",
+        Settings(),
+    )
+    run(
+        catalog,
+        lay_out(entries, nesting=nesting, objects=objects),
+        tmp_path / "straight.pt",
+        Settings(),
+    )
     one, two = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("back", "straight"))
     assert shape_of(one) == shape_of(two)
 

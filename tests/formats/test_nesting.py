@@ -15,7 +15,10 @@ TREES = st.dictionaries(
     st.text("abc.", max_size=3),
     st.recursive(
         SCALARS,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc.", max_size=3), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.text("abc.", max_size=3), inner, max_size=3)
+        ),
         max_leaves=12,
     ),
     min_size=1,
@@ -39,7 +42,10 @@ def test_paths_are_those_of_torch(tree):
 @given(
     TREES
     | st.dictionaries(
-        st.integers() | st.text(max_size=2) | st.none(), TREES | st.tuples(SCALARS), min_size=1, max_size=3
+        st.integers() | st.text(max_size=2) | st.none(),
+        TREES | st.tuples(SCALARS),
+        min_size=1,
+        max_size=3,
     )
 )
 def test_nesting_is_restored_from_paths(tree):
@@ -52,7 +58,12 @@ def test_nesting_is_restored_from_paths(tree):
 
 
 def test_tuples_and_odd_keys_are_restored():
-    value = {"a": {1: [1, {"x": (2, 3)}], "b": {}}, "t": (["tensor"], 4), (1, 2): "k", "none": {None: 1.5}}
+    value = {
+        "a": {1: [1, {"x": (2, 3)}], "b": {}},
+        "t": (["tensor"], 4),
+        (1, 2): "k",
+        "none": {None: 1.5},
+    }
     leaves, nesting = flatten(value, lambda leaf: leaf == "tensor", 1000)
     assert renest(leaves, nesting) == value
 

@@ -8,7 +8,7 @@ import pytest
 
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.pickle import writer as picklewriter
-from ema_ckpt.formats.pickle.limits import refuse_expansion
+from ema_ckpt.formats.pickle.limits import check_expanded_size
 
 
 def _doubled(levels: int, leaf: object) -> object:
@@ -18,7 +18,7 @@ def _doubled(levels: int, leaf: object) -> object:
     return value
 
 
-@pytest.mark.parametrize("write", [refuse_expansion, picklewriter.dumps, record.encode])
+@pytest.mark.parametrize("write", [check_expanded_size, picklewriter.dumps, record.encode])
 @pytest.mark.parametrize("leaf", [["ha"], ("ha",), {"ha": 1}, {"ha"}])
 def test_what_is_shared_without_end_is_refused_at_once(write, leaf: object) -> None:
     begin = time.monotonic()
@@ -27,7 +27,7 @@ def test_what_is_shared_without_end_is_refused_at_once(write, leaf: object) -> N
     assert time.monotonic() - begin < 1
 
 
-@pytest.mark.parametrize("write", [refuse_expansion, picklewriter.dumps, record.encode])
+@pytest.mark.parametrize("write", [check_expanded_size, picklewriter.dumps, record.encode])
 def test_what_contains_itself_is_refused(write) -> None:
     value: list[object] = [1]
     value.append({"again": value})
@@ -40,7 +40,7 @@ def test_what_nests_too_deeply_is_refused() -> None:
     for _ in range(100_000):
         value = [value]
     with pytest.raises(TypeError, match="too deeply"):
-        refuse_expansion(value)
+        check_expanded_size(value)
 
 
 def test_ordinary_sharing_is_written_out() -> None:

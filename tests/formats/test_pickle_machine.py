@@ -51,7 +51,9 @@ def test_plain_values_come_back(value: object, protocol: int) -> None:
 
 @settings(deadline=None)
 @given(VALUES, st.integers(0, 5), st.data())
-def test_damage_never_raises_anything_but_our_errors(value: object, protocol: int, data: st.DataObject) -> None:
+def test_damage_never_raises_anything_but_our_errors(
+    value: object, protocol: int, data: st.DataObject
+) -> None:
     raw = bytearray(pickle.dumps(value, protocol))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -73,7 +75,9 @@ class _Runs:
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_call_is_refused_by_name_and_not_made(tmp_path: Path, protocol: int, strict: bool) -> None:
+def test_a_call_is_refused_by_name_and_not_made(
+    tmp_path: Path, protocol: int, strict: bool
+) -> None:
     marker = tmp_path / "ran"
     for hostile in (
         _Runs(os.system, f"touch {marker}"),
@@ -134,7 +138,8 @@ def test_aliases_of_what_runs_code_are_known(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["_os.system", "_sys.modules.get", "Namespace.__init__.__globals__", "Random.__reduce__"]
+    "name",
+    ["_os.system", "_sys.modules.get", "Namespace.__init__.__globals__", "Random.__reduce__"],
 )
 def test_ways_through_other_modules_are_known(name: str) -> None:
     assert is_executor("argparse", name)
@@ -161,9 +166,13 @@ def test_python_pickles_open_under_another_name(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("value", [range(3), reversed([1]), enumerate([1]), iter([1]), signal.SIGTERM, ValueError("x")])
+@pytest.mark.parametrize(
+    "value", [range(3), reversed([1]), enumerate([1]), iter([1]), signal.SIGTERM, ValueError("x")]
+)
 def test_harmless_builtins_are_opaque(value: object, protocol: int) -> None:
-    assert isinstance(loads(pickle.dumps(value, protocol), PLAIN_GLOBALS, where="t", strict=False), Opaque)
+    assert isinstance(
+        loads(pickle.dumps(value, protocol), PLAIN_GLOBALS, where="t", strict=False), Opaque
+    )
 
 
 def test_ordered_dicts_are_dicts_and_their_attributes_are_dropped() -> None:

@@ -27,10 +27,18 @@ PLAIN = {
 def test_plain_values_load_under_python_and_under_torch(tmp_path, name):
     value = PLAIN[name]
     assert repr(pickle.loads(dumps(value))) == repr(value)
-    write(lay_out([], objects=[Object("v", ("v",), "", inline=value, is_inline=True)]), tmp_path / "m.pt", {})
+    write(
+        lay_out([], objects=[Object("v", ("v",), "", inline=value, is_inline=True)]),
+        tmp_path / "m.pt",
+        {},
+    )
     assert repr(torch.load(tmp_path / "m.pt", weights_only=True)["v"]) == repr(value)
     (item,) = (
-        [i for i in open_torchfile(LocalFiles(tmp_path), ("m.pt",), "", "").objects if i.name == "v"]
+        [
+            i
+            for i in open_torchfile(LocalFiles(tmp_path), ("m.pt",), "", "").objects
+            if i.name == "v"
+        ]
         if name != "dict"
         else [None]
     )
@@ -40,5 +48,12 @@ def test_plain_values_load_under_python_and_under_torch(tmp_path, name):
 def test_what_pickles_cannot_say_safely():
     endless: list = []
     endless.append(endless)
-    for value in (endless, object(), frozenset([1]), 2**3000, Opaque("m", "C", (), False), [np.float32(1)]):
+    for value in (
+        endless,
+        object(),
+        frozenset([1]),
+        2**3000,
+        Opaque("m", "C", (), False),
+        [np.float32(1)],
+    ):
         assert not is_plain(value)

@@ -24,7 +24,9 @@ def test_boxes_of_a_run_hold_its_elements_in_order(shape: list[int], data: st.Da
     boxes = list(boxes_of_run(shape, start, stop))
     found = []
     for box, first in boxes:
-        part = index[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
+        part = index[
+            tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        ].reshape(-1)
         assert part[0] == first
         found += part.tolist()
     assert found == list(range(start, stop))
@@ -55,9 +57,16 @@ def check(path: Path, tree: str = "", **found: object) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 17])
 @pytest.mark.parametrize("padded", [False, True])
-def test_equal_partition_with_names_and_shapes(tmp_path: Path, world_size: int, padded: bool) -> None:
+def test_equal_partition_with_names_and_shapes(
+    tmp_path: Path, world_size: int, padded: bool
+) -> None:
     for rank, piece in enumerate(pieces(world_size, padded=padded)):
-        tree = {"flat": piece, "names": list(SHAPES), "shapes": [torch.Size(s) for s in SHAPES.values()], "decay": 0.9}
+        tree = {
+            "flat": piece,
+            "names": list(SHAPES),
+            "shapes": [torch.Size(s) for s in SHAPES.values()],
+            "decay": 0.9,
+        }
         torch.save({"ema": tree}, tmp_path / f"ema_rank{rank}.pt")
     check(tmp_path, "ema")
     assert ema_ckpt.inspect(tmp_path).ema["ema"]["decay"] == 0.9
@@ -66,7 +75,13 @@ def test_equal_partition_with_names_and_shapes(tmp_path: Path, world_size: int, 
 
 def test_the_recorded_rank_wins_over_the_file_name(tmp_path: Path) -> None:
     for rank, piece in enumerate(pieces(3)):
-        tree = {"rank": rank, "world_size": 3, "flat": piece, "names": list(SHAPES), "shapes": dict(SHAPES)}
+        tree = {
+            "rank": rank,
+            "world_size": 3,
+            "flat": piece,
+            "names": list(SHAPES),
+            "shapes": dict(SHAPES),
+        }
         torch.save(tree, tmp_path / f"ema_rank{2 - rank}.pt")
     check(tmp_path)
 

@@ -11,12 +11,19 @@ import torch
 
 import ema_ckpt
 
-GROUPS = [{"embed.weight": (7, 3), "layer.0.w": (5, 5)}, {"layer.0.b": (5,), "norm.g": (1,), "scale": ()}]
+GROUPS = [
+    {"embed.weight": (7, 3), "layer.0.w": (5, 5)},
+    {"layer.0.b": (5,), "norm.g": (1,), "scale": ()},
+]
 
 
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for group in GROUPS for name, shape in group.items()}
+    return {
+        name: torch.randn(shape, generator=generator)
+        for group in GROUPS
+        for name, shape in group.items()
+    }
 
 
 def save(folder: Path, stage: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -28,7 +35,9 @@ def save(folder: Path, stage: int, world_size: int) -> dict[str, torch.Tensor]:
     model = {
         "module": {**half, **buffers, "head.weight": half["embed.weight"]},
         "buffer_names": ["rope"],
-        "param_shapes": [OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in GROUPS],
+        "param_shapes": [
+            OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in GROUPS
+        ],
         "frozen_param_shapes": {name: tensor.shape for name, tensor in frozen.items()},
         "frozen_param_fragments": frozen,
         "shared_params": {"head.weight": "embed.weight"},
@@ -38,20 +47,30 @@ def save(folder: Path, stage: int, world_size: int) -> dict[str, torch.Tensor]:
     middle = "zero_pp_rank_0_" if stage == 3 else ""
     torch.save(model, folder / f"{middle}mp_rank_00_model_states.pt")
     for rank in range(world_size):
-        state = {"zero_stage": stage, "partition_count": world_size, "base_optimizer_state": {"state": {}}}
+        state = {
+            "zero_stage": stage,
+            "partition_count": world_size,
+            "base_optimizer_state": {"state": {}},
+        }
         if stage < 3:
             state["single_partition_of_fp32_groups"] = [
                 piece_of_group(group, rank, world_size, full) for group in GROUPS
             ]
         else:
             state["fp32_flat_groups"] = [
-                torch.cat([piece_of(full[name], rank, world_size) for name in group]) for group in GROUPS
+                torch.cat([piece_of(full[name], rank, world_size) for name in group])
+                for group in GROUPS
             ]
-        torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(
+            {"optimizer_state_dict": state},
+            folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
     return {**full, **buffers, **frozen, "head.weight": full["embed.weight"]}
 
 
-def piece_of_group(group: dict, rank: int, world_size: int, full: dict[str, torch.Tensor]) -> torch.Tensor:
+def piece_of_group(
+    group: dict, rank: int, world_size: int, full: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """A row of all parameters, padded to a multiple of twice the ranks."""
     row = torch.cat([full[name].reshape(-1) for name in group])
     aligned = 2 * world_size * math.ceil(len(row) / (2 * world_size))
@@ -62,7 +81,9 @@ def piece_of_group(group: dict, rank: int, world_size: int, full: dict[str, torc
 def piece_of(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """A parameter by itself, padded to a multiple of the ranks."""
     step = math.ceil(tensor.numel() / world_size)
-    row = torch.cat([tensor.reshape(-1), torch.full((step * world_size - tensor.numel(),), float("nan"))])
+    row = torch.cat(
+        [tensor.reshape(-1), torch.full((step * world_size - tensor.numel(),), float("nan"))]
+    )
     return row[rank * step : (rank + 1) * step].clone()
 
 
@@ -81,11 +102,17 @@ def test_partitions_give_the_weights(tmp_path: Path, stage: int, world_size: int
         assert stored[name].dtype == torch.float32
         assert torch.equal(stored[name], tensor), name
     done = ema_ckpt.convert(tmp_path / "global_step30", tmp_path / "dcp", world_size=2)
-    assert {item.name for item in done.skipped} == {"optimizer_state_dict", "global_steps", "ds_version"}
+    assert {item.name for item in done.skipped} == {
+        "optimizer_state_dict",
+        "global_steps",
+        "ds_version",
+    }
     assert done.tensors == len(expected)
 
 
-@pytest.mark.parametrize("lost", ["zero_pp_rank_2_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize(
+    "lost", ["zero_pp_rank_2_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
+)
 def test_what_is_missing_is_named(tmp_path: Path, lost: str) -> None:
     save(tmp_path, 2, 3)
     (tmp_path / lost).unlink()
@@ -107,7 +134,10 @@ def test_frozen_weights_that_are_cut_are_refused(tmp_path: Path) -> None:
     save(tmp_path, 3, 2)
     file = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     model = torch.load(file, weights_only=False)
-    cut = {"frozen_param_shapes": {"f": torch.Size([4, 2])}, "frozen_param_fragments": {"f": torch.ones(4)}}
+    cut = {
+        "frozen_param_shapes": {"f": torch.Size([4, 2])},
+        "frozen_param_fragments": {"f": torch.ones(4)},
+    }
     torch.save({**model, **cut}, file)
     with pytest.raises(ema_ckpt.EmaCkptError, match="frozen weight 'f'") as caught:
         ema_ckpt.inspect(tmp_path)

@@ -36,7 +36,9 @@ def of_dtype(dtype: torch.dtype, numel: int = 6) -> torch.Tensor:
         return torch.arange(numel) % 2 == 0
     itemsize = torch.empty(0, dtype=dtype).element_size()
     generator = torch.Generator().manual_seed(numel)
-    return torch.randint(0, 256, (numel * itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+    return torch.randint(0, 256, (numel * itemsize,), dtype=torch.uint8, generator=generator).view(
+        dtype
+    )
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -58,7 +60,9 @@ def open_one(path: Path, **options):
 
 def open_index(directory: Path, **options):
     (index,) = directory.glob("*.index.json")
-    return open_safetensors(LocalFiles(directory), (index.name,), str(directory), str(directory), **options)
+    return open_safetensors(
+        LocalFiles(directory), (index.name,), str(directory), str(directory), **options
+    )
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -100,7 +104,11 @@ def test_digests_are_recorded_in_the_form_that_is_documented(tmp_path):
         document = json.loads(file.metadata()["ema_ckpt"])
     assert document["version"] == 1
     crc = zlib.crc32(tensors["w"].numpy().tobytes())
-    assert document["digests"]["w"] == {"crc32": f"crc32:{crc:08x}", "dtype": "float32", "shape": [2, 3]}
+    assert document["digests"]["w"] == {
+        "crc32": f"crc32:{crc:08x}",
+        "dtype": "float32",
+        "shape": [2, 3],
+    }
     assert document["digests"]["n"]["crc32"] == "crc32:00000000"
     catalog = open_one(tmp_path / "m.safetensors")
     assert catalog.digests == {"w": crc, "n": 0}
@@ -118,18 +126,29 @@ def test_empty_checkpoints_round_trip(tmp_path, tensors):
 
 
 def test_directory_is_split_by_size_in_the_given_order(tmp_path):
-    tensors = {"a": torch.arange(4.0), "b": torch.arange(30.0), "c": torch.arange(3.0), "d": torch.arange(4.0)}
+    tensors = {
+        "a": torch.arange(4.0),
+        "b": torch.arange(30.0),
+        "c": torch.arange(3.0),
+        "d": torch.arange(4.0),
+    }
     target = lay_out_directory(entries(tensors), max_shard_nbytes=32)
     write(target, tmp_path, tensors)
     shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert sorted(os.listdir(tmp_path)) == ["ema_ckpt.json", *shards, "model.safetensors.index.json"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "ema_ckpt.json",
+        *shards,
+        "model.safetensors.index.json",
+    ]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 41 * 4
     assert index["weight_map"] == {"a": shards[0], "b": shards[1], "c": shards[2], "d": shards[2]}
     for name, shard in index["weight_map"].items():
         assert same(safetensors.torch.load_file(tmp_path / shard)[name], tensors[name])
     catalog = open_index(tmp_path)
-    assert catalog.digests == {name: zlib.crc32(raw_bytes(tensor)) for name, tensor in tensors.items()}
+    assert catalog.digests == {
+        name: zlib.crc32(raw_bytes(tensor)) for name, tensor in tensors.items()
+    }
     assert all(same(read(catalog, name), tensors[name]) for name in tensors)
     assert catalog.files == {shard: (tmp_path / shard).stat().st_size for shard in shards}
     assert not catalog.warnings
@@ -138,7 +157,9 @@ def test_directory_is_split_by_size_in_the_given_order(tmp_path):
 def test_shards_agree_with_hugging_face_hub():
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    tensors = {f"t{i}": torch.empty(size) for i, size in enumerate([7, 1, 9, 30, 2, 2, 2, 12, 4, 4, 1])}
+    tensors = {
+        f"t{i}": torch.empty(size) for i, size in enumerate([7, 1, 9, 30, 2, 2, 2, 12, 4, 4, 1])
+    }
     ours = lay_out_directory(entries(tensors), max_shard_nbytes=48)
     theirs = split_torch_state_dict_into_shards(tensors, max_shard_size=48)
     assert {n: len(names) for n, names in theirs.filename_to_tensors.items()}.keys() == set(ours.files) - {
@@ -150,15 +171,22 @@ def test_transformers_loads_a_directory_of_shards(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=50, n_positions=16))
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=50, n_positions=16)
+    )
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
     write(lay_out_directory(entries(tensors), 3000), tmp_path, tensors)
     model.config.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists()
     loaded, info = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert all(same(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True))
+    assert all(
+        same(a, b)
+        for a, b in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True)
+    )
 
 
 def test_a_header_above_the_limit_is_refused_or_split(tmp_path, monkeypatch):
@@ -199,13 +227,26 @@ def test_nesting_objects_and_ties_come_back(tmp_path):
         entry("model.a.b", tensors["model.a.b"], ("model", "a.b")),
         entry("optim.state.0", tensors["optim.state.0"], ("optim", "state", 0)),
     ]
-    value = {"betas": (0.9, 0.999), "lr": float("inf"), 3: [None, True, 2**70, b"\0x", {1, 2}, 1 - 2j], "$x": "y"}
+    value = {
+        "betas": (0.9, 0.999),
+        "lr": float("inf"),
+        3: [None, True, 2**70, b"\0x", {1, 2}, 1 - 2j],
+        "$x": "y",
+    }
     objects = [Object("optim.groups", ("optim", "groups"), "", inline=value, is_inline=True)]
     ties = {"head.weight": "model.a.b"}
-    nesting = Nesting({("optim", "state", "3"): 3, ("a", "(1, 2)"): (1, 2)}, frozenset({(), ("optim", "t")}))
+    nesting = Nesting(
+        {("optim", "state", "3"): 3, ("a", "(1, 2)"): (1, 2)}, frozenset({(), ("optim", "t")})
+    )
     for target, out in [
-        (lay_out_file(nested, nesting=nesting, objects=objects, ties=ties), tmp_path / "m.safetensors"),
-        (lay_out_directory(nested, 10**9, nesting=nesting, objects=objects, ties=ties), tmp_path / "hf"),
+        (
+            lay_out_file(nested, nesting=nesting, objects=objects, ties=ties),
+            tmp_path / "m.safetensors",
+        ),
+        (
+            lay_out_directory(nested, 10**9, nesting=nesting, objects=objects, ties=ties),
+            tmp_path / "hf",
+        ),
     ]:
         write(target, out, tensors)
         catalog = open_one(out if out.suffix else out / "model.safetensors")
@@ -233,7 +274,9 @@ def test_the_order_of_the_model_is_kept(tmp_path, limit):
     target = lay_out_directory(entries(tensors), limit) if limit else lay_out_file(entries(tensors))
     out = tmp_path / "hf" if limit else tmp_path / "m.safetensors"
     write(target, out, tensors)
-    catalog = open_index(out) if limit == 20 else open_one(out / "model.safetensors" if limit else out)
+    catalog = (
+        open_index(out) if limit == 20 else open_one(out / "model.safetensors" if limit else out)
+    )
     assert [tensor.name for tensor in catalog.tensors] == list(tensors)
 
 
@@ -241,7 +284,9 @@ def test_tied_names_are_listed_again_at_their_recorded_paths(tmp_path):
     tensors = {"m.a": torch.arange(3.0), "m.c": torch.arange(2)}
     nested = [entry("m.a", tensors["m.a"], ("m", "a")), entry("m.c", tensors["m.c"], ("m", "c"))]
     path = tmp_path / "m.safetensors"
-    target = lay_out_file(nested, nesting=Nesting(), ties={"m.b": "m.a"}, tied_paths={"m.b": ("m", "b")})
+    target = lay_out_file(
+        nested, nesting=Nesting(), ties={"m.b": "m.a"}, tied_paths={"m.b": ("m", "b")}
+    )
     write(target, path, tensors)
     assert safetensors.torch.load_file(path).keys() == tensors.keys()
     catalog = open_one(path)
@@ -259,9 +304,15 @@ def test_ties_that_save_model_recorded_are_known(tmp_path):
     safetensors.torch.save_model(model, str(tmp_path / "m.safetensors"))
     foreign = open_one(tmp_path / "m.safetensors")
     assert foreign.extra["ties"] == {"b.weight": "a.weight"}
-    assert "b.weight" not in {tensor.name for tensor in foreign.tensors}  # any text may stand there: writers pass it on
+    assert "b.weight" not in {
+        tensor.name for tensor in foreign.tensors
+    }  # any text may stand there: writers pass it on
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "b.weight"}
-    write(lay_out_file(entries(tensors), ties={"b.weight": "a.weight"}), tmp_path / "w.safetensors", tensors)
+    write(
+        lay_out_file(entries(tensors), ties={"b.weight": "a.weight"}),
+        tmp_path / "w.safetensors",
+        tensors,
+    )
     fresh = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     fresh["b"].weight = fresh["a"].weight
     ours = {tensor.name: tensor for tensor in open_one(tmp_path / "w.safetensors").tensors}
@@ -280,7 +331,8 @@ def test_what_safetensors_writes_is_read_bit_for_bit(tmp_path):
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors", {"format": "pt", "a": "b"})
     catalog = open_one(tmp_path / "m.safetensors")
     assert {t.name: (t.path, t.shape, t.dtype.name) for t in catalog.tensors} == {
-        name: ((name,), tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in tensors.items()
+        name: ((name,), tuple(tensor.shape), str(tensor.dtype)[6:])
+        for name, tensor in tensors.items()
     }
     assert all(same(read(catalog, name), tensor) for name, tensor in tensors.items())
     assert not catalog.nested
@@ -342,7 +394,9 @@ def test_damaged_files_are_refused_by_name(tmp_path, case):
     assert (caught.value.code, caught.value.file) == (code, "bad.safetensors")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_mutated_header_gives_the_truth_or_an_error(tmp_path, data):
     """Never stricter than needed to be safe, never laxer than safetensors itself, and no other exception."""
@@ -381,7 +435,9 @@ def test_a_digest_of_another_dtype_is_damage(tmp_path):
     path = tmp_path / "m.safetensors"
     write(lay_out_file(entries(tensors)), path, tensors)
     rewrite_header(path, lambda header: header["w"].update(dtype="BF16"))
-    with pytest.raises(SourceError, match=r"'w' is bfloat16 \[6\], but its digest was taken of float16") as caught:
+    with pytest.raises(
+        SourceError, match=r"'w' is bfloat16 \[6\], but its digest was taken of float16"
+    ) as caught:
         open_one(path)
     assert caught.value.code == "checksum"
 
@@ -470,7 +526,10 @@ def test_a_wrong_total_size_is_only_a_warning(tmp_path):
 
 def test_missing_and_short_shards_stop_all_but_a_lenient_reader(tmp_path):
     sharded(tmp_path)
-    first, second = tmp_path / "model-00001-of-00003.safetensors", tmp_path / "model-00002-of-00003.safetensors"
+    first, second = (
+        tmp_path / "model-00001-of-00003.safetensors",
+        tmp_path / "model-00002-of-00003.safetensors",
+    )
     first.unlink()
     os.truncate(second, second.stat().st_size - 1)
     with pytest.raises(SourceError) as caught:

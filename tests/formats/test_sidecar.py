@@ -18,7 +18,12 @@ from tests.formats.writing import entries, entry
 @settings(max_examples=60, deadline=None)
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text()
+        | st.binary(),
         lambda inner: (
             st.lists(inner)
             | st.lists(inner).map(tuple)
@@ -77,12 +82,17 @@ def test_a_damaged_record_is_refused_with_the_remedy(case):
 
 def test_the_size_of_a_record_is_known_before_any_checksum():
     tensors = entries({"a": torch.ones(2), "ü": torch.ones(3, 4)})
-    sizes = {len(record.dump(tensors, {"a": crc, "ü": 2**32 - 1 - crc})) for crc in (0, 1, 0xFFFFFFFF, 0x10000000)}
+    sizes = {
+        len(record.dump(tensors, {"a": crc, "ü": 2**32 - 1 - crc}))
+        for crc in (0, 1, 0xFFFFFFFF, 0x10000000)
+    }
     assert len(sizes) == 1
 
 
 def test_a_record_is_read_back():
-    found = record.parse(record.dump(entries({"a": torch.ones(2)}), {"a": 7}, files=["x"], ties={"b": "a"}), "f")
+    found = record.parse(
+        record.dump(entries({"a": torch.ones(2)}), {"a": 7}, files=["x"], ties={"b": "a"}), "f"
+    )
     assert found.digests == {"a": record.Digest(7, "float32", (2,))}
     assert (found.files, found.ties, found.nesting, found.objects) == (("x",), {"b": "a"}, None, ())
 

@@ -52,7 +52,9 @@ def loaded(path: Path):
 def test_every_dtype_is_read_bit_for_bit(tmp_path):
     tensors = {str(dtype): of_dtype(dtype).reshape(3, 2) for dtype in ALL_DTYPES}
     catalog = saved(tmp_path, tensors)
-    assert [(t.name, t.shape, f"torch.{t.dtype.name}") for t in catalog.tensors] == [(n, (3, 2), n) for n in tensors]
+    assert [(t.name, t.shape, f"torch.{t.dtype.name}") for t in catalog.tensors] == [
+        (n, (3, 2), n) for n in tensors
+    ]
     assert all(same(read(catalog, name), tensor) for name, tensor in tensors.items())
     assert not catalog.nested
     assert not catalog.warnings
@@ -100,7 +102,14 @@ def test_every_pickle_protocol_is_read(tmp_path, protocol):
 def test_ties_have_equal_storage_and_other_views_have_not(tmp_path):
     weight = torch.nn.Linear(4, 4).weight
     catalog = saved(
-        tmp_path, {"a": weight, "b": weight.data, "part": weight[1:], "t": weight.t(), "copy": weight.clone()}
+        tmp_path,
+        {
+            "a": weight,
+            "b": weight.data,
+            "part": weight[1:],
+            "t": weight.t(),
+            "copy": weight.clone(),
+        },
     )
     storages = {tensor.name: tensor.storage for tensor in catalog.tensors}
     assert storages["a"] == storages["b"]
@@ -181,12 +190,17 @@ def test_parameters_and_plain_subclasses_are_read(tmp_path):
         "sub": torch.arange(5.0).as_subclass(Attributed),
     }
     catalog = saved(tmp_path, state)
-    assert all(same(read(catalog, name), tensor.detach().as_subclass(torch.Tensor)) for name, tensor in state.items())
+    assert all(
+        same(read(catalog, name), tensor.detach().as_subclass(torch.Tensor))
+        for name, tensor in state.items()
+    )
 
 
 def test_an_argument_namespace_does_not_stop_the_weights(tmp_path):
     """chemprop/chemprop#1227."""
-    catalog = saved(tmp_path, {"state_dict": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=0.1)})
+    catalog = saved(
+        tmp_path, {"state_dict": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=0.1)}
+    )
     assert same(read(catalog, "state_dict.w"), torch.ones(2))
     (item,) = catalog.objects
     assert isinstance(catalog.reader.load(item), Opaque)
@@ -213,7 +227,12 @@ def test_usual_trainer_values_are_plain(tmp_path):
     found = {item.name: catalog.reader.load(item) for item in catalog.objects}
     assert found["python_rng"] == random.getstate()
     assert (found["size"], found["device"], found["path"]) == ((2, 3), "cuda:1", "/a/b")
-    assert (found["bytes"], found["set"], found["complex"], found["big"]) == (b"\x00\xff", {1, 2}, 1 + 2j, 2**80)
+    assert (found["bytes"], found["set"], found["complex"], found["big"]) == (
+        b"\x00\xff",
+        {1, 2},
+        1 + 2j,
+        2**80,
+    )
 
 
 def test_numpy_values_are_opaque_and_stop_nothing(tmp_path):
@@ -258,7 +277,10 @@ def test_a_hostile_object_is_listed_and_never_run(tmp_path, call):
 
 
 def test_a_call_of_what_a_call_returned_is_named_by_the_first(tmp_path):
-    craft(tmp_path / "c.pt", b"\x80\x02}X\x01\0\0\0ac__builtin__\neval\nX\x01\0\0\0f\x85RX\x02\0\0\0id\x85Rs.")
+    craft(
+        tmp_path / "c.pt",
+        b"\x80\x02}X\x01\0\0\0ac__builtin__\neval\nX\x01\0\0\0f\x85RX\x02\0\0\0id\x85Rs.",
+    )
     with pytest.raises(UnsafeError, match=r"__builtin__\.eval") as caught:
         opened(tmp_path / "c.pt")
     assert caught.value.code == "unsafe-pickle"
@@ -291,7 +313,10 @@ def test_a_call_whose_result_is_thrown_away_is_refused(tmp_path, form):
 
 @pytest.mark.parametrize("call", [(os.system,), (nameless,)], ids=["executor", "unlisted"])
 def test_nothing_is_called_on_the_way_to_a_tensor(tmp_path, call):
-    for value in ({"w": Hostile(*call, torch.ones(2))}, {"a": {"b": [Hostile(*call, {"w": torch.ones(2)})]}}):
+    for value in (
+        {"w": Hostile(*call, torch.ones(2))},
+        {"a": {"b": [Hostile(*call, {"w": torch.ones(2)})]}},
+    ):
         with pytest.raises(UnsafeError) as caught:
             saved(tmp_path, value)
         assert caught.value.code == "unsafe-pickle"
@@ -311,14 +336,17 @@ def craft(path: Path, data: bytes, **records: bytes) -> None:
 
 def test_a_few_bytes_that_mean_an_endless_tree_are_refused(tmp_path):
     data = b"\x80\x02}q\x00" + b"".join(
-        b"}q%c(X\x01\x00\x00\x00ah%cX\x01\x00\x00\x00bh%cu" % (i, i - 1, i - 1) for i in range(1, 60)
+        b"}q%c(X\x01\x00\x00\x00ah%cX\x01\x00\x00\x00bh%cu" % (i, i - 1, i - 1)
+        for i in range(1, 60)
     )
     craft(tmp_path / "c.pt", data + b".")
     with pytest.raises(SourceError, match="over and over") as caught:
         opened(tmp_path / "c.pt")
     assert caught.value.code == "unsupported"
     tuples = (
-        b"\x80\x02}X\x01\x00\x00\x00aNq\x00" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(60)) + b"s."
+        b"\x80\x02}X\x01\x00\x00\x00aNq\x00"
+        + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(60))
+        + b"s."
     )
     craft(tmp_path / "c.pt", tuples)
     with pytest.raises(SourceError):
@@ -329,7 +357,10 @@ def test_a_few_bytes_that_mean_an_endless_tree_are_refused(tmp_path):
 def test_deep_nesting_is_an_error_and_no_crash(tmp_path, opcode):
     depth = 20_000
     close = b"a" if opcode == b"]" else b"s"
-    craft(tmp_path / "c.pt", b"\x80\x02}X\x01\x00\x00\x00k" + opcode * depth + b"N" + close * depth + b"s.")
+    craft(
+        tmp_path / "c.pt",
+        b"\x80\x02}X\x01\x00\x00\x00k" + opcode * depth + b"N" + close * depth + b"s.",
+    )
     try:
         catalog = opened(tmp_path / "c.pt")
     except SourceError:
@@ -378,7 +409,10 @@ def test_tensors_without_plain_bytes_are_refused_by_name(tmp_path, kind):
     with pytest.raises(SourceError) as caught:
         saved(tmp_path, {"m": {"w": tensor}})
     # A quantized storage is refused before the tensor that it belongs to is known.
-    assert (caught.value.code, caught.value.tensor) == ("unsupported", None if kind == "quantized" else "m.w")
+    assert (caught.value.code, caught.value.tensor) == (
+        "unsupported",
+        None if kind == "quantized" else "m.w",
+    )
 
 
 def test_legacy_files_are_refused_by_name(tmp_path):
@@ -423,7 +457,10 @@ def test_every_truncation_is_an_error(tmp_path):
 
 
 def test_random_damage_gives_an_error_or_a_catalog(tmp_path):
-    torch.save({"m": {"w": torch.arange(30.0), "b": torch.ones(2)}, "n": {"x": (1, 2.5)}}, tmp_path / "whole.pt")
+    torch.save(
+        {"m": {"w": torch.arange(30.0), "b": torch.ones(2)}, "n": {"x": (1, 2.5)}},
+        tmp_path / "whole.pt",
+    )
     data = (tmp_path / "whole.pt").read_bytes()
     chance = random.Random(0)
     for _ in range(400):
@@ -477,7 +514,9 @@ def test_what_is_written_loads_safely_and_mapped(tmp_path):
     assert list(found) == list(tensors)
     assert all(same(found[name], tensors[name]) for name in tensors)
     again = opened(tmp_path / "m.pt")
-    assert again.digests == {name: zlib.crc32(raw_bytes(tensor)) for name, tensor in tensors.items()}
+    assert again.digests == {
+        name: zlib.crc32(raw_bytes(tensor)) for name, tensor in tensors.items()
+    }
     assert all(same(read(again, name), tensors[name]) for name in tensors)
 
 
@@ -535,7 +574,11 @@ def test_a_trainer_state_goes_through_and_loads_into_its_optimizer(tmp_path):
     source = saved(tmp_path, state)
     values = {tensor.name: read(source, tensor.name) for tensor in source.tensors}
     copies = [entry(t.name, values[t.name], t.path) for t in source.tensors]
-    write(lay_out(copies, nesting=source.extra["nesting"], objects=source.objects), tmp_path / "m.pt", values)
+    write(
+        lay_out(copies, nesting=source.extra["nesting"], objects=source.objects),
+        tmp_path / "m.pt",
+        values,
+    )
     found = loaded(tmp_path / "m.pt")
     assert list(found) == list(state)
     assert found["optim"]["param_groups"] == state["optim"]["param_groups"]
@@ -544,14 +587,21 @@ def test_a_trainer_state_goes_through_and_loads_into_its_optimizer(tmp_path):
     assert (found["pair"][1], found["e"], found["l"]) == ({"k": None}, {}, [])
     fresh = torch.optim.AdamW(model.parameters())
     fresh.load_state_dict(found["optim"])
-    assert same(fresh.state[next(model.parameters())]["exp_avg"], optimizer.state[next(model.parameters())]["exp_avg"])
+    assert same(
+        fresh.state[next(model.parameters())]["exp_avg"],
+        optimizer.state[next(model.parameters())]["exp_avg"],
+    )
     again = opened(tmp_path / "m.pt")
     assert [(t.name, t.path) for t in again.tensors] == [(t.name, t.path) for t in source.tensors]
 
 
 def test_objects_lie_at_the_top_of_a_flat_file(tmp_path):
     objects = [Object("step", ("step",), "", inline=7, is_inline=True)]
-    write(lay_out(entries({"a.b": torch.ones(1)}), objects=objects), tmp_path / "m.pt", {"a.b": torch.ones(1)})
+    write(
+        lay_out(entries({"a.b": torch.ones(1)}), objects=objects),
+        tmp_path / "m.pt",
+        {"a.b": torch.ones(1)},
+    )
     assert loaded(tmp_path / "m.pt") == {"a.b": torch.ones(1), "step": 7}
 
 

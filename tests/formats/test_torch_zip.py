@@ -84,7 +84,10 @@ def test_damaged_archives_raise_nothing_but_our_errors(tmp_path: Path, data: st.
 
 
 def test_a_name_that_stands_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(tmp_path / "file", "w") as out:
+    with (
+        pytest.warns(UserWarning, match="Duplicate"),
+        zipfile.ZipFile(tmp_path / "file", "w") as out,
+    ):
         out.writestr("archive/data.pkl", b"one")
         out.writestr("archive/data.pkl", b"two")
     source = LocalFiles(tmp_path)
@@ -106,16 +109,23 @@ def test_compressed_records_are_unsupported(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.binary(max_size=200)), min_size=1, max_size=6))
 def test_laid_out_archives_are_whole_zips(content: list[tuple[bool, bytes]]) -> None:
-    members = [Member(f"data/{i}", len(raw), None if late else raw) for i, (late, raw) in enumerate(content)]
+    members = [
+        Member(f"data/{i}", len(raw), None if late else raw)
+        for i, (late, raw) in enumerate(content)
+    ]
     layout = ZipLayout("archive", members)
     out = build(layout, [raw for late, raw in content if late])
     with zipfile.ZipFile(io.BytesIO(out)) as oracle:
         assert oracle.testzip() is None
-        assert [oracle.read(f"archive/data/{i}") for i in range(len(content))] == [raw for _, raw in content]
+        assert [oracle.read(f"archive/data/{i}") for i in range(len(content))] == [
+            raw for _, raw in content
+        ]
         for info in oracle.infolist():
             header = out[info.header_offset : info.header_offset + 30]
             crc, packed, nbytes = struct.unpack_from("<LLL", header, 14)
-            assert (crc, packed, nbytes) == (info.CRC, info.file_size, info.file_size), "local headers are true"
+            assert (crc, packed, nbytes) == (info.CRC, info.file_size, info.file_size), (
+                "local headers are true"
+            )
     assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
 
 
@@ -132,7 +142,9 @@ def test_many_records_need_zip64(tmp_path: Path) -> None:
 def test_records_beyond_four_gigabytes(tmp_path: Path) -> None:
     """Sparse: the zeros between the frames take no disk."""
     nbytes = (1 << 32) + 4096
-    layout = ZipLayout("archive", [Member("data/0", nbytes), Member("data/1", 5), Member("version", 2, b"3\n")])
+    layout = ZipLayout(
+        "archive", [Member("data/0", nbytes), Member("data/1", 5), Member("version", 2, b"3\n")]
+    )
     with (tmp_path / "file").open("wb") as out:
         out.truncate(layout.nbytes)
         for offset, data in layout.frames([0x12345678, zlib.crc32(bytes(5))]):
@@ -149,9 +161,13 @@ def test_records_beyond_four_gigabytes(tmp_path: Path) -> None:
     source.close()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200
+)
 @given(data=st.data())
-def test_a_mould_fits_exactly_what_differs_in_payload_and_identity(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_mould_fits_exactly_what_differs_in_payload_and_identity(
+    tmp_path: Path, data: st.DataObject
+) -> None:
     torch.manual_seed(0)
     first, second = saved(torch.randn(7)), bytearray(saved(torch.randn(7)))
     (tmp_path / "first").write_bytes(first)
@@ -161,7 +177,9 @@ def test_a_mould_fits_exactly_what_differs_in_payload_and_identity(tmp_path: Pat
     assert mould is not None
     start, nbytes = len(mould.head), mould.record.nbytes
     assert bytes(second[:start]) == mould.head
-    assert mould.crc(bytes(second[mould.directory_at :])) == zlib.crc32(second[start : start + nbytes])
+    assert mould.crc(bytes(second[mould.directory_at :])) == zlib.crc32(
+        second[start : start + nbytes]
+    )
     at = data.draw(st.integers(mould.directory_at, len(second) - 1))
     second[at] ^= 1 << data.draw(st.integers(0, 7))
     crc = mould.crc(bytes(second[mould.directory_at :]))
@@ -172,5 +190,9 @@ def test_a_mould_fits_exactly_what_differs_in_payload_and_identity(tmp_path: Pat
         full = None
     if crc is not None:
         with zipfile.ZipFile(io.BytesIO(bytes(second))) as oracle:
-            assert oracle.getinfo(next(n for n in oracle.namelist() if n.endswith("data/0"))).CRC == crc == full
+            assert (
+                oracle.getinfo(next(n for n in oracle.namelist() if n.endswith("data/0"))).CRC
+                == crc
+                == full
+            )
     source.close()

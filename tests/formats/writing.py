@@ -1,4 +1,4 @@
-"""Carry out a `Target` in the plainest way: every payload from memory, every frame behind it."""
+"""Carry out a `WritePlan` in the plainest way: every payload from memory, every frame behind it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,36 @@ import torch
 
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.dtypes import by_name
-from ema_ckpt.core.write_plan import Entry, Target
+from ema_ckpt.core.write_plan import OutputTensor, WritePlan
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """Row-major little-endian bytes of a tensor, by way of torch alone."""
-    flat = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
+    flat = (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+    )
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def entry(name: str, tensor: torch.Tensor, path: tuple[str | int, ...] | None = None, storage=None) -> Entry:
+def entry(
+    name: str, tensor: torch.Tensor, path: tuple[str | int, ...] | None = None, storage=None
+) -> OutputTensor:
     """An entry that writes `tensor` as it is."""
     dtype = by_name(str(tensor.dtype))
     source = Tensor(name, path or (name,), tuple(tensor.shape), dtype, (), storage)
-    return Entry(name, path or (name,), source, dtype)
+    return OutputTensor(name, path or (name,), source, dtype)
 
 
-def entries(tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+def entries(tensors: Mapping[str, torch.Tensor]) -> list[OutputTensor]:
     """Entries for a flat state dict."""
     return [entry(name, tensor) for name, tensor in tensors.items()]
 
 
-def write(target: Target, out: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write(target: WritePlan, out: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write `target` to the file or directory `out`, and hold it to the sizes it announced."""
     if set(target.files) != {""}:
         out.mkdir(parents=True, exist_ok=True)

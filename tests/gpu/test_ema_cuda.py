@@ -27,7 +27,9 @@ def nccl() -> Iterator[None]:
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 257), nn.LayerNorm(257), nn.Linear(257, 64), nn.Linear(64, 3000))
+    model = nn.Sequential(
+        nn.Linear(64, 257), nn.LayerNorm(257), nn.Linear(257, 64), nn.Linear(64, 3000)
+    )
     return model.to("cuda", dtype)
 
 
@@ -47,14 +49,22 @@ def test_bits_are_those_of_torchs_foreach_lerp(dtype: torch.dtype, weight: float
     for step in range(3):
         shake(model, step)
         ema.update()
-        torch._foreach_lerp_(expected, [p.detach().float() for p in model.parameters()], 1.0 - (1 - weight))
+        torch._foreach_lerp_(
+            expected, [p.detach().float() for p in model.parameters()], 1.0 - (1 - weight)
+        )
     for slot, tensor in zip(ema.averages.slots, expected, strict=True):
         assert torch.equal(slot.shadow, tensor)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"compensate": True}, {"nonfinite": "skip"}, {"dtype": torch.bfloat16, "decay": 0.9}, {"nonfinite": "raise"}],
+    [
+        {},
+        {"compensate": True},
+        {"nonfinite": "skip"},
+        {"dtype": torch.bfloat16, "decay": 0.9},
+        {"nonfinite": "raise"},
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

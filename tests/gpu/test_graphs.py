@@ -95,6 +95,9 @@ def test_a_step_of_the_optimizer_inside_a_graph_is_refused_beside_offload() -> N
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(StateError, match="inside a CUDA graph beside an offloaded average"), torch.cuda.graph(graph):
+    with (
+        pytest.raises(StateError, match="inside a CUDA graph beside an offloaded average"),
+        torch.cuda.graph(graph),
+    ):
         optimizer.step()
     del ema

@@ -8,7 +8,7 @@ import torch
 from ema_ckpt.core.box import Box
 from ema_ckpt.ema.engines import cuda as triton
 from ema_ckpt.ema.engines import stochastic
-from ema_ckpt.ema.engines.lists import Lists
+from ema_ckpt.ema.engines.lists import UpdateBatch
 from ema_ckpt.ema.engines.noise import Noise, positions
 from tests.ema import reference_engine as reference
 
@@ -38,19 +38,31 @@ def _unaligned(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _lists(
-    shadow: torch.dtype, param: torch.dtype, *, compensate: bool = False, skip: bool = False, aligned: bool = True
-) -> Lists:
+    shadow: torch.dtype,
+    param: torch.dtype,
+    *,
+    compensate: bool = False,
+    skip: bool = False,
+    aligned: bool = True,
+) -> UpdateBatch:
     params = _values(param, 1)
     # What float16 cannot hold becomes infinite, and then NaN of no certain bits.
-    shadows = [s.clamp(-6e4, 6e4).to(shadow) if shadow is torch.float16 else s.to(shadow) for s in _values(param, 0)]
-    residuals = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES] if compensate else None
+    shadows = [
+        s.clamp(-6e4, 6e4).to(shadow) if shadow is torch.float16 else s.to(shadow)
+        for s in _values(param, 0)
+    ]
+    residuals = (
+        [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES]
+        if compensate
+        else None
+    )
     if not aligned:
         shadows, params = _unaligned(shadows), _unaligned(params)
     events = torch.zeros((), dtype=torch.int64, device="cuda") if skip else None
-    return Lists(shadows, params, residuals, events)
+    return UpdateBatch(shadows, params, residuals, events)
 
 
-def _feed(lists: Lists, seed: int) -> None:
+def _feed(lists: UpdateBatch, seed: int) -> None:
     for param, value in zip(lists.params, _values(lists.params[0].dtype, seed), strict=True):
         param.copy_(value.clamp(-6e4, 6e4) if lists.shadows[0].dtype is torch.float16 else value)
 
@@ -81,7 +93,9 @@ def test_float32_averages_have_the_bits_of_foreach_lerp(param: torch.dtype, alig
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("shadow", FLOATS)
 @pytest.mark.parametrize("param", FLOATS)
-def test_the_kernel_equals_the_reference(shadow: torch.dtype, param: torch.dtype, compensate: bool, skip: bool) -> None:
+def test_the_kernel_equals_the_reference(
+    shadow: torch.dtype, param: torch.dtype, compensate: bool, skip: bool
+) -> None:
     if compensate:
         shadow = torch.float32
     fast = _lists(shadow, param, compensate=compensate, skip=skip)
@@ -106,11 +120,14 @@ def test_what_is_not_contiguous_or_not_float32_is_moved_too() -> None:
     wide = torch.randn(64, 32, device="cuda")
     for params in (
         [torch.randn(32, 64, device="cuda").t(), torch.randn(5, device="cuda")],
-        [torch.randn(64, 32, device="cuda", dtype=torch.float64), torch.randn(5, device="cuda", dtype=torch.float64)],
+        [
+            torch.randn(64, 32, device="cuda", dtype=torch.float64),
+            torch.randn(5, device="cuda", dtype=torch.float64),
+        ],
     ):
         shadows = [wide.to(params[0].dtype), torch.zeros(5, device="cuda", dtype=params[0].dtype)]
         expected = [torch.lerp(s, p, 0.25) for s, p in zip(shadows, params, strict=True)]
-        triton.prepare(Lists(shadows, params))(0.25)
+        triton.prepare(UpdateBatch(shadows, params))(0.25)
         assert all(torch.equal(s, e) for s, e in zip(shadows, expected, strict=True))
 
 
@@ -126,7 +143,7 @@ def test_more_elements_than_32_bits_count() -> None:
     numel = 2**31 + 3001
     shadow = torch.zeros(numel, device="cuda")
     param = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
-    triton.prepare(Lists([shadow], [param]))(0.25)
+    triton.prepare(UpdateBatch([shadow], [param]))(0.25)
     assert bool((shadow == 0.25).all())
 
 
@@ -134,7 +151,9 @@ def test_without_triton_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
     triton._installed.cache_clear()
     lists = _lists(torch.float32, torch.bfloat16)
-    expected = [torch.lerp(s, p.float(), 0.25) for s, p in zip(lists.shadows, lists.params, strict=True)]
+    expected = [
+        torch.lerp(s, p.float(), 0.25) for s, p in zip(lists.shadows, lists.params, strict=True)
+    ]
     try:
         with pytest.warns(UserWarning, match="Triton is not installed"):
             step = triton.prepare(lists)
@@ -145,13 +164,17 @@ def test_without_triton_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(torch.equal(s, e) for s, e in zip(lists.shadows, expected, strict=True))
 
 
-def _noisy(box: Box, shape: tuple[int, ...], values: torch.Tensor, call: int) -> Lists:
+def _noisy(box: Box, shape: tuple[int, ...], values: torch.Tensor, call: int) -> UpdateBatch:
     """The average of one box of a tensor of `shape`, with the noise that belongs there."""
-    local = values[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].contiguous()
+    local = values[
+        tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+    ].contiguous()
     pieces = positions("layer.weight", [box], shape)
     split = [part.contiguous() for part in local.view(-1).split([numel for numel, _ in pieces])]
     shadows = [torch.ones_like(part, dtype=torch.bfloat16) for part in split]
-    return Lists(shadows, split, noise=Noise(77 << 32 | 5, lambda: call, [place for _, place in pieces]))
+    return UpdateBatch(
+        shadows, split, noise=Noise(77 << 32 | 5, lambda: call, [place for _, place in pieces])
+    )
 
 
 @pytest.mark.parametrize("boxes", [
@@ -172,7 +195,9 @@ def test_stochastic_rounding_does_not_depend_on_the_cut(boxes: list[Box]) -> Non
     for box in boxes:
         lists = _noisy(box, shape, values, 3)
         triton.prepare(lists)(0.3)
-        region = expected[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+        region = expected[
+            tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        ]
         assert torch.equal(torch.cat([s.view(-1) for s in lists.shadows]), region.reshape(-1))
 
 
@@ -183,7 +208,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     shadow = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
     param = torch.full((numel,), target, device="cuda")
     noise = Noise(9, lambda: call[0], [positions("w", [Box((0,), (numel,))], (numel,))[0][1]])
-    step = triton.prepare(Lists([shadow], [param], noise=noise))
+    step = triton.prepare(UpdateBatch([shadow], [param], noise=noise))
     for number in range(1, 10_001):
         call[0] = number
         step(weight)

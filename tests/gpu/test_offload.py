@@ -32,7 +32,12 @@ class Bag(nn.Module):
 
 
 SMALL = [(3,), (), (70, 50), (1000, 700), (5,), (513, 1025), (2048,)]
-LARGE = [(4096, 4096), (100,), (4096, 4096), (3000, 1111)]  # tens of milliseconds to copy: a race is lost for sure
+LARGE = [
+    (4096, 4096),
+    (100,),
+    (4096, 4096),
+    (3000, 1111),
+]  # tens of milliseconds to copy: a race is lost for sure
 
 
 def _noise(model: nn.Module, seed: int) -> None:
@@ -62,7 +67,9 @@ def _equal(a: ShardedEMA, b: ShardedEMA) -> bool:
     {"dtype": torch.float64},
     {"dtype": torch.bfloat16, "rounding": "stochastic", "seed": 11},
 ])  # fmt: skip
-def test_bits_are_those_of_the_device(dtype: torch.dtype, mode: Any, options: dict[str, Any]) -> None:
+def test_bits_are_those_of_the_device(
+    dtype: torch.dtype, mode: Any, options: dict[str, Any]
+) -> None:
     model = Bag(dtype, SMALL)
     plain = ShardedEMA(model, DECAY, **options)
     away = ShardedEMA(model, DECAY, offload=mode, **options)
@@ -137,7 +144,9 @@ def test_steps_of_an_optimizer_wait(options: dict[str, bool]) -> None:
 def test_attached_managers_of_two_decays_share_the_slots() -> None:
     model = Bag(torch.bfloat16, LARGE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pairs = [(ShardedEMA(model, decay, offload=True), ShardedEMA(model, decay)) for decay in (0.9, 0.99)]
+    pairs = [
+        (ShardedEMA(model, decay, offload=True), ShardedEMA(model, decay)) for decay in (0.9, 0.99)
+    ]
     for ema in (ema for pair in pairs for ema in pair):
         ema.attach(optimizer)
     for param in model.parameters():

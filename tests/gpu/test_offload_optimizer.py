@@ -29,7 +29,9 @@ def device() -> str:
 
 def _large() -> nn.ParameterList:
     torch.manual_seed(0)
-    return nn.ParameterList([torch.randn(n, 1024, device="cuda") for n in (4096, 10, 20_000, 4096, 1)])
+    return nn.ParameterList(
+        [torch.randn(n, 1024, device="cuda") for n in (4096, 10, 20_000, 4096, 1)]
+    )
 
 
 def test_grad_scaler_and_a_step_with_infinite_gradients() -> None:
@@ -50,7 +52,13 @@ def test_grad_scaler_and_a_step_with_infinite_gradients() -> None:
             scaler.step(optimizer)
             scaler.update()
         state = optimizer.state_dict()["state"]
-        results.append([*params, *(state[i]["exp_avg_sq"].cpu() for i in state), *(state[i]["step"] for i in state)])
+        results.append(
+            [
+                *params,
+                *(state[i]["exp_avg_sq"].cpu() for i in state),
+                *(state[i]["step"] for i in state),
+            ]
+        )
     for a, b in zip(*results, strict=True):
         assert torch.equal(a.cpu(), b.cpu())
 
@@ -78,7 +86,10 @@ def test_memory_outside_a_step() -> None:
 
 def test_many_steps_without_a_pause_race_with_nothing() -> None:
     mine, plain = _large(), _large()
-    x, y = torch.optim.Adam(mine, lr=1e-3, foreach=True), torch.optim.Adam(plain, lr=1e-3, foreach=True)
+    x, y = (
+        torch.optim.Adam(mine, lr=1e-3, foreach=True),
+        torch.optim.Adam(plain, lr=1e-3, foreach=True),
+    )
     offload_optimizer(x, slot_bytes=4 << 20)
     for step in range(100):
         generator = torch.Generator(device="cuda").manual_seed(step)

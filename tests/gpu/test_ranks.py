@@ -24,7 +24,9 @@ WIDTH = 1024
 
 def _network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4))
+    )
 
 
 def _wrapped(kind: str) -> nn.Module:
@@ -32,7 +34,9 @@ def _wrapped(kind: str) -> nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
     if kind == "fsdp1":
-        return FullyShardedDataParallel(model, device_id=torch.cuda.current_device(), use_orig_params=True)
+        return FullyShardedDataParallel(
+            model, device_id=torch.cuda.current_device(), use_orig_params=True
+        )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model:
         fully_shard(layer, mp_policy=policy)
@@ -48,7 +52,9 @@ def _shadows(ema: ShardedEMA) -> list[torch.Tensor]:
     return [slot.shadow.detach().cpu().clone() for slot in ema.averages.slots]
 
 
-def _train(model: nn.Module, emas: list[ShardedEMA], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _train(
+    model: nn.Module, emas: list[ShardedEMA], optimizer: torch.optim.Optimizer
+) -> list[torch.Tensor]:
     """Six steps with all managers updated; the average by the first, in float64."""
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -81,7 +87,9 @@ def _check(kind: str, folder: str) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
     model = _wrapped(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     here, away = ShardedEMA(model, DECAY), ShardedEMA(model, DECAY, offload=True)
@@ -128,7 +136,9 @@ def _check_optimizer(kind: str, folder: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
     offloaded_optimizer.check(kind, "cuda", folder)
 
 

@@ -20,14 +20,18 @@ CALLS = 100
 @pytest.fixture(autouse=True)
 def few_descriptors() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 64, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 64, hard)
+    )
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 VERBS: dict[str, Callable[[Path, Path], Any]] = {
     "inspect": lambda path, _: inspect(path),
-    "consolidate": lambda path, out: consolidate(path, out / "a.safetensors", "model", overwrite=True, no_fsync=True),
+    "consolidate": lambda path, out: consolidate(
+        path, out / "a.safetensors", "model", overwrite=True, no_fsync=True
+    ),
     "reshard": lambda path, out: reshard(path, out / "r", 2, overwrite=True, no_fsync=True),
     "convert": lambda path, out: convert(path, out / "c.pt", overwrite=True, no_fsync=True),
 }

@@ -26,7 +26,11 @@ def codes(result) -> list[str]:
 
 
 def train(
-    *, updates: int = 20, dtype: torch.dtype = torch.float32, seed_again: bool = False, poison: bool = False
+    *,
+    updates: int = 20,
+    dtype: torch.dtype = torch.float32,
+    seed_again: bool = False,
+    poison: bool = False,
 ) -> dict[str, object]:
     """A real run on a small network; its model and EMA as they would be saved."""
     torch.manual_seed(0)
@@ -95,7 +99,9 @@ def test_every_layout_gives_the_numbers_of_torch(name: str, fixtures: Path) -> N
         for key, value in expected.items():
             assert getattr(entry, key) == pytest.approx(value, rel=1e-12), (entry.name, key)
     names = [entry.name for entry in result.tensors]
-    whole = oracle(*(torch.cat([side[n].double().reshape(-1) for n in names]) for side in (averages, live)))
+    whole = oracle(
+        *(torch.cat([side[n].double().reshape(-1) for n in names]) for side in (averages, live))
+    )
     assert result.summary.rel_l2 == pytest.approx(whole["rel_l2"], rel=1e-12)
     assert result.summary.cosine == pytest.approx(whole["cosine"], rel=1e-12)
     assert result.summary.max_abs == pytest.approx(whole["max_abs"], rel=1e-12)
@@ -120,7 +126,13 @@ def test_layouts_and_formats_against_each_other(fixtures: Path, tmp_path: Path) 
     ema_ckpt.consolidate(source, tmp_path / "b.pt")
     ema_ckpt.consolidate(source, tmp_path / "hf", max_shard_size=300)
     ema_ckpt.reshard(source, tmp_path / "three", world_size=3)
-    places = [source, tmp_path / "a.safetensors", tmp_path / "b.pt", tmp_path / "hf", tmp_path / "three"]
+    places = [
+        source,
+        tmp_path / "a.safetensors",
+        tmp_path / "b.pt",
+        tmp_path / "hf",
+        tmp_path / "three",
+    ]
     for a in places:
         for b in places:
             result = diff(a, b)
@@ -178,7 +190,8 @@ def test_undefined_is_null(tmp_path: Path) -> None:
     document = json.loads(ended.stdout, parse_constant=pytest.fail)
     by_name = {entry["name"]: entry for entry in document["tensors"]}
     picked = {
-        name: tuple(entry[k] for k in ("rel_l2", "cosine", "max_abs", "changed")) for name, entry in by_name.items()
+        name: tuple(entry[k] for k in ("rel_l2", "cosine", "max_abs", "changed"))
+        for name, entry in by_name.items()
     }
     assert picked == {
         "nan": (None, None, None, 1),
@@ -195,12 +208,21 @@ def test_undefined_is_null(tmp_path: Path) -> None:
 
 
 def test_names_on_one_side_and_other_shapes(tmp_path: Path) -> None:
-    save_file({"x": torch.ones(2), "y": torch.ones(3), "z": torch.ones(2, 2)}, tmp_path / "a.safetensors")
-    save_file({"x": torch.ones(2), "z": torch.ones(4), "w": torch.ones(1)}, tmp_path / "b.safetensors")
+    save_file(
+        {"x": torch.ones(2), "y": torch.ones(3), "z": torch.ones(2, 2)}, tmp_path / "a.safetensors"
+    )
+    save_file(
+        {"x": torch.ones(2), "z": torch.ones(4), "w": torch.ones(1)}, tmp_path / "b.safetensors"
+    )
     result = diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert (result.only_in_a, result.only_in_b) == (("y",), ("w",))
     (found,) = result.mismatched
-    assert (found.name, found.a.shape, found.b.shape, found.a.dtype) == ("z", (2, 2), (4,), "float32")
+    assert (found.name, found.a.shape, found.b.shape, found.a.dtype) == (
+        "z",
+        (2, 2),
+        (4,),
+        "float32",
+    )
     assert (result.compared, result.identical, result.differs) == (1, 1, True)
     assert codes(result) == ["keys-differ"]
 
@@ -236,7 +258,9 @@ def test_what_cannot_be_paired_is_refused(tmp_path: Path, run_dir: Path) -> None
     with pytest.raises(UsageError) as caught:
         diff(run_dir, against="nope")
     assert caught.value.code == "unknown-tree"
-    two = save_dcp(tmp_path / "two", {name: {"w": torch.ones(2)} for name in ("model", "ema", "net_ema")})
+    two = save_dcp(
+        tmp_path / "two", {name: {"w": torch.ones(2)} for name in ("model", "ema", "net_ema")}
+    )
     with pytest.raises(UsageError) as caught:
         diff(two)
     assert caught.value.code == "ambiguous-tree"
@@ -273,7 +297,8 @@ def test_an_ema_seeded_again_at_resume(tmp_path: Path) -> None:
 def test_an_ema_in_low_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     state = train()
     state["ema"]["weights"] = {
-        name: value.to(dtype) if value.is_floating_point() else value for name, value in state["ema"]["weights"].items()
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in state["ema"]["weights"].items()
     }
     result = diff(save_dcp(tmp_path / "c", state))
     assert codes(result) == ["ema-low-precision"]
@@ -283,10 +308,13 @@ def test_an_ema_of_another_model(tmp_path: Path) -> None:
     state, other = train(), train()
     torch.manual_seed(9)
     state["model"] = {
-        name: torch.randn_like(value) if value.is_floating_point() else value for name, value in other["model"].items()
+        name: torch.randn_like(value) if value.is_floating_point() else value
+        for name, value in other["model"].items()
     }
     assert codes(diff(save_dcp(tmp_path / "c", state))) == ["ema-unrelated"]
-    state["model"] = {name: value.new_zeros(value.numel() + 1) for name, value in other["model"].items()}
+    state["model"] = {
+        name: value.new_zeros(value.numel() + 1) for name, value in other["model"].items()
+    }
     result = diff(save_dcp(tmp_path / "d", state))
     assert codes(result) == ["ema-unrelated"]
     assert result.compared == 0
@@ -316,7 +344,9 @@ def test_nan_in_the_live_weights(tmp_path: Path) -> None:
     result = diff(save_dcp(tmp_path / "c", train(poison=True)))
     assert codes(result) == ["non-finite"]
     assert "'0.weight'" in result.findings[0].message
-    assert [(entry.name, entry.nan_a, entry.nan_b) for entry in result.tensors if entry.nan_b] == [("0.weight", 0, 1)]
+    assert [(entry.name, entry.nan_a, entry.nan_b) for entry in result.tensors if entry.nan_b] == [
+        ("0.weight", 0, 1)
+    ]
 
 
 def test_names_that_only_the_ema_has(tmp_path: Path) -> None:
@@ -355,7 +385,9 @@ def test_exit_codes(run_dir: Path, tmp_path: Path) -> None:
     save_file(state, tmp_path / "a.safetensors")
     state.pop(next(iter(state)))
     save_file(state, tmp_path / "b.safetensors")
-    assert run(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--exit-code").returncode == 1
+    assert (
+        run(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--exit-code").returncode == 1
+    )
 
 
 def load_file_of(path: Path) -> dict[str, torch.Tensor]:
@@ -371,7 +403,19 @@ def test_json_document(run_dir: Path) -> None:
         "summary", "findings",
     }  # fmt: skip
     assert set(document["summary"]) == {"rel_l2", "max_abs", "cosine", "changed"}
-    keys = ["name", "numel", "rel_l2", "max_abs", "mean_abs", "cosine", "changed", "nan_a", "nan_b", "inf_a", "inf_b"]
+    keys = [
+        "name",
+        "numel",
+        "rel_l2",
+        "max_abs",
+        "mean_abs",
+        "cosine",
+        "changed",
+        "nan_a",
+        "nan_b",
+        "inf_a",
+        "inf_b",
+    ]
     assert list(document["tensors"][0]) == keys
     assert len(document["tensors"]) == document["compared"] == 9
 
@@ -397,11 +441,15 @@ def test_hostile_names_are_shown_harmlessly(tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(fixtures: Path) -> None:
     code = f"import sys, ema_ckpt; ema_ckpt.diff({str(fixtures / 'tiny-lm')!r}); print('torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
     assert ended.stdout.strip() == "False"
 
 
-def test_large_tensors_take_the_fast_way_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_take_the_fast_way_and_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ema_ckpt.ops.diff.FAST_NUMEL", 1000)
     torch.manual_seed(1)
     w = torch.randn(517, 1033)
@@ -428,7 +476,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_an_error(damage: str, fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_an_error(
+    damage: str, fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EMA_CKPT_MARKER", str(tmp_path / "marker"))
     path = fixtures / "nasty" / damage
     with pytest.raises(ema_ckpt.SourceError) as caught:
@@ -437,7 +487,9 @@ def test_damage_is_an_error(damage: str, fixtures: Path, tmp_path: Path, monkeyp
     assert not (tmp_path / "marker").exists()
 
 
-def test_objects_of_a_dcp_are_not_opened(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_of_a_dcp_are_not_opened(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EMA_CKPT_MARKER", str(tmp_path / "marker"))
     for name in ("hostile-object-item", "hostile-ema-config"):
         assert diff(fixtures / "nasty" / name).compared == 2
@@ -446,7 +498,9 @@ def test_objects_of_a_dcp_are_not_opened(fixtures: Path, tmp_path: Path, monkeyp
 
 def test_a_tied_weight_is_compared_under_both_names(tmp_path: Path) -> None:
     """An EMA keeps it once; nothing is missing from it, and `--fill` would do harm."""
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(7, 3), "head": torch.nn.Linear(3, 7, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(7, 3), "head": torch.nn.Linear(3, 7, bias=False)}
+    )
     model["head"].weight = model["embed"].weight
     ema = ShardedEMA(model, 0.5)
     with torch.no_grad():

@@ -62,7 +62,9 @@ def test_it_needs_nothing_else(written: Path) -> None:
     text = written.read_text(encoding="utf-8")
     page = Page(text)
     assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe", "object", "embed")]
-    assert not [attrs for _, attrs in page.tags if attrs.keys() & {"src", "href", "srcset", "action"}]
+    assert not [
+        attrs for _, attrs in page.tags if attrs.keys() & {"src", "href", "srcset", "action"}
+    ]
     assert "://" not in text.replace("http-equiv", "")
     assert "url(" not in text
     assert "@import" not in text
@@ -75,7 +77,11 @@ def test_every_tensor_is_a_row_with_its_numbers(written: Path, fixtures: Path) -
     rows = {row[0]: row for row in Page(written.read_text(encoding="utf-8")).rows[1:]}
     assert set(rows) == {entry.name for entry in result.tensors}
     for entry in result.tensors:
-        assert rows[entry.name][1:4] == [f"{entry.numel:,}", f"{entry.rel_l2:.3g}", f"{entry.max_abs:.3g}"]
+        assert rows[entry.name][1:4] == [
+            f"{entry.numel:,}",
+            f"{entry.rel_l2:.3g}",
+            f"{entry.max_abs:.3g}",
+        ]
 
 
 def test_charts_show_all_tensors(written: Path, fixtures: Path) -> None:
@@ -88,7 +94,9 @@ def test_charts_show_all_tensors(written: Path, fixtures: Path) -> None:
 
 def test_names_and_undefined_numbers_do_no_harm(tmp_path: Path) -> None:
     name = "<script>alert(1)</script>\x07\"'&"
-    save_file({name: torch.tensor([1.0, float("nan")]), "x": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file(
+        {name: torch.tensor([1.0, float("nan")]), "x": torch.ones(2)}, tmp_path / "a.safetensors"
+    )
     save_file({name: torch.ones(2), "y": torch.ones(2)}, tmp_path / "b.safetensors")
     diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", html=tmp_path / "p.html")
     text = (tmp_path / "p.html").read_text(encoding="utf-8")
@@ -119,7 +127,15 @@ def test_it_never_replaces_what_is_compared(tmp_path: Path) -> None:
     (folder / "model.safetensors").symlink_to(tmp_path / "blob")
     (tmp_path / "link.html").symlink_to(single)
     before = {path: path.read_bytes() for path in (single, tmp_path / "blob")}
-    for name in ("b.safetensors", "b.safetensors/p.html", "link.html", "blob", "a/model.safetensors", "a/p.html", "a"):
+    for name in (
+        "b.safetensors",
+        "b.safetensors/p.html",
+        "link.html",
+        "blob",
+        "a/model.safetensors",
+        "a/p.html",
+        "a",
+    ):
         with pytest.raises(TargetError, match="--html") as caught:
             diff(folder, single, html=tmp_path / name)
         assert caught.value.code == "target-is-source"
@@ -130,7 +146,10 @@ def test_it_never_replaces_what_is_compared(tmp_path: Path) -> None:
 
 
 def test_only_regular_files_are_replaced_and_links_stay(tmp_path: Path) -> None:
-    sides = safetensors_at(tmp_path / "a.safetensors"), safetensors_at(tmp_path / "b.safetensors", 1.0)
+    sides = (
+        safetensors_at(tmp_path / "a.safetensors"),
+        safetensors_at(tmp_path / "b.safetensors", 1.0),
+    )
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to("loop")
@@ -150,7 +169,10 @@ def test_only_regular_files_are_replaced_and_links_stay(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_refused_costs_no_comparison(tmp_path: Path) -> None:
-    sides = safetensors_at(tmp_path / "a.safetensors"), safetensors_at(tmp_path / "b.safetensors", 1.0)
+    sides = (
+        safetensors_at(tmp_path / "a.safetensors"),
+        safetensors_at(tmp_path / "b.safetensors", 1.0),
+    )
     os.mkfifo(tmp_path / "fifo")
     read: list[int] = []
     with pytest.raises(TargetError):
@@ -159,7 +181,10 @@ def test_a_place_that_is_refused_costs_no_comparison(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_taken_meanwhile_is_refused(tmp_path: Path) -> None:
-    sides = safetensors_at(tmp_path / "a.safetensors"), safetensors_at(tmp_path / "b.safetensors", 1.0)
+    sides = (
+        safetensors_at(tmp_path / "a.safetensors"),
+        safetensors_at(tmp_path / "b.safetensors", 1.0),
+    )
     place = tmp_path / "p.html"
 
     def take(_: int) -> None:
@@ -196,20 +221,26 @@ def test_sorting_and_filtering_in_a_browser(written: Path, fixtures: Path, tmp_p
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     assert browser is not None, "this test needs a browser: apt-get install chromium"
     probe = tmp_path / "probe.html"
-    probe.write_text(written.read_text(encoding="utf-8").replace("</html>", _PROBE), encoding="utf-8")
+    probe.write_text(
+        written.read_text(encoding="utf-8").replace("</html>", _PROBE), encoding="utf-8"
+    )
     flags = (
         "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
         "--disable-component-update --disable-sync --virtual-time-budget=5000 --dump-dom"
     )
     command = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", probe.as_uri()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    log = dict(json.loads(html.unescape(re.search(r"<title>(.*?)</title>", ended.stdout, re.DOTALL)[1])))
+    log = dict(
+        json.loads(html.unescape(re.search(r"<title>(.*?)</title>", ended.stdout, re.DOTALL)[1]))
+    )
     tensors = diff(fixtures / "tiny-lm").tensors
     names = sorted(entry.name for entry in tensors)
     assert log["start"] == [e.name for e in sorted(tensors, key=lambda e: -e.rel_l2)]
     assert log["name up"] == names
     assert log["name down"] == names[::-1]
-    assert log["elements"] == [str(n) for n in sorted((entry.numel for entry in tensors), reverse=True)]
+    assert log["elements"] == [
+        str(n) for n in sorted((entry.numel for entry in tensors), reverse=True)
+    ]
     assert log["filter"] == ["lm_head.weight"]
     assert log["chart"][0] > 300
     assert log["chart"][1] > 100

@@ -52,7 +52,10 @@ def under(prefix: str, state: State) -> State:
 def longlive(path: Path) -> Path:
     """LongLive and Self-Forcing: `{generator, generator_ema}` in `model.pt`, names as FSDP1 gives them."""
     averages = under("model._fsdp_wrapped_module.", average())
-    torch.save({"generator": under("model.", live()), "generator_ema": averages, "step": 700}, path / "model.pt")
+    torch.save(
+        {"generator": under("model.", live()), "generator_ema": averages, "step": 700},
+        path / "model.pt",
+    )
     return path / "model.pt"
 
 
@@ -60,9 +63,15 @@ def automodel(path: Path) -> Path:
     """NeMo Automodel: `model/`, `optim/` and `ema/` beside each other, the average as optimizer-like state."""
     step = path / "epoch_0_step_100"
     save_dcp(step / "model", live())
-    moments = {name: {"exp_avg": torch.ones_like(t), "step": torch.tensor(100.0)} for name, t in live().items()}
+    moments = {
+        name: {"exp_avg": torch.ones_like(t), "step": torch.tensor(100.0)}
+        for name, t in live().items()
+    }
     save_dcp(step / "optim", {"optim": {"state": moments}})
-    save_dcp(step / "ema", {"state": {name: {"ema_params": t} for name, t in average().items()}, "decay": 0.999})
+    save_dcp(
+        step / "ema",
+        {"state": {name: {"ema_params": t} for name, t in average().items()}, "decay": 0.999},
+    )
     torch.save({"rng": 1}, step / "rng_state.pt")
     return path
 
@@ -75,20 +84,28 @@ DIST_EMA = {
 
 def dist_ema(path: Path) -> Path:
     """DistEMA: `{"model", "ema": {"model", "config"}}`."""
-    torch.save({"model": live(), "ema": {"model": average(), "config": DIST_EMA}}, path / "last.pth")
+    torch.save(
+        {"model": live(), "ema": {"model": average(), "config": DIST_EMA}}, path / "last.pth"
+    )
     return path / "last.pth"
 
 
 def cosmos(path: Path) -> Path:
     """Cosmos: `net.*` and `net_ema.*` side by side in one flat DCP."""
-    return save_dcp(path / "iter_000001000" / "model", {**under("net.", live()), **under("net_ema.", average())})
+    return save_dcp(
+        path / "iter_000001000" / "model", {**under("net.", live()), **under("net_ema.", average())}
+    )
 
 
 def diffusers_folder(path: Path) -> Path:
     """diffusers' `EMAModel.save_pretrained`: weights, and the average's settings in `config.json`."""
     for name, state, config in (
         ("model", live(), {}),
-        ("unet_ema", average(), {"decay": 0.9999, "optimization_step": 55, "use_ema_warmup": False, "power": 0.6}),
+        (
+            "unet_ema",
+            average(),
+            {"decay": 0.9999, "optimization_step": 55, "use_ema_warmup": False, "power": 0.6},
+        ),
     ):
         folder = path / "checkpoint-55" / name
         folder.mkdir(parents=True)
@@ -99,7 +116,12 @@ def diffusers_folder(path: Path) -> Path:
 
 def shadow_params(path: Path) -> Path:
     """diffusers and torch_ema: a list in the order of the parameters."""
-    shadow = {"shadow_params": list(average().values()), "decay": 0.999, "optimization_step": 12, "min_decay": 0.0}
+    shadow = {
+        "shadow_params": list(average().values()),
+        "decay": 0.999,
+        "optimization_step": 12,
+        "min_decay": 0.0,
+    }
     torch.save({"model": live(), "ema": shadow}, path / "checkpoint.pt")
     return path / "checkpoint.pt"
 
@@ -112,7 +134,9 @@ def lightning(path: Path) -> Path:
         "averaging_state": {"n_averaged": torch.tensor(44)},
         "global_step": 44,
         "hyper_parameters": {"lr": 0.1},
-        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(5, 3)}}, "param_groups": [{"lr": 0.1}]}],
+        "optimizer_states": [
+            {"state": {0: {"exp_avg": torch.ones(5, 3)}}, "param_groups": [{"lr": 0.1}]}
+        ],
     }
     torch.save(tree, path / "last.ckpt")
     return path / "last.ckpt"
@@ -120,7 +144,12 @@ def lightning(path: Path) -> Path:
 
 def timm(path: Path) -> Path:
     """timm: `state_dict` and `state_dict_ema`, here saved from under DDP."""
-    tree = {"epoch": 3, "arch": "net", "state_dict": live(), "state_dict_ema": under("module.", average())}
+    tree = {
+        "epoch": 3,
+        "arch": "net",
+        "state_dict": live(),
+        "state_dict_ema": under("module.", average()),
+    }
     torch.save(tree, path / "checkpoint-3.pth.tar.pth")
     return path / "checkpoint-3.pth.tar.pth"
 
@@ -199,9 +228,9 @@ def test_inspected(tmp_path: Path, seed: Seed) -> None:
     settings = found.ema[seed.ema]
     assert (settings["num_updates"], settings["decay"]) == (seed.updates, seed.decay)
     fqns = {t.fqn for t in found.tensors if t.tree == seed.ema}
-    assert {name.replace("_fsdp_wrapped_module.", "").removeprefix("module.") for name in fqns} >= set(
-        under(seed.prefix, average())
-    )
+    assert {
+        name.replace("_fsdp_wrapped_module.", "").removeprefix("module.") for name in fqns
+    } >= set(under(seed.prefix, average()))
 
 
 @by_seed
@@ -261,7 +290,9 @@ def test_litema_inside_a_state_dict(tmp_path: Path) -> None:
         "model_ema.num_updates": torch.tensor(4),
     }
     torch.save({"state_dict": tree}, tmp_path / "ldm.ckpt")
-    ema_ckpt.consolidate(tmp_path / "ldm.ckpt", tmp_path / "out.safetensors", tree="state_dict.model_ema")
+    ema_ckpt.consolidate(
+        tmp_path / "ldm.ckpt", tmp_path / "out.safetensors", tree="state_dict.model_ema"
+    )
     assert_state(load_file(tmp_path / "out.safetensors"), average())
 
 

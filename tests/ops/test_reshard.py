@@ -33,7 +33,10 @@ def bytes_of(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype, bytes]
     """Shape, dtype and row-major bytes of every tensor, by full name."""
     with ema_ckpt.open(path) as ckpt:
         names = ckpt.keys()
-        return {name: (tuple(ckpt[name].shape), ckpt[name].dtype, raw_bytes(ckpt[name])) for name in names}
+        return {
+            name: (tuple(ckpt[name].shape), ckpt[name].dtype, raw_bytes(ckpt[name]))
+            for name in names
+        }
 
 
 def flat(tree: object, head: str = "") -> dict[str, torch.Tensor]:
@@ -41,7 +44,11 @@ def flat(tree: object, head: str = "") -> dict[str, torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return {head: tree}
     items = tree.items() if isinstance(tree, dict) else ()
-    return {k: v for key, value in items for k, v in flat(value, f"{head}.{key}" if head else str(key)).items()}
+    return {
+        k: v
+        for key, value in items
+        for k, v in flat(value, f"{head}.{key}" if head else str(key)).items()
+    }
 
 
 def facts(tree: object) -> dict[str, tuple[tuple[int, ...], torch.dtype, bytes]]:
@@ -58,7 +65,10 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     numel = torch.Size(shape).numel()
     seed = draw(st.integers(0, 1 << 16))
     data = torch.randint(
-        0, 2 if dtype == torch.bool else 256, (numel * 16,), generator=torch.Generator().manual_seed(seed)
+        0,
+        2 if dtype == torch.bool else 256,
+        (numel * 16,),
+        generator=torch.Generator().manual_seed(seed),
     )
     tensor = data.to(torch.uint8)[: numel * dtype.itemsize].view(dtype).reshape(shape)
     if len(shape) > 1 and draw(st.booleans()):
@@ -75,7 +85,9 @@ TREES = st.fixed_dictionaries(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(TREES, st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans())
-def test_any_chain_of_world_sizes_and_formats_is_the_identity(tree: dict, worlds: list[int], by_ranks: bool) -> None:
+def test_any_chain_of_world_sizes_and_formats_is_the_identity(
+    tree: dict, worlds: list[int], by_ranks: bool
+) -> None:
     expected = facts(tree)
     with TemporaryDirectory() as folder:
         root = Path(folder)
@@ -85,7 +97,9 @@ def test_any_chain_of_world_sizes_and_formats_is_the_identity(tree: dict, worlds
             at = root / str(step)
             assert bytes_of(at) == expected
         ema_ckpt.convert(at, root / "a.safetensors", no_fsync=True)
-        ema_ckpt.convert(root / "a.safetensors", root / "b", to="dcp", world_size=worlds[0], no_fsync=True)
+        ema_ckpt.convert(
+            root / "a.safetensors", root / "b", to="dcp", world_size=worlds[0], no_fsync=True
+        )
         ema_ckpt.convert(root / "b", root / "c.pt", no_fsync=True)
         assert bytes_of(root / "a.safetensors") == expected
         assert bytes_of(root / "b") == expected
@@ -116,7 +130,12 @@ def test_one_rank_and_files_are_split_where_floating_and_no_bookkeeping(tmp_path
         ema_ckpt.reshard(tmp_path / source, tmp_path / f"{source}.out", 2)
         metadata = FileSystemReader(tmp_path / f"{source}.out").read_metadata().state_dict_metadata
         split = {name for name, entry in metadata.items() if len(getattr(entry, "chunks", ())) > 1}
-        assert split == {"model.w", "ema.weights.layer.w", "ema.weights.b", "optimizer.state.w.exp_avg"}
+        assert split == {
+            "model.w",
+            "ema.weights.layer.w",
+            "ema.weights.b",
+            "optimizer.state.w.exp_avg",
+        }
 
 
 def test_empty_checkpoint_and_zero_sizes(tmp_path: Path) -> None:
@@ -124,7 +143,12 @@ def test_empty_checkpoint_and_zero_sizes(tmp_path: Path) -> None:
     ema_ckpt.convert(tmp_path / "empty.pt", tmp_path / "empty.safetensors")
     ema_ckpt.convert(tmp_path / "empty.safetensors", tmp_path / "empty-dcp", world_size=2)
     assert bytes_of(tmp_path / "empty-dcp") == {}
-    tree = {"a": torch.tensor([]), "b": torch.tensor([]), "c": torch.zeros(0, 5), "d": torch.zeros(8, 0)}
+    tree = {
+        "a": torch.tensor([]),
+        "b": torch.tensor([]),
+        "c": torch.zeros(0, 5),
+        "d": torch.zeros(8, 0),
+    }
     torch.save(tree, tmp_path / "zero.pt")
     ema_ckpt.convert(tmp_path / "zero.pt", tmp_path / "zero", world_size=3)
     assert bytes_of(tmp_path / "zero") == facts(tree)
@@ -227,7 +251,11 @@ def test_parts_are_no_strangers_to_each_other(tmp_path: Path) -> None:
     save_dcp(tmp_path / "src" / "optim", {"state": {"b": {"exp_avg": torch.ones(2)}}})
     done = ema_ckpt.reshard(tmp_path / "src", tmp_path / "out", 2, strict=True)
     assert not done.skipped
-    assert bytes_of(tmp_path / "out").keys() == {"model.layer.w", "model.b", "optim.state.b.exp_avg"}
+    assert bytes_of(tmp_path / "out").keys() == {
+        "model.layer.w",
+        "model.b",
+        "optim.state.b.exp_avg",
+    }
 
 
 # Ties and views.
@@ -235,7 +263,13 @@ def test_parts_are_no_strangers_to_each_other(tmp_path: Path) -> None:
 
 def tied() -> dict[str, torch.Tensor]:
     embed, buffer = torch.arange(12.0).reshape(4, 3), torch.arange(10.0)
-    return {"embed.weight": embed, "head.weight": embed, "left": buffer[:6], "right": buffer[4:], "twin": embed.clone()}
+    return {
+        "embed.weight": embed,
+        "head.weight": embed,
+        "left": buffer[:6],
+        "right": buffer[4:],
+        "twin": embed.clone(),
+    }
 
 
 def test_ties_are_kept_once_and_recorded(tmp_path: Path) -> None:
@@ -273,7 +307,11 @@ def test_a_chosen_ema_brings_its_settings(tmp_path: Path) -> None:
     save_dcp(tmp_path / "src", {"model": weights(), "ema": ema(), "step": 4})
     ema_ckpt.reshard(tmp_path / "src", tmp_path / "out", 2, tree=["ema"], match=["ema.weights.b"])
     found = ema_ckpt.inspect(tmp_path / "out")
-    assert {t.name for t in found.tensors} == {"ema.weights.b", "ema.num_updates", "ema.samples_seen"}
+    assert {t.name for t in found.tensors} == {
+        "ema.weights.b",
+        "ema.num_updates",
+        "ema.samples_seen",
+    }
     assert [o.name for o in found.objects] == ["ema.config"]
     assert found.ema["ema"]["num_updates"] == 3
 
@@ -281,7 +319,9 @@ def test_a_chosen_ema_brings_its_settings(tmp_path: Path) -> None:
 def test_casts_touch_weights_alone_and_warn_of_a_low_average(tmp_path: Path) -> None:
     optimizer = {"state": {"b": {"exp_avg": torch.ones(2)}}}
     save_dcp(tmp_path / "src", {"model": weights(), "ema": ema(), "optimizer": optimizer})
-    done = ema_ckpt.reshard(tmp_path / "src", tmp_path / "out", 2, dtype="bf16", keep_dtype=["model.b"])
+    done = ema_ckpt.reshard(
+        tmp_path / "src", tmp_path / "out", 2, dtype="bf16", keep_dtype=["model.b"]
+    )
     kinds = {t.name: t.dtype for t in ema_ckpt.inspect(tmp_path / "out").tensors}
     assert kinds == {
         "model.layer.w": "bfloat16", "model.b": "float32", "ema.weights.layer.w": "bfloat16",
@@ -351,7 +391,9 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("change", ["source", "plan"])
 def test_a_stopped_run_is_not_continued_as_another(tmp_path: Path, change: str) -> None:
-    source = save_dcp(tmp_path / "src", {"model": {f"t{i}": torch.full((300_000,), float(i)) for i in range(8)}})
+    source = save_dcp(
+        tmp_path / "src", {"model": {f"t{i}": torch.full((300_000,), float(i)) for i in range(8)}}
+    )
 
     def stop(_nbytes: int) -> None:
         raise Stop
@@ -375,7 +417,10 @@ def test_overwrite_leaves_no_files_of_a_larger_world(tmp_path: Path) -> None:
         ema_ckpt.reshard(source, tmp_path / "out", 2)
     assert caught.value.code == "target-exists"
     ema_ckpt.reshard(source, tmp_path / "out", 2, overwrite=True)
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.distcp")) == [
+        "__0_0.distcp",
+        "__1_0.distcp",
+    ]
 
 
 @pytest.mark.slow
@@ -390,14 +435,22 @@ def test_items_above_four_gigabytes(tmp_path: Path) -> None:
         ema_ckpt.reshard(tmp_path / "src.pt", tmp_path / "dcp", 1, no_fsync=True)
         (tmp_path / "src.pt").unlink()
         metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
-        info = next(info for index, info in metadata.storage_data.items() if index.fqn == "model.big")
+        info = next(
+            info for index, info in metadata.storage_data.items() if index.fqn == "model.big"
+        )
         assert info.length > 1 << 32
-        with (tmp_path / "dcp" / info.relative_path).open("rb") as file, zipfile.ZipFile(Span(file, info)) as archive:
+        with (
+            (tmp_path / "dcp" / info.relative_path).open("rb") as file,
+            zipfile.ZipFile(Span(file, info)) as archive,
+        ):
             assert archive.testzip() is None
         assert ema_ckpt.verify(tmp_path / "dcp").status == "sound"
         ema_ckpt.convert(tmp_path / "dcp", tmp_path / "back.pt", no_fsync=True)
         shutil.rmtree(tmp_path / "dcp")
-        assert hash_of(torch.load(tmp_path / "back.pt", weights_only=True, mmap=True)["model"]["big"]) == expected
+        assert (
+            hash_of(torch.load(tmp_path / "back.pt", weights_only=True, mmap=True)["model"]["big"])
+            == expected
+        )
     finally:
         shutil.rmtree(tmp_path, ignore_errors=True)
 
@@ -434,7 +487,11 @@ class Span:
 
 def test_state_beside_any_checkpoint_is_told(tmp_path: Path) -> None:
     tensors, state = {"a": torch.ones(2)}, {"s": torch.ones(3)}
-    hugging_face, diffusers, actor = tmp_path / "checkpoint-7", tmp_path / "checkpoint-500", tmp_path / "run/actor"
+    hugging_face, diffusers, actor = (
+        tmp_path / "checkpoint-7",
+        tmp_path / "checkpoint-500",
+        tmp_path / "run/actor",
+    )
     for folder in (hugging_face, diffusers / "unet", diffusers / "unet_ema", actor):
         folder.mkdir(parents=True)
     for folder in (hugging_face / "1_Pooling", hugging_face / "runs", actor / "huggingface"):
@@ -470,14 +527,22 @@ def test_state_beside_any_checkpoint_is_told(tmp_path: Path) -> None:
 def test_files_beside_a_hugging_face_target_are_kept(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     for number in range(2):
-        ema_ckpt.convert(tmp_path / "a.safetensors", tmp_path / "hf", to="safetensors", overwrite=bool(number))
+        ema_ckpt.convert(
+            tmp_path / "a.safetensors", tmp_path / "hf", to="safetensors", overwrite=bool(number)
+        )
         (tmp_path / "hf/config.json").write_text("{}")
-    assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "ema_ckpt.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "hf")) == [
+        "config.json",
+        "ema_ckpt.json",
+        "model.safetensors",
+    ]
 
 
 def test_whole_files_of_torchs_hugging_face_writer(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(4, 3), "v": torch.randn(2)}
-    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"), fqn_to_index_mapping={"w": 1, "v": 2})
+    writer = dcp.HuggingFaceStorageWriter(
+        str(tmp_path / "hf"), fqn_to_index_mapping={"w": 1, "v": 2}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(tensors, storage_writer=writer)

@@ -27,7 +27,9 @@ TARGETS = (0.06, 0.08, 0.12)
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], dict[float, dict[str, torch.Tensor]]]:
+def tracked(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[Path], dict[float, dict[str, torch.Tensor]]]:
     """A run that keeps two profiles, saved eight times, and beside them tracks the profiles to be synthesized."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
@@ -43,9 +45,13 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], dict[
         for ema in kept.values():
             ema.update()
         if step % EVERY == 0:
-            state = {f"ema_{index}": kept[width].state_dict() for index, width in enumerate(TRACKED)}
+            state = {
+                f"ema_{index}": kept[width].state_dict() for index, width in enumerate(TRACKED)
+            }
             paths.append(save_dcp(folder / f"step_{step}", {"model": model.state_dict(), **state}))
-    averages = {w: {n: t.clone() for n, t in kept[w].state_dict()["weights"].items()} for w in TARGETS}
+    averages = {
+        w: {n: t.clone() for n, t in kept[w].state_dict()["weights"].items()} for w in TARGETS
+    }
     return paths, averages
 
 
@@ -78,11 +84,24 @@ def test_weights_come_from_the_recorded_profiles(tracked, tmp_path: Path) -> Non
     trees = ("ema_0", "ema_1")
     synthesize(paths, tmp_path / "a.safetensors", sigma_rel=0.08, tree=trees)
     profiles = [Profile(EVERY * (1 + i // 2), TRACKED[i % 2]) for i in range(2 * len(paths))]
-    synthesize(paths, tmp_path / "b.safetensors", weights=solve(profiles, Profile(STEPS, 0.08)), tree=trees)
+    synthesize(
+        paths, tmp_path / "b.safetensors", weights=solve(profiles, Profile(STEPS, 0.08)), tree=trees
+    )
     widths, steps = [p.sigma_rel for p in profiles], [p.time for p in profiles]
-    synthesize(paths, tmp_path / "c.safetensors", sigma_rel=0.08, sigma_rels=widths, steps=steps, tree=trees)
+    synthesize(
+        paths,
+        tmp_path / "c.safetensors",
+        sigma_rel=0.08,
+        sigma_rels=widths,
+        steps=steps,
+        tree=trees,
+    )
     first = (tmp_path / "a.safetensors").read_bytes()
-    assert first == (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+    assert (
+        first
+        == (tmp_path / "b.safetensors").read_bytes()
+        == (tmp_path / "c.safetensors").read_bytes()
+    )
 
 
 def test_one_profile_over_time(tracked, tmp_path: Path) -> None:
@@ -94,9 +113,17 @@ def test_one_profile_over_time(tracked, tmp_path: Path) -> None:
             state = ckpt.state_dict("ema_1")
         step = int(path.name.rpartition("_")[2])
         config = json.dumps(
-            {"version": 1, "schedule": {"kind": "power-function", "sigma_rel": 0.10, "unit": "updates"}}
+            {
+                "version": 1,
+                "schedule": {"kind": "power-function", "sigma_rel": 0.10, "unit": "updates"},
+            }
         )
-        ema = {"weights": state, "num_updates": torch.tensor(step), "samples_seen": torch.tensor(0), "config": config}
+        ema = {
+            "weights": state,
+            "num_updates": torch.tensor(step),
+            "samples_seen": torch.tensor(0),
+            "config": config,
+        }
         singles.append(save_dcp(tmp_path / path.name, {"ema": ema}))
     synthesize(singles, tmp_path / "out.pt", sigma_rel=0.10)
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
@@ -106,7 +133,9 @@ def test_one_profile_over_time(tracked, tmp_path: Path) -> None:
 def test_samples_are_a_unit_of_time(tmp_path: Path) -> None:
     paths = []
     for seen in (1000, 3000):
-        config = json.dumps({"schedule": {"kind": "power-function", "sigma_rel": 0.1, "unit": "samples"}})
+        config = json.dumps(
+            {"schedule": {"kind": "power-function", "sigma_rel": 0.1, "unit": "samples"}}
+        )
         ema = {
             "weights": {"w": torch.full((3,), float(seen))},
             "num_updates": torch.tensor(7),
@@ -116,7 +145,9 @@ def test_samples_are_a_unit_of_time(tmp_path: Path) -> None:
         paths.append(save_dcp(tmp_path / str(seen), {"ema": ema}))
     synthesize(paths, tmp_path / "o.safetensors", sigma_rel=0.07)
     a, b = solve([Profile(1000, 0.1), Profile(3000, 0.1)], Profile(3000, 0.07))
-    assert load_file(tmp_path / "o.safetensors")["w"].tolist() == pytest.approx([a * 1000 + b * 3000] * 3, rel=1e-6)
+    assert load_file(tmp_path / "o.safetensors")["w"].tolist() == pytest.approx(
+        [a * 1000 + b * 3000] * 3, rel=1e-6
+    )
 
 
 # ---------------------------------------------------------------- sums
@@ -130,7 +161,13 @@ def test_layouts_and_formats_of_the_snapshots_may_differ(fixtures: Path, tmp_pat
     ema_ckpt.reshard(source, tmp_path / "d", world_size=3)
     scaled = {name: tensor * 3 for name, tensor in load_file(tmp_path / "b.safetensors").items()}
     save_file(scaled, tmp_path / "e.safetensors")
-    places = [source, tmp_path / "b.safetensors", tmp_path / "c.pt", tmp_path / "d", tmp_path / "e.safetensors"]
+    places = [
+        source,
+        tmp_path / "b.safetensors",
+        tmp_path / "c.pt",
+        tmp_path / "d",
+        tmp_path / "e.safetensors",
+    ]
     weights = [0.3, 0.1, -0.2, 0.4, 0.4]
     written = synthesize(places, tmp_path / "out.safetensors", weights=weights, threads=3)
     original, found = load_file(tmp_path / "b.safetensors"), load_file(tmp_path / "out.safetensors")
@@ -165,7 +202,13 @@ def test_large_tensors_by_several_workers(tmp_path: Path) -> None:
     save_file({"w": a}, tmp_path / "a.safetensors")
     save_dcp(tmp_path / "b", {"model": {"w": b.t().contiguous().t()}})
     out = tmp_path / "o.safetensors"
-    synthesize([tmp_path / "a.safetensors", tmp_path / "b"], out, weights=[0.6, 0.4], threads=4, dtype="bf16")
+    synthesize(
+        [tmp_path / "a.safetensors", tmp_path / "b"],
+        out,
+        weights=[0.6, 0.4],
+        threads=4,
+        dtype="bf16",
+    )
     expected = (a.double() * 0.6 + b.double() * 0.4).float().bfloat16()
     assert torch.equal(load_file(out)["w"], expected)
 
@@ -173,18 +216,35 @@ def test_large_tensors_by_several_workers(tmp_path: Path) -> None:
 def test_integers_come_from_the_last(tmp_path: Path) -> None:
     for name, value in (("a", 1), ("b", 2)):
         save_file(
-            {"w": torch.full((2,), float(value)), "n": torch.tensor(2**60 + value), "m": torch.tensor([value > 1])},
+            {
+                "w": torch.full((2,), float(value)),
+                "n": torch.tensor(2**60 + value),
+                "m": torch.tensor([value > 1]),
+            },
             tmp_path / f"{name}.safetensors",
         )
-    synthesize([tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tmp_path / "o.safetensors", weights=[0.5, 0.5])
+    synthesize(
+        [tmp_path / "a.safetensors", tmp_path / "b.safetensors"],
+        tmp_path / "o.safetensors",
+        weights=[0.5, 0.5],
+    )
     found = load_file(tmp_path / "o.safetensors")
-    assert (found["w"].tolist(), int(found["n"]), found["m"].tolist()) == ([1.5, 1.5], 2**60 + 2, [True])
+    assert (found["w"].tolist(), int(found["n"]), found["m"].tolist()) == (
+        [1.5, 1.5],
+        2**60 + 2,
+        [True],
+    )
 
 
 def test_writer_options_are_those_of_all_writers(fixtures: Path, tmp_path: Path) -> None:
     source = fixtures / "dcp" / "fsdp2-w4"
     pair = [source, source]
-    options = {"match": ["up.*"], "rename": ["up.=block."], "dtype": "bf16", "keep_dtype": ["up.bias"]}
+    options = {
+        "match": ["up.*"],
+        "rename": ["up.=block."],
+        "dtype": "bf16",
+        "keep_dtype": ["up.bias"],
+    }
     planned = synthesize(pair, tmp_path / "o.safetensors", weights=[1, 0], dry_run=True, **options)
     assert planned.dry_run
     assert not (tmp_path / "o.safetensors").exists()
@@ -198,7 +258,9 @@ def test_writer_options_are_those_of_all_writers(fixtures: Path, tmp_path: Path)
         synthesize(pair, tmp_path / "o.safetensors", weights=[1, 0])
     assert caught.value.code == "target-exists"
     with pytest.raises(EmaCkptError) as caught:
-        synthesize([tmp_path / "o.safetensors"], tmp_path / "o.safetensors", weights=[1], overwrite=True)
+        synthesize(
+            [tmp_path / "o.safetensors"], tmp_path / "o.safetensors", weights=[1], overwrite=True
+        )
     assert caught.value.code == "target-is-source"
 
 
@@ -218,7 +280,9 @@ def test_weights_that_do_not_sum_to_one_are_used_and_told(pair: list[Path], tmp_
     assert [w.code for w in written.warnings] == ["weights-sum"]
 
 
-@pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("bfloat16", 3e38), ("float32", 3e38)])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [("float16", 6e4), ("bfloat16", 3e38), ("float32", 3e38)]
+)
 def test_sums_beyond_the_stored_type_are_told(dtype: str, large: float, tmp_path: Path) -> None:
     kind = getattr(torch, dtype)
     state = {
@@ -228,7 +292,10 @@ def test_sums_beyond_the_stored_type_are_told(dtype: str, large: float, tmp_path
     }
     for name in ("a", "b"):
         save_file(state, tmp_path / f"{name}.safetensors")
-    sources, out = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tmp_path / "o.safetensors"
+    sources, out = (
+        [tmp_path / "a.safetensors", tmp_path / "b.safetensors"],
+        tmp_path / "o.safetensors",
+    )
     written = synthesize(sources, out, weights=[1.0, 1.0], rename={"over": "x"})
     assert load_file(out)["x"].tolist() == [float("inf"), 2.0, float("-inf")]
     told = [w.message for w in written.warnings if w.code == "overflow"]
@@ -236,7 +303,9 @@ def test_sums_beyond_the_stored_type_are_told(dtype: str, large: float, tmp_path
 
 
 def test_a_profile_out_of_reach_is_told(pair: list[Path], tmp_path: Path) -> None:
-    written = synthesize(pair, tmp_path / "o.safetensors", sigma_rel=0.01, sigma_rels=[0.1, 0.1], steps=[10, 20])
+    written = synthesize(
+        pair, tmp_path / "o.safetensors", sigma_rel=0.01, sigma_rels=[0.1, 0.1], steps=[10, 20]
+    )
     assert [w.code for w in written.warnings] == ["profile-missed"]
 
 
@@ -261,7 +330,9 @@ def test_a_profile_out_of_reach_is_told(pair: list[Path], tmp_path: Path) -> Non
         ({"weights": [0.5, 0.5], "world_size": 2}, "--world-size"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict, message: str, pair: list[Path], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(
+    arguments: dict, message: str, pair: list[Path], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         synthesize(pair, tmp_path / "o.safetensors", **arguments)
     assert caught.value.code == "usage"
@@ -269,7 +340,9 @@ def test_what_does_not_fit_is_refused(arguments: dict, message: str, pair: list[
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "kind"])
-def test_snapshots_of_other_models_are_refused(change: str, pair: list[Path], tmp_path: Path) -> None:
+def test_snapshots_of_other_models_are_refused(
+    change: str, pair: list[Path], tmp_path: Path
+) -> None:
     state = {
         "name": {"x": torch.ones(4)},
         "shape": {"w": torch.ones(2, 2)},
@@ -277,7 +350,9 @@ def test_snapshots_of_other_models_are_refused(change: str, pair: list[Path], tm
     }[change]
     save_file(state, tmp_path / "c.safetensors")
     with pytest.raises(UsageError):
-        synthesize([pair[0], tmp_path / "c.safetensors"], tmp_path / "o.safetensors", weights=[0.5, 0.5])
+        synthesize(
+            [pair[0], tmp_path / "c.safetensors"], tmp_path / "o.safetensors", weights=[0.5, 0.5]
+        )
 
 
 def test_a_damaged_snapshot_stops_it(fixtures: Path, tmp_path: Path) -> None:
@@ -290,7 +365,9 @@ def test_a_damaged_snapshot_stops_it(fixtures: Path, tmp_path: Path) -> None:
     synthesize([base, bad], tmp_path / "o.safetensors", weights=[0.5, 0.5], no_verify=True)
 
 
-def test_a_hostile_config_is_not_run(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_config_is_not_run(
+    fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EMA_CKPT_MARKER", str(tmp_path / "marker"))
     bad = fixtures / "nasty" / "hostile-ema-config"
     with pytest.raises(ema_ckpt.UnsafeError):
@@ -320,7 +397,9 @@ def test_the_command(pair: list[Path], tmp_path: Path) -> None:
     document = json.loads(ended.stdout)
     assert (document["target"], document["tensors"], document["nbytes"]) == (str(out), 1, 16)
     assert load_file(out)["w"].tolist() == [4.0] * 4
-    ended = subprocess.run([*command[:-2], "x,y"], cwd=REPO, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [*command[:-2], "x,y"], cwd=REPO, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 2
     assert "numbers with commas" in ended.stderr
 
@@ -330,7 +409,9 @@ def test_torch_is_not_imported(pair: list[Path], tmp_path: Path) -> None:
         f"import sys, ema_ckpt; ema_ckpt.synthesize({list(map(str, pair))!r}, {str(tmp_path / 'o.safetensors')!r}, "
         "sigma_rel=0.08, sigma_rels=[0.05, 0.1], steps=[9, 9]); print('torch' in sys.modules)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
     assert ended.stdout.strip() == "False"
 
 
@@ -338,7 +419,10 @@ def test_torch_is_not_imported(pair: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32])
 def test_sums_that_no_type_holds_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     for name, value in (("a", 1.0), ("b", 2.0)):
-        torch.save({"w": torch.full((4,), value).to(dtype), "v": torch.full((2,), value)}, tmp_path / f"{name}.pt")
+        torch.save(
+            {"w": torch.full((4,), value).to(dtype), "v": torch.full((2,), value)},
+            tmp_path / f"{name}.pt",
+        )
     sources, out = [tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "o.pt"
     with pytest.raises(UsageError, match="tensor 'w' is") as caught:
         synthesize(sources, out, weights=[0.5, 0.5])
@@ -375,5 +459,8 @@ def test_a_tied_model_comes_out_under_all_its_names(tmp_path: Path) -> None:
         synthesize([tmp_path / "step_1", other], out, weights=[0.25, 0.75])
         Tied().load_state_dict(found := torch.load(out))
         with ema_ckpt.open(tmp_path / "step_1") as first:
-            expected = 0.25 * first["ema.weights.embed.weight"] + 0.75 * torch.load(tmp_path / "b.pt")["embed.weight"]
+            expected = (
+                0.25 * first["ema.weights.embed.weight"]
+                + 0.75 * torch.load(tmp_path / "b.pt")["embed.weight"]
+            )
         assert torch.allclose(found["head.weight"], expected)

@@ -20,7 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    SavePlan,
+)
 
 import ema_ckpt
 from ema_ckpt import EmaCkptError, verify
@@ -131,13 +136,17 @@ def test_all_payload_of_a_checkpoint_counts(fixtures: Path) -> None:
     """Tensor data as torch counts it, plus the pickles that are objects."""
     path = fixtures / "dcp" / "replicated-w4"
     entries = FileSystemReader(path).read_metadata().state_dict_metadata.values()
-    tensors = sum(e.size.numel() * e.properties.dtype.itemsize for e in entries if hasattr(e, "size"))
+    tensors = sum(
+        e.size.numel() * e.properties.dtype.itemsize for e in entries if hasattr(e, "size")
+    )
     objects = 0
     for item in items_of(path):
         with zipfile.ZipFile(io.BytesIO(item[2])) as archive:
             names = archive.namelist()
             if not any("/data/" in name for name in names):
-                objects += sum(archive.getinfo(name).file_size for name in names if name.endswith("data.pkl"))
+                objects += sum(
+                    archive.getinfo(name).file_size for name in names if name.endswith("data.pkl")
+                )
     assert verify(path).checked_bytes == tensors + objects
 
 
@@ -145,7 +154,9 @@ def test_all_payload_of_a_checkpoint_counts(fixtures: Path) -> None:
 def test_planted_damage_is_found(name: str, fixtures: Path) -> None:
     found = verify(fixtures / "nasty" / name)
     assert found.status == "damaged"
-    assert DAMAGED[name] in [(problem.code, problem.tensor, problem.file) for problem in found.problems]
+    assert DAMAGED[name] in [
+        (problem.code, problem.tensor, problem.file) for problem in found.problems
+    ]
 
 
 def test_every_nasty_fixture_ends_in_a_verdict_or_an_error(fixtures: Path) -> None:
@@ -180,7 +191,10 @@ def test_a_short_file_tells_what_is_cut_off_where_and_what_to_do(tmp_path: Path)
     remedy = "; copy the file again, or use another copy of the checkpoint"
     assert problem.message == f"{head}'c' (at bytes {size - 32} to {size}){remedy}"
     os.truncate(path, size - 33)
-    assert f"; cut off: 'b', 'c' ('b' at bytes {size - 64} to {size - 32}); " in verify(path).problems[0].message
+    assert (
+        f"; cut off: 'b', 'c' ('b' at bytes {size - 64} to {size - 32}); "
+        in verify(path).problems[0].message
+    )
 
 
 def test_a_short_file_names_the_objects_that_it_lacks(tmp_path: Path) -> None:
@@ -208,7 +222,9 @@ def items_of(path: Path) -> list[tuple[str, int, bytes]]:
     found = []
     for info in metadata.storage_data.values():
         raw = (path / info.relative_path).read_bytes()
-        found.append((info.relative_path, info.offset, raw[info.offset : info.offset + info.length]))
+        found.append(
+            (info.relative_path, info.offset, raw[info.offset : info.offset + info.length])
+        )
     return found
 
 
@@ -217,8 +233,12 @@ def zip_ranges(raw: bytes, base: int = 0) -> list[tuple[int, int]]:
     ranges = []
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         for info in archive.infolist():
-            name_size = int.from_bytes(raw[info.header_offset + 26 : info.header_offset + 28], "little")
-            extra_size = int.from_bytes(raw[info.header_offset + 28 : info.header_offset + 30], "little")
+            name_size = int.from_bytes(
+                raw[info.header_offset + 26 : info.header_offset + 28], "little"
+            )
+            extra_size = int.from_bytes(
+                raw[info.header_offset + 28 : info.header_offset + 30], "little"
+            )
             start = info.header_offset + 30 + name_size + extra_size
             assert raw[start : start + info.file_size] == archive.read(info)
             if info.file_size:
@@ -248,15 +268,23 @@ def flip_everywhere(path: Path, places: list[tuple[str, int, int]], count: int, 
     assert verify(path).status == "sound"
 
 
-@pytest.mark.parametrize(("name", "count"), [("dcp/fsdp2-w4", 200), ("dcp/objects-w2", 50), ("dcp/strided-w2", 50)])
-def test_every_flipped_bit_of_a_dcp_is_found(name: str, count: int, fixtures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "count"), [("dcp/fsdp2-w4", 200), ("dcp/objects-w2", 50), ("dcp/strided-w2", 50)]
+)
+def test_every_flipped_bit_of_a_dcp_is_found(
+    name: str, count: int, fixtures: Path, tmp_path: Path
+) -> None:
     shutil.copytree(fixtures / name, tmp_path / "c")
-    places = [(f, a, n) for f, offset, raw in items_of(tmp_path / "c") for a, n in zip_ranges(raw, offset)]
+    places = [
+        (f, a, n) for f, offset, raw in items_of(tmp_path / "c") for a, n in zip_ranges(raw, offset)
+    ]
     flip_everywhere(tmp_path / "c", places, count, seed=len(name))
 
 
 @pytest.mark.parametrize("name", ["views.pt", "model-ema.ckpt"])
-def test_every_flipped_bit_of_a_torch_file_is_found(name: str, fixtures: Path, tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_torch_file_is_found(
+    name: str, fixtures: Path, tmp_path: Path
+) -> None:
     path = shutil.copy(fixtures / "torch" / name, tmp_path / name)
     flip_everywhere(path, [("", a, n) for a, n in zip_ranges(path.read_bytes())], 50, seed=3)
 
@@ -315,7 +343,9 @@ def test_swapped_shards_are_found(tmp_path: Path) -> None:
     save_file({"a": load_file(one)["a"]}, one)
     assert verify(out).status == "sound"
     save_file({"a": load_file(two)["b"]}, one)
-    assert [(p.code, p.tensor, p.file) for p in verify(out).problems] == [("checksum", "a", one.name)]
+    assert [(p.code, p.tensor, p.file) for p in verify(out).problems] == [
+        ("checksum", "a", one.name)
+    ]
 
 
 def test_a_moved_checkpoint_stays_sound(fixtures: Path, tmp_path: Path) -> None:
@@ -331,9 +361,11 @@ def test_stale_files_are_named(fixtures: Path, tmp_path: Path) -> None:
     assert [message.partition(":")[0] for message in stale] == ["__2_0.distcp", "__3_0.distcp"]
     shutil.copytree(fixtures / "hf" / "sharded", tmp_path / "hf")
     save_file({"old": torch.ones(3)}, tmp_path / "hf" / "model-00009-of-00009.safetensors")
-    assert [w.message.partition(":")[0] for w in verify(tmp_path / "hf").warnings if w.code == "stale-file"] == [
-        "model-00009-of-00009.safetensors"
-    ]
+    assert [
+        w.message.partition(":")[0]
+        for w in verify(tmp_path / "hf").warnings
+        if w.code == "stale-file"
+    ] == ["model-00009-of-00009.safetensors"]
 
 
 def test_empty_files_of_idle_ranks_are_fine(fixtures: Path, tmp_path: Path) -> None:
@@ -355,7 +387,10 @@ def test_nothing_stops_at_the_first_problem(fixtures: Path, tmp_path: Path) -> N
         (path / file).write_bytes(data)
     (path / "__0_0.distcp").unlink()
     found = verify(path)
-    by_code = {code: {p.tensor for p in found.problems if p.code == code} for code in ("missing-file", "checksum")}
+    by_code = {
+        code: {p.tensor for p in found.problems if p.code == code}
+        for code in ("missing-file", "checksum")
+    }
     assert by_code["missing-file"]
     assert {"model.w", "ema.weights.w", "ema.num_updates"} <= by_code["checksum"]
 
@@ -393,7 +428,8 @@ def test_replicas_that_differ_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"]
+    "dtype",
+    ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"],
 )
 def test_values(dtype: str, tmp_path: Path) -> None:
     kind = getattr(torch, dtype)
@@ -405,7 +441,9 @@ def test_values(dtype: str, tmp_path: Path) -> None:
     has_infinity = dtype != "float8_e4m3fn"
     if has_infinity:
         endless[3] = torch.tensor(float("-inf")).to(kind)
-    path = save_dcp(tmp_path / "c", {"model": {"good": good, "bad": bad, "zero": zero, "endless": endless}})
+    path = save_dcp(
+        tmp_path / "c", {"model": {"good": good, "bad": bad, "zero": zero, "endless": endless}}
+    )
     assert verify(path).status == "sound"
     found = verify(path, values=True)
     expected = [("non-finite", "model.bad")] + [("non-finite", "model.endless")] * has_infinity
@@ -490,7 +528,9 @@ def test_a_wrong_conversion_is_refuted(change: str, tmp_path: Path) -> None:
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ema_ckpt", "verify", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, env=os.environ.copy())
+    return subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, check=False, env=os.environ.copy()
+    )
 
 
 @pytest.mark.parametrize(
@@ -509,7 +549,9 @@ def test_exit_codes_and_json(name: str, code: int, status: str, fixtures: Path) 
     document = json.loads(ended.stdout)
     assert document["status"] == status
     assert set(document) == {"status", "checked_bytes", "unchecked_bytes", "problems", "warnings"}
-    assert all(set(problem) == {"code", "tensor", "file", "message"} for problem in document["problems"])
+    assert all(
+        set(problem) == {"code", "tensor", "file", "message"} for problem in document["problems"]
+    )
 
 
 @pytest.mark.parametrize("what", ["absent", "nothing", "text.txt"])
@@ -527,7 +569,9 @@ def test_neither_torch_nor_numpy_is_imported(fixtures: Path) -> None:
         f"for name in ('dcp/fsdp2-w4', 'torch/plain.pt', 'hf/sharded'): ema_ckpt.verify({str(fixtures)!r} + '/' + name)\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
     assert ended.stdout.strip() == "[]"
 
 
@@ -545,7 +589,9 @@ def test_workers_agree(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyP
     needle = state["t5"].numpy().tobytes()
     raw[raw.index(needle) + len(needle) - 1] ^= 128
     (path / "__0_0.distcp").write_bytes(raw)
-    assert [(p.code, p.tensor) for p in verify(path, threads=threads).problems] == [("checksum", "model.t5")]
+    assert [(p.code, p.tensor) for p in verify(path, threads=threads).problems] == [
+        ("checksum", "model.t5")
+    ]
 
 
 @pytest.mark.parametrize("part", ["", "ema/"])
@@ -556,7 +602,9 @@ def test_a_shard_that_does_not_tell_what_it_holds_is_damaged(
     home = tmp_path / "whole"
     for folder in {"": [""], "ema/": ["model", "ema"]}[part]:
         home.mkdir(exist_ok=True)
-        ema_ckpt.consolidate(fixtures / "tiny-lm", home / folder, max_shard_size="200kB", overwrite=not folder)
+        ema_ckpt.consolidate(
+            fixtures / "tiny-lm", home / folder, max_shard_size="200kB", overwrite=not folder
+        )
     assert verify(home).status == "sound"
     shard = home / f"{part}model-00002-of-00003.safetensors"
     data = bytearray(shard.read_bytes())
@@ -569,8 +617,12 @@ def test_a_shard_that_does_not_tell_what_it_holds_is_damaged(
     assert "model.layers" in problem.message
 
 
-@pytest.mark.parametrize(("rank", "with_data"), [(0, True), (1, True), (2, True), (0, False), (1, False)])
-def test_a_rank_whose_own_metadata_is_missing_is_named(rank: int, with_data: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "with_data"), [(0, True), (1, True), (2, True), (0, False), (1, False)]
+)
+def test_a_rank_whose_own_metadata_is_missing_is_named(
+    rank: int, with_data: bool, tmp_path: Path
+) -> None:
     folder = tmp_path / "runs" / "step_13"
     launcher.run(3, _save_without_collectives, str(folder))
     assert verify(folder).status == "sound"
@@ -621,7 +673,9 @@ def test_a_digest_of_what_is_not_there(fixtures: Path, tmp_path: Path) -> None:
     found = verify(tmp_path / "part")
     assert found.status == "damaged"
     assert {p.code for p in found.problems} == {"index-mismatch"}
-    assert all("norm" in str(p.tensor) and "delete ema_ckpt.json" in p.message for p in found.problems)
+    assert all(
+        "norm" in str(p.tensor) and "delete ema_ckpt.json" in p.message for p in found.problems
+    )
 
 
 def test_a_save_over_a_directory_of_ours_says_which_record_is_old(tmp_path: Path) -> None:
@@ -662,7 +716,10 @@ class Renaming(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        items = [replace(item, index=replace(item.index, fqn=f"r_{item.index.fqn}")) for item in plan.items]
+        items = [
+            replace(item, index=replace(item.index, fqn=f"r_{item.index.fqn}"))
+            for item in plan.items
+        ]
         self.plan = replace(plan, items=items)
         return self.plan
 
@@ -675,9 +732,15 @@ class Shifted(Renaming):
 
     def create_local_plan(self) -> SavePlan:
         plan = DefaultSavePlanner.create_local_plan(self)
-        moved = {name: name.replace("layers.0", "layers.4").replace("layers.1", "layers.5") for name in self.mappings}
+        moved = {
+            name: name.replace("layers.0", "layers.4").replace("layers.1", "layers.5")
+            for name in self.mappings
+        }
         self.mappings = {moved[name]: path for name, path in self.mappings.items()}
-        items = [replace(item, index=replace(item.index, fqn=moved[item.index.fqn])) for item in plan.items]
+        items = [
+            replace(item, index=replace(item.index, fqn=moved[item.index.fqn]))
+            for item in plan.items
+        ]
         self.plan = replace(plan, items=items, planner_data=self.mappings)
         return self.plan
 
@@ -695,7 +758,12 @@ def test_what_a_stage_of_a_pipeline_renumbered_is_sound(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_planner_renamed_is_sound(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3), "v": torch.ones(2)}, checkpoint_id=tmp_path / "c", planner=Renaming(), no_dist=True)
+    dcp.save(
+        {"w": torch.ones(3), "v": torch.ones(2)},
+        checkpoint_id=tmp_path / "c",
+        planner=Renaming(),
+        no_dist=True,
+    )
     assert verify(tmp_path / "c").status == "sound"
 
 
@@ -703,13 +771,17 @@ class Unknown:
     """A class of metadata that is not known yet."""
 
 
-@pytest.mark.parametrize("change", ["object without a place", "place without a chunk", "unknown class"])
+@pytest.mark.parametrize(
+    "change", ["object without a place", "place without a chunk", "unknown class"]
+)
 def test_lists_of_metadata_that_do_not_fit(change: str, tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "c", {"w": torch.ones(4), "v": torch.ones(2), "step": 1})
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     places, entries = metadata.storage_data, metadata.state_dict_metadata
     if change == "object without a place":
-        metadata.storage_data = {index: place for index, place in places.items() if index.fqn != "step"}
+        metadata.storage_data = {
+            index: place for index, place in places.items() if index.fqn != "step"
+        }
     elif change == "place without a chunk":
         odd = replace(next(index for index in places if index.fqn == "w"), offset=torch.Size([2]))
         places[odd] = places[next(index for index in places if index.fqn == "w")]
@@ -723,7 +795,9 @@ def test_lists_of_metadata_that_do_not_fit(change: str, tmp_path: Path) -> None:
         done = ema_ckpt.convert(folder, tmp_path / "out.safetensors")
         assert sorted(item.name for item in done.skipped) == ["step", "v", "w"]
     else:
-        assert {p.code for p in found.problems} == {"incomplete" if "object" in change else "index-mismatch"}
+        assert {p.code for p in found.problems} == {
+            "incomplete" if "object" in change else "index-mismatch"
+        }
 
 
 def test_a_record_of_other_files_says_nothing(tmp_path: Path) -> None:

@@ -16,9 +16,15 @@ from ema_ckpt.core.catalog import Chunk, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import Checks
-from ema_ckpt.reading.overlaps import BandCutter, BandReader, find_runs, find_shares, row_runs
-from ema_ckpt.reading.row_slabs import LaneReader, find_lanes
+from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.overlaps import (
+    BoxReader,
+    RowBlocks,
+    contiguous_ranges,
+    find_overlaps,
+    row_ranges,
+)
+from ema_ckpt.reading.row_slabs import RowSlabReader, find_row_slabs
 from ema_ckpt.storage.files import LocalFiles
 
 KINDS = {"int16": "<i2", "float32": "<f4", "complex128": "<c16", "uint8": "u1", "float64": "<f8"}
@@ -35,7 +41,9 @@ def cut_out(values: np.ndarray, box: Box) -> np.ndarray:
 
 
 @st.composite
-def stored(draw: st.DrawFn, row_major: bool = False) -> tuple[np.ndarray, list[Chunk], list[Payload], bytes, str]:
+def stored(
+    draw: st.DrawFn, row_major: bool = False
+) -> tuple[np.ndarray, list[Chunk], list[Payload], bytes, str]:
     """A tensor's values, a grid of chunks, each with its own axis order and slack around it, and the file."""
     dtype = draw(st.sampled_from(sorted(KINDS)))
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
@@ -46,7 +54,11 @@ def stored(draw: st.DrawFn, row_major: bool = False) -> tuple[np.ndarray, list[C
         boxes = [Box((*b.offsets, o), (*b.sizes, s)) for b in boxes for o, s in parts]
     chunks, payloads, data = [], [], bytearray(b"\xee" * 5)
     for box in boxes:
-        order = tuple(range(len(shape))) if row_major else tuple(draw(st.permutations(range(len(shape)))))
+        order = (
+            tuple(range(len(shape)))
+            if row_major
+            else tuple(draw(st.permutations(range(len(shape)))))
+        )
         slack = draw(st.integers(0, 3))
         laid = np.array(cut_out(values, box).transpose(order), order="C")
         strides = [0] * len(order)
@@ -55,25 +67,34 @@ def stored(draw: st.DrawFn, row_major: bool = False) -> tuple[np.ndarray, list[C
         storage = b"\xaa" * (slack * values.itemsize) + laid.tobytes() + b"\xbb" * values.itemsize
         plain = order == tuple(range(len(order)))
         crc = zlib.crc32(storage)
-        payloads.append(Payload("data", len(data), len(storage), None if plain else tuple(strides), slack, crc))
+        payloads.append(
+            Payload("data", len(data), len(storage), None if plain else tuple(strides), slack, crc)
+        )
         chunks.append(Chunk(box.offsets, box.sizes, "data", len(data), len(storage)))
         data += storage
     return values, chunks, payloads, bytes(data), dtype
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None
+)
 @given(case=stored(), band_nbytes=st.integers(1, 300), limit=st.integers(16, 400), data=st.data())
-def test_bands_equal_numpy(tmp_path: Path, case, band_nbytes: int, limit: int, data: st.DataObject) -> None:
+def test_bands_equal_numpy(
+    tmp_path: Path, case, band_nbytes: int, limit: int, data: st.DataObject
+) -> None:
     values, chunks, payloads, raw, dtype = case
     (tmp_path / "data").write_bytes(raw)
     tensor = Tensor("t", ("t",), values.shape, by_name(dtype), tuple(chunks))
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
-    box = Box(offsets, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(tensor.shape, offsets, strict=True)))
+    box = Box(
+        offsets,
+        tuple(data.draw(st.integers(1, n - o)) for n, o in zip(tensor.shape, offsets, strict=True)),
+    )
     source = LocalFiles(tmp_path)
-    checks = Checks(source, enabled=True)
-    reader = BandReader(source, checks, limit)
-    shares = find_shares(tensor, payloads, prove(tensor), box)
-    cutter = BandCutter(box, tensor.dtype.itemsize, band_nbytes)
+    checks = ChecksumVerifier(source, enabled=True)
+    reader = BoxReader(source, checks, limit)
+    shares = find_overlaps(tensor, payloads, prove(tensor), box)
+    cutter = RowBlocks(box, tensor.dtype.itemsize, band_nbytes)
     expected = cut_out(values, box).tobytes()
     out, filled = bytearray(len(expected)), 0
     for index in range(cutter.count):
@@ -89,40 +110,52 @@ def test_bands_equal_numpy(tmp_path: Path, case, band_nbytes: int, limit: int, d
     assert bytes(out) == expected
     checks.finish()
     source.close()
-    runs = find_runs(shares, box, tensor.dtype.itemsize)
+    runs = contiguous_ranges(shares, box, tensor.dtype.itemsize)
     if runs is not None:
         starts = [r.payload.offset + r.start for r in runs]
-        assert b"".join(raw[s : s + r.nbytes] for s, r in zip(starts, runs, strict=True)) == expected
+        assert (
+            b"".join(raw[s : s + r.nbytes] for s, r in zip(starts, runs, strict=True)) == expected
+        )
         assert [r.dest for r in runs] == sorted(r.dest for r in runs)
     if box == whole(tensor.shape):
-        fast = row_runs(tensor, payloads, prove(tensor), box)
+        fast = row_ranges(tensor, payloads, prove(tensor), box)
         assert fast is None or fast == runs
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None
+)
 @given(case=stored(), data=st.data())
-def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(tmp_path: Path, case, data: st.DataObject) -> None:
+def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(
+    tmp_path: Path, case, data: st.DataObject
+) -> None:
     values, chunks, payloads, raw, dtype = case
     hit = data.draw(st.sampled_from(payloads))
     damaged = bytearray(raw)
-    damaged[hit.offset + data.draw(st.integers(0, hit.nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    damaged[hit.offset + data.draw(st.integers(0, hit.nbytes - 1))] ^= 1 << data.draw(
+        st.integers(0, 7)
+    )
     (tmp_path / "data").write_bytes(damaged)
     tensor = Tensor("t", ("t",), values.shape, by_name(dtype), tuple(chunks))
     source = LocalFiles(tmp_path)
-    checks = Checks(source, enabled=True)
-    reader = BandReader(source, checks, 64)
-    shares = find_shares(tensor, payloads, prove(tensor), whole(tensor.shape))
-    cutter = BandCutter(whole(tensor.shape), tensor.dtype.itemsize, 40)
+    checks = ChecksumVerifier(source, enabled=True)
+    reader = BoxReader(source, checks, 64)
+    shares = find_overlaps(tensor, payloads, prove(tensor), whole(tensor.shape))
+    cutter = RowBlocks(whole(tensor.shape), tensor.dtype.itemsize, 40)
     with pytest.raises(SourceError) as caught:
         for index in range(cutter.count):
             band = cutter.band(index)
-            reader.read(tensor, shares, band, memoryview(bytearray(band.numel * tensor.dtype.itemsize)))
+            reader.read(
+                tensor, shares, band, memoryview(bytearray(band.numel * tensor.dtype.itemsize))
+            )
         checks.finish()
     assert (caught.value.code, caught.value.tensor, caught.value.file) == ("checksum", "t", "data")
     source.close()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
+)
 @given(case=stored(row_major=True), rows=st.integers(1, 4), data=st.data())
 def test_lanes_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject) -> None:
     values, chunks, payloads, raw, dtype = case
@@ -133,17 +166,20 @@ def test_lanes_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject)
     if tensor.shape:
         box = Box(box.offsets, (tensor.shape[0] - start, *tensor.shape[1:]))
     itemsize = tensor.dtype.itemsize
-    cutter = BandCutter(box, itemsize, rows * int(np.prod(tensor.shape[1:])) * itemsize)
-    lanes = find_lanes(find_shares(tensor, payloads, prove(tensor), box), cutter, itemsize)
+    cutter = RowBlocks(box, itemsize, rows * int(np.prod(tensor.shape[1:])) * itemsize)
+    lanes = find_row_slabs(find_overlaps(tensor, payloads, prove(tensor), box), cutter, itemsize)
     if lanes is None:
         assert cutter.axis > 0 or not tensor.shape
         return
-    checks = Checks(LocalFiles(tmp_path), enabled=True)
+    checks = ChecksumVerifier(LocalFiles(tmp_path), enabled=True)
     out, half = bytearray(), cutter.count // 2
     for job in (range(half), range(half, cutter.count)):
-        reader = LaneReader(LocalFiles(tmp_path), lanes, cutter, itemsize)
+        reader = RowSlabReader(LocalFiles(tmp_path), lanes, cutter, itemsize)
         for index in job:
-            block, scratch = memoryview(bytearray(len(raw) + 16)), memoryview(bytearray(len(raw) + 16))
+            block, scratch = (
+                memoryview(bytearray(len(raw) + 16)),
+                memoryview(bytearray(len(raw) + 16)),
+            )
             out += reader.read(index, block, scratch)
         reader.tell("t", checks)
     assert bytes(out) == cut_out(values, box).tobytes()
@@ -160,7 +196,7 @@ def test_the_extent_of_a_band_is_where_its_elements_are(
     sizes: list[int], corner: list[int], itemsize: int, nbytes: int
 ) -> None:
     box = Box(tuple(corner[: len(sizes)]), tuple(sizes))
-    cutter = BandCutter(box, itemsize, nbytes)
+    cutter = RowBlocks(box, itemsize, nbytes)
     at = 0
     for index in range(cutter.count):
         band = cutter.band(index)

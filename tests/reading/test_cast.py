@@ -38,7 +38,9 @@ def values(name: str, seed: int = 0) -> np.ndarray:
     if name in ("float16", "bfloat16"):
         return np.arange(65536, dtype=np.uint16)
     random = np.random.default_rng(seed)
-    halves = np.concatenate([from_bits(values(half), half).to(getattr(torch, name)).numpy() for half in NAMES[2:]])
+    halves = np.concatenate(
+        [from_bits(values(half), half).to(getattr(torch, name)).numpy() for half in NAMES[2:]]
+    )
     halves = halves[np.isfinite(halves)]
     following = np.append(halves[1:], halves[:1])
     with np.errstate(over="ignore"):
@@ -48,11 +50,13 @@ def values(name: str, seed: int = 0) -> np.ndarray:
     step = unsigned(1)
     arbitrary = random.integers(0, np.iinfo(unsigned).max, 300_000, dtype=unsigned, endpoint=True)
     usual = (random.standard_normal(100_000) * 0.02).astype(name).view(unsigned)
-    specials = np.array([np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 1e-45, 65520, 65519.99, 3.4e38], name).view(
-        unsigned
-    )
+    specials = np.array(
+        [np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 1e-45, 65520, 65519.99, 3.4e38], name
+    ).view(unsigned)
     found = np.concatenate([near, near + step, near - step, arbitrary, usual, specials])
-    return np.resize(found, found.size // 16 * 16)  # torch's kernels for the last few elements give another NaN
+    return np.resize(
+        found, found.size // 16 * 16
+    )  # torch's kernels for the last few elements give another NaN
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
@@ -65,7 +69,10 @@ def test_every_pair_equals_torch(source, target):
     isnan = tensor.isnan().numpy()
     assert np.array_equal(got[~isnan], expected[~isnan])
     assert torch.equal(from_bits(got.copy(), target).isnan(), tensor.isnan())
-    if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+    if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in (
+        "AVX2",
+        "AVX512",
+    ):
         assert np.array_equal(got, expected)
 
 

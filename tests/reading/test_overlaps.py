@@ -14,8 +14,8 @@ from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Chunk, Payload, Tensor
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import Checks
-from ema_ckpt.reading.overlaps import BandCutter, BandReader, find_shares
+from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, find_overlaps
 from ema_ckpt.storage.files import LocalFiles
 from tests.formats.writing import raw_bytes
 
@@ -39,13 +39,19 @@ def assembled(folder: Path, view: torch.Tensor, limit: int) -> tuple[bytes, Coun
     prefix = os.urandom(13)
     (folder / "f").write_bytes(prefix + raw_bytes(storage))
     dtype = by_name(str(view.dtype))
-    tensor = Tensor("t", ("t",), tuple(view.shape), dtype, (Chunk((0,) * view.dim(), tuple(view.shape), "f", 0, 0),))
+    tensor = Tensor(
+        "t",
+        ("t",),
+        tuple(view.shape),
+        dtype,
+        (Chunk((0,) * view.dim(), tuple(view.shape), "f", 0, 0),),
+    )
     payload = Payload("f", len(prefix), storage.nbytes, tuple(view.stride()), view.storage_offset())
     source = CountingFiles(folder)
-    reader = BandReader(source, Checks(source, False), limit)
+    reader = BoxReader(source, ChecksumVerifier(source, False), limit)
     box = whole(tensor.shape)
-    cutter = BandCutter(box, dtype.itemsize, limit)
-    shares = find_shares(tensor, [payload], [0], box)
+    cutter = RowBlocks(box, dtype.itemsize, limit)
+    shares = find_overlaps(tensor, [payload], [0], box)
     result = bytearray()
     for index in range(cutter.count if tensor.numel else 0):
         band = cutter.band(index)
@@ -64,13 +70,19 @@ def views(draw) -> torch.Tensor:
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     strides = [draw(st.sampled_from([0, 1, 2, 3, 7, 20, 81])) for _ in sizes]
     start = draw(st.integers(0, 5))
-    reach = start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+    reach = (
+        start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+    )
     dtype = draw(st.sampled_from(DTYPES))
-    base = torch.randint(0, 256, ((reach + draw(st.integers(0, 3))) * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    base = torch.randint(
+        0, 256, ((reach + draw(st.integers(0, 3))) * dtype.itemsize,), dtype=torch.uint8
+    ).view(dtype)
     return base.as_strided(sizes, strides, start)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(view=views(), limit=st.sampled_from([16, 40, 64, 200, 1000, 1 << 16]))
 def test_any_view_is_read_as_torch_reads_it(tmp_path, view, limit):
     assert assembled(tmp_path, view, limit)[0] == raw_bytes(view)
@@ -79,7 +91,11 @@ def test_any_view_is_read_as_torch_reads_it(tmp_path, view, limit):
 SHAPES = {
     "transposed": (lambda: torch.randn(512, 3000).t(), 24, 600),
     "wide rows transposed": (lambda: torch.randn(300, 20_000).t(), 1.01, 120_000),
-    "channels last": (lambda: torch.randn(4, 64, 56, 56).contiguous(memory_format=torch.channels_last), 16, 300),
+    "channels last": (
+        lambda: torch.randn(4, 64, 56, 56).contiguous(memory_format=torch.channels_last),
+        16,
+        300,
+    ),
     "every seventh": (lambda: torch.arange(700_000.0)[::7], 7.1, 50),
     "one column": (lambda: torch.randn(2000, 8192)[:, 5], 1.01, 2001),
     "expanded": (lambda: torch.arange(500.0).reshape(500, 1).expand(500, 400), 1, 20),
@@ -101,9 +117,9 @@ def test_a_view_beyond_its_storage_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(bytes(40))
     tensor = Tensor("t", ("t",), (2, 4), by_name("float32"), (Chunk((0, 0), (2, 4), "f", 0, 0),))
     source = LocalFiles(tmp_path)
-    shares = find_shares(tensor, [Payload("f", 0, 40, (7, 1))], [0], whole((2, 4)))
+    shares = find_overlaps(tensor, [Payload("f", 0, 40, (7, 1))], [0], whole((2, 4)))
     with pytest.raises(SourceError, match="'t' reaches beyond") as caught:
-        BandReader(source, Checks(source, False), 1000).read(
+        BoxReader(source, ChecksumVerifier(source, False), 1000).read(
             tensor, shares, Box((0, 0), (2, 4)), memoryview(bytearray(32))
         )
     assert caught.value.code == "out-of-bounds"

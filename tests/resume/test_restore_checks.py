@@ -22,7 +22,9 @@ def _damage(folder: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("tensor", [torch.randn(3000, 1000), torch.randn(1000, 3000).t()], ids=["plain", "strided"])
+@pytest.mark.parametrize(
+    "tensor", [torch.randn(3000, 1000), torch.randn(1000, 3000).t()], ids=["plain", "strided"]
+)
 def test_a_damaged_source_is_refused_every_time(tmp_path: Path, tensor: torch.Tensor) -> None:
     save_dcp(tmp_path / "source", {"model": {"weight": tensor}})
     _damage(tmp_path / "source")
@@ -49,13 +51,18 @@ def _killed_at(progress_nbytes: int, source: Path, out: Path) -> None:
 
     child = os.fork()
     if not child:
-        consolidate(source, out, resume=True, threads=1, dtype="bf16", progress=progress, max_memory="4MiB")
+        consolidate(
+            source, out, resume=True, threads=1, dtype="bf16", progress=progress, max_memory="4MiB"
+        )
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
 def test_damage_after_a_killed_run_is_found(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "source", {"model": {"a": torch.randn(1000, 3000).t(), "z": torch.randn(3000, 1000)}})
+    save_dcp(
+        tmp_path / "source",
+        {"model": {"a": torch.randn(1000, 3000).t(), "z": torch.randn(3000, 1000)}},
+    )
     _killed_at(6_000_000, tmp_path / "source", tmp_path / "out.safetensors")
     data = bytearray((tmp_path / "source/__0_0.distcp").read_bytes())
     stamp = (tmp_path / "source/__0_0.distcp").stat()
@@ -63,7 +70,9 @@ def test_damage_after_a_killed_run_is_found(tmp_path: Path) -> None:
     (tmp_path / "source/__0_0.distcp").write_bytes(data)
     os.utime(tmp_path / "source/__0_0.distcp", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     with pytest.raises(EmaCkptError) as caught:
-        consolidate(tmp_path / "source", tmp_path / "out.safetensors", resume=True, threads=1, dtype="bf16")
+        consolidate(
+            tmp_path / "source", tmp_path / "out.safetensors", resume=True, threads=1, dtype="bf16"
+        )
     assert caught.value.code in ("checksum", "resume-mismatch")
 
 
@@ -82,11 +91,16 @@ def test_a_resumed_cast_of_a_source_with_digests(tmp_path: Path) -> None:
 
 def test_an_object_with_tensors_in_it_goes_to_dcp_alone(tmp_path: Path) -> None:
     """Its storages are records of its own archive; in a torch file their keys would mean other tensors."""
-    state = {"model": {"w": torch.full((4,), 5.0)}, "rng": {"pair": (torch.arange(4.0), torch.ones(2))}}
+    state = {
+        "model": {"w": torch.full((4,), 5.0)},
+        "rng": {"pair": (torch.arange(4.0), torch.ones(2))},
+    }
     save_dcp(tmp_path / "source", state)
     result = convert(tmp_path / "source", tmp_path / "out.pt")
     assert [item.name for item in result.skipped] == ["rng.pair"]
-    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["model"]["w"], state["model"]["w"])
+    assert torch.equal(
+        torch.load(tmp_path / "out.pt", weights_only=True)["model"]["w"], state["model"]["w"]
+    )
     with pytest.raises(EmaCkptError, match=r"rng\.pair"):
         convert(tmp_path / "source", tmp_path / "strict.pt", strict=True)
     assert convert(tmp_path / "source", tmp_path / "again", to="dcp").skipped == ()
@@ -122,4 +136,6 @@ def test_an_interruption_leaves_no_worker_behind() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert running.count("in") - running.count("out") <= 1  # the caller's own job was cut short
-    assert threading.active_count() == 1 or not any(t.name.startswith("Thread") for t in threading.enumerate()[1:])
+    assert threading.active_count() == 1 or not any(
+        t.name.startswith("Thread") for t in threading.enumerate()[1:]
+    )

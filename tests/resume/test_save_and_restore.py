@@ -56,7 +56,9 @@ class Run:
             self.optimizer.zero_grad()
 
     def bits(self) -> dict[str, Any]:
-        found: dict[str, Any] = {f"model.{k}": v.clone() for k, v in self.model.state_dict().items()}
+        found: dict[str, Any] = {
+            f"model.{k}": v.clone() for k, v in self.model.state_dict().items()
+        }
         found |= {f"ema.{k}": v.clone() for k, v in self.ema.state_dict()["weights"].items()}
         for number, state in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{number}.{k}": v.clone() for k, v in state.items()}
@@ -70,13 +72,17 @@ class Run:
         return found
 
     def restore(self, path: Path, **options: Any) -> Any:
-        return restore(path, **{"model": self.model, "ema": self.ema, "optimizer": self.optimizer, **options})
+        return restore(
+            path, **{"model": self.model, "ema": self.ema, "optimizer": self.optimizer, **options}
+        )
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert a.keys() == b.keys()
     for name, value in a.items():
-        assert torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name], name
+        assert (
+            torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name]
+        ), name
 
 
 @pytest.fixture
@@ -104,9 +110,16 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(run: Run, tmp_path: Path) -> N
     same(other.bits(), before)
     assert report.path == path
     assert report.world_size == 1
-    assert report.trees == {"model": "restored", "ema": "restored", "optimizer": "restored", "extra": "restored"}
+    assert report.trees == {
+        "model": "restored",
+        "ema": "restored",
+        "optimizer": "restored",
+        "extra": "restored",
+    }
     assert report.extra == {"step": 3}
-    assert {"model.enter.weight", "ema.weights.enter.weight", "model.empty", "extra.step"} <= set(report.loaded)
+    assert {"model.enter.weight", "ema.weights.enter.weight", "model.empty", "extra.step"} <= set(
+        report.loaded
+    )
     assert not report.missing + report.unexpected + report.seeded + report.warnings
     assert not report.renamed
     assert not report.changed_settings
@@ -146,7 +159,11 @@ def test_what_dcp_writes_of_a_manager_is_restored(run: Run, tmp_path: Path) -> N
     report = other.restore(tmp_path / "c", optimizer=None)
     assert report.trees == {"model": "restored", "ema": "restored"}
     mine, theirs = run.bits(), other.bits()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine if name.startswith(("model.", "ema.")))
+    assert all(
+        torch.equal(mine[name], theirs[name])
+        for name in mine
+        if name.startswith(("model.", "ema."))
+    )
 
 
 def test_digests_and_paths_in_the_files(run: Run, tmp_path: Path) -> None:
@@ -161,7 +178,9 @@ def test_digests_and_paths_in_the_files(run: Run, tmp_path: Path) -> None:
     assert metadata.storage_meta.checkpoint_id == "c"
 
 
-def test_names_shapes_and_dtypes_are_compared_before_anything_is_written(run: Run, tmp_path: Path) -> None:
+def test_names_shapes_and_dtypes_are_compared_before_anything_is_written(
+    run: Run, tmp_path: Path
+) -> None:
     path = run.save(tmp_path / "c")
     error = refused(Run(seed=9, wide=6), path, SourceError)
     assert error.code == "index-mismatch"
@@ -191,11 +210,15 @@ def test_casts_that_lose_nothing_are_made_and_told(tmp_path: Path) -> None:
     small.train(0, 2)
     path = small.save(tmp_path / "c")
     other = Run(seed=9)
-    with pytest.warns(UserWarning, match="ema.weights: .*'enter.weight'.* were bfloat16 there, cast to float32"):
+    with pytest.warns(
+        UserWarning, match="ema.weights: .*'enter.weight'.* were bfloat16 there, cast to float32"
+    ):
         report = other.restore(path)
     assert report.changed_settings["ema.dtype"] == ("bfloat16", "float32")
     weights = small.ema.state_dict()["weights"]
-    assert torch.equal(other.ema.state_dict()["weights"]["enter.weight"], weights["enter.weight"].float())
+    assert torch.equal(
+        other.ema.state_dict()["weights"]["enter.weight"], weights["enter.weight"].float()
+    )
 
 
 def test_averages_that_are_missing(run: Run, tmp_path: Path) -> None:
@@ -240,7 +263,9 @@ class KeepsMasters(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("compensate", [False, True])
-def test_averages_that_are_missing_begin_with_what_the_source_gives(tmp_path: Path, compensate: bool) -> None:
+def test_averages_that_are_missing_begin_with_what_the_source_gives(
+    tmp_path: Path, compensate: bool
+) -> None:
     def made(**options: Any) -> Run:
         one = Run()
         one.model.bfloat16()
@@ -259,11 +284,16 @@ def test_averages_that_are_missing_begin_with_what_the_source_gives(tmp_path: Pa
     master = one.optimizer.state[one.model.leave.weight]["master_param"]
     assert not torch.equal(master, one.model.leave.weight.float())
     assert torch.equal(other.ema.state_dict()["weights"]["leave.weight"], master)
-    assert torch.equal(other.ema.state_dict()["weights"]["enter.bias"], one.ema.state_dict()["weights"]["enter.bias"])
+    assert torch.equal(
+        other.ema.state_dict()["weights"]["enter.bias"],
+        one.ema.state_dict()["weights"]["enter.bias"],
+    )
 
 
 @pytest.mark.parametrize("compensate", [False, True])
-def test_an_average_of_tied_weights_is_restored_into_untied_ones(tmp_path: Path, compensate: bool) -> None:
+def test_an_average_of_tied_weights_is_restored_into_untied_ones(
+    tmp_path: Path, compensate: bool
+) -> None:
     def made(tied: bool) -> tuple[nn.Module, ShardedEMA]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -277,16 +307,23 @@ def test_an_average_of_tied_weights_is_restored_into_untied_ones(tmp_path: Path,
     ema.update()
     restore(save(tmp_path / "c", model=model, ema=ema), model=untied, ema=other)
     for name in ("0.weight", "1.weight"):
-        assert torch.equal(other.state_dict()["weights"][name], ema.state_dict()["weights"]["0.weight"])
+        assert torch.equal(
+            other.state_dict()["weights"][name], ema.state_dict()["weights"]["0.weight"]
+        )
         if compensate:
             assert ema.state_dict()["residual"]["0.weight"].any()
-            assert torch.equal(other.state_dict()["residual"][name], ema.state_dict()["residual"]["0.weight"])
+            assert torch.equal(
+                other.state_dict()["residual"][name], ema.state_dict()["residual"]["0.weight"]
+            )
 
 
 def test_a_tied_model_saved_with_a_wrapper_prefix(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    torch.save({"model": {f"module.{name}": value for name, value in model.state_dict().items()}}, tmp_path / "c.pt")
+    torch.save(
+        {"model": {f"module.{name}": value for name, value in model.state_dict().items()}},
+        tmp_path / "c.pt",
+    )
     other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     other[1].weight = other[0].weight
     assert not restore(tmp_path / "c.pt", model=other).unexpected
@@ -324,7 +361,9 @@ def stepped(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_moment_that_one_parameter_lacks_is_noticed(tmp_path: Path, kind: Any) -> None:
     model = Net()
-    dcp_to_torch_save(save(tmp_path / "c", model=model, optimizer=stepped(kind, model)), tmp_path / "c.pt")
+    dcp_to_torch_save(
+        save(tmp_path / "c", model=model, optimizer=stepped(kind, model)), tmp_path / "c.pt"
+    )
     content = torch.load(tmp_path / "c.pt", weights_only=True)
     lost = list(content["optimizer"]["state"]["norm.weight"])[-1]
     del content["optimizer"]["state"]["norm.weight"][lost]
@@ -354,7 +393,10 @@ def test_managers_may_bear_any_name(tmp_path: Path) -> None:
     for number, manager in enumerate(managers.values()):
         for _ in range(number):
             manager.update()
-    before = {name: {k: v.clone() for k, v in m.state_dict()["weights"].items()} for name, m in managers.items()}
+    before = {
+        name: {k: v.clone() for k, v in m.state_dict()["weights"].items()}
+        for name, m in managers.items()
+    }
     path = save(tmp_path / "c", model=run.model, ema=managers, optimizer=run.optimizer)
     run.train(2, 4)
     for manager in managers.values():
@@ -378,14 +420,17 @@ def test_averages_that_a_separate_file_lacks(run: Run, tmp_path: Path) -> None:
     theirs = {name: torch.full_like(value, 3.5) for name, value in run.model.state_dict().items()}
     averages = {name: value - 1 for name, value in theirs.items() if not name.startswith("enter")}
     torch.save({"generator": theirs, "generator_ema": averages}, tmp_path / "pair.pt")
-    assert "enter" in str(refused(Run(seed=9), live, SourceError, optimizer=None, ema_path=tmp_path / "pair.pt"))
+    assert "enter" in str(
+        refused(Run(seed=9), live, SourceError, optimizer=None, ema_path=tmp_path / "pair.pt")
+    )
     other = Run(seed=9)
     report = other.restore(live, optimizer=None, ema_path=tmp_path / "pair.pt", strict=False)
     assert set(report.filled) == {"ema.weights.enter.weight", "ema.weights.enter.bias"}
     assert not report.seeded
     found = other.ema.state_dict()["weights"]
     assert all(
-        found[name].eq(3.5 if name.startswith("enter") else 2.5).all() for name in dict(other.model.named_parameters())
+        found[name].eq(3.5 if name.startswith("enter") else 2.5).all()
+        for name in dict(other.model.named_parameters())
     )
     assert torch.equal(other.model.enter.weight, run.model.enter.weight)
 
@@ -400,11 +445,15 @@ def test_a_foreign_configuration_means_nothing_to_names(run: Run, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "form", ["safetensors", "torch", "torch-nested", "dcp", "diffusers", "averaged-model", "lit-ema"]
+    "form",
+    ["safetensors", "torch", "torch-nested", "dcp", "diffusers", "averaged-model", "lit-ema"],
 )
 def test_foreign_averages(run: Run, tmp_path: Path, form: str) -> None:
     live = save(tmp_path / "c", model=run.model, optimizer=run.optimizer)
-    weights = {f"module.{name}": torch.full_like(p.detach(), 2.5) for name, p in run.model.named_parameters()}
+    weights = {
+        f"module.{name}": torch.full_like(p.detach(), 2.5)
+        for name, p in run.model.named_parameters()
+    }
     names = {name.removeprefix("module."): value for name, value in weights.items()}
     file = tmp_path / ("averages.safetensors" if form == "safetensors" else "averages.pt")
     expected = 0
@@ -415,11 +464,16 @@ def test_foreign_averages(run: Run, tmp_path: Path, form: str) -> None:
     elif form == "torch-nested":
         torch.save({"model": names, "model_ema": weights, "epoch": 3}, file)
     elif form == "diffusers":
-        torch.save({"shadow_params": list(names.values()), "optimization_step": 7, "decay": 0.99}, file)
+        torch.save(
+            {"shadow_params": list(names.values()), "optimization_step": 7, "decay": 0.99}, file
+        )
         expected = 7
     elif form == "lit-ema":
         dotless = {name.replace(".", ""): value for name, value in names.items()}
-        torch.save({"model_ema": {**dotless, "decay": torch.tensor(0.9), "num_updates": torch.tensor(4)}}, file)
+        torch.save(
+            {"model_ema": {**dotless, "decay": torch.tensor(0.9), "num_updates": torch.tensor(4)}},
+            file,
+        )
         expected = 4
     elif form == "averaged-model":
         torch.save({"model": names, "ema": {"n_averaged": torch.tensor(5), **weights}}, file)
@@ -429,7 +483,9 @@ def test_foreign_averages(run: Run, tmp_path: Path, form: str) -> None:
         dcp.save({"net": names, "net_ema": weights}, checkpoint_id=file)
     other = Run(seed=9)
     report = other.restore(live, ema_path=file)
-    assert all(torch.equal(other.ema.state_dict()["weights"][name], value) for name, value in names.items())
+    assert all(
+        torch.equal(other.ema.state_dict()["weights"][name], value) for name, value in names.items()
+    )
     assert torch.equal(other.model.enter.weight, run.model.enter.weight)
     assert other.ema.num_updates == expected
     if form not in ("averaged-model", "diffusers", "lit-ema"):
@@ -444,7 +500,9 @@ def test_settings_that_changed(run: Run, tmp_path: Path) -> None:
     assert "ema.schedule" in report.changed_settings
     assert other.ema.num_updates == 3
     other.train(3, 4)
-    assert other.ema.current_decay == pytest.approx(0.5 ** (1 / 100))  # moved at 3, so that only call 4 is pending
+    assert other.ema.current_decay == pytest.approx(
+        0.5 ** (1 / 100)
+    )  # moved at 3, so that only call 4 is pending
 
 
 def test_residuals_travel(tmp_path: Path) -> None:
@@ -490,9 +548,12 @@ def test_several_managers(run: Run, tmp_path: Path) -> None:
     second = ShardedEMA(other.model, 0.999)
     other.restore(path, ema={"slow": second, "fast": other.ema}, optimizer=None)
     assert (other.ema.num_updates, second.num_updates) == (3, 1)
-    assert torch.equal(second.state_dict()["weights"]["enter.weight"], slow.state_dict()["weights"]["enter.weight"])
     assert torch.equal(
-        other.ema.state_dict()["weights"]["enter.weight"], run.ema.state_dict()["weights"]["enter.weight"]
+        second.state_dict()["weights"]["enter.weight"], slow.state_dict()["weights"]["enter.weight"]
+    )
+    assert torch.equal(
+        other.ema.state_dict()["weights"]["enter.weight"],
+        run.ema.state_dict()["weights"]["enter.weight"],
     )
     with pytest.raises(SourceError, match=r"ema\.third"):
         other.restore(path, ema={"third": second}, optimizer=None)
@@ -512,7 +573,9 @@ def test_extra_values_and_objects(run: Run, tmp_path: Path) -> None:
     path = run.save(tmp_path / "c", extra=extra)
     other = Run(seed=9)
     fresh = torch.optim.lr_scheduler.MultiStepLR(other.optimizer, [9], 0.5)
-    report = other.restore(path, extra={"schedule": fresh, "seen": None, "names": None, "list": None, "odd": 0})
+    report = other.restore(
+        path, extra={"schedule": fresh, "seen": None, "names": None, "list": None, "odd": 0}
+    )
     assert report.extra["odd"] == extra["odd"]
     assert fresh.state_dict() == schedule.state_dict()
     assert report.extra["schedule"] is fresh
@@ -542,12 +605,16 @@ def test_an_object_that_refuses_its_state_leaves_all_as_it_was(run: Run, tmp_pat
     run.train(2, 4)
     path = run.save(tmp_path / "c", extra={"a": Counting(1), "b": Counting(2)})
     other = Run(seed=9)
-    before = [p.tolist() for p in (*other.model.parameters(), *other.ema.state_dict()["weights"].values())]
+    before = [
+        p.tolist() for p in (*other.model.parameters(), *other.ema.state_dict()["weights"].values())
+    ]
     extra = {"a": Counting(7), "b": Counting(8, refuses=True)}
     with pytest.raises(ValueError, match="not this one"):
         other.restore(path, extra=extra)
     assert (extra["a"].count, extra["b"].count) == (7, 8)
-    assert [p.tolist() for p in (*other.model.parameters(), *other.ema.state_dict()["weights"].values())] == before
+    assert [
+        p.tolist() for p in (*other.model.parameters(), *other.ema.state_dict()["weights"].values())
+    ] == before
     other.restore(path, extra=extra)
     assert (extra["a"].count, extra["b"].count) == (1, 2)
 
@@ -580,7 +647,9 @@ class Hostile:
         return (print, ("run by the checkpoint",))
 
 
-def test_objects_of_a_checkpoint_are_not_executed(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_objects_of_a_checkpoint_are_not_executed(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.warns(UserWarning, match=r"unsafe-pickle: 'extra\.bad'"):
         path = run.save(tmp_path / "c", extra={"bad": Hostile()})
     error = refused(Run(seed=9), path, SourceError, extra={"bad": None})
@@ -709,10 +778,14 @@ def test_swapped_models_are_neither_saved_nor_restored(run: Run, tmp_path: Path)
 
 def test_a_saved_state_is_that_of_the_call(run: Run, tmp_path: Path) -> None:
     before = run.bits()
-    first = save(tmp_path / "a", model=run.model, ema=run.ema, optimizer=run.optimizer, async_save=True)
+    first = save(
+        tmp_path / "a", model=run.model, ema=run.ema, optimizer=run.optimizer, async_save=True
+    )
     run.train(3, 6)
     between = run.bits()
-    second = save(tmp_path / "b", model=run.model, ema=run.ema, optimizer=run.optimizer, async_save=True)
+    second = save(
+        tmp_path / "b", model=run.model, ema=run.ema, optimizer=run.optimizer, async_save=True
+    )
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.zero_()
@@ -727,7 +800,9 @@ def test_a_saved_state_is_that_of_the_call(run: Run, tmp_path: Path) -> None:
 def test_a_failed_background_save_is_not_forgotten(run: Run, tmp_path: Path) -> None:
     run.save(tmp_path / "c")
     lost = save(tmp_path / "c", model=run.model, async_save=True)
-    with pytest.warns(UserWarning, match="asynchronous save before this call failed: .*already exists"):
+    with pytest.warns(
+        UserWarning, match="asynchronous save before this call failed: .*already exists"
+    ):
         run.save(tmp_path / "d")
     with pytest.raises(TargetError):
         lost.result()
@@ -756,9 +831,13 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
     restore(path, model=other)
     assert other[0].count == 7
     names = [
-        name for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata if name.startswith("model.")
+        name
+        for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        if name.startswith("model.")
     ]
-    assert names == [f"model.{name}".replace("_extra_state", "_extra_state.count") for name in model.state_dict()]
+    assert names == [
+        f"model.{name}".replace("_extra_state", "_extra_state.count") for name in model.state_dict()
+    ]
 
 
 def test_a_checkpoint_saved_while_swapped_is_put_right(run: Run, tmp_path: Path) -> None:
@@ -767,7 +846,9 @@ def test_a_checkpoint_saved_while_swapped_is_put_right(run: Run, tmp_path: Path)
     averages = {name: value.clone() for name, value in state["weights"].items()}
     parameters = {name for name, _ in run.model.named_parameters()}
     exchanged = {
-        "model": {name: averages[name] if name in parameters else value for name, value in live.items()},
+        "model": {
+            name: averages[name] if name in parameters else value for name, value in live.items()
+        },
         "ema": {**state, "weights": {name: live[name] for name in averages}},
         "swapped": True,
     }
@@ -813,7 +894,9 @@ def test_settings_that_the_bits_depend_on_are_compared(run: Run, tmp_path: Path)
     save(tmp_path / "step", model=run.model, ema=before)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert restore(tmp_path / "step", model=run.model, ema=after).changed_settings == {"ema.seed": (1, 2)}
+        assert restore(tmp_path / "step", model=run.model, ema=after).changed_settings == {
+            "ema.seed": (1, 2)
+        }
 
 
 def test_an_optimizer_among_the_extra_values_keeps_its_integer_keys(tmp_path: Path) -> None:
@@ -842,7 +925,9 @@ def test_names_that_look_like_a_mark_of_exchange(tmp_path: Path) -> None:
     save(tmp_path / "step", model=model, ema=ema, extra={"swapped": True})
     restore(tmp_path / "step", model=again, ema=averaged, extra={"swapped": None})
     assert torch.equal(again.weight, model.weight)
-    assert torch.equal(averaged.state_dict()["weights"]["weight"], ema.state_dict()["weights"]["weight"])
+    assert torch.equal(
+        averaged.state_dict()["weights"]["weight"], ema.state_dict()["weights"]["weight"]
+    )
 
 
 def test_a_separate_file_for_a_named_manager(run: Run, tmp_path: Path) -> None:
@@ -851,7 +936,9 @@ def test_a_separate_file_for_a_named_manager(run: Run, tmp_path: Path) -> None:
     ema = ShardedEMA(run.model, 0.9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        restore(tmp_path / "step", model=run.model, ema={"fast": ema}, ema_path=tmp_path / "foreign.pt")
+        restore(
+            tmp_path / "step", model=run.model, ema={"fast": ema}, ema_path=tmp_path / "foreign.pt"
+        )
 
 
 def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
@@ -862,9 +949,13 @@ def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_a_separate_file_with_buffers_under_any_prefix(run: Run, tmp_path: Path, prefix: str) -> None:
+def test_a_separate_file_with_buffers_under_any_prefix(
+    run: Run, tmp_path: Path, prefix: str
+) -> None:
     live = save(tmp_path / "c", model=run.model)
-    theirs = {f"{prefix}{name}": torch.full_like(v, 3) for name, v in run.model.state_dict().items()}
+    theirs = {
+        f"{prefix}{name}": torch.full_like(v, 3) for name, v in run.model.state_dict().items()
+    }
     torch.save(theirs, tmp_path / "ema.pt")
     other = Run(seed=9)
     report = restore(live, model=other.model, ema=other.ema, ema_path=tmp_path / "ema.pt")
@@ -888,7 +979,9 @@ def test_a_separate_file_of_torchs_averaged_model(run: Run, tmp_path: Path, nest
     other = Run(seed=9)
     restore(live, model=other.model, ema=other.ema, ema_path=tmp_path / "ema.pt")
     weights = other.ema.state_dict()["weights"]
-    assert all(torch.equal(weights[name], value) for name, value in averaged.module.named_parameters())
+    assert all(
+        torch.equal(weights[name], value) for name, value in averaged.module.named_parameters()
+    )
     assert other.ema.num_updates == 2
 
 
@@ -900,7 +993,9 @@ def test_averages_whose_counter_is_not_told(run: Run, tmp_path: Path, decay: Any
     model = Net(seed=9)
     ema = ShardedEMA(model, decay)
     told = restore(path, model=model, ema=ema, ema_path=tmp_path / "ema.safetensors").warnings
-    assert ["the first update replaces them" in message for message in told] == [True] * (decay != 0.9)
+    assert ["the first update replaces them" in message for message in told] == [True] * (
+        decay != 0.9
+    )
     assert restore(path, model=model, ema=ema).warnings == ()
 
 
@@ -933,8 +1028,12 @@ def test_state_that_an_optimizer_hides_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*cast")
-@pytest.mark.parametrize(("there", "here"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
-def test_moments_follow_the_dtype_of_their_weights(tmp_path: Path, there: torch.dtype, here: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("there", "here"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
+def test_moments_follow_the_dtype_of_their_weights(
+    tmp_path: Path, there: torch.dtype, here: torch.dtype
+) -> None:
     models = [nn.Linear(3, 3).to(dtype) for dtype in (there, here)]
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
     models[0](torch.ones(1, 3, dtype=there)).sum().backward()
@@ -954,29 +1053,48 @@ def test_masters_keep_their_own_dtype(tmp_path: Path) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for parameter in models[0].parameters():
         optimizers[0].state[parameter]["master_param"] = torch.randn(parameter.shape)
-    restore(save(tmp_path / "c", model=models[0], optimizer=optimizers[0]), model=models[1], optimizer=optimizers[1])
+    restore(
+        save(tmp_path / "c", model=models[0], optimizer=optimizers[0]),
+        model=models[1],
+        optimizer=optimizers[1],
+    )
     for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(optimizers[0].state[one]["master_param"], optimizers[1].state[other]["master_param"])
+        assert torch.equal(
+            optimizers[0].state[one]["master_param"], optimizers[1].state[other]["master_param"]
+        )
 
 
 def test_learning_rates_that_are_tensors_stay_apart(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    groups = [{"params": [model.weight], "lr": torch.tensor(0.05)}, {"params": [model.bias], "lr": torch.tensor(0.01)}]
+    groups = [
+        {"params": [model.weight], "lr": torch.tensor(0.05)},
+        {"params": [model.bias], "lr": torch.tensor(0.01)},
+    ]
     path = save(tmp_path / "c", model=model, optimizer=torch.optim.AdamW(groups, foreach=False))
-    shared = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias]}], torch.tensor(0.1), foreach=False)
+    shared = torch.optim.AdamW(
+        [{"params": [model.weight]}, {"params": [model.bias]}], torch.tensor(0.1), foreach=False
+    )
     restore(path, model=model, optimizer=shared)
     assert [round(group["lr"].item(), 4) for group in shared.param_groups] == [0.05, 0.01]
 
 
 @pytest.mark.filterwarnings("ignore:.* tied to")
 @pytest.mark.parametrize("turn", [1, -1])
-def test_an_untied_run_into_a_tied_model_takes_all_of_the_first_name(tmp_path: Path, turn: int) -> None:
-    apart, tied = (nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)) for _ in range(2))
+def test_an_untied_run_into_a_tied_model_takes_all_of_the_first_name(
+    tmp_path: Path, turn: int
+) -> None:
+    apart, tied = (
+        nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)) for _ in range(2)
+    )
     tied[1].weight = tied[0].weight
-    optimizer, fresh = (torch.optim.AdamW(list(model.parameters())[::turn]) for model in (apart, tied))
+    optimizer, fresh = (
+        torch.optim.AdamW(list(model.parameters())[::turn]) for model in (apart, tied)
+    )
     apart(torch.randn(2, 3)).square().sum().backward()
     optimizer.step()
-    report = restore(save(tmp_path / "c", model=apart, optimizer=optimizer), model=tied, optimizer=fresh)
+    report = restore(
+        save(tmp_path / "c", model=apart, optimizer=optimizer), model=tied, optimizer=fresh
+    )
     assert any("'1.weight' are tied to '0.weight' here" in message for message in report.warnings)
     assert len(set(report.loaded)) == len(report.loaded)
     same(optimizer.state[apart[0].weight], fresh.state[tied[0].weight])
@@ -987,7 +1105,11 @@ def test_tuples_in_an_optimizers_state(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for parameter in model.parameters():
-        optimizer.state[parameter] = {"betas": (0.9, 0.99), "shape": tuple(parameter.shape), "none": ()}
+        optimizer.state[parameter] = {
+            "betas": (0.9, 0.99),
+            "shape": tuple(parameter.shape),
+            "none": (),
+        }
     path = save(tmp_path / "c", model=model, optimizer=optimizer)
     fresh = torch.optim.SGD(model.parameters(), lr=0.1)
     restore(path, model=model, optimizer=fresh)

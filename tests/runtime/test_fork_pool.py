@@ -27,7 +27,9 @@ assert can_fork()
 
 def ran(body: str, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HEAD + body, *map(str, arguments)]
-    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == code, result.stderr
     return result
 
@@ -61,7 +63,9 @@ except ChildProcessError:
     assert script(body, jobs, count) == "no child is left\n"
 
 
-@pytest.mark.parametrize("harm", ["raise RuntimeError", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
+@pytest.mark.parametrize(
+    "harm", ["raise RuntimeError", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"]
+)
 def test_a_copy_that_fails_is_noticed_at_once(harm: str) -> None:
     body = f"""
 here, done = os.getpid(), 0
@@ -204,7 +208,9 @@ def work(numbers, tell):
 run_forked(work, 100_000, 3)
 """
     command = [sys.executable, "-c", HEAD + body, moment]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             pids = [int(process.stdout.readline()) for _ in range(3)]
@@ -297,7 +303,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "none": torch.zeros(0, 3),
         "same": torch.ones(300_000),
     }
-    ema = {name: value * 0.999 if name != "same" else value.clone() for name, value in model.items()}
+    ema = {
+        name: value * 0.999 if name != "same" else value.clone() for name, value in model.items()
+    }
     folder = tmp_path_factory.mktemp("forked") / "step_1"
     return save_dcp(folder, {"model": model, "ema": {"weights": ema}})
 
@@ -344,7 +352,9 @@ def test_diff_by_copies_equals_diff_by_one_to_the_last_bit(source: Path) -> None
     one = diffed(source, "--threads", 1)
     assert numbers_of(json.loads(text)) == numbers_of(one)
     for threads, budget in ((2, "4MiB"), (8, "4MiB"), (40, "16MiB")):
-        assert numbers_of(diffed(source, "--threads", threads, "--max-memory", budget)) == numbers_of(one)
+        assert numbers_of(
+            diffed(source, "--threads", threads, "--max-memory", budget)
+        ) == numbers_of(one)
     weights = {entry["name"]: entry for entry in one["tensors"]}
     assert weights["layer0.weight"]["rel_l2"] == pytest.approx(0.001, rel=1e-3)
     assert weights["same"]["changed"] == 0
@@ -367,7 +377,9 @@ verb._Pairs._segment = segment
 """
 
 
-@pytest.mark.parametrize("harm", ["os.kill(os.getpid(), signal.SIGKILL)", "raise OSError('the disk does not answer')"])
+@pytest.mark.parametrize(
+    "harm", ["os.kill(os.getpid(), signal.SIGKILL)", "raise OSError('the disk does not answer')"]
+)
 def test_diff_is_right_when_a_copy_fails(source: Path, harm: str) -> None:
     text, shown = seen(source, "--json", "--threads", 3, before=DYING.format(harm=harm))
     assert shown == "0 processes\n"
@@ -403,7 +415,9 @@ main(["diff", sys.argv[1], "--threads", "2"])
     )
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     command = [sys.executable, "-c", body, str(source)]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=far, env=environment) as process:
+    with subprocess.Popen(
+        command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=far, env=environment
+    ) as process:
         os.close(far)
         shown = b""
         while True:

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from ema_ckpt.core.errors import EmaCkptError, UsageError
 from ema_ckpt.core.names import WRAPPERS
 from ema_ckpt.runtime import notices
-from ema_ckpt.state_dicts.selection import Selection, missing_weights, options, select_all, select_tree
+from ema_ckpt.state_dicts.selection import (
+    Selection,
+    missing_weights,
+    options,
+    select_all,
+    select_tree,
+)
 from ema_ckpt.state_dicts.tree import default_tree, find_tree, trees
 from tests.catalogs import INT, SCALAR, T, catalog_of
 
@@ -33,11 +39,18 @@ TREE = {
 
 def one(tree: dict, name: str | None = None, **chosen: object) -> Selection:
     known = trees(catalog_of(tree))
-    return select_tree(default_tree(known) if name is None else find_tree(known, name), options(**chosen))  # type: ignore[arg-type]
+    return select_tree(
+        default_tree(known) if name is None else find_tree(known, name), options(**chosen)
+    )  # type: ignore[arg-type]
 
 
 def everything(
-    tree: dict, only: tuple[str, ...] = (), *, strip: bool = True, nested: bool = True, **chosen: object
+    tree: dict,
+    only: tuple[str, ...] = (),
+    *,
+    strip: bool = True,
+    nested: bool = True,
+    **chosen: object,
 ) -> Selection:
     catalog = catalog_of(tree, nested=nested)
     return select_all(catalog, trees(catalog), options(**chosen), only, strip=strip)  # type: ignore[arg-type]
@@ -61,14 +74,21 @@ def refused(code: str, call: object, *args: object, **kwargs: object) -> str:
 def test_one_tree_is_written_under_names_without_its_prefix() -> None:
     chosen = one(TREE)
     assert names(chosen) == ["layers.0.w", "layers.1.w", "norm.b"]
-    assert [entry.path for entry in chosen.entries] == [("layers.0.w",), ("layers.1.w",), ("norm.b",)]
+    assert [entry.path for entry in chosen.entries] == [
+        ("layers.0.w",),
+        ("layers.1.w",),
+        ("norm.b",),
+    ]
     assert chosen.entries[0].source.name == "ema.weights.layers.0.w"
     assert chosen.renamed == {}
 
 
 def test_match_then_exclude() -> None:
     assert names(one(TREE, match=["layers.*"])) == ["layers.0.w", "layers.1.w"]
-    assert names(one(TREE, match=["layers.*", "norm.b"], exclude=["*.1.*"])) == ["layers.0.w", "norm.b"]
+    assert names(one(TREE, match=["layers.*", "norm.b"], exclude=["*.1.*"])) == [
+        "layers.0.w",
+        "norm.b",
+    ]
     assert names(one(TREE, exclude=["norm.b"])) == ["layers.0.w", "layers.1.w"]
     assert names(one(TREE, match="norm.b")) == ["norm.b"]
 
@@ -107,7 +127,11 @@ def test_renames_are_plain_prefixes_and_the_first_that_fits_counts_once() -> Non
     chosen = one(TREE, rename=["layers.0=layers.9", "layers=blocks"])
     assert names(chosen) == ["layers.9.w", "blocks.1.w", "norm.b"]
     assert chosen.renamed == {"layers.0.w": "layers.9.w", "layers.1.w": "blocks.1.w"}
-    assert names(one(TREE, rename=["=model."])) == ["model.layers.0.w", "model.layers.1.w", "model.norm.b"]
+    assert names(one(TREE, rename=["=model."])) == [
+        "model.layers.0.w",
+        "model.layers.1.w",
+        "model.norm.b",
+    ]
     assert names(one(TREE, match=["layers.*"], rename=["layers.="])) == ["0.w", "1.w"]
     assert names(one(TREE, rename={"norm": "final"})) == ["layers.0.w", "layers.1.w", "final.b"]
 
@@ -151,7 +175,9 @@ def test_collisions_are_refused() -> None:
     assert "without a name" in refused("usage", one, {"model": {"w": W, "b": B}}, rename=["w="])
 
 
-@pytest.mark.parametrize("bad", [{"dtype": "int8"}, {"dtype": "fp8"}, {"dtype": ""}, {"rename": ["a"]}])
+@pytest.mark.parametrize(
+    "bad", [{"dtype": "int8"}, {"dtype": "fp8"}, {"dtype": ""}, {"rename": ["a"]}]
+)
 def test_options_that_mean_nothing_are_refused(bad: dict) -> None:
     refused("usage", options, **bad)
 
@@ -232,7 +258,11 @@ def test_trees_filter_in_stored_order() -> None:
 
 def test_casts_spare_settings_optimizer_and_other_trees() -> None:
     tree = {**TREE, "extra": {"noise": W}}
-    cast = {entry.name for entry in everything(tree, dtype="bf16").entries if entry.dtype.name == "bfloat16"}
+    cast = {
+        entry.name
+        for entry in everything(tree, dtype="bf16").entries
+        if entry.dtype.name == "bfloat16"
+    }
     live = {"model.layers.0.w", "model.layers.1.w", "model.norm.b"}
     assert cast == live | {"ema.weights.layers.0.w", "ema.weights.layers.1.w", "ema.weights.norm.b"}
 
@@ -250,7 +280,10 @@ def test_stripping_keeps_the_trees_own_name_and_optimizer_state() -> None:
         ("ema.n_averaged", ("ema", "n_averaged")),
         ("optim.state.module.a.w.exp_avg", ("optim", "state", "module.a.w", "exp_avg")),
     ]
-    assert chosen.renamed == {"module.module.a.w": "module.a.w", "ema.module._orig_mod.a.w": "ema.a.w"}
+    assert chosen.renamed == {
+        "module.module.a.w": "module.a.w",
+        "ema.module._orig_mod.a.w": "ema.a.w",
+    }
     whole = everything(tree, strip=False)
     assert whole.renamed == {}
     assert names(everything(tree, keep_prefixes=True)) == names(whole)
@@ -280,10 +313,16 @@ names_of_trees = st.sampled_from(["model", "ema", "module", "optim", "foo", "w",
 leaf = st.one_of(st.just(W), st.just(INT), st.just(3))
 nested_dicts = st.dictionaries(
     names_of_trees,
-    st.recursive(leaf, lambda inner: st.dictionaries(names_of_trees, inner, min_size=1, max_size=3), max_leaves=8),
+    st.recursive(
+        leaf,
+        lambda inner: st.dictionaries(names_of_trees, inner, min_size=1, max_size=3),
+        max_leaves=8,
+    ),
     max_size=4,
 )
-dotted = st.lists(st.sampled_from(["a", "b", "w", *sorted(WRAPPERS)]), min_size=1, max_size=4).map(".".join)
+dotted = st.lists(st.sampled_from(["a", "b", "w", *sorted(WRAPPERS)]), min_size=1, max_size=4).map(
+    ".".join
+)
 
 
 @given(st.lists(dotted, min_size=1, max_size=8, unique=True))
@@ -310,14 +349,18 @@ def test_paths_always_join_to_names(tree: dict, rules: list[tuple[str, str]], st
     catalog = catalog_of(tree)
     known = trees(catalog)
     try:
-        chosen = select_all(catalog, known, options(rename=[f"{old}={new}" for old, new in rules]), strip=strip)
+        chosen = select_all(
+            catalog, known, options(rename=[f"{old}={new}" for old, new in rules]), strip=strip
+        )
     except UsageError as error:
         assert error.code in ("empty-selection", "name-collision", "usage")
         return
     written = [*chosen.entries, *chosen.objects]
     assert len(written) == len(catalog.tensors) + len(catalog.objects)
     assert all(".".join(map(str, kept.path)) == kept.name for kept in written)
-    assert {kept.source.name: kept.name for kept in written if kept.source.name != kept.name} == chosen.renamed
+    assert {
+        kept.source.name: kept.name for kept in written if kept.source.name != kept.name
+    } == chosen.renamed
 
 
 def test_twenty_thousand_tensors_take_no_time() -> None:
@@ -332,7 +375,8 @@ def test_twenty_thousand_tensors_take_no_time() -> None:
         start = time.perf_counter()
         known = trees(catalog)
         select_tree(
-            default_tree(known), options(match=["*.w"], exclude=["layers.1.*"], dtype="bf16", rename=["layers=blocks"])
+            default_tree(known),
+            options(match=["*.w"], exclude=["layers.1.*"], dtype="bf16", rename=["layers=blocks"]),
         )
         select_all(catalog, known, options(exclude=["model.*.7?.w"]))
         best = min(best, time.perf_counter() - start)

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import SourceError, UsageError
-from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, inner_names, live_of, trees
+from ema_ckpt.state_dicts.tree import (
+    Tree,
+    default_tree,
+    find_tree,
+    find_trees,
+    inner_names,
+    live_of,
+    trees,
+)
 from tests.catalogs import INT, SCALAR, T, catalog_of
 
 W = T((2, 3))
@@ -28,15 +36,27 @@ def only_ema(tree: dict, *, nested: bool = True) -> Tree:
 
 
 def test_the_first_path_element_tells_the_tree_never_the_first_dot() -> None:
-    catalog = catalog_of({"model.embed.weight": W, "model": {"norm.weight": B}, "ema": {"norm.weight": B}})
+    catalog = catalog_of(
+        {"model.embed.weight": W, "model": {"norm.weight": B}, "ema": {"norm.weight": B}}
+    )
     found = {tree.name: [tensor.name for tensor in tree.tensors] for tree in trees(catalog)}
-    assert found == {"": ["model.embed.weight"], "model": ["model.norm.weight"], "ema": ["ema.norm.weight"]}
+    assert found == {
+        "": ["model.embed.weight"],
+        "model": ["model.norm.weight"],
+        "ema": ["ema.norm.weight"],
+    }
 
 
 def test_trees_come_in_stored_order_with_names_and_objects() -> None:
-    catalog = catalog_of({"step": 7, "optim": {"state": {"w": {"exp_avg": W}}, "lr": 0.1}, "model": {"b": B, "a": W}})
+    catalog = catalog_of(
+        {"step": 7, "optim": {"state": {"w": {"exp_avg": W}}, "lr": 0.1}, "model": {"b": B, "a": W}}
+    )
     found = trees(catalog)
-    assert [(t.name, t.role) for t in found] == [("optim", "optimizer"), ("model", "live"), ("", "other")]
+    assert [(t.name, t.role) for t in found] == [
+        ("optim", "optimizer"),
+        ("model", "live"),
+        ("", "other"),
+    ]
     assert [item.name for item in found[0].objects] == ["optim.lr"]
     assert list(found[1].weights) == ["b", "a"]
     assert [item.name for item in found[2].objects] == ["step"]
@@ -62,8 +82,20 @@ def test_two_paths_with_one_dotted_name_are_refused(tree: dict) -> None:
 
 
 def test_a_dictionary_of_recognised_trees_is_passed_through() -> None:
-    tree = {"app": {"model": {"w": W}, "ema": {"w": W}, "optim": {"state": {"w": {"exp_avg": W}}}, "step": 3}}
-    assert roles(tree) == {"app.model": "live", "app.ema": "ema", "app.optim": "optimizer", "app": "other"}
+    tree = {
+        "app": {
+            "model": {"w": W},
+            "ema": {"w": W},
+            "optim": {"state": {"w": {"exp_avg": W}}},
+            "step": 3,
+        }
+    }
+    assert roles(tree) == {
+        "app.model": "live",
+        "app.ema": "ema",
+        "app.optim": "optimizer",
+        "app": "other",
+    }
     assert live_of(found := trees(catalog_of(tree)), only_ema(tree)) is found[0]
 
 
@@ -103,7 +135,10 @@ def test_several_averages_under_one_name_are_trees_of_their_own() -> None:
         (["model.a.w", "ema.model.a.w"], {"": "live", "ema": "ema"}),
         (["model.a.w", "lm_head.w", "ema.model.a.w", "ema.lm_head.w"], {"": "live", "ema": "ema"}),
         (["model.a.w", "lm_head.w", "ema.a.w"], {"": "live", "ema": "ema"}),
-        (["a.w", "ema.a.w", "optimizer.state.a.w.exp_avg"], {"": "live", "ema": "ema", "optimizer": "optimizer"}),
+        (
+            ["a.w", "ema.a.w", "optimizer.state.a.w.exp_avg"],
+            {"": "live", "ema": "ema", "optimizer": "optimizer"},
+        ),
         (["network.w", "cinema.w", "ema", "emanate.w"], {"": "live"}),
         (["generator.w", "generator_ema.w", "critic.w"], {"": "live", "generator_ema": "ema"}),
         (["module.a.w", "ema.a.w"], {"": "live", "ema": "ema"}),
@@ -126,8 +161,17 @@ def test_the_rest_keeps_full_names() -> None:
 
 def test_scalars_at_the_top_do_not_hide_the_live_prefix() -> None:
     for shape in ((), (1,)):
-        tree = {"online_model.a.w": W, "ema_model.a.w": W, "initted": T(shape, "bool"), "step": T(shape, "int64")}
-        assert roles(tree, nested=False) == {"online_model": "live", "ema_model": "ema", "": "other"}
+        tree = {
+            "online_model.a.w": W,
+            "ema_model.a.w": W,
+            "initted": T(shape, "bool"),
+            "step": T(shape, "int64"),
+        }
+        assert roles(tree, nested=False) == {
+            "online_model": "live",
+            "ema_model": "ema",
+            "": "other",
+        }
 
 
 def test_a_learned_scalar_at_the_top_does() -> None:
@@ -150,22 +194,33 @@ def test_a_learned_scalar_at_the_top_does() -> None:
         ({"w": W, "ema": {"w": W}}, {"": "live", "ema": "ema"}),
         ({"model": {"w": W}, "step": INT}, {"model": "live", "": "other"}),
         ({"model": {"w": W}, "extra": {"noise": W}}, {"model": "live", "extra": "other"}),
-        ({"model": {"w": W}, "ema_config": {"decay": 0.9}}, {"model": "live", "ema_config": "other"}),
+        (
+            {"model": {"w": W}, "ema_config": {"decay": 0.9}},
+            {"model": "live", "ema_config": "other"},
+        ),
         ({"model": {"name": "resnet"}, "foo": {"w": W}}, {"foo": "live", "model": "other"}),
         ({"s": SCALAR}, {"": "live"}),
         ({"n": INT}, {"": "live"}),
         ({"optimizer_states": [{"state": {"0": {"exp_avg": W}}}], "state_dict": {"w": W}}, None),
-        ({"ema_optimizer": {"state": {"w": W}}, "model": {"w": W}}, {"ema_optimizer": "optimizer", "model": "live"}),
+        (
+            {"ema_optimizer": {"state": {"w": W}}, "model": {"w": W}},
+            {"ema_optimizer": "optimizer", "model": "live"},
+        ),
         ({}, {}),
     ],
 )
 def test_roles(tree: dict, expected: dict[str, str] | None) -> None:
-    assert roles(tree) == (expected if expected is not None else {"state_dict": "live", "": "other"})
+    assert roles(tree) == (
+        expected if expected is not None else {"state_dict": "live", "": "other"}
+    )
 
 
 def test_a_list_at_the_top_is_a_tree_only_by_name() -> None:
     assert roles({"model": {"w": W}, "stats": [B, B]}) == {"model": "live", "": "other"}
-    assert roles({"model": {"w": W}, "shadow_params": [W]}) == {"model": "live", "shadow_params": "ema"}
+    assert roles({"model": {"w": W}, "shadow_params": [W]}) == {
+        "model": "live",
+        "shadow_params": "ema",
+    }
 
 
 def test_an_ema_is_known_by_its_contents_too() -> None:
@@ -181,14 +236,26 @@ def test_an_ema_is_known_by_its_contents_too() -> None:
 def test_the_state_dict_of_one_ema_may_be_the_whole_checkpoint(nested: bool) -> None:
     tree = {"weights": {"w": W, "n": INT}, "num_updates": INT, "config": "{}"}
     ema = only_ema(tree, nested=nested)
-    assert (ema.name, list(ema.weights), list(ema.settings)) == ("", ["w", "n"], ["num_updates", "config"])
+    assert (ema.name, list(ema.weights), list(ema.settings)) == (
+        "",
+        ["w", "n"],
+        ["num_updates", "config"],
+    )
     ema = only_ema({"state": {"w": {"ema_params": W}}}, nested=nested)
     assert (ema.name, list(ema.weights)) == ("", ["w"])
 
 
 def test_lightning_averages_lie_under_state_dict() -> None:
-    tree = {"state_dict": {"w": W}, "current_model_state": {"w": W}, "averaging_state": {"n_averaged": INT}}
-    assert roles(tree) == {"state_dict": "ema", "current_model_state": "live", "averaging_state": "other"}
+    tree = {
+        "state_dict": {"w": W},
+        "current_model_state": {"w": W},
+        "averaging_state": {"n_averaged": INT},
+    }
+    assert roles(tree) == {
+        "state_dict": "ema",
+        "current_model_state": "live",
+        "averaging_state": "other",
+    }
     found = trees(catalog_of(tree))
     assert live_of(found, found[0]) is found[1]
     assert list(found[0].settings) == ["n_averaged"]
@@ -204,22 +271,49 @@ def test_lightning_averages_lie_under_state_dict() -> None:
     ("inside", "form", "weights", "settings"),
     [
         (
-            {"weights": {"a.w": W, "n": INT}, "residual": {"a.w": W}, "num_updates": INT, "config": "{}"},
+            {
+                "weights": {"a.w": W, "n": INT},
+                "residual": {"a.w": W},
+                "num_updates": INT,
+                "config": "{}",
+            },
             "weights.*",
             ["a.w", "n"],
             ["num_updates", "config"],
         ),
         ({"state": {"a.w": {"ema_params": W, "step": INT}}}, "state.<fqn>.ema_params", ["a.w"], []),
-        ({"ema_model": {"a.w": W, "n": INT}, "initted": INT, "step": INT}, "ema_model.*", ["a.w", "n"], None),
-        ({"shadow": {"a.w": W}, "decay": 0.9, "num_updates": 4}, "shadow.*", ["a.w"], ["decay", "num_updates"]),
+        (
+            {"ema_model": {"a.w": W, "n": INT}, "initted": INT, "step": INT},
+            "ema_model.*",
+            ["a.w", "n"],
+            None,
+        ),
+        (
+            {"shadow": {"a.w": W}, "decay": 0.9, "num_updates": 4},
+            "shadow.*",
+            ["a.w"],
+            ["decay", "num_updates"],
+        ),
         ({"shadow": {"a.w": W}, "backup": {"a.w": W}}, "shadow.*", ["a.w"], []),
-        ({"model": {"a.w": W, "n": INT}, "config": {"decay": 0.9}}, "model.*", ["a.w", "n"], ["config.decay"]),
+        (
+            {"model": {"a.w": W, "n": INT}, "config": {"decay": 0.9}},
+            "model.*",
+            ["a.w", "n"],
+            ["config.decay"],
+        ),
         ({"module": {"a.w": W}, "n_averaged": INT}, "module.*", ["a.w"], ["n_averaged"]),
-        ({"a.w": W, "c": T((2,), "complex64"), "n": INT, "decay": SCALAR}, "*", ["a.w", "c"], ["decay"]),
+        (
+            {"a.w": W, "c": T((2,), "complex64"), "n": INT, "decay": SCALAR},
+            "*",
+            ["a.w", "c"],
+            ["decay"],
+        ),
         ({"a.w": W, "step": T((4,)), "decay": T((2, 2))}, "*", ["a.w", "step", "decay"], []),
     ],
 )
-def test_forms(nested: bool, inside: dict, form: str, weights: list[str], settings: list[str] | None) -> None:
+def test_forms(
+    nested: bool, inside: dict, form: str, weights: list[str], settings: list[str] | None
+) -> None:
     ema = only_ema({"ema": inside, "model": {"a.w": W}}, nested=nested)
     assert (ema.name, ema.form, list(ema.weights)) == ("ema", form, weights)
     assert settings is None or list(ema.settings) == settings
@@ -227,7 +321,9 @@ def test_forms(nested: bool, inside: dict, form: str, weights: list[str], settin
 
 def test_a_module_that_bears_the_name_of_a_form_does_not_swallow_its_siblings() -> None:
     for name in ("weights", "shadow", "ema_model"):
-        ema = only_ema({"ema": {f"{name}.w": W, "head.w": W}, "model": {f"{name}.w": W, "head.w": W}})
+        ema = only_ema(
+            {"ema": {f"{name}.w": W, "head.w": W}, "model": {f"{name}.w": W, "head.w": W}}
+        )
         assert list(ema.weights) == [f"{name}.w", "head.w"]
 
 
@@ -262,7 +358,13 @@ def positional(shadows: list[T], live: dict[str, T], **more: object) -> Tree:
 
 
 def test_positions_pair_with_the_live_parameters_in_stored_order() -> None:
-    live = {"b.w": W, "a.w": T((4, 4)), "bn.running_mean": B, "bn.num_batches_tracked": INT, "a.b": B}
+    live = {
+        "b.w": W,
+        "a.w": T((4, 4)),
+        "bn.running_mean": B,
+        "bn.num_batches_tracked": INT,
+        "a.b": B,
+    }
     ema = positional([W, T((4, 4)), B], live)
     assert {fqn: t.name for fqn, t in ema.weights.items()} == {
         "b.w": "ema.shadow_params.0",
@@ -277,7 +379,9 @@ def test_positions_are_numbers_not_text() -> None:
     flat = {f"model.{k}": v for k, v in live.items()}
     flat |= {f"ema.shadow_params.{n}": shapes[n] for n in (10, 11, *range(10))}
     ema = only_ema(flat, nested=False)
-    assert {k.removeprefix("model."): t.shape for k, t in ema.weights.items()} == {k: t.shape for k, t in live.items()}
+    assert {k.removeprefix("model."): t.shape for k, t in ema.weights.items()} == {
+        k: t.shape for k, t in live.items()
+    }
 
 
 def test_a_tied_parameter_has_one_position() -> None:
@@ -294,7 +398,11 @@ def test_frozen_parameters_have_none_if_the_optimizer_says_so() -> None:
 
 def test_the_list_may_be_the_whole_tree_with_its_settings_beside_it() -> None:
     ema = only_ema({"model": {"w": W}, "shadow_params": [W], "decay": 0.9, "num_updates": 5})
-    assert (ema.name, list(ema.weights), list(ema.settings)) == ("shadow_params", ["w"], ["decay", "num_updates"])
+    assert (ema.name, list(ema.weights), list(ema.settings)) == (
+        "shadow_params",
+        ["w"],
+        ["decay", "num_updates"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,10 +410,21 @@ def test_the_list_may_be_the_whole_tree_with_its_settings_beside_it() -> None:
     [
         ([W, T((9,))], {"a": W, "b": B}, "fit no list"),
         ([W], {"a": W, "b": B}, "fit no list"),
-        ([W, W], {"a": W, "b": T((2, 3), "bool"), "c": T((2, 3), storage="s"), "d": T((2, 3), storage="s")}, None),
+        (
+            [W, W],
+            {
+                "a": W,
+                "b": T((2, 3), "bool"),
+                "c": T((2, 3), storage="s"),
+                "d": T((2, 3), storage="s"),
+            },
+            None,
+        ),
     ],
 )
-def test_positions_that_fit_nothing_are_refused_when_asked_for(shadows: list, live: dict, reason: str | None) -> None:
+def test_positions_that_fit_nothing_are_refused_when_asked_for(
+    shadows: list, live: dict, reason: str | None
+) -> None:
     ema = positional(shadows, live)
     if reason is None:
         assert list(ema.weights) == ["a", "c"]
@@ -335,7 +454,10 @@ def test_positions_that_fit_in_two_ways_are_refused() -> None:
 
 
 def test_dotless_names_pair_with_live_names() -> None:
-    tree = {"model": {"blocks.0.w": W, "head.w": B}, "model_ema": {"blocks0w": W, "headw": B, "decay": SCALAR}}
+    tree = {
+        "model": {"blocks.0.w": W, "head.w": B},
+        "model_ema": {"blocks0w": W, "headw": B, "decay": SCALAR},
+    }
     ema = only_ema(tree)
     assert {fqn: t.name for fqn, t in ema.weights.items()} == {
         "blocks.0.w": "model_ema.blocks0w",
@@ -404,12 +526,19 @@ def test_a_tree_is_found_by_name_or_by_a_path_below_one() -> None:
     assert find_tree(found, "ema") is found[1]
     assert list(find_tree(found, "model.layers").weights) == ["0.w", "1.w"]
     part = find_tree(found, "ema.weights")
-    assert (part.role, list(part.weights), list(part.settings)) == ("ema", ["layers.0.w", "n"], ["num_updates"])
+    assert (part.role, list(part.weights), list(part.settings)) == (
+        "ema",
+        ["layers.0.w", "n"],
+        ["num_updates"],
+    )
     assert list(find_tree(found, "ema.weights.layers.0").weights) == ["w"]
 
 
 def test_an_ema_below_a_live_tree_is_one() -> None:
-    tree = {"state_dict": {"model.a.w": W, "model_ema.aw": W, "model_ema.num_updates": INT}, "epoch": 3}
+    tree = {
+        "state_dict": {"model.a.w": W, "model_ema.aw": W, "model_ema.num_updates": INT},
+        "epoch": 3,
+    }
     part = find_tree(trees(catalog_of(tree)), "state_dict.model_ema")
     assert (part.role, list(part.weights), list(part.settings)) == ("ema", ["a.w"], ["num_updates"])
 
@@ -425,7 +554,9 @@ def test_the_short_name_of_a_passed_through_tree_finds_it() -> None:
 
 @pytest.mark.parametrize("name", ["emma", "model.w", "model.", "mod", "model.layer", "weights"])
 def test_an_unknown_tree_lists_those_there_are(name: str) -> None:
-    found = trees(catalog_of({"optim": {"s": W}, "model": {"w": W, "layers.w": W}, "ema": {"w": W}}))
+    found = trees(
+        catalog_of({"optim": {"s": W}, "model": {"w": W, "layers.w": W}, "ema": {"w": W}})
+    )
     with pytest.raises(UsageError, match=r"'ema'.*'optim'|'model'.*'optim'") as caught:
         find_tree(found, name)
     assert caught.value.code == "unknown-tree"
@@ -458,13 +589,18 @@ def test_the_default_tree(tree: dict, name: str) -> None:
     ("tree", "commands"),
     [
         ({"net": {"w": W}, "model": {"w": W}}, ["--tree net", "--tree model"]),
-        ({"a_ema": {"w": W}, "b_ema": {"w": W}, "model": {"w": W}}, ["--tree a_ema", "--tree b_ema", "--tree model"]),
+        (
+            {"a_ema": {"w": W}, "b_ema": {"w": W}, "model": {"w": W}},
+            ["--tree a_ema", "--tree b_ema", "--tree model"],
+        ),
         ({"foo": {"w": W}, "b r": {"w": W}}, ["--tree foo", "--tree 'b r'"]),
         ({"w": W, "foo": {"w": W}}, ["--tree ''", "--tree foo"]),
         ({"optim": {"state": {"w": W}}}, ["convert ckpt out"]),
     ],
 )
-def test_an_unclear_default_gives_one_command_per_candidate(tree: dict, commands: list[str]) -> None:
+def test_an_unclear_default_gives_one_command_per_candidate(
+    tree: dict, commands: list[str]
+) -> None:
     with pytest.raises(UsageError) as caught:
         default_tree(trees(catalog_of(tree)), "ema-ckpt consolidate ckpt out")
     assert caught.value.code == "ambiguous-tree"
@@ -475,35 +611,70 @@ def test_an_unclear_default_gives_one_command_per_candidate(tree: dict, commands
 
 
 def test_inner_names_of_all_tensors() -> None:
-    catalog = catalog_of({"model": {"a": W}, "ema": {"weights": {"a": W}, "num_updates": INT}, "n": INT})
+    catalog = catalog_of(
+        {"model": {"a": W}, "ema": {"weights": {"a": W}, "num_updates": INT}, "n": INT}
+    )
     names: dict[str, str] = {}
     for tree in trees(catalog):
         names |= inner_names(tree)
-    assert names == {"model.a": "a", "ema.weights.a": "a", "ema.num_updates": "num_updates", "n": "n"}
+    assert names == {
+        "model.a": "a",
+        "ema.weights.a": "a",
+        "ema.num_updates": "num_updates",
+        "n": "n",
+    }
 
 
 def test_parts_bring_their_role() -> None:
-    catalog = catalog_of({"pytorch_model_fsdp_0": {"w": W}, "rng_0": {"w": W}, "unet_ema": {"w": W}})
+    catalog = catalog_of(
+        {"pytorch_model_fsdp_0": {"w": W}, "rng_0": {"w": W}, "unet_ema": {"w": W}}
+    )
     parts = {"pytorch_model_fsdp_0": "live", "rng_0": "other", "unet_ema": "ema"}
-    merged = Catalog(**{**{k: getattr(catalog, k) for k in catalog.__slots__}, "extra": {"parts": parts}})
+    merged = Catalog(
+        **{**{k: getattr(catalog, k) for k in catalog.__slots__}, "extra": {"parts": parts}}
+    )
     assert {tree.name: tree.role for tree in trees(merged)} == parts
 
 
 def test_every_entry_lies_in_exactly_one_tree() -> None:
-    tree = {"w": W, "model": {"w": W, "n": INT}, "ema": {"online_model.w": W, "ema_model.w": W, "step": 1}, "x": [1, 2]}
+    tree = {
+        "w": W,
+        "model": {"w": W, "n": INT},
+        "ema": {"online_model.w": W, "ema_model.w": W, "step": 1},
+        "x": [1, 2],
+    }
     catalog = catalog_of(tree)
-    held: list[Tensor | Object] = [item for found in trees(catalog) for item in (*found.tensors, *found.objects)]
-    assert sorted(item.name for item in held) == sorted(item.name for item in (*catalog.tensors, *catalog.objects))
+    held: list[Tensor | Object] = [
+        item for found in trees(catalog) for item in (*found.tensors, *found.objects)
+    ]
+    assert sorted(item.name for item in held) == sorted(
+        item.name for item in (*catalog.tensors, *catalog.objects)
+    )
 
 
 # Properties.
 
 keys = st.sampled_from(
-    ["model", "ema", "app", "net", "optim", "args", "weights", "shadow", "module", "num_updates", "w", "b.c"]
+    [
+        "model",
+        "ema",
+        "app",
+        "net",
+        "optim",
+        "args",
+        "weights",
+        "shadow",
+        "module",
+        "num_updates",
+        "w",
+        "b.c",
+    ]
 )
 values = st.one_of(st.just(W), st.just(INT), st.just(SCALAR), st.just(1), st.just([W, B]))
 state_dicts = st.dictionaries(
-    keys, st.recursive(values, lambda inner: st.dictionaries(keys, inner, max_size=4), max_leaves=12), max_size=5
+    keys,
+    st.recursive(values, lambda inner: st.dictionaries(keys, inner, max_size=4), max_leaves=12),
+    max_size=5,
 )
 
 
@@ -516,13 +687,21 @@ def test_any_state_dict_is_told_apart_without_loss(tree: dict, nested: bool) -> 
         assert error.code == "name-collision"
         return
     held = [item for part in found for item in (*part.tensors, *part.objects)]
-    assert {id(item) for item in held} == {id(item) for item in (*catalog.tensors, *catalog.objects)}
+    assert {id(item) for item in held} == {
+        id(item) for item in (*catalog.tensors, *catalog.objects)
+    }
     assert len(held) == len(catalog.tensors) + len(catalog.objects)
     assert len({part.name for part in found}) == len(found)
     for part in found:
         assert part.role in ("live", "ema", "optimizer", "other")
-        assert all(item.name.startswith(f"{part.name}.") for item in (*part.tensors, *part.objects) if part.name)
-        assert {id(tensor) for tensor in part.named.values()} <= {id(tensor) for tensor in part.tensors}
+        assert all(
+            item.name.startswith(f"{part.name}.")
+            for item in (*part.tensors, *part.objects)
+            if part.name
+        )
+        assert {id(tensor) for tensor in part.named.values()} <= {
+            id(tensor) for tensor in part.tensors
+        }
         assert part.role != "live" or part.tensors
         names = inner_names(part)
         assert len(set(names.values())) == len(names) or part.role == "ema"
@@ -548,4 +727,8 @@ def test_whatever_is_named_is_found_or_refused_by_name(tree: dict, data: st.Data
         assert error.code == "unknown-tree"
         return
     for part in parts:
-        assert name in ("", part.name) or part.name.startswith(f"{name}.") or part.name.endswith(f".{name}")
+        assert (
+            name in ("", part.name)
+            or part.name.startswith(f"{name}.")
+            or part.name.endswith(f".{name}")
+        )

@@ -17,7 +17,10 @@ from tests.checkpoints import ema, save_dcp, torch_at, touch, weights
 APP: dict[str, object] = {
     "model": weights(),
     "ema": ema(),
-    "optimizer": {"state": {"layer.w": {"exp_avg": torch.ones(2, 3), "step": torch.tensor(9.0)}}, "param_groups": []},
+    "optimizer": {
+        "state": {"layer.w": {"exp_avg": torch.ones(2, 3), "step": torch.tensor(9.0)}},
+        "param_groups": [],
+    },
     "lr_scheduler": {"last_epoch": 3},
     "step": 12,
     "nets": {"critic": {"layer.w": torch.full((1,), 5.0)}},
@@ -26,7 +29,11 @@ APP: dict[str, object] = {
 
 @pytest.fixture(params=["dcp", "torch"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return save_dcp(tmp_path / "run", APP) if request.param == "dcp" else torch_at(tmp_path / "run.pt", APP)
+    return (
+        save_dcp(tmp_path / "run", APP)
+        if request.param == "dcp"
+        else torch_at(tmp_path / "run.pt", APP)
+    )
 
 
 def _taken(source: Path, tree: str | None = None) -> tuple[str | None, dict[str, torch.Tensor]]:
@@ -35,8 +42,12 @@ def _taken(source: Path, tree: str | None = None) -> tuple[str | None, dict[str,
     return written.tree, torch.load(out, weights_only=True)
 
 
-@pytest.mark.parametrize(("tree", "seed"), [(None, 0.5), ("ema", 0.5), ("ema.weights", 0.5), ("model", 0.0)])
-def test_the_average_by_default_and_any_tree_by_name(source: Path, tree: str | None, seed: float) -> None:
+@pytest.mark.parametrize(
+    ("tree", "seed"), [(None, 0.5), ("ema", 0.5), ("ema.weights", 0.5), ("model", 0.0)]
+)
+def test_the_average_by_default_and_any_tree_by_name(
+    source: Path, tree: str | None, seed: float
+) -> None:
     name, found = _taken(source, tree)
     assert name == (tree or "ema")
     assert list(found) == ["layer.w", "b"]
@@ -50,7 +61,9 @@ def test_a_dotted_path_below_a_tree(source: Path, tree: str) -> None:
     assert found.popitem()[1].tolist() == [5.0]
 
 
-@pytest.mark.parametrize(("wrong", "near"), [("modle", "model"), ("emma", "ema"), ("optimiser", "optimizer")])
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("modle", "model"), ("emma", "ema"), ("optimiser", "optimizer")]
+)
 def test_an_unknown_tree_is_answered_with_those_there_are_the_nearest_first(
     source: Path, wrong: str, near: str
 ) -> None:
@@ -70,12 +83,17 @@ def test_an_optimizer_is_no_state_dict_and_convert_is_named(source: Path) -> Non
 
 
 def test_several_candidates_come_with_a_command_for_each(tmp_path: Path) -> None:
-    source = save_dcp(tmp_path / "run", {"model": weights(), "ema": weights(1.0), "ema_slow": weights(2.0)})
+    source = save_dcp(
+        tmp_path / "run", {"model": weights(), "ema": weights(1.0), "ema_slow": weights(2.0)}
+    )
     with pytest.raises(EmaCkptError) as caught:
         _taken(source)
     assert caught.value.code == "ambiguous-tree"
     for name, seed in (("ema", 1.0), ("ema_slow", 2.0), ("model", 0.0)):
-        assert f"`ema-ckpt consolidate {source} {tmp_path / 'out.pt'} --tree {name} --overwrite`" in str(caught.value)
+        assert (
+            f"`ema-ckpt consolidate {source} {tmp_path / 'out.pt'} --tree {name} --overwrite`"
+            in str(caught.value)
+        )
         assert torch.equal(_taken(source, name)[1]["b"], weights(seed)["b"])
 
 
@@ -84,14 +102,22 @@ def test_a_parent_directory_with_optimizer_and_random_state_beside(tmp_path: Pat
     parent = tmp_path / "checkpoint"
     parent.mkdir()
     save_dcp(parent / "pytorch_model_fsdp_0", weights())  # type: ignore[arg-type]
-    for name in ("scheduler.bin", "random_states_0.pkl", "scaler.pt", "training_args.bin", "trainer_state.json"):
+    for name in (
+        "scheduler.bin",
+        "random_states_0.pkl",
+        "scaler.pt",
+        "training_args.bin",
+        "trainer_state.json",
+    ):
         touch(parent / name)
     assert torch.equal(_taken(parent)[1]["layer.w"], weights()["layer.w"])
     assert ema_ckpt.inspect(parent).resolved == str(parent)
 
 
 @pytest.mark.parametrize("down", ["one", "one/two"])
-def test_the_only_checkpoint_below_is_found_and_two_are_a_question(tmp_path: Path, down: str) -> None:
+def test_the_only_checkpoint_below_is_found_and_two_are_a_question(
+    tmp_path: Path, down: str
+) -> None:
     parent = tmp_path / "results"
     os.makedirs(parent / down)
     save_dcp(parent / down / "run", {"model": weights(4.0)}) if down == "one" else save_dcp(
@@ -109,10 +135,17 @@ def test_the_only_checkpoint_below_is_found_and_two_are_a_question(tmp_path: Pat
 
 def test_an_argument_namespace_is_skipped_by_name_and_never_made(tmp_path: Path) -> None:
     """chemprop/chemprop#1227: safe loading rejected checkpoints that carry their arguments."""
-    tree = {"state_dict": weights(), "args": argparse.Namespace(lr=0.1), "history": [{"a": argparse.Namespace()}]}
+    tree = {
+        "state_dict": weights(),
+        "args": argparse.Namespace(lr=0.1),
+        "history": [{"a": argparse.Namespace()}],
+    }
     source = torch_at(tmp_path / "run.pt", tree)
     written = ema_ckpt.consolidate(source, tmp_path / "out.pt")
-    assert all(torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)[k], v) for k, v in weights().items())
+    assert all(
+        torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)[k], v)
+        for k, v in weights().items()
+    )
     assert {item.name.partition(".")[0] for item in written.skipped} == {"args", "history"}
     assert all("argparse.Namespace" in item.reason for item in written.skipped)
     with pytest.raises(EmaCkptError, match="args") as caught:
@@ -123,7 +156,10 @@ def test_an_argument_namespace_is_skipped_by_name_and_never_made(tmp_path: Path)
 
 def test_parts_keep_their_roles_once_they_are_one_checkpoint(tmp_path: Path) -> None:
     save_dcp(tmp_path / "run" / "pytorch_model_fsdp_0", {"model": {"w": torch.ones(4, 3)}})
-    save_dcp(tmp_path / "run" / "optimizer_0", {"optimizer": {"state": {"w": {"exp_avg": torch.ones(4, 3)}}}})
+    save_dcp(
+        tmp_path / "run" / "optimizer_0",
+        {"optimizer": {"state": {"w": {"exp_avg": torch.ones(4, 3)}}}},
+    )
     ema_ckpt.reshard(tmp_path / "run", tmp_path / "two", 2)
     ema_ckpt.convert(tmp_path / "run", tmp_path / "run.safetensors")
     for path in (tmp_path / "run", tmp_path / "two", tmp_path / "run.safetensors"):

@@ -21,12 +21,19 @@ def _shell(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a line of shell in which `"$@"` is the command with `words`."""
     command = [sys.executable, "-m", "ema_ckpt", *words]
     return subprocess.run(
-        ["sh", "-c", script, "sh", *command], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+        ["sh", "-c", script, "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
     )
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-@pytest.mark.parametrize("words", [["inspect", "PATH"], ["inspect", "PATH", "--json"], ["verify", "PATH"], ["--help"]])
+@pytest.mark.parametrize(
+    "words", [["inspect", "PATH"], ["inspect", "PATH", "--json"], ["verify", "PATH"], ["--help"]]
+)
 def test_output_on_a_full_disk_is_trouble_and_no_bug(tmp_path: Path, words: list[str]) -> None:
     path = dcp_at(tmp_path / "run")
     done = _shell('"$@" > /dev/full', *(str(path) if word == "PATH" else word for word in words))
@@ -50,7 +57,9 @@ def test_an_error_stays_out_of_the_document_if_stderr_is_closed(tmp_path: Path) 
     assert json.loads(done.stdout)["error"]["code"] == "not-found"
 
 
-@pytest.mark.parametrize("words", [["inspect", "PATH", "--json"], ["--help"], ["inspect", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["inspect", "PATH", "--json"], ["--help"], ["inspect", "--help"]]
+)
 def test_a_reader_that_left_before_the_first_line(tmp_path: Path, words: list[str]) -> None:
     path = dcp_at(tmp_path / "run")
     words = [str(path) if word == "PATH" else word for word in words]
@@ -60,7 +69,13 @@ def test_a_reader_that_left_before_the_first_line(tmp_path: Path, words: list[st
 
 @pytest.mark.parametrize(
     "words",
-    [["consolidate"], ["consolidate", "a"], ["consolidate", "a", "b", "--threads", "x"], ["nonsense"], ["inspect"]],
+    [
+        ["consolidate"],
+        ["consolidate", "a"],
+        ["consolidate", "a", "b", "--threads", "x"],
+        ["nonsense"],
+        ["inspect"],
+    ],
 )
 def test_usage_errors_are_a_document_too(words: list[str]) -> None:
     done = _shell('"$@"', *words, "--json")
@@ -118,7 +133,9 @@ def test_progress_is_for_terminals_and_for_those_who_listen(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("words", [["inspect"], ["inspect", "--shards"], ["diff"]])
-def test_an_encoding_without_the_signs_of_a_table_is_no_bug(tmp_path: Path, words: list[str]) -> None:
+def test_an_encoding_without_the_signs_of_a_table_is_no_bug(
+    tmp_path: Path, words: list[str]
+) -> None:
     path = dcp_at(tmp_path / "run")
     done = _shell('PYTHONIOENCODING=ascii "$@"', words[0], str(path), *words[1:])
     assert (done.returncode, done.stderr) == (0, "")

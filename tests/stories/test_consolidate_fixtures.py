@@ -60,7 +60,9 @@ def _trees(fixture: str, entry: dict) -> dict[str, dict[str, tuple[list[int], st
         if fixture in FLAT_TREES:
             path = name.split(".", 1)
         tree = str(path[0]) if len(path) > 1 else ""
-        trees.setdefault(tree, {})[".".join(map(str, path[1:] if len(path) > 1 else path))] = _facts(facts)
+        trees.setdefault(tree, {})[".".join(map(str, path[1:] if len(path) > 1 else path))] = (
+            _facts(facts)
+        )
     return trees
 
 
@@ -69,7 +71,11 @@ def _inside(tree: str, tensors: dict) -> dict:
     if not tree.endswith("ema"):
         return tensors
     if any(name.startswith("weights.") for name in tensors):
-        return {name.removeprefix("weights."): facts for name, facts in tensors.items() if name not in SETTINGS}
+        return {
+            name.removeprefix("weights."): facts
+            for name, facts in tensors.items()
+            if name not in SETTINGS
+        }
     return {name: facts for name, facts in tensors.items() if "float" in facts[1]}
 
 
@@ -87,11 +93,16 @@ CASES = list(_cases())
 
 def _digest(tensor: torch.Tensor) -> str:
     plain = tensor.detach().contiguous()
-    return hashlib.sha256(ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size())).hexdigest()
+    return hashlib.sha256(
+        ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size())
+    ).hexdigest()
 
 
 def _seen(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[list[int], str, str]]:
-    return {k: (list(t.shape), str(t.dtype).removeprefix("torch."), _digest(t)) for k, t in tensors.items()}
+    return {
+        k: (list(t.shape), str(t.dtype).removeprefix("torch."), _digest(t))
+        for k, t in tensors.items()
+    }
 
 
 def _fits_safetensors(case: Case) -> bool:
@@ -124,7 +135,9 @@ def test_a_torch_file_holds_the_truth(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if _fits_safetensors(c)], ids=str)
 def test_a_hugging_face_directory_holds_the_truth(case: Case, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ema_ckpt.consolidate(FIXTURES / case.fixture, out, tree=case.tree, max_shard_size=200, expand_ties=True)
+    ema_ckpt.consolidate(
+        FIXTURES / case.fixture, out, tree=case.tree, max_shard_size=200, expand_ties=True
+    )
     index_file = out / "model.safetensors.index.json"
     shards = sorted(out.glob("*.safetensors"))
     loaded = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
@@ -136,7 +149,9 @@ def test_a_hugging_face_directory_holds_the_truth(case: Case, tmp_path: Path) ->
     index = json.loads(index_file.read_text())
     holds = {name: shard.name for shard in shards for name in load_file(shard)}
     assert index["weight_map"] == holds
-    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in loaded.values())
+    assert index["metadata"]["total_size"] == sum(
+        t.numel() * t.element_size() for t in loaded.values()
+    )
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not _fits_safetensors(c)], ids=str)
@@ -151,7 +166,12 @@ def test_a_dtype_that_safetensors_lacks_is_refused_by_name(case: Case, tmp_path:
 def test_every_kind_of_checkpoint_is_among_the_cases() -> None:
     seen = {case.fixture.partition("/")[0] for case in CASES}
     assert seen == {"dcp", "hf", "nasty", "odd", "rank-files", "safetensors", "tiny-lm", "torch"}
-    assert {EXPECTED[c.fixture]["world_size"] for c in CASES if c.fixture.startswith("dcp/")} == {1, 2, 4, 8}
+    assert {EXPECTED[c.fixture]["world_size"] for c in CASES if c.fixture.startswith("dcp/")} == {
+        1,
+        2,
+        4,
+        8,
+    }
 
 
 # ---------------------------------------------------------------- transformers
@@ -176,7 +196,9 @@ def _loss(model: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100kB"])
-def test_transformers_loads_the_average_of_the_trained_model(max_shard_size: str, tmp_path: Path) -> None:
+def test_transformers_loads_the_average_of_the_trained_model(
+    max_shard_size: str, tmp_path: Path
+) -> None:
     out = tmp_path / "model"
     written = ema_ckpt.consolidate(FIXTURES / "tiny-lm", out, max_shard_size=max_shard_size)
     assert written.tree == "ema"
@@ -203,5 +225,7 @@ def test_a_torch_file_loads_strictly_into_the_model(tmp_path: Path) -> None:
 
     ema_ckpt.consolidate(FIXTURES / "tiny-lm", tmp_path / "ema.pt")
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(FIXTURES / "tiny-lm-config"))
-    model.load_state_dict(torch.load(tmp_path / "ema.pt", weights_only=True, mmap=True), strict=True)
+    model.load_state_dict(
+        torch.load(tmp_path / "ema.pt", weights_only=True, mmap=True), strict=True
+    )
     assert _loss(model) < 2.2

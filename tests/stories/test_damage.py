@@ -60,7 +60,13 @@ FILES = [
 @pytest.mark.parametrize("how", ["flip", "cut", "zero", "copy"])
 @pytest.mark.parametrize(("source", "file", "covered"), FILES, ids=str)
 def test_damage_is_refused_or_harmless(
-    source: str, file: str, covered: bool, how: str, commands: Commands, marker: Path, tmp_path: Path
+    source: str,
+    file: str,
+    covered: bool,
+    how: str,
+    commands: Commands,
+    marker: Path,
+    tmp_path: Path,
 ) -> None:
     honest = FIXTURES / source
     copy = tmp_path / honest.name
@@ -77,7 +83,9 @@ def test_damage_is_refused_or_harmless(
             assert found == wanted
 
 
-def _consolidated(commands: Commands, source: Path, folder: Path) -> dict[str, tuple[str, list[object]]] | None:
+def _consolidated(
+    commands: Commands, source: Path, folder: Path
+) -> dict[str, tuple[str, list[object]]] | None:
     """The weights as plain values, or None if they were refused as they should be."""
     out = folder / "out.pt"
     ended = commands.run("consolidate", source, out, "-q")
@@ -89,4 +97,7 @@ def _consolidated(commands: Commands, source: Path, folder: Path) -> dict[str, t
         return None
     loaded = torch.load(out, weights_only=True)
     out.unlink()
-    return {name: (str(t.dtype), t.reshape(-1).contiguous().view(torch.uint8).tolist()) for name, t in loaded.items()}
+    return {
+        name: (str(t.dtype), t.reshape(-1).contiguous().view(torch.uint8).tolist())
+        for name, t in loaded.items()
+    }

@@ -26,7 +26,9 @@ def written(path: Path) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("fill", [True, "model", "model.a"])
 @pytest.mark.parametrize("wrapper", ["", "module."])
-def test_a_part_of_an_ema_is_filled_from_the_same_part(tmp_path: Path, wrapper: str, fill: bool | str) -> None:
+def test_a_part_of_an_ema_is_filled_from_the_same_part(
+    tmp_path: Path, wrapper: str, fill: bool | str
+) -> None:
     if wrapper and fill == "model.a":
         fill = "model.module.a"
     source = run_at(tmp_path / "run", wrapper)
@@ -37,8 +39,12 @@ def test_a_part_of_an_ema_is_filled_from_the_same_part(tmp_path: Path, wrapper: 
 
 
 @pytest.mark.parametrize("wrapper", ["", "module."])
-def test_a_part_of_an_ema_lacks_only_what_that_part_of_the_model_has(tmp_path: Path, wrapper: str) -> None:
-    done = ema_ckpt.consolidate(run_at(tmp_path / "run", wrapper), tmp_path / "out.pt", tree="ema.weights.a")
+def test_a_part_of_an_ema_lacks_only_what_that_part_of_the_model_has(
+    tmp_path: Path, wrapper: str
+) -> None:
+    done = ema_ckpt.consolidate(
+        run_at(tmp_path / "run", wrapper), tmp_path / "out.pt", tree="ema.weights.a"
+    )
     (warning,) = done.warnings
     assert warning.code == "ema-partial"
     assert "lacks 1 tensor that 'model.a' has: bias" in warning.message.replace("'bias'", "bias")
@@ -50,7 +56,9 @@ def test_a_whole_part_is_not_called_partial(tmp_path: Path) -> None:
     tree = {"model": live, "ema": {"weights": live, "num_updates": torch.tensor(3)}}
     source = save_dcp(tmp_path / "run", tree)
     for fill in (False, True):
-        done = ema_ckpt.consolidate(source, tmp_path / f"{fill}.pt", tree="ema.weights.a", fill=fill)
+        done = ema_ckpt.consolidate(
+            source, tmp_path / f"{fill}.pt", tree="ema.weights.a", fill=fill
+        )
         assert (done.warnings, done.filled, done.tensors) == ((), (), 1)
 
 
@@ -62,7 +70,9 @@ def test_a_list_of_averages_named_by_its_own_path_is_paired_with_the_model(tmp_p
     assert done.warnings == done.filled == ()
     assert written(tmp_path / "a.pt") == {name: value.tolist() for name, value in live.items()}
     assert ema_ckpt.diff(source, tree="ema.shadow_params").identical == 2
-    short = save_dcp(tmp_path / "short", {"model": live, "ema": {"shadow_params": [live["w"]], "num_updates": 3}})
+    short = save_dcp(
+        tmp_path / "short", {"model": live, "ema": {"shadow_params": [live["w"]], "num_updates": 3}}
+    )
     with pytest.raises(ema_ckpt.EmaCkptError, match="cannot be paired") as caught:
         ema_ckpt.consolidate(short, tmp_path / "b.pt", tree="ema.shadow_params")
     assert caught.value.code == "unsupported"

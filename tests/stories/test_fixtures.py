@@ -75,7 +75,9 @@ class Ended:
 
     @property
     def document(self) -> dict:
-        return json.loads(self.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no strict JSON"))
+        return json.loads(
+            self.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no strict JSON")
+        )
 
 
 def _rows() -> list[Row]:
@@ -86,7 +88,8 @@ def _rows() -> list[Row]:
             verbs = cells[1 : cells.index("names")]
         elif verbs and len(cells) == len(verbs) + 3 and cells[1][:1].isdigit():
             outcomes = {
-                verb: (int(text.split()[0]), text.split()[1:]) for verb, text in zip(verbs, cells[1:], strict=False)
+                verb: (int(text.split()[0]), text.split()[1:])
+                for verb, text in zip(verbs, cells[1:], strict=False)
             }
             rows.append(Row(cells[0].strip("`"), outcomes, cells[-2].strip("`")))
     return rows
@@ -102,7 +105,9 @@ class Commands:
     def __init__(self, marker: Path) -> None:
         env = {**os.environ, "EMA_CKPT_MARKER": str(marker), "PYTHONPATH": str(FIXTURES.parent)}
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen([sys.executable, "-c", _DRIVER], stdin=pipe, stdout=pipe, text=True, env=env)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _DRIVER], stdin=pipe, stdout=pipe, text=True, env=env
+        )
 
     def run(self, *arguments: object) -> Ended:
         self.process.stdin.write(json.dumps([str(a) for a in arguments]) + "\n")
@@ -141,7 +146,9 @@ _TARGETS = {
 
 
 @pytest.mark.parametrize(("row", "verb"), RUNS, ids=str)
-def test_it_ends_as_the_table_says(row: Row, verb: str, commands: Commands, marker: Path, tmp_path: Path) -> None:
+def test_it_ends_as_the_table_says(
+    row: Row, verb: str, commands: Commands, marker: Path, tmp_path: Path
+) -> None:
     source, target = FIXTURES / row.fixture, _TARGETS.get(verb, ())
     out = [tmp_path / target[0], *target[1:]] if target else []
     code, codes = row.cells[verb]
@@ -165,7 +172,9 @@ def test_it_ends_as_the_table_says(row: Row, verb: str, commands: Commands, mark
 def _codes(document: dict) -> list[str]:
     if "error" in document:
         return [document["error"]["code"]]
-    told = (item for part in ("problems", "warnings", "findings") for item in document.get(part, ()))
+    told = (
+        item for part in ("problems", "warnings", "findings") for item in document.get(part, ())
+    )
     return sorted({item["code"] for item in told})
 
 
@@ -177,9 +186,13 @@ def _one_line(stderr: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.fixture.startswith("nasty/") and row.cells["consolidate"][0] == 0], ids=str
+    "row",
+    [row for row in ROWS if row.fixture.startswith("nasty/") and row.cells["consolidate"][0] == 0],
+    ids=str,
 )
-def test_what_is_converted_in_spite_of_all_is_right(row: Row, commands: Commands, tmp_path: Path) -> None:
+def test_what_is_converted_in_spite_of_all_is_right(
+    row: Row, commands: Commands, tmp_path: Path
+) -> None:
     """A harmless oddity, or hostility in a part that nobody asked for, does not change a bit of the weights."""
     ended = commands.run("consolidate", FIXTURES / row.fixture, tmp_path / "out.pt", "-q")
     assert ended.code == 0
@@ -194,7 +207,9 @@ def test_what_is_converted_in_spite_of_all_is_right(row: Row, commands: Commands
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())).hexdigest()
+    return hashlib.sha256(
+        ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    ).hexdigest()
 
 
 def test_every_odd_and_nasty_fixture_has_a_row() -> None:
@@ -218,7 +233,9 @@ def test_the_installed_command_executes_nothing(name: str, tmp_path: Path) -> No
 
 def test_committed_fixtures_stay_small() -> None:
     sizes = {
-        path: path.lstat().st_size for path in FIXTURES.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        path: path.lstat().st_size
+        for path in FIXTURES.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
     assert sum(sizes.values()) < 8_000_000
     assert max(sizes.values()) < 1_400_000

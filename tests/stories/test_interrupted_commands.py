@@ -64,7 +64,9 @@ def journalled(target: Path) -> bool:
         return False
 
 
-def interrupt(process: subprocess.Popen[str], number: signal.Signals, moment: float | Callable[[], bool]) -> None:
+def interrupt(
+    process: subprocess.Popen[str], number: signal.Signals, moment: float | Callable[[], bool]
+) -> None:
     """Send a signal `moment` seconds after the start, or as soon as `moment()` is true."""
     if callable(moment):
         while process.poll() is None and not moment():
@@ -92,14 +94,18 @@ def test_killed(source: Path, tmp_path: Path) -> None:
             assert Path(json.loads(out)["resolved"]).name == target.name
         else:
             assert code == 2
-            code, _, err = ended("reshard", source, target, "--world-size", 3, "--resume", "--no-fsync")
+            code, _, err = ended(
+                "reshard", source, target, "--world-size", 3, "--resume", "--no-fsync"
+            )
             assert code == 0, err
         assert contents(target) == expected
         target.rename(tmp_path / "done")
         for file in (tmp_path / "done").iterdir():
             file.unlink()
         (tmp_path / "done").rmdir()
-        for stage in stages_of(target):  # killed after the switch: the next writer of this name would delete it
+        for stage in stages_of(
+            target
+        ):  # killed after the switch: the next writer of this name would delete it
             assert not (stage / JOURNAL).exists()
             stage.rename(tmp_path / f"left{step}")
         assert os.listdir(runs) == []
@@ -118,7 +124,11 @@ def test_terminated(source: Path, tmp_path: Path, number: signal.Signals) -> Non
         if attempt >= 12 and 128 + number in codes:
             break
         with started("consolidate", source, out, "--no-fsync") as process:
-            interrupt(process, number, rng.uniform(0.4, 1.1) * usual if attempt % 2 else partial(begun, out))
+            interrupt(
+                process,
+                number,
+                rng.uniform(0.4, 1.1) * usual if attempt % 2 else partial(begun, out),
+            )
             _, err = process.communicate(timeout=120)
         codes.add(process.returncode)
         if process.returncode >= 0:

@@ -26,7 +26,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("many") / "run"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it saves without a process group
-        save({"model": MODEL}, storage_writer=FileSystemWriter(path, single_file_per_rank=False), no_dist=True)
+        save(
+            {"model": MODEL},
+            storage_writer=FileSystemWriter(path, single_file_per_rank=False),
+            no_dist=True,
+        )
     assert len(list(path.glob("*.distcp"))) > 2 * OPEN_FILES
     return path
 
@@ -34,8 +38,20 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _limited(*words: object) -> dict[str, object]:
     """Run a command that may open few files; its document."""
     script = f'ulimit -n {OPEN_FILES}; exec "$@"'
-    command = ["sh", "-c", script, "sh", sys.executable, "-m", "ema_ckpt", *map(str, words), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    command = [
+        "sh",
+        "-c",
+        script,
+        "sh",
+        sys.executable,
+        "-m",
+        "ema_ckpt",
+        *map(str, words),
+        "--json",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
     document: dict[str, object] = json.loads(done.stdout)
     assert "error" not in document, document
     return document

@@ -27,7 +27,17 @@ print(usage.ru_maxrss * 1024, posix.waitstatus_to_exitcode(status))
 
 
 def _peak_nbytes(*words: object) -> int:
-    command = [sys.executable, "-S", "-E", "-c", _PEAK, sys.executable, "-m", "ema_ckpt", *map(str, words)]
+    command = [
+        sys.executable,
+        "-S",
+        "-E",
+        "-c",
+        _PEAK,
+        sys.executable,
+        "-m",
+        "ema_ckpt",
+        *map(str, words),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
     peak, code = map(int, done.stdout.split())
     assert code == 0, done.stderr
@@ -50,7 +60,9 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_tree_of_any_size_is_written_within_the_promised_memory(
     source: Path, tmp_path: Path, dtype: str, limit: int, out: str
 ) -> None:
-    peak = _peak_nbytes("consolidate", source, tmp_path / out, "--dtype", dtype, "--no-fsync", "--threads", 2)
+    peak = _peak_nbytes(
+        "consolidate", source, tmp_path / out, "--dtype", dtype, "--no-fsync", "--threads", 2
+    )
     assert peak <= limit, f"{peak / MIB:.0f} MiB"
     assert (tmp_path / out).stat().st_size > 4096 * 6144 * (4 if dtype == "keep" else 2)
     (tmp_path / out).unlink()

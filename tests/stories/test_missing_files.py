@@ -33,7 +33,9 @@ def _held(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_every_missing_file_is_named_with_what_it_holds_and_what_to_do(spread: Path, tmp_path: Path) -> None:
+def test_every_missing_file_is_named_with_what_it_holds_and_what_to_do(
+    spread: Path, tmp_path: Path
+) -> None:
     held = _held(spread)
     assert sorted(held) == [f"__{rank}_0.distcp" for rank in range(4)]
     gone = ["__2_0.distcp", "__3_0.distcp"]
@@ -54,7 +56,12 @@ def test_every_missing_file_is_named_with_what_it_holds_and_what_to_do(spread: P
 def test_what_lies_in_the_files_that_are_there_can_be_taken(spread: Path, tmp_path: Path) -> None:
     held = _held(spread)
     (spread / "__2_0.distcp").unlink()
-    rest = [name.removeprefix("model.") for file, names in held.items() if file != "__2_0.distcp" for name in names]
+    rest = [
+        name.removeprefix("model.")
+        for file, names in held.items()
+        if file != "__2_0.distcp"
+        for name in names
+    ]
     ema_ckpt.consolidate(spread, tmp_path / "out.safetensors", match=rest)
     found = load_file(tmp_path / "out.safetensors")
     assert sorted(found) == sorted(rest)
@@ -92,6 +99,8 @@ def test_inspect_warns_of_each_missing_shard_once(spread: Path, tmp_path: Path) 
 def test_metadata_that_was_cut_short_says_so(tmp_path: Path, nbytes: int) -> None:
     path = dcp_at(tmp_path / "run")
     os.truncate(path / ".metadata", nbytes)
-    with pytest.raises(EmaCkptError, match=rf"^\.metadata: .*cut short at {nbytes} bytes") as caught:
+    with pytest.raises(
+        EmaCkptError, match=rf"^\.metadata: .*cut short at {nbytes} bytes"
+    ) as caught:
         ema_ckpt.inspect(path)
     assert caught.value.code == "unreadable"

@@ -38,16 +38,23 @@ def test_shards_hold_every_tensor_once_and_the_index_names_them(tmp_path: Path, 
         held = load_file(tmp_path / "hf" / shard)
         size = sum(t.numel() * t.element_size() for t in held.values())
         full = [t for t in held.values() if t.numel()]
-        assert size <= nbytes or len(full) == 1, "only a tensor above the limit may pass it, alone in its file"
+        assert size <= nbytes or len(full) == 1, (
+            "only a tensor above the limit may pass it, alone in its file"
+        )
         assert not found.keys() & held.keys()
         found |= held
     assert found.keys() == MODEL.keys()
-    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in MODEL.items())
+    assert all(
+        torch.equal(found[name], value) and found[name].dtype == value.dtype
+        for name, value in MODEL.items()
+    )
     if len(shards) == 1:
         assert shards == ["model.safetensors"]
         assert not (tmp_path / "hf" / "model.safetensors.index.json").exists()
         return
-    assert shards == [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    assert shards == [
+        f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)
+    ]
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == TOTAL
     assert index["weight_map"].keys() == MODEL.keys()
@@ -73,15 +80,25 @@ def test_empty_tensors_and_empty_checkpoints_round_trip(
     tmp_path: Path, model: dict[str, torch.Tensor], out: str
 ) -> None:
     """safetensors/safetensors#280, safetensors/safetensors#601."""
-    sources = [save_dcp(tmp_path / "run", {**model}), tmp_path / "run.pt", tmp_path / "run.safetensors"]
+    sources = [
+        save_dcp(tmp_path / "run", {**model}),
+        tmp_path / "run.pt",
+        tmp_path / "run.safetensors",
+    ]
     torch.save(model, sources[1])
     save_file(model, sources[2], metadata={"note": "kept or not, no tensor"})
     for index, source in enumerate(sources):
         target = tmp_path / f"{index}-{out}"
-        assert ema_ckpt.inspect(source).nbytes == sum(t.numel() * t.element_size() for t in model.values())
+        assert ema_ckpt.inspect(source).nbytes == sum(
+            t.numel() * t.element_size() for t in model.values()
+        )
         assert ema_ckpt.consolidate(source, target).tensors == len(model)
         path = target / "model.safetensors" if out == "hf" else target
-        found = torch.load(path, weights_only=True, mmap=True) if out.endswith("pt") else load_file(path)
+        found = (
+            torch.load(path, weights_only=True, mmap=True)
+            if out.endswith("pt")
+            else load_file(path)
+        )
         assert found.keys() == model.keys()
         for name, value in model.items():
             assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)

@@ -14,7 +14,9 @@ from tests.checkpoints import dcp_at, torch_at
 
 
 def _bytes_below(root: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()
+    }
 
 
 @pytest.mark.parametrize("scheme", ["file", "local"])
@@ -39,7 +41,9 @@ def test_a_file_behind_a_file_url_is_never_replaced(tmp_path: Path) -> None:
     assert source.read_bytes() == before
 
 
-@pytest.mark.parametrize("out", ["memory://x/y.pt", "s3://bucket/key", "file:///nowhere/x.safetensors"])
+@pytest.mark.parametrize(
+    "out", ["memory://x/y.pt", "s3://bucket/key", "file:///nowhere/x.safetensors"]
+)
 def test_a_target_behind_a_url_is_refused_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:

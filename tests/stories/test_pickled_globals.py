@@ -72,15 +72,19 @@ def test_a_function_that_runs_code_is_unsafe_by_its_name_alone(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("held", [lambda c: c, lambda c: [c]])
-def test_a_class_is_told_by_name(tmp_path: Path, kind: str, held: Callable[[object], object]) -> None:
+def test_a_class_is_told_by_name(
+    tmp_path: Path, kind: str, held: Callable[[object], object]
+) -> None:
     source = saved(tmp_path, kind, held(argparse.Namespace))
     report = ema_ckpt.verify(source)
     assert report.status == "sound"
-    assert [(w.code, "argparse.Namespace" in w.message) for w in report.warnings] == [("opaque", True)]
-    done = ema_ckpt.convert(source, tmp_path / "out.safetensors")
-    assert [(item.name.startswith("hyper_parameters.value"), item.reason) for item in done.skipped] == [
-        (True, "holds a argparse.Namespace")
+    assert [(w.code, "argparse.Namespace" in w.message) for w in report.warnings] == [
+        ("opaque", True)
     ]
+    done = ema_ckpt.convert(source, tmp_path / "out.safetensors")
+    assert [
+        (item.name.startswith("hyper_parameters.value"), item.reason) for item in done.skipped
+    ] == [(True, "holds a argparse.Namespace")]
     if kind == "pt":
         assert [w.code for w in ema_ckpt.inspect(source).warnings] == ["opaque"]
 
@@ -93,7 +97,9 @@ def test_dtypes_are_plain(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, np.random.PCG64])
-def test_generators_of_numpy_are_opaque(tmp_path: Path, kind: str, make: Callable[[int], object]) -> None:
+def test_generators_of_numpy_are_opaque(
+    tmp_path: Path, kind: str, make: Callable[[int], object]
+) -> None:
     report = ema_ckpt.verify(saved(tmp_path, kind, make(1)))
     assert report.status == "sound"
     assert {w.code for w in report.warnings} == {"opaque"}

@@ -25,15 +25,25 @@ def _tagged(*shape: int) -> torch.Tensor:
 
 def _consolidated(source: Path, out: Path) -> dict[str, torch.Tensor]:
     ema_ckpt.consolidate(source, out)
-    return load_file(out) if out.suffix == ".safetensors" else torch.load(out, weights_only=True, mmap=True)
+    return (
+        load_file(out)
+        if out.suffix == ".safetensors"
+        else torch.load(out, weights_only=True, mmap=True)
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("out", ["out.safetensors", "out.pt"])
-def test_rows_that_do_not_divide_and_ranks_without_any(tmp_path: Path, ranks: int, out: str) -> None:
+def test_rows_that_do_not_divide_and_ranks_without_any(
+    tmp_path: Path, ranks: int, out: str
+) -> None:
     """pytorch/pytorch#108869: 6 elements on 4 ranks are 2, 2, 2 and none."""
-    model = {f"model.n{n}": _tagged(n) for n in (1, 2, 3, 5, 6, 7, 9)} | {"model.wide": _tagged(5, 2)}
-    source = save_cut(tmp_path / "run", model, {name: rows(t.shape, ranks) for name, t in model.items()})
+    model = {f"model.n{n}": _tagged(n) for n in (1, 2, 3, 5, 6, 7, 9)} | {
+        "model.wide": _tagged(5, 2)
+    }
+    source = save_cut(
+        tmp_path / "run", model, {name: rows(t.shape, ranks) for name, t in model.items()}
+    )
     found = _consolidated(source, tmp_path / out)
     assert {f"model.{name}" for name in found} == set(model)
     for name, value in model.items():
@@ -42,7 +52,9 @@ def test_rows_that_do_not_divide_and_ranks_without_any(tmp_path: Path, ranks: in
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_two_pieces_of_one_tensor_on_each_rank_stand_in_the_order_of_rows(tmp_path: Path, ranks: int) -> None:
+def test_two_pieces_of_one_tensor_on_each_rank_stand_in_the_order_of_rows(
+    tmp_path: Path, ranks: int
+) -> None:
     """NVIDIA/Megatron-LM#2769: gate and up parts of a fused weight, each cut over the ranks."""
     fused = _tagged(16, 2)
     by_rank: list[list[Box]] = [[((2 * r, 0), (2, 2)), ((8 + 2 * r, 0), (2, 2))] for r in range(4)]
@@ -58,7 +70,8 @@ def _grids(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]]]:
     """A tensor of up to three dimensions cut along all of them, its boxes dealt to ranks in any order."""
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     edges = [
-        [0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=2)) if size > 1 else ()), size] for size in shape
+        [0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=2)) if size > 1 else ()), size]
+        for size in shape
     ]
     boxes: list[Box] = [((), ())]
     for cut in edges:
@@ -89,7 +102,12 @@ def test_any_grid_of_boxes_dealt_in_any_order(grid: tuple[torch.Tensor, list[lis
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_what_all_ranks_hold_whole_keeps_its_shape(tmp_path: Path, ranks: int) -> None:
     """verl-project/verl#7610: replicated buffers were glued together rank by rank."""
-    model = {"scale": torch.tensor([2.5]), "count": torch.tensor(3), "table": _tagged(3, 4), "none": torch.zeros(0, 2)}
+    model = {
+        "scale": torch.tensor([2.5]),
+        "count": torch.tensor(3),
+        "table": _tagged(3, 4),
+        "none": torch.zeros(0, 2),
+    }
     source = save_replicas(tmp_path / "run", {"model": model}, ranks)
     found = _consolidated(source, tmp_path / "out.safetensors")
     for name, value in model.items():
@@ -115,8 +133,16 @@ _DEFECTS: dict[str, tuple[list[Box], str, str]] = {
     "half": ([((0, 0), (2, 4))], "hole", "8 of 16 elements covered"),
     "gap in the middle": ([((0, 0), (1, 4)), ((3, 0), (1, 4))], "hole", "8 of 16 elements covered"),
     "missing columns": ([((0, 0), (4, 3))], "hole", "12 of 16 elements covered"),
-    "some rows twice": ([((0, 0), (3, 4)), ((2, 0), (2, 4))], "overlap", "some of the same elements"),
-    "beyond the last row": ([((0, 0), (3, 4)), ((3, 0), (2, 4))], "out-of-bounds", "does not fit into [4, 4]"),
+    "some rows twice": (
+        [((0, 0), (3, 4)), ((2, 0), (2, 4))],
+        "overlap",
+        "some of the same elements",
+    ),
+    "beyond the last row": (
+        [((0, 0), (3, 4)), ((3, 0), (2, 4))],
+        "out-of-bounds",
+        "does not fit into [4, 4]",
+    ),
     "beyond the last column": ([((0, 1), (4, 4))], "out-of-bounds", "does not fit into [4, 4]"),
 }
 
@@ -131,7 +157,9 @@ def test_pieces_that_do_not_cover_once_are_refused_by_name(tmp_path: Path, defec
         stacked.append(((row, 0), sizes))
         row += sizes[0]
     tensors = {"model.bad": torch.zeros(count, width), "model.good": _tagged(4, 4)}
-    source = save_cut(tmp_path / "run", tensors, {"model.bad": [stacked], "model.good": rows((4, 4), 1)})
+    source = save_cut(
+        tmp_path / "run", tensors, {"model.bad": [stacked], "model.good": rows((4, 4), 1)}
+    )
     relabel(source, "model.bad", (4, 4), boxes)
     with pytest.raises(EmaCkptError) as caught:
         ema_ckpt.consolidate(source, tmp_path / "out.safetensors")

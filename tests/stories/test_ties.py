@@ -130,18 +130,28 @@ def test_a_recorded_tie_is_read_back_under_both_names(tmp_path: Path, once: str)
     ema_ckpt.convert(file, tmp_path / "x.pt")
     loaded = torch.load(tmp_path / "x.pt", weights_only=True)
     assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
-    assert ema_ckpt.consolidate(file, tmp_path / "again.safetensors").ties == {"head.weight": "embed.weight"}
+    assert ema_ckpt.consolidate(file, tmp_path / "again.safetensors").ties == {
+        "head.weight": "embed.weight"
+    }
     assert "head.weight" not in load_file(tmp_path / "again.safetensors")
     assert ema_ckpt.verify(tmp_path / "again.safetensors", against=source).status == "sound"
 
 
 def test_slices_of_one_buffer_are_two_tensors_written_in_full(tmp_path: Path) -> None:
     buffer = torch.arange(12.0)
-    tensors = {"low": buffer[:8], "high": buffer[4:], "turned": buffer.view(3, 4).t(), "all": buffer}
+    tensors = {
+        "low": buffer[:8],
+        "high": buffer[4:],
+        "turned": buffer.view(3, 4).t(),
+        "all": buffer,
+    }
     source = torch_at(tmp_path / "slices.pt", tensors)
     for out in ("out.safetensors", "out.pt"):
         assert ema_ckpt.consolidate(source, tmp_path / out).ties == {}
-    for found in (load_file(tmp_path / "out.safetensors"), torch.load(tmp_path / "out.pt", weights_only=True)):
+    for found in (
+        load_file(tmp_path / "out.safetensors"),
+        torch.load(tmp_path / "out.pt", weights_only=True),
+    ):
         assert sorted(found) == sorted(tensors)
         assert all(torch.equal(found[name], value) for name, value in tensors.items())
 
@@ -184,24 +194,31 @@ def test_a_tie_that_save_model_recorded_is_passed_on_or_written_out(tmp_path: Pa
         "b.weight",
         "__metadata__.modelspec.title",
     ]
-    renamed = ema_ckpt.convert(source, tmp_path / "renamed.safetensors", rename=["=x."], expand_ties=True)
+    renamed = ema_ckpt.convert(
+        source, tmp_path / "renamed.safetensors", rename=["=x."], expand_ties=True
+    )
     assert renamed.tensors == 4
-    assert [item.name for item in ema_ckpt.convert(source, tmp_path / "lost.safetensors", rename=["=x."]).skipped] == [
-        "b.weight"
-    ]
+    assert [
+        item.name
+        for item in ema_ckpt.convert(source, tmp_path / "lost.safetensors", rename=["=x."]).skipped
+    ] == ["b.weight"]
 
 
 @pytest.mark.parametrize("text", ["a.weight", "weight"])
 def test_text_that_is_no_tie(tmp_path: Path, text: str) -> None:
     save_file(
-        {"a.weight": torch.ones(2), "weight": torch.ones(1)}, tmp_path / "m.safetensors", metadata={"layer": text}
+        {"a.weight": torch.ones(2), "weight": torch.ones(1)},
+        tmp_path / "m.safetensors",
+        metadata={"layer": text},
     )
     ema_ckpt.convert(tmp_path / "m.safetensors", tmp_path / "m.pt", expand_ties=True)
     assert torch.load(tmp_path / "m.pt").keys() == {"a.weight", "weight"}
 
 
 def test_text_of_a_header_that_the_target_cannot_hold_is_told(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors", metadata={"title": "x", "format": "pt"})
+    save_file(
+        {"w": torch.ones(2)}, tmp_path / "m.safetensors", metadata={"title": "x", "format": "pt"}
+    )
     done = ema_ckpt.convert(tmp_path / "m.safetensors", tmp_path / "m.pt")
     assert [item.name for item in done.skipped] == ["__metadata__.title"]
     with pytest.raises(ema_ckpt.EmaCkptError, match="--strict"):

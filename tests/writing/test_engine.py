@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.core.write_plan import Entry
+from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats.dcp.reader import open_dcp
 from ema_ckpt.formats.dcp.writer import lay_out
 from ema_ckpt.formats.safetensors.writer import lay_out_file
@@ -54,8 +54,13 @@ def resharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Pat
     out = tmp_path_factory.mktemp("resharded")
     source = LocalFiles(checkpoint)
     catalog = open_dcp(source, (".metadata",), "p", "p")
-    entries = [Entry(t.name, t.path, t, t.dtype) for t in catalog.tensors]
-    run(catalog, lay_out(entries, [], [bool(e.source.shape) for e in entries], 5, source), out, Settings())
+    entries = [OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors]
+    run(
+        catalog,
+        lay_out(entries, [], [bool(e.source.shape) for e in entries], 5, source),
+        out,
+        Settings(),
+    )
     source.close()
     return out
 
@@ -66,14 +71,18 @@ def consolidated(
     source = LocalFiles(folder)
     try:
         catalog = open_dcp(source, (".metadata",), "p", "p")
-        target = lay_out_file([Entry(t.name, t.path, t, t.dtype) for t in catalog.tensors])
+        target = lay_out_file([OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors])
         outcome = run(catalog, target, out, settings, journal)
     finally:
         source.close()
     found = load_file(out)
     for piece, crc in zip(target.pieces, outcome.crcs, strict=True):
         name = piece.entry.name
-        raw = found[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if found[name].numel() else b""
+        raw = (
+            found[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            if found[name].numel()
+            else b""
+        )
         assert crc == outcome.digests[name] == zlib.crc32(raw), name
     return found
 
@@ -81,28 +90,42 @@ def consolidated(
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("budget", [4 << 20, 64 << 20])
 def test_same_bytes_for_any_workers_and_budget(
-    tmp_path: Path, truth: dict[str, torch.Tensor], checkpoint: Path, resharded: Path, threads: int, budget: int
+    tmp_path: Path,
+    truth: dict[str, torch.Tensor],
+    checkpoint: Path,
+    resharded: Path,
+    threads: int,
+    budget: int,
 ) -> None:
     for folder in (checkpoint, resharded):
-        found = consolidated(folder, tmp_path / folder.name, Settings(threads=threads, budget_nbytes=budget))
+        found = consolidated(
+            folder, tmp_path / folder.name, Settings(threads=threads, budget_nbytes=budget)
+        )
         assert found.keys() == truth.keys()
         for name, tensor in truth.items():
             assert torch.equal(found[name], tensor), name
             assert found[name].dtype == tensor.dtype
 
 
-def test_casts_equal_torchs_and_count_overflow(tmp_path: Path, truth: dict[str, torch.Tensor], resharded: Path) -> None:
+def test_casts_equal_torchs_and_count_overflow(
+    tmp_path: Path, truth: dict[str, torch.Tensor], resharded: Path
+) -> None:
     from ema_ckpt.core.dtypes import by_name
 
     source = LocalFiles(resharded)
     catalog = open_dcp(source, (".metadata",), "p", "p")
     half = by_name("bfloat16")
-    entries = [Entry(t.name, t.path, t, half if t.dtype.is_castable else t.dtype) for t in catalog.tensors]
+    entries = [
+        OutputTensor(t.name, t.path, t, half if t.dtype.is_castable else t.dtype)
+        for t in catalog.tensors
+    ]
     outcome = run(catalog, lay_out_file(entries), tmp_path / "out", Settings(threads=2))
     source.close()
     assert outcome.overflow == {}
     for name, tensor in load_file(tmp_path / "out").items():
-        expected = truth[name].to(torch.bfloat16) if truth[name].is_floating_point() else truth[name]
+        expected = (
+            truth[name].to(torch.bfloat16) if truth[name].is_floating_point() else truth[name]
+        )
         assert torch.equal(tensor, expected), name
 
 
@@ -124,14 +147,22 @@ def test_a_flipped_bit_stops_all_workers_and_names_file_and_tensor(
     (damaged / payload.file).write_bytes(raw)
     with pytest.raises(SourceError) as caught:
         consolidated(damaged, tmp_path / "out", Settings(threads=threads))
-    assert (caught.value.code, caught.value.tensor, caught.value.file) == ("checksum", "large", payload.file)
-    with pytest.raises(AssertionError, match="large"):  # --no-verify copies it; the digest is that of what was written
+    assert (caught.value.code, caught.value.tensor, caught.value.file) == (
+        "checksum",
+        "large",
+        payload.file,
+    )
+    with pytest.raises(
+        AssertionError, match="large"
+    ):  # --no-verify copies it; the digest is that of what was written
         found = consolidated(damaged, tmp_path / "out", Settings(threads=threads, verify=False))
         original = consolidated(resharded, tmp_path / "good", Settings())
         assert torch.equal(found["large"], original["large"]), "large"
 
 
-def test_finished_ranges_are_not_read_again(tmp_path: Path, truth: dict[str, torch.Tensor], checkpoint: Path) -> None:
+def test_finished_ranges_are_not_read_again(
+    tmp_path: Path, truth: dict[str, torch.Tensor], checkpoint: Path
+) -> None:
     """The journal of a finished run makes the next one write nothing again; what it wrote, it compares with the source."""
     import shutil
 

@@ -15,7 +15,7 @@ import torch
 
 from ema_ckpt.core.catalog import Payload
 from ema_ckpt.writing.journal import JOURNAL, Finished, Journal
-from ema_ckpt.writing.partial import Begun, Part
+from ema_ckpt.writing.partial import PartialItem, PartialResult
 from tests.sharded import Box, rows, save_cut
 
 REPO = Path(__file__).parents[2]
@@ -46,7 +46,9 @@ def run(*arguments):
 
 def ran(body: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HEAD + body, *map(str, arguments)]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +112,24 @@ def test_the_same_bytes_as_by_one_worker(source: Path, tmp_path: Path) -> None:
     ], result.stderr
 
 
-@pytest.mark.parametrize("folder", sorted(path.name for path in (FIXTURES / "dcp").iterdir() if path.is_dir()))
+@pytest.mark.parametrize(
+    "folder", sorted(path.name for path in (FIXTURES / "dcp").iterdir() if path.is_dir())
+)
 def test_fixtures(folder: str, tmp_path: Path) -> None:
     result = ran(f"engine._MOVED_NBYTES = 64\n{COMPARED}", FIXTURES / "dcp" / folder, tmp_path)
     assert len(result.stdout.splitlines()) == 5, result.stderr
     assert " 0 " in result.stdout
 
 
-@pytest.mark.parametrize(("budget", "made"), [("4MiB", "[]"), ("12MiB", "[(3, 3)]"), ("16MiB", "[(4, 4)]")])
+@pytest.mark.parametrize(
+    ("budget", "made"), [("4MiB", "[]"), ("12MiB", "[(3, 3)]"), ("16MiB", "[(4, 4)]")]
+)
 def test_copies_fit_the_budget(source: Path, tmp_path: Path, budget: str, made: str) -> None:
     body = "print(run('consolidate', *sys.argv[1:], '--threads', 64), made)"
-    assert ran(body, source, tmp_path / "a.safetensors", "--max-memory", budget).stdout == f"0 {made}\n"
+    assert (
+        ran(body, source, tmp_path / "a.safetensors", "--max-memory", budget).stdout
+        == f"0 {made}\n"
+    )
 
 
 def test_values_that_a_copy_made_infinite_are_told(source: Path, tmp_path: Path) -> None:
@@ -167,10 +176,15 @@ print(code, made)
 """
 
 
-@pytest.mark.parametrize("harm", ["os.kill(os.getpid(), signal.SIGKILL)", "raise OSError('the disk does not answer')"])
+@pytest.mark.parametrize(
+    "harm", ["os.kill(os.getpid(), signal.SIGKILL)", "raise OSError('the disk does not answer')"]
+)
 def test_right_when_a_copy_fails(source: Path, tmp_path: Path, harm: str) -> None:
     plain, out = tmp_path / "plain.safetensors", tmp_path / "out.safetensors"
-    assert ran("sys.exit(run('consolidate', *sys.argv[1:]))", source, plain, "--threads", 1).returncode == 0
+    assert (
+        ran("sys.exit(run('consolidate', *sys.argv[1:]))", source, plain, "--threads", 1).returncode
+        == 0
+    )
     result = ran(DYING.format(harm=harm), source, out)
     assert result.stdout == "0 [(3, 0)]\n", result.stderr
     assert out.read_bytes() == plain.read_bytes()
@@ -185,7 +199,9 @@ def test_a_damaged_source_is_told_as_any_other(source: Path, tmp_path: Path) -> 
             data[len(data) // 2] ^= 4
         (damaged / path.name).write_bytes(data)
     result = ran(
-        "code = run('consolidate', *sys.argv[1:], '--threads', 3); print(code, made)", damaged, tmp_path / "out"
+        "code = run('consolidate', *sys.argv[1:], '--threads', 3); print(code, made)",
+        damaged,
+        tmp_path / "out",
     )
     assert result.stdout.startswith("2 [")
     assert result.stderr.count("\n") == 1
@@ -206,7 +222,9 @@ engine._Engine._alone = alone
 main(["consolidate", sys.argv[1], sys.argv[2], "--threads", "3", "-q"])
 """
     command = [sys.executable, "-c", HEAD + body, str(source), str(tmp_path / "out.safetensors")]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             pids = set()
@@ -231,10 +249,15 @@ def gone(pids: Iterable[int], seconds: float = 20) -> bool:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_copies_wrote_before_a_kill_is_not_written_again(source: Path, tmp_path: Path, threads: int) -> None:
+def test_what_copies_wrote_before_a_kill_is_not_written_again(
+    source: Path, tmp_path: Path, threads: int
+) -> None:
     plain, out, log = tmp_path / "plain.safetensors", tmp_path / "out.safetensors", tmp_path / "log"
     options = ("--dtype", "fp16", "--threads")
-    assert ran("sys.exit(run('consolidate', *sys.argv[1:]))", source, plain, *options, 1).returncode == 0
+    assert (
+        ran("sys.exit(run('consolidate', *sys.argv[1:]))", source, plain, *options, 1).returncode
+        == 0
+    )
     body = """
 here = os.getpid()
 usual_wrote = engine._Engine.wrote
@@ -246,10 +269,14 @@ engine._Engine.wrote = wrote
 main(["consolidate", *sys.argv[1:], "--resume", "-q"])
 """
     command = [sys.executable, "-c", HEAD + body, str(source), str(out), *options, "3"]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline().split()]
-        while [is_here for _, is_here in lines].count("False") < 3 or "True" not in [is_here for _, is_here in lines]:
+        while [is_here for _, is_here in lines].count("False") < 3 or "True" not in [
+            is_here for _, is_here in lines
+        ]:
             lines.append(process.stdout.readline().split())
         process.kill()
     assert gone({int(pid) for pid, _ in lines})
@@ -319,11 +346,14 @@ def test_a_copy_waits_for_the_journals_first_line(tmp_path: Path) -> None:
 
 def test_a_part_comes_back_as_it_was() -> None:
     strided = Payload("__0_0.distcp", 64, 400, (1, 10), 3, 7)
-    part = Part(
+    part = PartialResult(
         {3: 9, 1: 8},
         {"näme\udcff": [(0, 4, 1), (4, 4, 2)]},
         {"w": 2},
-        [Begun(5, 2, [(0, 8, 3)], [(0, 16, 4)])],
-        {("__0_0.distcp", 64): ("w", strided, [(0, 200, 5)], 200), ("b", 0): ("v", Payload("b", 0, 8), [], 0)},
+        [PartialItem(5, 2, [(0, 8, 3)], [(0, 16, 4)])],
+        {
+            ("__0_0.distcp", 64): ("w", strided, [(0, 200, 5)], 200),
+            ("b", 0): ("v", Payload("b", 0, 8), [], 0),
+        },
     )
-    assert Part.load(part.dump()) == part
+    assert PartialResult.load(part.dump()) == part

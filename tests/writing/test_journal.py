@@ -18,7 +18,15 @@ from ema_ckpt.storage.stage_names import JOURNAL, stage_path, stages_of
 from ema_ckpt.writing import staging
 from ema_ckpt.writing.journal import Finished, Journal, recorded_identity
 from ema_ckpt.writing.staging import Staged, stage
-from tests.staged_writer import generation_of, line, make_old, read_target, snapshot, write_new, writing
+from tests.staged_writer import (
+    generation_of,
+    line,
+    make_old,
+    read_target,
+    snapshot,
+    write_new,
+    writing,
+)
 
 
 class TestResume:
@@ -36,7 +44,9 @@ class TestResume:
         data = self.PARTS[name]
         (staged.path / name).write_bytes(data)
         for offset in (0, 2500):
-            staged.journal.done(name, offset, 2500, Finished(zlib.crc32(data[offset : offset + 2500])))
+            staged.journal.done(
+                name, offset, 2500, Finished(zlib.crc32(data[offset : offset + 2500]))
+            )
 
     def left(self, target: Path) -> Path:
         (root,) = stages_of(target)
@@ -51,9 +61,14 @@ class TestResume:
         with self.resumed(target) as staged:
             assert staged.resumed
             done = staged.journal.completed()
-            expected = [(name, offset, 2500) for name in list(self.PARTS)[:3] for offset in (0, 2500)]
+            expected = [
+                (name, offset, 2500) for name in list(self.PARTS)[:3] for offset in (0, 2500)
+            ]
             assert list(done) == expected
-            assert all(found.crc == zlib.crc32(self.PARTS[name][o : o + n]) for (name, o, n), found in done.items())
+            assert all(
+                found.crc == zlib.crc32(self.PARTS[name][o : o + n])
+                for (name, o, n), found in done.items()
+            )
             self.write(staged, "part3.distcp")
         assert {p.name: p.read_bytes() for p in target.iterdir()} == self.PARTS
         assert os.listdir(tmp_path) == ["out"]
@@ -87,7 +102,10 @@ class TestResume:
         os.truncate(payload / "part1.distcp", 4999)
         (payload / "part2.distcp").unlink()
         with self.resumed(target) as staged:
-            assert list(staged.journal.completed()) == [("part0.distcp", 0, 2500), ("part1.distcp", 0, 2500)]
+            assert list(staged.journal.completed()) == [
+                ("part0.distcp", 0, 2500),
+                ("part1.distcp", 0, 2500),
+            ]
             for name in self.PARTS:
                 self.write(staged, name)
         assert {p.name: p.read_bytes() for p in target.iterdir()} == self.PARTS
@@ -114,7 +132,10 @@ class TestResume:
         self.interrupted(target)
         before = snapshot(tmp_path)
         identity = {**self.IDENTITY, differing: "other"}
-        with pytest.raises(TargetError) as caught, stage(target, is_directory=True, resume=True, identity=identity):
+        with (
+            pytest.raises(TargetError) as caught,
+            stage(target, is_directory=True, resume=True, identity=identity),
+        ):
             pass
         assert caught.value.code == "resume-mismatch"
         assert differing in str(caught.value)
@@ -145,7 +166,9 @@ class TestResume:
         target = tmp_path / "out"
         with writing(target, "g", 3, 200) as process:
             assert line(process) == "staged"
-            while not stages_of(target) or not (self.left(target) / "out" / "part1.distcp").exists():
+            while (
+                not stages_of(target) or not (self.left(target) / "out" / "part1.distcp").exists()
+            ):
                 time.sleep(0.01)
             process.kill()
         with writing(target, "g", 3, 0, "resume") as process:
@@ -166,7 +189,10 @@ class TestResume:
         """After the switch the stage holds the old one; an exception then must not leave it to be resumed."""
         target = tmp_path / "out"
         make_old(target, is_directory=True)
-        with pytest.raises(KeyboardInterrupt), stage(target, is_directory=True, overwrite=True, resume=True) as staged:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            stage(target, is_directory=True, overwrite=True, resume=True) as staged,
+        ):
             write_new(staged)
             staged.publish()
             assert not (staged.root / JOURNAL).exists()
@@ -194,7 +220,9 @@ class TestResume:
         with self.resumed_needing(target, nbytes) as staged:
             assert staged.resumed
 
-    def resumed_needing(self, target: Path, nbytes: int) -> contextlib.AbstractContextManager[Staged]:
+    def resumed_needing(
+        self, target: Path, nbytes: int
+    ) -> contextlib.AbstractContextManager[Staged]:
         return stage(target, is_directory=True, resume=True, identity=self.IDENTITY, nbytes=nbytes)
 
 

@@ -57,17 +57,28 @@ class TestRefusals:
             f"{source}/../step_10",
         ):
             for named in (source, tmp_path / "alias"):
-                self.refused(target, "target-is-source", sources=[tmp_path / "other", named], overwrite=overwrite)
+                self.refused(
+                    target,
+                    "target-is-source",
+                    sources=[tmp_path / "other", named],
+                    overwrite=overwrite,
+                )
         check_target(tmp_path / "runs" / "step_10-hf", sources=[source], is_directory=True)
         check_target(tmp_path / "runs" / "step_1", sources=[source], is_directory=True)
 
     def test_source_under_another_name(self, tmp_path: Path) -> None:
         (tmp_path / "a.safetensors").write_text("x")
         os.link(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-        options = {"sources": [tmp_path / "a.safetensors"], "is_directory": False, "overwrite": True}
+        options = {
+            "sources": [tmp_path / "a.safetensors"],
+            "is_directory": False,
+            "overwrite": True,
+        }
         self.refused(tmp_path / "b.safetensors", "target-is-source", **options)
 
-    def test_places_nothing_may_replace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_places_nothing_may_replace(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "a" / "b").mkdir(parents=True)
         monkeypatch.chdir(tmp_path / "a" / "b")
         for target in ("/", ".", "..", "../..", "", str(tmp_path), "/proc", "/dev", "x\0y"):
@@ -103,12 +114,18 @@ class TestRefusals:
     def test_foreign_files(self, tmp_path: Path) -> None:
         target = tmp_path / "out"
         make_old(target, is_directory=True)
-        for name, data in (("notes.txt", b"mine"), ("train.bin", b"\x12\x34tokens"), ("optimizer.pt", b"PK\x03\x04")):
+        for name, data in (
+            ("notes.txt", b"mine"),
+            ("train.bin", b"\x12\x34tokens"),
+            ("optimizer.pt", b"PK\x03\x04"),
+        ):
             (target / name).write_bytes(data)
             before = snapshot(tmp_path)
             error = self.refused(target, "foreign-files", overwrite=True)
             assert repr(name) in str(error)
-            self.refused(target, "foreign-files", overwrite=True, is_directory=False, keep_foreign=True)
+            self.refused(
+                target, "foreign-files", overwrite=True, is_directory=False, keep_foreign=True
+            )
             assert snapshot(tmp_path) == before
             (target / name).unlink()
         (target / "step_5").mkdir()
@@ -134,7 +151,9 @@ class TestRefusals:
                 "except TargetError as error: print(error.code, error)\n"
             )
             command = [sys.executable, "-c", code, str(locked / "out")]
-            found = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+            found = subprocess.run(
+                command, cwd=REPO, capture_output=True, text=True, check=True
+            ).stdout
             assert found.startswith("usage ")
             assert "permission" in found
             assert os.listdir(locked) == []
@@ -168,4 +187,6 @@ def test_what_counts_as_foreign(tmp_path: Path) -> None:
     (tmp_path / "dangling.safetensors").symlink_to("nowhere")
     (tmp_path / "dir.safetensors").mkdir()
     os.mkfifo(tmp_path / "fifo.pt")
-    assert foreign_entries(tmp_path) == sorted([*theirs, "dangling.safetensors", "dir.safetensors", "fifo.pt"])
+    assert foreign_entries(tmp_path) == sorted(
+        [*theirs, "dangling.safetensors", "dir.safetensors", "fifo.pt"]
+    )

@@ -24,7 +24,16 @@ from ema_ckpt.core.errors import TargetError
 from ema_ckpt.storage.stage_names import NOTE, OLD, is_stage_name, recovered, stage_path, stages_of
 from ema_ckpt.writing import publish as publishing
 from ema_ckpt.writing.staging import Staged, check_target, preallocate, stage
-from tests.staged_writer import REPO, generation_of, line, make_old, read_target, snapshot, write_new, writing
+from tests.staged_writer import (
+    REPO,
+    generation_of,
+    line,
+    make_old,
+    read_target,
+    snapshot,
+    write_new,
+    writing,
+)
 
 PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["flags", "plain"])
 
@@ -44,7 +53,9 @@ class TestSwitch:
         assert os.listdir(tmp_path) == [target.name]
 
     @pytest.mark.parametrize("was_directory", [False, True], ids=["over-file", "over-directory"])
-    def test_overwrite(self, tmp_path: Path, plain: bool, is_directory: bool, was_directory: bool) -> None:
+    def test_overwrite(
+        self, tmp_path: Path, plain: bool, is_directory: bool, was_directory: bool
+    ) -> None:
         target = tmp_path / "out.safetensors"
         make_old(target, is_directory=was_directory)
         with stage(target, is_directory=is_directory, overwrite=True, plain_rename=plain) as staged:
@@ -53,20 +64,26 @@ class TestSwitch:
         assert read_target(target) == "new"
         assert os.listdir(tmp_path) == [target.name]
 
-    def test_failure_leaves_the_old_one(self, tmp_path: Path, plain: bool, is_directory: bool) -> None:
+    def test_failure_leaves_the_old_one(
+        self, tmp_path: Path, plain: bool, is_directory: bool
+    ) -> None:
         target = tmp_path / "out"
         make_old(target, is_directory=is_directory)
         before = snapshot(tmp_path)
         for error in (ValueError, KeyboardInterrupt, SystemExit):
             with (
                 pytest.raises(error),
-                stage(target, is_directory=is_directory, overwrite=True, plain_rename=plain) as staged,
+                stage(
+                    target, is_directory=is_directory, overwrite=True, plain_rename=plain
+                ) as staged,
             ):
                 write_new(staged)
                 raise error
         assert snapshot(tmp_path) == before
 
-    def test_target_made_by_another_meanwhile(self, tmp_path: Path, plain: bool, is_directory: bool) -> None:
+    def test_target_made_by_another_meanwhile(
+        self, tmp_path: Path, plain: bool, is_directory: bool
+    ) -> None:
         target = tmp_path / "out"
         with (
             pytest.raises(TargetError) as caught,
@@ -87,7 +104,9 @@ class TestSwitch:
         assert read_target(target) == "new"
         assert sorted(os.listdir(tmp_path)) == ["moved", "out"]
 
-    def test_publish_inside_the_block(self, tmp_path: Path, plain: bool, is_directory: bool) -> None:
+    def test_publish_inside_the_block(
+        self, tmp_path: Path, plain: bool, is_directory: bool
+    ) -> None:
         target = tmp_path / "out"
         with stage(target, is_directory=is_directory, plain_rename=plain) as staged:
             write_new(staged)
@@ -110,7 +129,11 @@ def test_put_never_replaces(tmp_path: Path) -> None:
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
-    for mask, directory_mode, file_mode in ((0o022, 0o755, 0o644), (0o007, 0o770, 0o660), (0o077, 0o700, 0o600)):
+    for mask, directory_mode, file_mode in (
+        (0o022, 0o755, 0o644),
+        (0o007, 0o770, 0o660),
+        (0o077, 0o700, 0o600),
+    ):
         old = os.umask(mask)
         try:
             with stage(tmp_path / f"d{mask}", is_directory=True) as staged:
@@ -146,7 +169,9 @@ def test_everything_is_flushed_before_the_switch(tmp_path: Path, fsync: bool) ->
         return
     path = made[0].path
     assert set(calls[:2]) == {str(path / "a.distcp"), str(path / "b.distcp")}
-    root = str(path.parent)  # the second time without the journal, which must not outlive the switch
+    root = str(
+        path.parent
+    )  # the second time without the journal, which must not outlive the switch
     assert calls[2:] == [str(path), root, root, "switch", str(tmp_path)]
 
 
@@ -154,18 +179,32 @@ def test_everything_is_flushed_before_the_switch(tmp_path: Path, fsync: bool) ->
 def test_foreign_files_are_carried(tmp_path: Path, plain: bool) -> None:
     target = tmp_path / "hf"
     target.mkdir()
-    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "README.md"):
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "README.md",
+    ):
         (target / name).write_text(f"old {name}")
     (target / "onnx" / "deep").mkdir(parents=True)
     (target / "onnx" / "deep" / "graph").write_text("kept")
     (target / "vocab").symlink_to("config.json")
     (target / "broken").symlink_to("nowhere")
     inode = (target / "README.md").stat().st_ino
-    with stage(target, is_directory=True, overwrite=True, keep_foreign=True, plain_rename=plain) as staged:
+    with stage(
+        target, is_directory=True, overwrite=True, keep_foreign=True, plain_rename=plain
+    ) as staged:
         write_new(staged)
         (staged.path / "config.json").write_text("ours wins")
     assert read_target(target) == "new"
-    assert sorted(os.listdir(target)) == ["README.md", "broken", "config.json", "model.safetensors", "onnx", "vocab"]
+    assert sorted(os.listdir(target)) == [
+        "README.md",
+        "broken",
+        "config.json",
+        "model.safetensors",
+        "onnx",
+        "vocab",
+    ]
     assert (target / "config.json").read_text() == "ours wins"
     assert (target / "README.md").stat().st_ino == inode
     assert (target / "onnx" / "deep" / "graph").read_text() == "kept"
@@ -175,7 +214,9 @@ def test_foreign_files_are_carried(tmp_path: Path, plain: bool) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_special_files_are_carried_unopened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+def test_special_files_are_carried_unopened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
     target = tmp_path / "hf"
     (target / "deep").mkdir(parents=True)
     for place in (target, target / "deep"):
@@ -222,7 +263,10 @@ def test_carrying_fails_harmlessly(tmp_path: Path) -> None:
 def test_foreign_file_that_appears_meanwhile(tmp_path: Path) -> None:
     target = tmp_path / "out"
     make_old(target, is_directory=True)
-    with pytest.raises(TargetError) as caught, stage(target, is_directory=True, overwrite=True) as staged:
+    with (
+        pytest.raises(TargetError) as caught,
+        stage(target, is_directory=True, overwrite=True) as staged,
+    ):
         write_new(staged)
         (target / "notes.txt").write_text("mine")
     assert caught.value.code == "foreign-files"
@@ -254,7 +298,9 @@ class TestFullDisk:
         place = tmp_path / "small"
         place.mkdir()
         mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place],
+            capture_output=True,
+            check=False,
         )
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         if mounted.returncode:
@@ -271,7 +317,10 @@ class TestFullDisk:
     def test_while_writing(self, small: Path) -> None:
         target = small / "out"
         make_old(target, is_directory=True)
-        with pytest.raises(TargetError) as caught, stage(target, is_directory=True, overwrite=True) as staged:
+        with (
+            pytest.raises(TargetError) as caught,
+            stage(target, is_directory=True, overwrite=True) as staged,
+        ):
             (staged.path / "__0_0.distcp").write_bytes(bytes(5 << 20))
         assert caught.value.code == "no-space"
         assert str(target) in str(caught.value)
@@ -325,7 +374,11 @@ def test_preallocate(tmp_path: Path) -> None:
 @PLAIN
 def test_killed_at_random_moments(tmp_path: Path, plain: bool) -> None:
     """Twenty times SIGKILL: the target is the old or the new one, whole; the next writer tidies up."""
-    rng, target, words = random.Random(9), tmp_path / "step_10", ["overwrite", *(["plain"] if plain else [])]
+    rng, target, words = (
+        random.Random(9),
+        tmp_path / "step_10",
+        ["overwrite", *(["plain"] if plain else [])],
+    )
     with writing(target, "0", 4, 0) as first:
         assert first.wait(30) == 0
     left_behind = 0
@@ -385,7 +438,11 @@ def test_a_skipped_exit_is_made_up_for(tmp_path: Path) -> None:
         "sys.exit(5)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "out")], cwd=REPO, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ended.returncode, ended.stderr) == (5, "")
     assert os.listdir(tmp_path) == []
@@ -416,7 +473,10 @@ def test_busy_then_stale(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with writing(target, "a", 2, 20_000) as process:
         assert line(process) == "staged"
-        for attempt in (lambda: check_target(target, is_directory=True), stage(target, is_directory=True).__enter__):
+        for attempt in (
+            lambda: check_target(target, is_directory=True),
+            stage(target, is_directory=True).__enter__,
+        ):
             with pytest.raises(TargetError) as caught:
                 attempt()
             assert caught.value.code == "busy"
@@ -459,7 +519,15 @@ class TestCutSwitch:
         assert read_target(found) == "new"
 
     def test_reader_wants_a_note(self, target: Path) -> None:
-        for text in ("", "{", "[]", '{"new": "../out"}', '{"new": "."}', '{"new": 1}', '{"new": "other"}'):
+        for text in (
+            "",
+            "{",
+            "[]",
+            '{"new": "../out"}',
+            '{"new": "."}',
+            '{"new": 1}',
+            '{"new": "other"}',
+        ):
             (stage_path(target, "0a1b2c3d") / NOTE).write_text(text)
             assert recovered(target) is None
 

@@ -1,4 +1,6 @@
-"""Whole tensors on rank 0 from the pieces of all ranks, one tensor at a time and without touching the model."""
+"""Whole tensors on rank 0 from the pieces of all ranks, one tensor at a time and without touching
+the model.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,6 @@ from ema_ckpt.ema.swap import refuse_inside
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
 
-__all__ = ["gather_full", "gather_tensors"]
-
 _CALL = "full_state_dict"
 
 
@@ -36,9 +36,17 @@ def gather_full(ema: ShardedEMA, complete: bool, timeout: float) -> dict[str, An
     # A tied tensor is gathered once, under the first of its names.
     first = {id(value): name for name, value in reversed(live.items())}
     names = {name: names.get(name, first[id(value)]) for name, value in live.items()}
-    rest = {name: value for name, value in live.items() if names[name] == name and name not in averaged}
-    whole = gather_tensors({**averaged, **{n: v for n, v in rest.items() if isinstance(v, torch.Tensor)}}, ours)
-    return {name: whole.get(names[name], value) for name, value in live.items()} if not ours.rank else {}
+    rest = {
+        name: value for name, value in live.items() if names[name] == name and name not in averaged
+    }
+    whole = gather_tensors(
+        {**averaged, **{n: v for n, v in rest.items() if isinstance(v, torch.Tensor)}}, ours
+    )
+    return (
+        {name: whole.get(names[name], value) for name, value in live.items()}
+        if not ours.rank
+        else {}
+    )
 
 
 def _held(ema: ShardedEMA, complete: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -48,7 +56,8 @@ def _held(ema: ShardedEMA, complete: bool) -> tuple[dict[str, torch.Tensor], dic
 
 
 def gather_tensors(tensors: Mapping[str, torch.Tensor], ours: Channel) -> dict[str, torch.Tensor]:
-    """On rank 0 each tensor whole and on the host; `{}` elsewhere. Collective, with the same names on all ranks.
+    """On rank 0 each tensor whole and on the host; `{}` elsewhere. Collective, with the same names
+    on all ranks.
 
     Raises:
         StateError: `hole`: the pieces of all ranks do not make a tensor whole.
@@ -57,15 +66,23 @@ def gather_tensors(tensors: Mapping[str, torch.Tensor], ours: Channel) -> dict[s
     mine = {name: [[box.offsets, box.sizes] for box, _ in pieces] for name, pieces in held.items()}
     gathered = [json.loads(data) for data in ours.gather(json.dumps(mine).encode())]
     senders = {name: _senders(name, gathered) for name in tensors} if not ours.rank else {}
-    holes = [name for name, found in senders.items() if sum(box.numel for box in found) != tensors[name].numel()]
+    holes = [
+        name
+        for name, found in senders.items()
+        if sum(box.numel for box in found) != tensors[name].numel()
+    ]
     told = json.loads(
-        ours.scatter([json.dumps([holes, _orders(senders, rank)]).encode() for rank in range(len(gathered))])
+        ours.scatter(
+            [json.dumps([holes, _orders(senders, rank)]).encode() for rank in range(len(gathered))]
+        )
     )
     if told[0]:
         raise StateError("hole", f"the ranks' pieces do not make whole tensors of {shown(told[0])}")
     for name, index in told[1] if ours.rank else []:
         ours.send(held[name][index][1].detach().cpu().contiguous(), 0)
-    return {name: _received(tensors[name], held[name], found, ours) for name, found in senders.items()}
+    return {
+        name: _received(tensors[name], held[name], found, ours) for name, found in senders.items()
+    }
 
 
 def _senders(name: str, gathered: Sequence[Mapping[str, Any]]) -> dict[Box, tuple[int, int]]:
@@ -77,9 +94,16 @@ def _senders(name: str, gathered: Sequence[Mapping[str, Any]]) -> dict[Box, tupl
     return found
 
 
-def _orders(senders: Mapping[str, Mapping[Box, tuple[int, int]]], rank: int) -> list[tuple[str, int]]:
+def _orders(
+    senders: Mapping[str, Mapping[Box, tuple[int, int]]], rank: int
+) -> list[tuple[str, int]]:
     """What a rank has to send, in the order in which rank 0 receives it."""
-    return [(name, index) for name, found in senders.items() for holder, index in found.values() if holder == rank]
+    return [
+        (name, index)
+        for name, found in senders.items()
+        for holder, index in found.values()
+        if holder == rank
+    ]
 
 
 def _received(

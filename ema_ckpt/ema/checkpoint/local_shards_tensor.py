@@ -1,7 +1,9 @@
-"""Local shards as tensors of global shape that `torch.distributed.checkpoint` saves and loads in place.
+"""Local shards as tensors of global shape that `torch.distributed.checkpoint` saves and loads in
+place.
 
-A `DTensor` where torch locates its shard right, a `Published` tensor elsewhere: for pieces cut inside rows, parts
-of a replica, uneven strided shards, and host tensors of a device mesh. Neither copies: both alias the local memory.
+A `DTensor` where torch locates its shard right, a `LocalShardsTensor` tensor elsewhere: for pieces
+cut inside rows, parts of a replica, uneven strided shards, and host tensors of a device mesh.
+Neither copies: both alias the local memory.
 """
 
 from __future__ import annotations
@@ -23,28 +25,29 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "Published", "box_of", "box_views", "pieces_of", "publish"]
-
 Layout = tuple["DeviceMesh", Sequence[Placement]]  # of the live DTensor
 aten = torch.ops.aten
 
 
-def publish(
+def as_global_tensor(
     boxes: Sequence[Box],
     shape: Sequence[int],
     local: torch.Tensor,
     dtensor_like: DTensor | Layout | None = None,
     replicas: int = 1,
 ) -> torch.Tensor:
-    """A tensor of global `shape` whose elements in `boxes` are `local`'s; it shares `local`'s memory.
+    """A tensor of global `shape` whose elements in `boxes` are `local`'s; it shares `local`'s
+    memory.
 
     Args:
-        boxes: in elements; read row-major one after the other they are `local`'s row-major flattening.
+        boxes: in elements; read row-major one after the other they are `local`'s row-major
+            flattening.
         shape: global, in elements.
         local: of one box's shape, or 1-D.
-        dtensor_like: mesh and placements of the live tensor. With them the result is a `DTensor` where torch
-            computes right offsets on every rank. All ranks decide alike.
-        replicas: how many ranks divide each shard between them; in a `DTensor` they count as one more `Shard`.
+        dtensor_like: mesh and placements of the live tensor. With them the result is a `DTensor`
+            where torch computes right offsets on every rank. All ranks decide alike.
+        replicas: how many ranks divide each shard between them; in a `DTensor` they count as one
+            more `Shard`.
 
     Returns:
         `local` itself if it is the whole tensor and no layout is given.
@@ -54,7 +57,10 @@ def publish(
     """
     boxes, shape = tuple(boxes), tuple(shape)
     if sum(box.numel for box in boxes) != local.numel():
-        raise StateError("internal", f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}")
+        raise StateError(
+            "internal",
+            f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}",
+        )
     if dtensor_like is not None:
         layout = _layout(dtensor_like)
         placements = _placements_for(boxes, shape, local, layout, replicas)
@@ -62,12 +68,14 @@ def publish(
             return _as_dtensor(shape, local, layout[0], placements, dtensor_like)
     elif tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
         return local
-    return Published(shape, boxes, box_views(boxes, local), local)
+    return LocalShardsTensor(shape, boxes, box_views(boxes, local), local)
 
 
 def pieces_of(tensor: torch.Tensor) -> tuple[tuple[Box, torch.Tensor], ...]:
-    """The boxes of a published tensor that this rank holds, each with the local elements in the box's shape."""
-    if isinstance(tensor, Published):
+    """The boxes of a published tensor that this rank holds, each with the local elements in the
+    box's shape.
+    """
+    if isinstance(tensor, LocalShardsTensor):
         return tuple(zip(tensor.boxes, tensor.views, strict=True))
     if isinstance(tensor, DTensor):
         mesh, local = tensor.device_mesh, tensor.to_local().detach()
@@ -77,22 +85,32 @@ def pieces_of(tensor: torch.Tensor) -> tuple[tuple[Box, torch.Tensor], ...]:
     return ((whole(tensor.shape), tensor),)
 
 
-class Published(torch.Tensor):
-    """This rank's pieces of a tensor of global shape: boxes, and views of the local memory behind them.
+class LocalShardsTensor(torch.Tensor):
+    """This rank's pieces of a tensor of global shape: boxes, and views of the local memory behind
+    them.
 
-    Understood by `dcp.save`, `dcp.load` and `dcp.async_save`'s staging through the protocol that `DTensor` also
-    follows. It is no operand for arithmetic: anything but copying and moving raises `NotImplementedError`.
+    Understood by `dcp.save`, `dcp.load` and `dcp.async_save`'s staging through the protocol that
+    `DTensor` also follows. It is no operand for arithmetic: anything but copying and moving raises
+    `NotImplementedError`.
     """
 
     boxes: tuple[Box, ...]
     views: tuple[torch.Tensor, ...]
 
     def __new__(
-        cls, shape: Sequence[int], boxes: Sequence[Box], views: Sequence[torch.Tensor], like: torch.Tensor
+        cls,
+        shape: Sequence[int],
+        boxes: Sequence[Box],
+        views: Sequence[torch.Tensor],
+        like: torch.Tensor,
     ) -> Self:
         """`like` gives dtype and device, also where there is no piece."""
         self: Self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), strides=row_major_strides(shape), dtype=like.dtype, device=like.device
+            cls,
+            tuple(shape),
+            strides=row_major_strides(shape),
+            dtype=like.dtype,
+            device=like.device,
         )
         self.boxes = tuple(boxes)
         self.views = tuple(view.detach() for view in views)
@@ -120,7 +138,7 @@ class Published(torch.Tensor):
             )
         return operation(*args, **(kwargs or {}))
 
-    def __create_write_items__(self, fqn: str, tensor: Published) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, tensor: LocalShardsTensor) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -137,9 +155,12 @@ class Published(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        # A tensor without elements still has a shape to keep: every rank lists one empty piece, DCP keeps one.
+        # A tensor without elements still has a shape to keep: every rank lists one empty piece, DCP
+        # keeps one.
         boxes = self.boxes if self.numel() else (whole(self.shape),)
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box, view in zip(self.boxes, self.views, strict=True):
@@ -165,16 +186,28 @@ def _layout(like: DTensor | Layout) -> Layout:
 
 
 def _placements_for(
-    boxes: tuple[Box, ...], shape: tuple[int, ...], local: torch.Tensor, layout: Layout, replicas: int
+    boxes: tuple[Box, ...],
+    shape: tuple[int, ...],
+    local: torch.Tensor,
+    layout: Layout,
+    replicas: int,
 ) -> Sequence[Placement] | None:
-    """Placements under which torch finds every rank's elements at their boxes; None if there are none."""
+    """Placements under which torch finds every rank's elements at their boxes; None if there are
+    none.
+    """
     mesh, placements = layout
     # DTensor.from_local would move a host tensor to the mesh's device, and so break the alias.
     if mesh.get_coordinate() is None or len(boxes) > 1 or local.device.type != mesh.device_type:
         return None
-    candidates = [placements] if replicas == 1 else _split_over_replicas(shape, mesh.shape, placements, replicas)
+    candidates = (
+        [placements]
+        if replicas == 1
+        else _split_over_replicas(shape, mesh.shape, placements, replicas)
+    )
     for candidate in candidates:
-        if torch_computes_offsets(shape, mesh.shape, candidate) and _is_local(boxes, shape, local, mesh, candidate):
+        if torch_computes_offsets(shape, mesh.shape, candidate) and _is_local(
+            boxes, shape, local, mesh, candidate
+        ):
             return candidate
     return None
 
@@ -194,11 +227,15 @@ def _is_local(
 
 
 def _split_over_replicas(
-    shape: tuple[int, ...], mesh_sizes: Sequence[int], placements: Sequence[Placement], replicas: int
+    shape: tuple[int, ...],
+    mesh_sizes: Sequence[int],
+    placements: Sequence[Placement],
+    replicas: int,
 ) -> list[Sequence[Placement]]:
     """`placements` with one replicated mesh dimension cutting the rows inside all other cuts.
 
-    Only where rows divide evenly, so that `torch.chunk` and near-even parts are the same on every rank.
+    Only where rows divide evenly, so that `torch.chunk` and near-even parts are the same on every
+    rank.
     """
     found: list[Sequence[Placement]] = []
     row_cuts = [
@@ -235,8 +272,9 @@ def _as_dtensor(
 def _rebased(local: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor with storage offset 0.
 
-    A DTensor takes over the offset of its local tensor; then its data pointer is not 0, and the staging of
-    `dcp.async_save` tries to copy a storage that it does not have (torch 2.13, `_state_dict_stager.py`).
+    A DTensor takes over the offset of its local tensor; then its data pointer is not 0, and the
+    staging of `dcp.async_save` tries to copy a storage that it does not have (torch 2.13,
+    `_state_dict_stager.py`).
     """
     if not local.storage_offset():
         return local
@@ -245,28 +283,34 @@ def _rebased(local: torch.Tensor) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(local)
 
 
-def _mapped(tensor: Published, change: Callable[[torch.Tensor], torch.Tensor]) -> Published:
+def _mapped(
+    tensor: LocalShardsTensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> LocalShardsTensor:
     """The same boxes with every piece changed."""
     like = change(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-    return Published(tensor.shape, tensor.boxes, [change(view) for view in tensor.views], like)
+    return LocalShardsTensor(
+        tensor.shape, tensor.boxes, [change(view) for view in tensor.views], like
+    )
 
 
-def _detach(tensor: Published) -> Published:
-    return Published(tensor.shape, tensor.boxes, tensor.views, tensor)
+def _detach(tensor: LocalShardsTensor) -> LocalShardsTensor:
+    return LocalShardsTensor(tensor.shape, tensor.boxes, tensor.views, tensor)
 
 
-def _view(tensor: Published, size: Sequence[int]) -> Published:
+def _view(tensor: LocalShardsTensor, size: Sequence[int]) -> LocalShardsTensor:
     if tuple(size) != tuple(tensor.shape):
         raise NotImplementedError("a published tensor keeps its shape")
     return _detach(tensor)
 
 
-def _clone(tensor: Published, *, memory_format: torch.memory_format | None = None) -> Published:
+def _clone(
+    tensor: LocalShardsTensor, *, memory_format: torch.memory_format | None = None
+) -> LocalShardsTensor:
     del memory_format
     return _mapped(tensor, torch.clone)
 
 
-def _new_empty(tensor: Published, size: Sequence[int], **options: Any) -> torch.Tensor:
+def _new_empty(tensor: LocalShardsTensor, size: Sequence[int], **options: Any) -> torch.Tensor:
     asked: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     asked |= {name: value for name, value in options.items() if value is not None}
     if tuple(size) != tuple(tensor.shape):
@@ -274,20 +318,24 @@ def _new_empty(tensor: Published, size: Sequence[int], **options: Any) -> torch.
     return _mapped(tensor, lambda view: torch.empty_like(view, **asked))
 
 
-def _empty_like(tensor: Published, **options: Any) -> torch.Tensor:
-    return _new_empty(tensor, tensor.shape, **{k: v for k, v in options.items() if k != "memory_format"})
+def _empty_like(tensor: LocalShardsTensor, **options: Any) -> torch.Tensor:
+    return _new_empty(
+        tensor, tensor.shape, **{k: v for k, v in options.items() if k != "memory_format"}
+    )
 
 
-def _to_copy(tensor: Published, **options: Any) -> Published:
+def _to_copy(tensor: LocalShardsTensor, **options: Any) -> LocalShardsTensor:
     return _mapped(tensor, lambda view: aten._to_copy.default(view, **options))
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    if not isinstance(target, Published):
+    if not isinstance(target, LocalShardsTensor):
         raise NotImplementedError("a rank that holds only pieces cannot fill a whole tensor")
-    if isinstance(source, Published):
+    if isinstance(source, LocalShardsTensor):
         if source.boxes != target.boxes:
-            raise StateError("internal", f"cannot copy {source!r} into {target!r}: they hold other elements")
+            raise StateError(
+                "internal", f"cannot copy {source!r} into {target!r}: they hold other elements"
+            )
         parts: Sequence[torch.Tensor] = source.views
     else:
         parts = [box_of(source, box) for box in target.boxes]

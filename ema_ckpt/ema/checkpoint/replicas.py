@@ -11,18 +11,21 @@ from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of
 from ema_ckpt.ema.model.placement import flat_boxes, replica_part
-from ema_ckpt.ema.model.scan import ReplicaGroup, Slot
-
-__all__ = ["gather", "meet_replicas"]
+from ema_ckpt.ema.model.shards import ReplicaGroup, Shadow
 
 # What each replica sends at a time; the scratch is this times one more than their number.
 _MESSAGE_NBYTES = 8 << 20
 
-_Piece = tuple[Slot, int, int]  # elements [offset, offset + length) of each replica's part of a slot
+_Piece = tuple[
+    Shadow, int, int
+]  # elements [offset, offset + length) of each replica's part of a slot
 
 
-def meet_replicas(slots: Sequence[Slot], call: str, timeout: float, failure: Exception | None) -> None:
-    """Return once all replicas that divide one of `slots` came to `call`, none of them with a failure.
+def meet_replicas(
+    slots: Sequence[Shadow], call: str, timeout: float, failure: Exception | None
+) -> None:
+    """Return once all replicas that divide one of `slots` came to `call`, none of them with a
+    failure.
 
     Raises:
         CollectiveError: some did not within `timeout` seconds.
@@ -37,8 +40,9 @@ def meet_replicas(slots: Sequence[Slot], call: str, timeout: float, failure: Exc
         raise failure
 
 
-def gather(slots: Sequence[Slot], target: Callable[[Slot], torch.Tensor]) -> None:
-    """Write each divided average whole into `target(slot)`, of the local shard's size, rounded to its dtype.
+def gather(slots: Sequence[Shadow], target: Callable[[Shadow], torch.Tensor]) -> None:
+    """Write each divided average whole into `target(slot)`, of the local shard's size, rounded to
+    its dtype.
 
     Collective over the replicas.
     """
@@ -55,20 +59,22 @@ def gather(slots: Sequence[Slot], target: Callable[[Slot], torch.Tensor]) -> Non
             _pass_on(message, replica, target)
 
 
-def _divided(slots: Sequence[Slot]) -> list[tuple[ReplicaGroup, list[Slot]]]:
+def _divided(slots: Sequence[Shadow]) -> list[tuple[ReplicaGroup, list[Shadow]]]:
     """Divided slots by the group that divides them; the same order on all replicas."""
-    groups: dict[int, tuple[ReplicaGroup, list[Slot]]] = {}
+    groups: dict[int, tuple[ReplicaGroup, list[Shadow]]] = {}
     for slot in slots:
         if slot.is_split and slot.shard.replica is not None:
-            groups.setdefault(id(slot.shard.replica.group), (slot.shard.replica, []))[1].append(slot)
+            groups.setdefault(id(slot.shard.replica.group), (slot.shard.replica, []))[1].append(
+                slot
+            )
     return list(groups.values())
 
 
-def _parts(slot: Slot, count: int) -> list[tuple[int, int]]:
+def _parts(slot: Shadow, count: int) -> list[tuple[int, int]]:
     return [replica_part(tuple(slot.shard.local.shape), count, index) for index in range(count)]
 
 
-def _pieces(slots: Sequence[Slot], target: Callable[[Slot], torch.Tensor]) -> Iterator[_Piece]:
+def _pieces(slots: Sequence[Shadow], target: Callable[[Shadow], torch.Tensor]) -> Iterator[_Piece]:
     for slot in slots:
         replica = slot.shard.replica
         longest = max(numel for _, numel in _parts(slot, replica.count if replica else 1))
@@ -77,12 +83,14 @@ def _pieces(slots: Sequence[Slot], target: Callable[[Slot], torch.Tensor]) -> It
             yield slot, offset, min(step, longest - offset)
 
 
-def _nbytes(piece: _Piece, target: Callable[[Slot], torch.Tensor]) -> int:
+def _nbytes(piece: _Piece, target: Callable[[Shadow], torch.Tensor]) -> int:
     """Bytes in the message, a multiple of 16 so that every piece begins aligned."""
     return -(-piece[2] * target(piece[0]).element_size() // 16) * 16
 
 
-def _pass_on(message: Sequence[_Piece], replica: ReplicaGroup, target: Callable[[Slot], torch.Tensor]) -> None:
+def _pass_on(
+    message: Sequence[_Piece], replica: ReplicaGroup, target: Callable[[Shadow], torch.Tensor]
+) -> None:
     """Send this replica's part of every piece to all replicas, and write what comes."""
     sizes = [_nbytes(piece, target) for piece in message]
     device = target(message[0][0]).device
@@ -100,7 +108,9 @@ def _pass_on(message: Sequence[_Piece], replica: ReplicaGroup, target: Callable[
 
 
 def _write(into: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Write 1-D `values` to elements [start, start + numel) of `into` in row-major order, however it lies in memory."""
+    """Write 1-D `values` to elements [start, start + numel) of `into` in row-major order, however
+    it lies in memory.
+    """
     if into.is_contiguous():
         into.view(-1)[start : start + values.numel()].copy_(values)
         return

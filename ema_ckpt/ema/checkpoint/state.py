@@ -1,7 +1,8 @@
 """The manager's state as a tree of tensors of global shape, and back into the averages in place.
 
-`{"weights": {fqn: tensor}, "num_updates": int64, "samples_seen": int64, "config": str}`, and with `compensate`
-`"residual": {fqn: tensor}`. `config` is one JSON document, so that a new field breaks no older file.
+`{"weights": {fqn: tensor}, "num_updates": int64, "samples_seen": int64, "config": str}`, and with
+`compensate` `"residual": {fqn: tensor}`. `config` is one JSON document, so that a new field breaks
+no older file.
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ import torch
 
 from ema_ckpt.core.box import Box, intersect
 from ema_ckpt.core.errors import StateError, shown
-from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of, pieces_of, publish
-from ema_ckpt.ema.model.scan import Held, Slot
+from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor, box_of, pieces_of
+from ema_ckpt.ema.model.shards import Shadow, TrackedShard
 from ema_ckpt.ema.schedules import Constant, Warmup, to_json
 from ema_ckpt.ema.settings import Counter, Settings
 from ema_ckpt.ema.shadows import Averages
-
-__all__ = ["load", "parse_config", "tree"]
 
 _VERSION = 1
 
 
 def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, Any]:
-    """The state, its averages aliased; buffers that are not averaged are copies of the live ones."""
+    """The state, its averages aliased; buffers that are not averaged are copies of the live
+    ones.
+    """
     weights = {
-        slot.shard.fqn: _published(slot, slot.shadow, settings) for slot in averages.slots if _is_saved(averages, slot)
+        slot.shard.fqn: _published(slot, slot.shadow, settings)
+        for slot in averages.slots
+        if _is_saved(averages, slot)
     }
     weights.update((h.shard.fqn, _live_copy(h)) for h in averages.live_buffers if h.persistent)
     state: dict[str, Any] = {
@@ -47,16 +50,21 @@ def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, 
 
 
 def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None:
-    """Take over a state: averages are written in place unless `state` aliases them, and the counter goes on from it.
+    """Take over a state: averages are written in place unless `state` aliases them, and the counter
+    goes on from it.
 
-    A tied tensor is taken under any of its names, those of this model or those that the state's `config` records.
+    A tied tensor is taken under any of its names, those of this model or those that the state's
+    `config` records.
 
     Raises:
-        StateError: a name is missing, or a tensor has another shape or lacks elements of this rank; nothing changed.
+        StateError: a name is missing, or a tensor has another shape or lacks elements of this rank;
+            nothing changed.
     """
     absent = [name for name in ("weights", "num_updates") if name not in state]
     if absent:
-        raise StateError("usage", f"the state to load lacks {shown(absent)}: give what state_dict() returned")
+        raise StateError(
+            "usage", f"the state to load lacks {shown(absent)}: give what state_dict() returned"
+        )
     config = parse_config(state.get("config"))
     slots = [slot for slot in averages.slots if _is_saved(averages, slot)]
     weights = _found(slots, state["weights"], config)
@@ -65,11 +73,17 @@ def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None
     if missing:
         raise StateError("usage", f"the state to load lacks averages: {shown(missing)}")
     pairs = [(slot, slot.shadow, value) for slot, value in weights.items()]
-    pairs += [(slot, slot.residual, value) for slot, value in residuals.items() if slot.residual is not None]
+    pairs += [
+        (slot, slot.residual, value)
+        for slot, value in residuals.items()
+        if slot.residual is not None
+    ]
     copies = [copy for slot, into, value in pairs for copy in _copies(slot, into, value)]
     updates, samples = int(state["num_updates"]), int(state.get("samples_seen", 0))
     if min(updates, samples) < 0:
-        raise StateError("usage", f"the state to load counts {updates} updates and {samples} samples")
+        raise StateError(
+            "usage", f"the state to load counts {updates} updates and {samples} samples"
+        )
     for into, value in copies:
         into.copy_(value)
     for slot in slots:
@@ -79,12 +93,19 @@ def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None
 
 
 def _found(
-    slots: Iterable[Slot], tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> dict[Slot, torch.Tensor]:
+    slots: Iterable[Shadow], tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> dict[Shadow, torch.Tensor]:
     """What a state holds for each slot, under whichever of its names."""
-    ties = {alias: name for name, aliases in config.get("tied", {}).items() for alias in aliases if name in tensors}
+    ties = {
+        alias: name
+        for name, aliases in config.get("tied", {}).items()
+        for alias in aliases
+        if name in tensors
+    }
     named = {**{alias: tensors[name] for alias, name in ties.items()}, **tensors}
-    names = {slot: next((name for name in slot.shard.names if name in named), None) for slot in slots}
+    names = {
+        slot: next((name for name in slot.shard.names if name in named), None) for slot in slots
+    }
     return {slot: named[name] for slot, name in names.items() if name is not None}
 
 
@@ -94,7 +115,9 @@ def parse_config(config: object) -> dict[str, Any]:
         try:
             config = json.loads(config)
         except ValueError as error:
-            raise StateError("usage", f"the config of the averages is no JSON document: {error}") from None
+            raise StateError(
+                "usage", f"the config of the averages is no JSON document: {error}"
+            ) from None
     return dict(config) if isinstance(config, Mapping) else {}
 
 
@@ -113,34 +136,55 @@ def _config(averages: Averages, counter: Counter, settings: Settings) -> dict[st
         "nonfinite": settings.nonfinite,
         "buffers": settings.buffers,
         "tied": {shard.fqn: list(shard.aliases) for shard in everything if shard.aliases},
-        "counter": {"moved_at": counter.moved_at, "pending": counter.pending, "applied": counter.applied},
+        "counter": {
+            "moved_at": counter.moved_at,
+            "pending": counter.pending,
+            "applied": counter.applied,
+        },
     }
 
 
-def _is_saved(averages: Averages, slot: Slot) -> bool:
+def _is_saved(averages: Averages, slot: Shadow) -> bool:
     return slot.shard.is_parameter or averages.held[averages.slots.index(slot)].persistent
 
 
-def _published(slot: Slot, local: torch.Tensor, settings: Settings) -> torch.Tensor:
+def _published(slot: Shadow, local: torch.Tensor, settings: Settings) -> torch.Tensor:
     shard = slot.shard
-    layout = None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
-    splits = settings.shard_replicas is not False and shard.replica is not None and bool(shard.shape)
-    return publish(slot.boxes, shard.shape, local, layout, shard.replica.count if splits and shard.replica else 1)
+    layout = (
+        None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
+    )
+    splits = (
+        settings.shard_replicas is not False and shard.replica is not None and bool(shard.shape)
+    )
+    return as_global_tensor(
+        slot.boxes,
+        shard.shape,
+        local,
+        layout,
+        shard.replica.count if splits and shard.replica else 1,
+    )
 
 
-def _live_copy(held: Held) -> torch.Tensor:
+def _live_copy(held: TrackedShard) -> torch.Tensor:
     shard = held.shard
-    layout = None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
-    return publish(shard.boxes, shard.shape, shard.local.detach().clone(), layout)
+    layout = (
+        None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
+    )
+    return as_global_tensor(shard.boxes, shard.shape, shard.local.detach().clone(), layout)
 
 
-def _copies(slot: Slot, into: torch.Tensor, value: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(target view, source view) pairs that bring `value` into `into`, the slot's memory; none if it is that memory."""
+def _copies(
+    slot: Shadow, into: torch.Tensor, value: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(target view, source view) pairs that bring `value` into `into`, the slot's memory; none if
+    it is that memory.
+    """
     if tuple(value.shape) != slot.shard.shape:
         raise StateError(
-            "usage", f"{slot.shard.fqn!r} has shape {slot.shard.shape}; the state to load has {tuple(value.shape)}"
+            "usage",
+            f"{slot.shard.fqn!r} has shape {slot.shard.shape}; the state to load has {tuple(value.shape)}",
         )
-    targets = pieces_of(publish(slot.boxes, slot.shard.shape, into)) if slot.numel else ()
+    targets = pieces_of(as_global_tensor(slot.boxes, slot.shard.shape, into)) if slot.numel else ()
     sources = pieces_of(value)
     copies = [copy for box, view in targets for copy in _overlaps(box, view, sources)]
     if sum(target.numel() for target, _ in copies) < slot.numel:

@@ -1,7 +1,9 @@
-"""The CPU engine: blocks small enough for the cache, so that what is converted or gathered does not go to memory.
+"""The CPU engine: blocks small enough for the cache, so that what is converted or gathered does not
+go to memory.
 
-Neighbours in memory are moved as one block: their parameters are gathered with one `torch.cat`, the average is
-moved by one `lerp_`. Where dtypes differ the parameters are widened through a scratch of one block.
+Neighbours in memory are moved as one block: their parameters are gathered with one `torch.cat`, the
+average is moved by one `lerp_`. Where dtypes differ the parameters are widened through a scratch of
+one block.
 torch's `lerp` gives the same bits for any cut, so blocks change nothing.
 """
 
@@ -12,14 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ema_ckpt.ema.engines.lists import Lists, Step
+from ema_ckpt.ema.engines.lists import Step, UpdateBatch
 
-__all__ = ["BLOCK_NUMEL", "prepare"]
-
-# 8 MiB of float32. From 2^16 to 2^22 elements bfloat16 averages go equally fast; the larger the block, the less
-# often threads wait for each other, which on a busy machine costs more than all the rest.
+# 8 MiB of float32. From 2^16 to 2^22 elements bfloat16 averages go equally fast; the larger the
+# block, the less often threads wait for each other, which on a busy machine costs more than all the
+# rest.
 BLOCK_NUMEL = 1 << 21
-# Of what is gathered from many tensors: 512 KiB of float32 stay in a second-level cache until they are read again.
+# Of what is gathered from many tensors: 512 KiB of float32 stay in a second-level cache until they
+# are read again.
 _GATHERED_NUMEL = 1 << 17
 
 
@@ -41,12 +43,14 @@ class _Block:
         return value if self.widened is None else self.widened.copy_(value)
 
 
-def prepare(lists: Lists) -> Step:
+def prepare(lists: UpdateBatch) -> Step:
     """A step over `lists` with all views and scratch made beforehand: at most 41 MiB in float32."""
     blocks = list(_blocks(lists))
     if lists.is_plain:
         direct = [block for block in blocks if block.gathered is None and block.widened is None]
-        blocks = [block for block in blocks if block.gathered is not None or block.widened is not None]
+        blocks = [
+            block for block in blocks if block.gathered is not None or block.widened is not None
+        ]
         shadows, params = [block.shadow for block in direct], [block.sources[0] for block in direct]
 
         def step(weight: float) -> None:
@@ -56,7 +60,9 @@ def prepare(lists: Lists) -> Step:
                 torch._foreach_lerp_(shadows, params, weight)
 
         return step
-    scratch = [torch.empty(BLOCK_NUMEL, dtype=lists.wide, device=lists.shadows[0].device) for _ in range(4)]
+    scratch = [
+        torch.empty(BLOCK_NUMEL, dtype=lists.wide, device=lists.shadows[0].device) for _ in range(4)
+    ]
     events = lists.events
 
     def careful_step(weight: float) -> None:
@@ -67,8 +73,12 @@ def prepare(lists: Lists) -> Step:
     return careful_step
 
 
-def _move(block: _Block, weight: float, scratch: Sequence[torch.Tensor], *, skip: bool) -> torch.Tensor:
-    """Move one block through scratch; with `skip`, whether an element was kept, as a 0-dim tensor."""
+def _move(
+    block: _Block, weight: float, scratch: Sequence[torch.Tensor], *, skip: bool
+) -> torch.Tensor:
+    """Move one block through scratch; with `skip`, whether an element was kept, as a 0-dim
+    tensor.
+    """
     old, new, step, rest = (s[: block.shadow.numel()].view(block.shadow.shape) for s in scratch)
     value, residual = block.value(), block.residual
     old = block.shadow if block.shadow.dtype is new.dtype else old.copy_(block.shadow)
@@ -88,10 +98,14 @@ def _move(block: _Block, weight: float, scratch: Sequence[torch.Tensor], *, skip
     return good.logical_not_().any()
 
 
-def _blocks(lists: Lists) -> Iterator[_Block]:
-    """The lists as blocks of at most `BLOCK_NUMEL` elements; large tensors that need no scratch stay whole."""
+def _blocks(lists: UpdateBatch) -> Iterator[_Block]:
+    """The lists as blocks of at most `BLOCK_NUMEL` elements; large tensors that need no scratch
+    stay whole.
+    """
     same = lists.params[0].dtype is lists.wide
-    gathered = torch.empty(_GATHERED_NUMEL, dtype=lists.params[0].dtype, device=lists.params[0].device)
+    gathered = torch.empty(
+        _GATHERED_NUMEL, dtype=lists.params[0].dtype, device=lists.params[0].device
+    )
     widened = None if same else torch.empty(BLOCK_NUMEL, dtype=lists.wide, device=gathered.device)
     residuals: Sequence[torch.Tensor | None] = lists.residuals or [None] * len(lists.shadows)
     bare = lists.is_plain and same
@@ -113,7 +127,9 @@ def _blocks(lists: Lists) -> Iterator[_Block]:
         if flat[0][1] is not None:
             residual = _joined([part[1] for part in flat if part[1] is not None])
         into = _like(gathered, shadow) if len(run) > 1 else None
-        yield _Block(shadow, residual, tuple(part[2] for part in flat), into, _like(widened, shadow))
+        yield _Block(
+            shadow, residual, tuple(part[2] for part in flat), into, _like(widened, shadow)
+        )
 
 
 _Part = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # shadow, residual, parameter

@@ -1,8 +1,8 @@
 """The engine for CUDA: one launch over all local shards, with the weight on the device.
 
-Bit-equal to `torch._foreach_lerp_` on float32 parameters, and to it on `p.float()` for others. What the kernel does
-not serve (float64, complex, parameters that are not contiguous), and everything where Triton is not installed, goes
-to torch's multi-tensor kernels.
+Bit-equal to `torch._foreach_lerp_` on float32 parameters, and to it on `p.float()` for others. What
+the kernel does not serve (float64, complex, parameters that are not contiguous), and everything
+where Triton is not installed, goes to torch's multi-tensor kernels.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Any
 import torch
 
 from ema_ckpt.ema.engines import foreach, stochastic
-from ema_ckpt.ema.engines.lists import Lists, Step
+from ema_ckpt.ema.engines.lists import Step, UpdateBatch
 from ema_ckpt.ema.engines.noise import Position
-
-__all__ = ["Control", "TritonStep", "prepare", "serves"]
 
 # Elements per program, and its warps.
 BLOCK_NUMEL = 2048
@@ -31,7 +29,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Control:
-    """What changes from call to call, on the device: a launch reads it there, so that a CUDA graph can be replayed."""
+    """What changes from call to call, on the device: a launch reads it there, so that a CUDA graph
+    can be replayed.
+    """
 
     weight: torch.Tensor  # float32, 0-dim; 0 leaves all as it is
     call: torch.Tensor  # int64, 0-dim: the number of the call, for stochastic rounding
@@ -47,7 +47,7 @@ class Control:
 class TritonStep:
     """A step over lists that the kernel serves."""
 
-    def __init__(self, lists: Lists, control: Control | None = None) -> None:
+    def __init__(self, lists: UpdateBatch, control: Control | None = None) -> None:
         self.device = lists.params[0].device
         with torch.cuda.device(self.device):
             self.control = control or Control.on(self.device)
@@ -57,7 +57,8 @@ class TritonStep:
             self._blocks, self._table = _sent(blocks, self.device), _sent(table, self.device)
             self._grid = (len(blocks),)
             self._launcher = self._made_launcher()
-            self.launch()  # of weight 0: compiles and loads the kernel, which cannot be done under capture
+            # of weight 0: compiles and loads the kernel, which cannot be done under capture
+            self.launch()
 
     def __call__(self, weight: float) -> None:
         with torch.cuda.device(self.device):
@@ -85,9 +86,19 @@ class TritonStep:
         from ema_ckpt.ema.engines import cuda_kernels as kernels
 
         lists, control = self._lists, self.control
-        events = control.replays if lists.events is None else lists.events  # without SKIP it is not touched
+        events = (
+            control.replays if lists.events is None else lists.events
+        )  # without SKIP it is not touched
         seed = 0 if lists.noise is None else lists.noise.seed & (1 << 63) - 1
-        arguments = (self._blocks, self._table, control.weight, self._flag, events, control.call, seed)
+        arguments = (
+            self._blocks,
+            self._table,
+            control.weight,
+            self._flag,
+            events,
+            control.call,
+            seed,
+        )
         options: dict[str, Any] = {
             "shadow_type": _dtype_of(lists.shadows[0]),
             "param_type": _dtype_of(lists.params[0]),
@@ -104,7 +115,7 @@ class TritonStep:
         return lambda: launcher[grid](*arguments, **options)
 
 
-def prepare(lists: Lists) -> Step:
+def prepare(lists: UpdateBatch) -> Step:
     """A step over `lists` on one CUDA device."""
     contiguous = [i for i, param in enumerate(lists.params) if param.is_contiguous()]
     if not serves(lists) or not contiguous:
@@ -121,8 +132,10 @@ def prepare(lists: Lists) -> Step:
     return both
 
 
-def serves(lists: Lists) -> bool:
-    """Whether the kernel does this arithmetic, and is there. Strides are looked at by the caller."""
+def serves(lists: UpdateBatch) -> bool:
+    """Whether the kernel does this arithmetic, and is there. Strides are looked at by the
+    caller.
+    """
     return lists.shadows[0].dtype in _FLOATS and lists.params[0].dtype in _FLOATS and _installed()
 
 
@@ -138,14 +151,16 @@ def _installed() -> bool:
     return False
 
 
-def _without_triton(lists: Lists) -> Step:
+def _without_triton(lists: UpdateBatch) -> Step:
     return foreach.prepare(lists) if lists.noise is None else stochastic.prepare(lists, lists.noise)
 
 
-def _tables(lists: Lists) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(lists: UpdateBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """The row of each block, int32, and the rows, one per tensor; on the host."""
     counts = [-(-shadow.numel() // BLOCK_NUMEL) for shadow in lists.shadows]
-    addresses = [0] * len(counts) if lists.residuals is None else [r.data_ptr() for r in lists.residuals]
+    addresses = (
+        [0] * len(counts) if lists.residuals is None else [r.data_ptr() for r in lists.residuals]
+    )
     nowhere = Position(0, 1, 1, 0)
     places = [nowhere] * len(counts) if lists.noise is None else lists.noise.positions
     rows = []
@@ -157,7 +172,9 @@ def _tables(lists: Lists) -> tuple[torch.Tensor, torch.Tensor]:
         rows.append([*row, place.base, place.first, place.run, place.stride, place.tensor])
         first += count
     numbers = torch.arange(len(counts), dtype=torch.int32)
-    return torch.repeat_interleave(numbers, torch.tensor(counts)), torch.tensor(rows, dtype=torch.int64)
+    return torch.repeat_interleave(numbers, torch.tensor(counts)), torch.tensor(
+        rows, dtype=torch.int64
+    )
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -168,5 +185,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _dtype_of(tensor: torch.Tensor) -> Any:
     import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
-    names: Sequence[tuple[torch.dtype, Any]] = list(zip(_FLOATS, (tl.float32, tl.bfloat16, tl.float16), strict=True))
+    names: Sequence[tuple[torch.dtype, Any]] = list(
+        zip(_FLOATS, (tl.float32, tl.bfloat16, tl.float16), strict=True)
+    )
     return dict(names)[tensor.dtype]

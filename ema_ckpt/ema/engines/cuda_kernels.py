@@ -1,7 +1,9 @@
-"""The Triton kernel that moves all averages of a list in one launch. Imported only where Triton is installed.
+"""The Triton kernel that moves all averages of a list in one launch. Imported only where Triton is
+installed.
 
-Every operation whose rounding matters is written out: ATen's lerp as a fused multiply-add with its two branches,
-the compensated update without any (launched with `enable_fp_fusion=False`), so that the bits are those of
+Every operation whose rounding matters is written out: ATen's lerp as a fused multiply-add with its
+two branches, the compensated update without any (launched with `enable_fp_fusion=False`), so that
+the bits are those of
 `torch._foreach_lerp_` and of `reference.compensated` on the same device.
 """
 
@@ -11,11 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["COLUMNS", "move"]
-
-# Columns of the table, one row per tensor, int64: addresses of average, parameter and residual (0 for none), number
-# of elements, number of its first block; then where its elements lie in the global tensor (see `noise.Position`):
-# base, first, run, stride, and a number for the tensor.
+# Columns of the table, one row per tensor, int64: addresses of average, parameter and residual (0
+# for none), number of elements, number of its first block; then where its elements lie in the
+# global tensor (see `noise.Position`): base, first, run, stride, and a number for the tensor.
 COLUMNS = 10
 
 
@@ -30,7 +30,9 @@ def _lerp(old, value, weight):
 
 @triton.jit
 def _noise(row, start, offsets, seed, call, block_numel: tl.constexpr):
-    """16 random bits per element from its place in the global tensor, whatever piece of it is held here."""
+    """16 random bits per element from its place in the global tensor, whatever piece of it is held
+    here.
+    """
     base = tl.load(row + 5)
     at = tl.load(row + 6) + start
     run = tl.load(row + 7)
@@ -47,14 +49,20 @@ def _noise(row, start, offsets, seed, call, block_numel: tl.constexpr):
     high = ((place >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = low * 0
     word, _, _, _ = tl.philox(
-        seed, low, high, zero + (call & 0xFFFFFFFF).to(tl.uint32), zero + (tensor & 0xFFFFFFFF).to(tl.uint32)
+        seed,
+        low,
+        high,
+        zero + (call & 0xFFFFFFFF).to(tl.uint32),
+        zero + (tensor & 0xFFFFFFFF).to(tl.uint32),
     )
     return word & 0xFFFF
 
 
 @triton.jit
 def _stochastic(new, noise):
-    """Round to bfloat16 up with the probability of the cut-off fraction; what is not finite is cast as it is."""
+    """Round to bfloat16 up with the probability of the cut-off fraction; what is not finite is cast
+    as it is.
+    """
     bits = (new.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     return tl.where(tl.abs(new) < float("inf"), bits.to(tl.float32, bitcast=True), new)
 
@@ -123,7 +131,9 @@ def move(
     shadow_type: tl.constexpr, param_type: tl.constexpr, block_numel: tl.constexpr, columns: tl.constexpr,
     compensate: tl.constexpr, skip: tl.constexpr, stochastic: tl.constexpr,
 ):  # fmt: skip
-    """Move one block of one tensor; `blocks[program]` is the tensor's row. With weight 0 nothing is touched."""
+    """Move one block of one tensor; `blocks[program]` is the tensor's row. With weight 0 nothing is
+    touched.
+    """
     weight = tl.load(weight_at)
     if weight != 0.0:
         row = table + tl.load(blocks + tl.program_id(0)).to(tl.int64) * columns

@@ -8,19 +8,23 @@ from typing import TypeAlias
 import torch
 
 from ema_ckpt.ema.engines import cpu as blocked
-from ema_ckpt.ema.engines.lists import Lists, Step
-
-__all__ = ["prepare"]
+from ema_ckpt.ema.engines.lists import Step, UpdateBatch
 
 # Of float32: 32 MiB. On an accelerator a launch costs more than a trip to memory.
 _SCRATCH_NUMEL = 1 << 23
 
-_Chunk: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]  # shadows, params, scratch
+_Chunk: TypeAlias = tuple[
+    list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]
+]  # shadows, params, scratch
 
 
-def prepare(lists: Lists) -> Step:
-    """A step over `lists`; parameters of another dtype are widened through at most 32 MiB of scratch."""
-    if not lists.is_plain or any(p.numel() > _SCRATCH_NUMEL and not p.is_contiguous() for p in lists.params):
+def prepare(lists: UpdateBatch) -> Step:
+    """A step over `lists`; parameters of another dtype are widened through at most 32 MiB of
+    scratch.
+    """
+    if not lists.is_plain or any(
+        p.numel() > _SCRATCH_NUMEL and not p.is_contiguous() for p in lists.params
+    ):
         return blocked.prepare(lists)
     if lists.params[0].dtype is lists.wide:
         shadows, params = list(lists.shadows), [param.detach() for param in lists.params]
@@ -39,8 +43,10 @@ def prepare(lists: Lists) -> Step:
     return widening_step
 
 
-def _chunks(lists: Lists) -> Iterator[_Chunk]:
-    """The lists cut so that each chunk's parameters fit into one scratch, which all chunks share."""
+def _chunks(lists: UpdateBatch) -> Iterator[_Chunk]:
+    """The lists cut so that each chunk's parameters fit into one scratch, which all chunks
+    share.
+    """
     scratch = torch.empty(_SCRATCH_NUMEL, dtype=lists.wide, device=lists.shadows[0].device)
     chunk: _Chunk = ([], [], [])
     used = 0
@@ -48,14 +54,16 @@ def _chunks(lists: Lists) -> Iterator[_Chunk]:
         if used + shadow.numel() > _SCRATCH_NUMEL:
             yield chunk
             chunk, used = ([], [], []), 0
-        for tensors, tensor in zip(chunk, (shadow, param, scratch[used : used + shadow.numel()]), strict=True):
+        for tensors, tensor in zip(
+            chunk, (shadow, param, scratch[used : used + shadow.numel()]), strict=True
+        ):
             tensors.append(tensor.view(shadow.shape))
         used += shadow.numel()
     if used:
         yield chunk
 
 
-def _fitting(lists: Lists) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _fitting(lists: UpdateBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for shadow, param in zip(lists.shadows, lists.params, strict=True):
         live = param.detach()
         if shadow.numel() <= _SCRATCH_NUMEL:

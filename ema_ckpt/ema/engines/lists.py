@@ -9,20 +9,19 @@ import torch
 
 from ema_ckpt.ema.engines.noise import Noise
 
-__all__ = ["Lists", "Step"]
-
 # Moves all averages of a list by one weight, 1 - β; made once, called every update.
 Step = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lists:
+class UpdateBatch:
     """Averages and what they follow: one shadow dtype, one parameter dtype; shapes equal pairwise.
 
-    All on one device, or the averages and residuals in pinned host memory and the rest on one device.
-    `events`, a 0-dim int64 tensor on the parameters' device, counts updates in which an element was kept because its
-    new value was not finite; None takes such values as they come. `residuals` are bfloat16, or complex64 as their
-    shadows, one for each. With `noise` the new averages are rounded stochastically.
+    All on one device, or the averages and residuals in pinned host memory and the rest on one
+    device. `events`, a 0-dim int64 tensor on the parameters' device, counts updates in which an
+    element was kept because its new value was not finite; None takes such values as they come.
+    `residuals` are bfloat16, or complex64 as their shadows, one for each. With `noise` the new
+    averages are rounded stochastically.
     """
 
     shadows: Sequence[torch.Tensor]
@@ -42,13 +41,15 @@ class Lists:
         dtype = self.shadows[0].dtype
         return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
-    def subset(self, indices: Sequence[int]) -> Lists:
+    def subset(self, indices: Sequence[int]) -> UpdateBatch:
         """Some of the pairs."""
         noise = self.noise
-        return Lists(
+        return UpdateBatch(
             [self.shadows[i] for i in indices],
             [self.params[i] for i in indices],
             None if self.residuals is None else [self.residuals[i] for i in indices],
             self.events,
-            None if noise is None else Noise(noise.seed, noise.call, [noise.positions[i] for i in indices]),
+            None
+            if noise is None
+            else Noise(noise.seed, noise.call, [noise.positions[i] for i in indices]),
         )

@@ -1,7 +1,8 @@
-"""Random bits for stochastic rounding that depend on seed, call and an element's place in the global tensor only.
+"""Random bits for stochastic rounding that depend on seed, call and an element's place in the
+global tensor only.
 
-Philox-4x32-10 with the seed as key and (place, place, call, tensor) as counter: any layout, world size or engine
-draws the same bits for the same element.
+Philox-4x32-10 with the seed as key and (place, place, call, tensor) as counter: any layout, world
+size or engine draws the same bits for the same element.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -17,8 +18,6 @@ import torch
 
 from ema_ckpt.core.box import Box
 
-__all__ = ["Noise", "Position", "positions", "random_bits"]
-
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -27,7 +26,9 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the elements of a local tensor lie: element i at base + (j // run) · stride + j % run, j = first + i."""
+    """Where the elements of a local tensor lie: element i at base + (j // run) · stride + j % run,
+    j = first + i.
+    """
 
     base: int
     run: int
@@ -42,7 +43,9 @@ class Position:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noise:
-    """What stochastic rounding draws from: one position per average, and the number of the present call."""
+    """What stochastic rounding draws from: one position per average, and the number of the present
+    call.
+    """
 
     seed: int
     call: Callable[[], int]
@@ -50,7 +53,9 @@ class Noise:
 
 
 def positions(fqn: str, boxes: Sequence[Box], shape: Sequence[int]) -> list[tuple[int, Position]]:
-    """(number of elements, position) of the pieces that `boxes` of a tensor of global `shape` consist of, in order."""
+    """(number of elements, position) of the pieces that `boxes` of a tensor of global `shape`
+    consist of, in order.
+    """
     tensor = crc32(fqn.encode())
     return [piece for box in boxes for piece in _pieces(box, tuple(shape), tensor)]
 
@@ -62,7 +67,11 @@ def _pieces(box: Box, shape: tuple[int, ...], tensor: int) -> Iterator[tuple[int
     outermost = next((axis for axis in range(last) if box.sizes[axis] > 1), last)
     if any(outermost < axis < last for axis in cut):
         for index in range(box.sizes[outermost]):
-            offsets = (*box.offsets[:outermost], box.offsets[outermost] + index, *box.offsets[outermost + 1 :])
+            offsets = (
+                *box.offsets[:outermost],
+                box.offsets[outermost] + index,
+                *box.offsets[outermost + 1 :],
+            )
             sizes = (*box.sizes[:outermost], 1, *box.sizes[outermost + 1 :])
             yield from _pieces(Box(offsets, sizes), shape, tensor)
         return
@@ -71,7 +80,9 @@ def _pieces(box: Box, shape: tuple[int, ...], tensor: int) -> Iterator[tuple[int
     yield box.numel, Position(base, run, stride, tensor)
 
 
-def random_bits(position: Position, start: int, numel: int, seed: int, call: int, device: torch.device) -> torch.Tensor:
+def random_bits(
+    position: Position, start: int, numel: int, seed: int, call: int, device: torch.device
+) -> torch.Tensor:
     """16 random bits, as int32, for each of `numel` elements from element `start` on."""
     along = torch.arange(position.first + start, position.first + start + numel, device=device)
     place = position.base + along // position.run * position.stride + along % position.run

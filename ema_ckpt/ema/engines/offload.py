@@ -1,13 +1,15 @@
-"""The engine for averages in pinned host memory: they pass through small slots on the device, beside the training.
+"""The engine for averages in pinned host memory: they pass through small slots on the device,
+beside the training.
 
-Averages that follow each other in memory travel as one chunk: copied in, moved by the kernel, copied out. Three slots
-are in flight, each in a stream of its own. All of it is recorded once as a CUDA graph: launching chunk by chunk from
-Python takes longer than the copies of small chunks, and takes that time from the training loop. Streams of high
-priority made no measurable difference to the step beside them.
+Averages that follow each other in memory travel as one chunk: copied in, moved by the kernel,
+copied out. Three slots are in flight, each in a stream of its own. All of it is recorded once as a
+CUDA graph: launching chunk by chunk from
+Python takes longer than the copies of small chunks, and takes that time from the training loop.
+Streams of high priority made no measurable difference to the step beside them.
 
-An update starts after the work that its caller has queued (the optimizer's step) and reads parameters after it has
-returned. So whatever writes parameters has to wait: a global hook makes every `optimizer.step()` do so, other
-writers call `ShardedEMA.wait()`.
+An update starts after the work that its caller has queued (the optimizer's step) and reads
+parameters after it has returned. So whatever writes parameters has to wait: a global hook makes
+every `optimizer.step()` do so, other writers call `ShardedEMA.wait()`.
 """
 
 from __future__ import annotations
@@ -23,22 +25,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.ema.engines import cuda as triton
-from ema_ckpt.ema.engines.lists import Lists, Step
+from ema_ckpt.ema.engines.lists import Step, UpdateBatch
 from ema_ckpt.ema.engines.noise import Noise
 
-__all__ = ["OffloadStep"]
-
-# By measurement on an H100: larger ones slow down more what runs beside them (three of these fit into its cache),
-# smaller ones take longer to launch (docs/benchmarks-gpu.md).
+# By measurement on an H100: larger ones slow down more what runs beside them (three of these fit
+# into its cache), smaller ones take longer to launch (docs/benchmarks-gpu.md).
 SLOT_NBYTES = 16 << 20
 _SLOTS = 3
 
 
 class _Slots:
-    """Device memory and streams that all offloaded averages of a process share, one set per device."""
+    """Device memory and streams that all offloaded averages of a process share, one set per
+    device.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = [torch.empty(SLOT_NBYTES, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
+        self.memory = [
+            torch.empty(SLOT_NBYTES, dtype=torch.uint8, device=device) for _ in range(_SLOTS)
+        ]
         stream: Any = torch.cuda.Stream
         self.streams = [stream(device) for _ in range(_SLOTS)]
         self.main = stream(device)
@@ -51,16 +55,18 @@ _hook: list[Any] = []
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """What passes through a slot at once: (host, device) pairs of flat tensors, and the averages as lists there."""
+    """What passes through a slot at once: (host, device) pairs of flat tensors, and the averages as
+    lists there.
+    """
 
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    lists: Lists
+    lists: UpdateBatch
 
 
 class OffloadStep:
     """A step over averages in pinned host memory; parameters and events are on one device."""
 
-    def __init__(self, lists: Lists) -> None:
+    def __init__(self, lists: UpdateBatch) -> None:
         strided = [tuple(param.shape) for param in lists.params if not param.is_contiguous()]
         if strided:
             raise UsageError(
@@ -104,7 +110,7 @@ class OffloadStep:
             self._done.synchronize()
 
 
-def _prepared(lists: Lists, slots: _Slots, control: triton.Control) -> Step:
+def _prepared(lists: UpdateBatch, slots: _Slots, control: triton.Control) -> Step:
     """What queues one update in the main stream."""
     chunks = list(_chunks(lists, slots))
     if not triton.serves(lists):
@@ -143,8 +149,9 @@ def _queue(chunks: Sequence[_Chunk], slots: _Slots, move: Callable[[_Chunk], Non
         slots.main.wait_stream(stream)
 
 
-def _move_slowly(lists: Lists, weight: float) -> None:
-    # Made and dropped at each update: the scratch of all chunks at once would be larger than the averages.
+def _move_slowly(lists: UpdateBatch, weight: float) -> None:
+    # Made and dropped at each update: the scratch of all chunks at once would be larger than the
+    # averages.
     step: Step = triton.prepare(lists)
     step(weight)
 
@@ -161,7 +168,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         step.join()
 
 
-def _chunks(lists: Lists, slots: _Slots) -> Iterator[_Chunk]:
+def _chunks(lists: UpdateBatch, slots: _Slots) -> Iterator[_Chunk]:
     """The averages in order of their addresses, cut to the size of a slot."""
     room = SLOT_NBYTES // lists.shadows[0].element_size()
     if lists.residuals is not None:
@@ -174,7 +181,9 @@ def _chunks(lists: Lists, slots: _Slots) -> Iterator[_Chunk]:
         shadow = lists.shadows[tensor]
         at, done = _place(shadow), 0
         while done < shadow.numel():
-            if pieces and (at + done - start >= room or not _same_slab(lists, pieces[-1][0], tensor)):
+            if pieces and (
+                at + done - start >= room or not _same_slab(lists, pieces[-1][0], tensor)
+            ):
                 yield _chunk(lists, pieces, room, slots.memory[index % _SLOTS])
                 pieces, index = [], index + 1
             if not pieces:
@@ -190,12 +199,19 @@ def _place(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset())
 
 
-def _same_slab(lists: Lists, a: int, b: int) -> bool:
-    return lists.shadows[a].untyped_storage().data_ptr() == lists.shadows[b].untyped_storage().data_ptr()
+def _same_slab(lists: UpdateBatch, a: int, b: int) -> bool:
+    return (
+        lists.shadows[a].untyped_storage().data_ptr()
+        == lists.shadows[b].untyped_storage().data_ptr()
+    )
 
 
-def _chunk(lists: Lists, pieces: Sequence[tuple[int, int, int]], room: int, memory: torch.Tensor) -> _Chunk:
-    """One chunk: the host memory from its first to its last element, and the same elements in a slot."""
+def _chunk(
+    lists: UpdateBatch, pieces: Sequence[tuple[int, int, int]], room: int, memory: torch.Tensor
+) -> _Chunk:
+    """One chunk: the host memory from its first to its last element, and the same elements in a
+    slot.
+    """
     shadows, shadow_copy = _mirrored(lists.shadows, pieces, memory)
     residuals, copies = None, [shadow_copy]
     if lists.residuals is not None:
@@ -205,8 +221,10 @@ def _chunk(lists: Lists, pieces: Sequence[tuple[int, int, int]], room: int, memo
     params = [lists.params[i].detach().view(-1)[done : done + length] for i, done, length in pieces]
     noise = lists.noise
     if noise is not None:
-        noise = Noise(noise.seed, noise.call, [noise.positions[i].after(done) for i, done, _ in pieces])
-    return _Chunk(tuple(copies), Lists(shadows, params, residuals, lists.events, noise))
+        noise = Noise(
+            noise.seed, noise.call, [noise.positions[i].after(done) for i, done, _ in pieces]
+        )
+    return _Chunk(tuple(copies), UpdateBatch(shadows, params, residuals, lists.events, noise))
 
 
 def _mirrored(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from ema_ckpt.ema.engines import cpu as blocked
 from ema_ckpt.ema.engines import stochastic
-from ema_ckpt.ema.engines.lists import Lists, Step
-
-__all__ = ["prepare"]
+from ema_ckpt.ema.engines.lists import Step, UpdateBatch
 
 
-def prepare(lists: Lists) -> Step:
+def prepare(lists: UpdateBatch) -> Step:
     """The step of the fastest engine for where `lists` are."""
     device = lists.params[0].device.type
     if device == "cuda":

@@ -1,4 +1,6 @@
-"""The live weights of a model as a tree that is saved from and restored into without a collective."""
+"""The live weights of a model as a tree that is saved from and restored into without a
+collective.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ema_ckpt.ema.checkpoint.local_shards_tensor import publish
-from ema_ckpt.ema.model.scan import Held, Shard, canonical_modules, census
-
-__all__ = [
-    "buffer_names",
-    "extra_state",
-    "live_shards",
-    "live_tree",
-    "published",
-    "set_extra_state",
-    "tensor_names",
-]
+from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor
+from ema_ckpt.ema.model.scan import canonical_modules, scan_model
+from ema_ckpt.ema.model.shards import Shard, TrackedShard
 
 _EXTRA = "_extra_state"
 
 
 def live_tree(model: nn.Module) -> dict[str, Any]:
-    """Parameters, persistent buffers and extra state by canonical name, in the order of `model.state_dict()`.
+    """Parameters, persistent buffers and extra state by canonical name, in the order of
+    `model.state_dict()`.
 
-    Tensors have their global shape and share the live memory; a tied one appears under each of its names.
+    Tensors have their global shape and share the live memory; a tied one appears under each of its
+    names.
     """
     tensors: dict[int, torch.Tensor] = {}
     tree = live_shards(model)
@@ -39,7 +34,7 @@ def live_tree(model: nn.Module) -> dict[str, Any]:
 
 def live_shards(model: nn.Module) -> dict[str, Any]:
     """As `live_tree`, with shards in place of tensors."""
-    found = census(model)
+    found = scan_model(model)
     entries: dict[str, tuple[int, Any]] = {}  # kind, value
     for kind, group in enumerate((found.parameters, found.buffers)):
         for held in group:
@@ -49,14 +44,18 @@ def live_shards(model: nn.Module) -> dict[str, Any]:
     places: dict[str, int] = {}
     for place, (prefix, _) in enumerate(canonical_modules(model)):
         places.setdefault(prefix, place)
-    order = sorted(entries, key=lambda name: (places.get(_prefix(name), len(places)), entries[name][0]))
+    order = sorted(
+        entries, key=lambda name: (places.get(_prefix(name), len(places)), entries[name][0])
+    )
     return {name: entries[name][1] for name in order}
 
 
 def published(shard: Shard) -> torch.Tensor:
     """A live shard as a tensor of global shape."""
-    layout = None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
-    return publish(shard.boxes, shard.shape, shard.local, layout)
+    layout = (
+        None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
+    )
+    return as_global_tensor(shard.boxes, shard.shape, shard.local, layout)
 
 
 def buffer_names(model: nn.Module) -> frozenset[str]:
@@ -66,7 +65,7 @@ def buffer_names(model: nn.Module) -> frozenset[str]:
 
 def tensor_names(model: nn.Module) -> frozenset[str]:
     """All names of parameters and persistent buffers."""
-    found = census(model)
+    found = scan_model(model)
     held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
     return frozenset(name for h in held for name in h.shard.names)
 
@@ -83,8 +82,8 @@ def set_extra_state(model: nn.Module, values: dict[str, Any]) -> None:
             module.set_extra_state(values[name])
 
 
-def _buffers(model: nn.Module) -> list[Held]:
-    return [held for held in census(model).buffers if held.persistent]
+def _buffers(model: nn.Module) -> list[TrackedShard]:
+    return [held for held in scan_model(model).buffers if held.persistent]
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,4 +1,6 @@
-"""The nouns of the EMA side: a shard of a live tensor, who holds copies of it, how to follow it, and its average."""
+"""The nouns of the EMA side: a shard of a live tensor, who holds copies of it, how to follow it,
+and its average.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Held", "ReplicaGroup", "Shard", "Slot", "part_boxes"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaGroup:
-    """The ranks that, by the wrapper's own declaration, hold equal copies of a shard; this rank may be the only one."""
+    """The ranks that, by the wrapper's own declaration, hold equal copies of a shard; this rank may
+    be the only one.
+    """
 
     group: ProcessGroup
     index: int  # of this rank in the group
@@ -31,14 +33,17 @@ class ReplicaGroup:
 class Shard:
     """One parameter or buffer as this rank holds it.
 
-    `boxes`, in elements of the global tensor, concatenated row-major are `local` in order; () if it is empty.
+    `boxes`, in elements of the global tensor, concatenated row-major are `local` in order; () if it
+    is empty.
     """
 
     fqn: str  # canonical
     aliases: tuple[str, ...]  # the other canonical names of a tied tensor
     shape: tuple[int, ...]  # global
     dtype: torch.dtype  # of the live tensor
-    local: torch.Tensor  # live elements: in the shape of the one box, or 1-D for a flat piece of FSDP1
+    local: (
+        torch.Tensor
+    )  # live elements: in the shape of the one box, or 1-D for a flat piece of FSDP1
     boxes: tuple[Box, ...]
     is_parameter: bool
     replica: ReplicaGroup | None
@@ -52,12 +57,13 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class TrackedShard:
     """A shard with what is needed to follow it.
 
-    `owner` is the tensor that an optimizer steps (FSDP1 without original parameters: the flat one, with `within`
-    telling where this shard begins in its local shard, and how many elements that has). `place[key]` is `seen` for as
-    long as `shard.local` is still the live memory; `pointed`, if any, must also keep its address.
+    `owner` is the tensor that an optimizer steps (FSDP1 without original parameters: the flat one,
+    with `within` telling where this shard begins in its local shard, and how many elements that
+    has). `place[key]` is `seen` for as long as `shard.local` is still the live memory; `pointed`,
+    if any, must also keep its address.
     """
 
     shard: Shard
@@ -72,11 +78,12 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class Shadow:
     """The average of one shard, or of this replica's part of it.
 
-    The average covers elements [start, start + numel) of the flattened local shard. `shadow` has the local
-    shard's shape, or is 1-D if the shard is split over replicas; `residual` (see `compensate`) has the shadow's.
+    The average covers elements [start, start + numel) of the flattened local shard. `shadow` has
+    the local shard's shape, or is 1-D if the shard is split over replicas; `residual` (see
+    `compensate`) has the shadow's.
     """
 
     shard: Shard
@@ -84,22 +91,35 @@ class Slot:
     numel: int
     shadow: torch.Tensor
     residual: torch.Tensor | None = None
-    is_split: bool = False  # over the shard's replicas; of a small shard one part may be all, the others nothing
+    is_split: bool = (
+        False  # over the shard's replicas; of a small shard one part may be all, the others nothing
+    )
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """What the shadow covers, in elements of the global tensor; concatenated row-major it is the shadow."""
-        return self.shard.boxes if not self.is_split else part_boxes(self.shard.boxes, self.start, self.numel)
+        """What the shadow covers, in elements of the global tensor; concatenated row-major it is
+        the shadow.
+        """
+        return (
+            self.shard.boxes
+            if not self.is_split
+            else part_boxes(self.shard.boxes, self.start, self.numel)
+        )
 
 
 def part_boxes(boxes: tuple[Box, ...], start: int, numel: int) -> tuple[Box, ...]:
-    """The boxes of elements [start, start + numel) of `boxes` read one after the other in row-major order."""
+    """The boxes of elements [start, start + numel) of `boxes` read one after the other in row-major
+    order.
+    """
     pieces: list[Box] = []
     position = 0
     for box in boxes:
         first, last = max(start, position), min(start + numel, position + box.numel)
         if first < last:
             inner = flat_boxes(box.sizes, first - position, last - first)
-            pieces += [Box(tuple(map(sum, zip(box.offsets, b.offsets, strict=True))), b.sizes) for b in inner]
+            pieces += [
+                Box(tuple(map(sum, zip(box.offsets, b.offsets, strict=True))), b.sizes)
+                for b in inner
+            ]
         position += box.numel
     return tuple(pieces)

@@ -1,10 +1,11 @@
-"""Optimizer state in pinned host memory: it passes through two slots on the device while the optimizer steps.
+"""Optimizer state in pinned host memory: it passes through two slots on the device while the
+optimizer steps.
 
-The parameters' moments (and float32 master weights, where an optimizer keeps them) lie in slabs of host memory.
-A step brings a chunk of them into a slot, lets the optimizer's own code work on just these parameters, and takes
-the chunk back, while the next one is on its way into the other slot. Every kernel that runs is the optimizer's
-own, on flat parts of the local tensors: all of them work element by element, so that bits are those of the
-plain optimizer.
+The parameters' moments (and float32 master weights, where an optimizer keeps them) lie in slabs of
+host memory. A step brings a chunk of them into a slot, lets the optimizer's own code work on just
+these parameters, and takes the chunk back, while the next one is on its way into the other slot.
+Every kernel that runs is the optimizer's own, on flat parts of the local tensors: all of them work
+element by element, so that bits are those of the plain optimizer.
 """
 
 from __future__ import annotations
@@ -21,39 +22,58 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ema.offload.state_slabs import Bank, Chunk, Piece, Traffic, is_moment, local_of, shown_like, state_nbytes
+from ema_ckpt.ema.offload.state_slabs import (
+    Chunk,
+    Piece,
+    SlotPipeline,
+    StateSlab,
+    is_moment,
+    local_of,
+    shown_like,
+    state_nbytes,
+)
 
-__all__ = ["OffloadedOptimizer", "handle_of", "offload_optimizer"]
-
-_OVERHEAD_NBYTES = 4 << 10  # gaps between the tensors of a slab, and between slabs in a slot, are less
+_OVERHEAD_NBYTES = (
+    4 << 10
+)  # gaps between the tensors of a slab, and between slabs in a slot, are less
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _HANDLE = "_ema_ckpt_offloaded"
-_NOTE = "_wrapped_by_lr_sched"  # of the `step` that schedulers put into an optimizer: it notes that it was called
+# of the `step` that schedulers put into an optimizer: it notes that it was called
+_NOTE = "_wrapped_by_lr_sched"
 
 
 def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 128 << 20) -> OffloadedOptimizer:
     """Keep the state of an Adam or AdamW in pinned host memory instead of on the device.
 
-    Saves the bytes of the state on the device (8 for each float32 parameter of this rank) for twice `slot_bytes`;
-    `step` then takes the time of copying the state in and out at once. Results are those of the plain optimizer,
-    bit for bit. For plain, DDP, FSDP1 and FSDP2 parameters. State that is there already is moved; without CUDA
-    it stays in ordinary memory.
+    Saves the bytes of the state on the device (8 for each float32 parameter of this rank) for twice
+    `slot_bytes`; `step` then takes the time of copying the state in and out at once. Results are
+    those of the plain optimizer, bit for bit. For plain, DDP, FSDP1 and FSDP2 parameters. State
+    that is there already is moved; without CUDA it stays in ordinary memory.
 
     Args:
-        optimizer: a `torch.optim.Adam` or `AdamW`, or of a class derived from one of them whose `step` treats each
-            element and each parameter by itself, and leaves its parameter groups alone.
+        optimizer: a `torch.optim.Adam` or `AdamW`, or of a class derived from one of them whose
+            `step` treats each element and each parameter by itself, and leaves its parameter groups
+            alone.
         slot_bytes: bytes of each of the two slots on the device.
 
     Raises:
-        UsageError: `unsupported` for another optimizer, for amsgrad, capturable, differentiable, for parameters
-            that are not contiguous or on several devices; `usage` if it is offloaded already.
+        UsageError: `unsupported` for another optimizer, for amsgrad, capturable, differentiable,
+            for parameters that are not contiguous or on several devices; `usage` if it is offloaded
+            already.
     """
     if not isinstance(optimizer, Adam | AdamW):
-        raise UsageError("unsupported", f"offload_optimizer: {type(optimizer).__name__} is neither Adam nor AdamW")
+        raise UsageError(
+            "unsupported",
+            f"offload_optimizer: {type(optimizer).__name__} is neither Adam nor AdamW",
+        )
     if handle_of(optimizer) is not None:
-        raise UsageError("usage", "offload_optimizer: the state of this optimizer is offloaded already")
+        raise UsageError(
+            "usage", "offload_optimizer: the state of this optimizer is offloaded already"
+        )
     if slot_bytes < 1 << 16:
-        raise UsageError("usage", f"offload_optimizer: slot_bytes={slot_bytes}: expected 65536 or more")
+        raise UsageError(
+            "usage", f"offload_optimizer: slot_bytes={slot_bytes}: expected 65536 or more"
+        )
     return OffloadedOptimizer(optimizer, slot_bytes)
 
 
@@ -66,21 +86,23 @@ def handle_of(optimizer: Optimizer) -> OffloadedOptimizer | None:
 class OffloadedOptimizer:
     """An optimizer whose state is in host memory; made by `offload_optimizer`.
 
-    `optimizer.state_dict()`, `ema_ckpt.save` and `ema_ckpt.restore` wait for the last step's copies by themselves;
-    whoever reads `optimizer.state` on his own calls `wait()` first.
+    `optimizer.state_dict()`, `ema_ckpt.save` and `ema_ckpt.restore` wait for the last step's copies
+    by themselves; whoever reads `optimizer.state` on his own calls `wait()` first.
     """
 
     def __init__(self, optimizer: Optimizer, slot_nbytes: int) -> None:
         self._optimizer = optimizer
         self._slot_nbytes = slot_nbytes
-        self._banks: list[Bank] = []
-        self._bank_of: dict[torch.Tensor, Bank] = {}
-        self._traffic: Traffic | None = None
+        self._banks: list[StateSlab] = []
+        self._bank_of: dict[torch.Tensor, StateSlab] = {}
+        self._traffic: SlotPipeline | None = None
         self._class = type(optimizer)
         self._raw = _without_hooks(self._class)
         self._check()
         if "step" in vars(optimizer) and not hasattr(optimizer.step, _NOTE):
-            raise UsageError("unsupported", "offload_optimizer: something has replaced this optimizer's step()")
+            raise UsageError(
+                "unsupported", "offload_optimizer: something has replaced this optimizer's step()"
+            )
         optimizer.__class__ = _offloaded(self._class)  # type: ignore[arg-type]
         _renew_note(optimizer)
         setattr(optimizer, _HANDLE, self)
@@ -98,14 +120,22 @@ class OffloadedOptimizer:
             self._traffic.done.synchronize()
 
     def settle(self) -> None:
-        """Move state to host memory that is not there, as a checkpoint that was loaded or other code put it."""
+        """Move state to host memory that is not there, as a checkpoint that was loaded or other
+        code put it.
+        """
         self.wait()
         kept = [bank for bank in self._banks if bank.is_whole(self._optimizer)]
         if len(kept) < len(self._banks):
             self._banks = kept
             self._bank_of = {param: bank for bank in kept for param in bank.params}
         for group in self._optimizer.param_groups:
-            self._adopt([p for p in group["params"] if p not in self._bank_of and self._optimizer.state.get(p)])
+            self._adopt(
+                [
+                    p
+                    for p in group["params"]
+                    if p not in self._bank_of and self._optimizer.state.get(p)
+                ]
+            )
 
     @staticmethod
     def zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -122,7 +152,9 @@ class OffloadedOptimizer:
             for param, shown in zip(bank.params, bank.shown, strict=True):
                 for name, value in shown.items():
                     device = local_of(param).device
-                    optimizer.state[param][name] = shown_like(value, local_of(value).to(device, copy=True))
+                    optimizer.state[param][name] = shown_like(
+                        value, local_of(value).to(device, copy=True)
+                    )
         for hook in self._hooks:
             hook.remove()
         delattr(optimizer, _HANDLE)
@@ -138,8 +170,14 @@ class OffloadedOptimizer:
         for group in self._optimizer.param_groups:
             live = [param for param in group["params"] if param.grad is not None]
             options = {key: value for key, value in group.items() if key != "params"}
-            if options.get("foreach") is None and options.get("fused") is None and any(map(_is_foreign, live)):
-                options["foreach"] = False  # as torch chooses; what it is given here are plain tensors
+            if (
+                options.get("foreach") is None
+                and options.get("fused") is None
+                and any(map(_is_foreign, live))
+            ):
+                options["foreach"] = (
+                    False  # as torch chooses; what it is given here are plain tensors
+                )
             fresh = [param for param in live if param not in self._bank_of]
             stepped = self._first_steps(fresh, options)
             banks = dict.fromkeys(self._bank_of[param] for param in live if param not in stepped)
@@ -154,19 +192,29 @@ class OffloadedOptimizer:
         for group in self._optimizer.param_groups:
             for option in _REFUSED:
                 if group.get(option):
-                    raise UsageError("unsupported", f"offload_optimizer: {option}=True is not supported")
+                    raise UsageError(
+                        "unsupported", f"offload_optimizer: {option}=True is not supported"
+                    )
             for param in group["params"]:
                 local = local_of(param)
                 devices.add(local.device)
                 if not local.is_contiguous():
                     message = f"a parameter of shape {tuple(param.shape)} is not contiguous"
-                    raise UsageError("unsupported", f"offload_optimizer: {message}; call .contiguous() on it")
+                    raise UsageError(
+                        "unsupported", f"offload_optimizer: {message}; call .contiguous() on it"
+                    )
         if len(devices) > 1:
             found = ", ".join(sorted(map(str, devices)))
-            raise UsageError("unsupported", f"offload_optimizer: parameters on several devices: {found}")
+            raise UsageError(
+                "unsupported", f"offload_optimizer: parameters on several devices: {found}"
+            )
 
-    def _first_steps(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> set[torch.Tensor]:
-        """Step parameters that have no state: the optimizer makes it on the device, some at a time, and it moves."""
+    def _first_steps(
+        self, params: Sequence[torch.Tensor], options: Mapping[str, Any]
+    ) -> set[torch.Tensor]:
+        """Step parameters that have no state: the optimizer makes it on the device, some at a time,
+        and it moves.
+        """
         for batch in self._batches(params):
             pieces = [_whole_piece(param) for param in batch]
             states: dict[torch.Tensor, dict[str, Any]] = {piece: {} for piece in pieces}
@@ -174,7 +222,9 @@ class OffloadedOptimizer:
             for param, piece in zip(batch, pieces, strict=True):
                 shape = local_of(param).shape
                 made = {
-                    name: shown_like(param, value.view(shape)) if is_moment(name, value, piece) else value
+                    name: shown_like(param, value.view(shape))
+                    if is_moment(name, value, piece)
+                    else value
                     for name, value in left[piece].items()
                 }
                 self._optimizer.state[param] = made
@@ -182,7 +232,9 @@ class OffloadedOptimizer:
         return set(params)
 
     def _batches(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Parameters in order, of one dtype, so many that two moments of theirs fit into a slot; one at least."""
+        """Parameters in order, of one dtype, so many that two moments of theirs fit into a slot;
+        one at least.
+        """
         batch: list[torch.Tensor] = []
         nbytes = 0
         for param in params:
@@ -201,18 +253,20 @@ class OffloadedOptimizer:
             kinds: dict[tuple[Any, ...], list[torch.Tensor]] = {}
             for param in batch:
                 state = self._optimizer.state[param]
-                names = tuple(name for name, value in state.items() if is_moment(name, value, param))
+                names = tuple(
+                    name for name, value in state.items() if is_moment(name, value, param)
+                )
                 kinds.setdefault((names, *(state[name].dtype for name in names)), []).append(param)
             for (names, *_), members in kinds.items():
                 if names:
-                    self._keep(Bank(self._optimizer, members, names, self._slot_nbytes))
+                    self._keep(StateSlab(self._optimizer, members, names, self._slot_nbytes))
 
-    def _keep(self, bank: Bank) -> None:
+    def _keep(self, bank: StateSlab) -> None:
         self._banks.append(bank)
         self._bank_of.update(dict.fromkeys(bank.params, bank))
         device = local_of(bank.params[0]).device
         if device.type == "cuda" and self._traffic is None:
-            self._traffic = Traffic(device, self._slot_nbytes)
+            self._traffic = SlotPipeline(device, self._slot_nbytes)
 
     def _work(self, chunk: Chunk, options: Mapping[str, Any]) -> None:
         if self._traffic is None:
@@ -220,7 +274,9 @@ class OffloadedOptimizer:
         else:
             self._traffic.work(chunk, lambda views: self._on_chunk(chunk, options, views))
 
-    def _on_chunk(self, chunk: Chunk, options: Mapping[str, Any], views: Mapping[str, torch.Tensor]) -> None:
+    def _on_chunk(
+        self, chunk: Chunk, options: Mapping[str, Any], views: Mapping[str, torch.Tensor]
+    ) -> None:
         bank, states = chunk.bank, dict[torch.Tensor, dict[str, Any]]()
         given: list[tuple[Piece, torch.Tensor, dict[str, torch.Tensor]]] = []
         for piece in chunk.pieces:
@@ -235,8 +291,13 @@ class OffloadedOptimizer:
                     state[name] = views[name][at : at + piece.stop - piece.start]
                 else:
                     state[name] = local_of(state[name]).view(-1)[piece.start : piece.stop]
-            if not piece.is_last:  # counts are shared by the pieces of a parameter; the last one moves them on
-                state = {k: v if k in bank.names or not torch.is_tensor(v) else v.clone() for k, v in state.items()}
+            if (
+                not piece.is_last
+            ):  # counts are shared by the pieces of a parameter; the last one moves them on
+                state = {
+                    k: v if k in bank.names or not torch.is_tensor(v) else v.clone()
+                    for k, v in state.items()
+                }
             states[flat] = state
             given.append((piece, flat, {name: state[name] for name in bank.names}))
         if not states:
@@ -267,14 +328,19 @@ class OffloadedOptimizer:
         changed = [name for name in own if name != "params" and own[name] is not options.get(name)]
         if changed:
             message = f"{self._class.__name__}.step() changes {', '.join(map(repr, changed))} of its parameter groups"
-            raise UsageError("unsupported", f"offload_optimizer: {message}, which it would do several times a step")
+            raise UsageError(
+                "unsupported",
+                f"offload_optimizer: {message}, which it would do several times a step",
+            )
         return left
 
 
 def _without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """A class' `step` without the hooks that torch puts around it."""
     step: Any = kind.step
-    unhooked: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    unhooked: Callable[[Optimizer], Any] = (
+        step.__wrapped__ if getattr(step, "hooked", False) else step
+    )
     return unhooked
 
 
@@ -284,14 +350,17 @@ def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> None:
         if closure is not None:
-            raise UsageError("unsupported", "offload_optimizer: step() with a closure is not supported")
+            raise UsageError(
+                "unsupported", "offload_optimizer: step() with a closure is not supported"
+            )
         handle: OffloadedOptimizer = getattr(self, _HANDLE)
         handle.step()
 
     def refuse(self: Optimizer, protocol: int) -> None:
         del self, protocol
         raise UsageError(
-            "unsupported", "offload_optimizer: detach() the handle before copying or pickling the optimizer"
+            "unsupported",
+            "offload_optimizer: detach() the handle before copying or pickling the optimizer",
         )
 
     hooked: Any = torch.compiler.disable(Optimizer.profile_hook_step(step))  # type: ignore[no-untyped-call]
@@ -299,12 +368,19 @@ def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
     return type(
         kind.__name__,
         (kind,),
-        {"step": hooked, "__reduce_ex__": refuse, "__module__": kind.__module__, "__doc__": kind.__doc__},
+        {
+            "step": hooked,
+            "__reduce_ex__": refuse,
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+        },
     )
 
 
 def _renew_note(optimizer: Optimizer) -> None:
-    """Where a scheduler has put its `step` around the one of another class, put the same around the present one."""
+    """Where a scheduler has put its `step` around the one of another class, put the same around the
+    present one.
+    """
     if "step" not in vars(optimizer) or not hasattr(optimizer.step, _NOTE):
         return
     step: Any = type(optimizer).step
@@ -323,7 +399,11 @@ def _renew_note(optimizer: Optimizer) -> None:
 def _flat(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Part of the local parameter with its gradient, as a plain tensor."""
     grad: Any = param.grad
-    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+    if (
+        isinstance(param, DTensor)
+        and isinstance(grad, DTensor)
+        and grad.placements != param.placements
+    ):
         grad = grad.redistribute(param.device_mesh, param.placements)
     flat = local_of(param).view(-1)[start:stop]
     flat.grad = local_of(grad).reshape(-1)[start:stop]

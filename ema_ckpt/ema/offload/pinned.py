@@ -11,8 +11,6 @@ import torch
 
 from ema_ckpt.core.errors import StateError
 
-__all__ = ["pinned_zeros"]
-
 # Of elements: whatever their size, every tensor begins where a copy of 16 bytes may begin.
 _ALIGNMENT = 64
 
@@ -20,8 +18,9 @@ _ALIGNMENT = 64
 def pinned_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[torch.Tensor]:
     """Zeros of each shape, one after the other in one slab of page-locked memory.
 
-    torch's own pinned allocator rounds sizes up to a power of two, for large slabs nearly twice what is needed. Slabs
-    of the same shapes have their tensors at the same elements, whatever their dtypes.
+    torch's own pinned allocator rounds sizes up to a power of two, for large slabs nearly twice
+    what is needed. Slabs of the same shapes have their tensors at the same elements, whatever their
+    dtypes.
 
     Raises:
         StateError: the system does not let so much memory be locked.
@@ -31,11 +30,15 @@ def pinned_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[torch
     if not starts[-1]:
         return [torch.zeros(shape, dtype=dtype) for shape in shapes]
     slab = torch.frombuffer(_Locked(starts[-1] * dtype.itemsize), dtype=dtype)
-    return [slab[at : at + shape.numel()].view(shape) for at, shape in zip(starts, shapes, strict=False)]
+    return [
+        slab[at : at + shape.numel()].view(shape) for at, shape in zip(starts, shapes, strict=False)
+    ]
 
 
 class _Locked(mmap.mmap):
-    """Anonymous pages that CUDA has locked; they are unlocked when the last tensor in them is gone."""
+    """Anonymous pages that CUDA has locked; they are unlocked when the last tensor in them is
+    gone.
+    """
 
     def __new__(cls, nbytes: int) -> _Locked:
         pages = super().__new__(cls, -1, nbytes)

@@ -1,4 +1,6 @@
-"""Slabs of host memory for the state of an optimizer, and its way through two slots of device memory."""
+"""Slabs of host memory for the state of an optimizer, and its way through two slots of device
+memory.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from torch.optim import Optimizer
 
 from ema_ckpt.ema.offload.pinned import pinned_zeros
 
-__all__ = ["Bank", "Chunk", "Piece", "Traffic", "is_moment", "local_of", "shown_like", "state_nbytes"]
-
 _SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Elements [start, stop) of the flattened local part of a bank's parameter; the last of them if `is_last`."""
+    """Elements [start, stop) of the flattened local part of a bank's parameter; the last of them if
+    `is_last`.
+    """
 
     index: int
     start: int
@@ -29,19 +31,27 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """What passes through a slot at once: per state name the host memory from the first to the last piece."""
+    """What passes through a slot at once: per state name the host memory from the first to the last
+    piece.
+    """
 
-    bank: Bank
+    bank: StateSlab
     pieces: tuple[Piece, ...]
     hosts: Mapping[str, torch.Tensor]
     first: int  # element of the slabs at which it begins
 
 
-class Bank:
-    """The state of some parameters in slabs, one for each name; what the optimizer shows are views of these."""
+class StateSlab:
+    """The state of some parameters in slabs, one for each name; what the optimizer shows are views
+    of these.
+    """
 
     def __init__(
-        self, optimizer: Optimizer, params: Sequence[torch.Tensor], names: tuple[str, ...], slot_nbytes: int
+        self,
+        optimizer: Optimizer,
+        params: Sequence[torch.Tensor],
+        names: tuple[str, ...],
+        slot_nbytes: int,
     ) -> None:
         self.params = list(params)
         self.names = names
@@ -52,7 +62,11 @@ class Bank:
         bases = {}
         for name in names:
             dtype = optimizer.state[params[0]][name].dtype
-            hosts = pinned_zeros(shapes, dtype) if on_device else [torch.zeros(shape, dtype=dtype) for shape in shapes]
+            hosts = (
+                pinned_zeros(shapes, dtype)
+                if on_device
+                else [torch.zeros(shape, dtype=dtype) for shape in shapes]
+            )
             bases[name] = hosts
             for host, param, shown in zip(hosts, params, self.shown, strict=True):
                 value = optimizer.state[param][name]
@@ -70,7 +84,9 @@ class Bank:
             for name, tensor in shown.items()
         )
 
-    def _cut(self, bases: Mapping[str, list[torch.Tensor]], slot_nbytes: int, on_device: bool) -> Iterator[Chunk]:
+    def _cut(
+        self, bases: Mapping[str, list[torch.Tensor]], slot_nbytes: int, on_device: bool
+    ) -> Iterator[Chunk]:
         sizes = [host.numel() for host in bases[self.names[0]]]
         pieces = tuple(Piece(i, 0, size, is_last=True) for i, size in enumerate(sizes))
         if not on_device:
@@ -85,7 +101,12 @@ class Bank:
         for start in range(0, stop, room):
             end = min(start + room, stop)
             piece = Piece(0, start, end, is_last=end == stop)
-            yield Chunk(self, (piece,), {name: _span(hosts, start, end) for name, hosts in bases.items()}, start)
+            yield Chunk(
+                self,
+                (piece,),
+                {name: _span(hosts, start, end) for name, hosts in bases.items()},
+                start,
+            )
 
 
 def _span(hosts: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
@@ -97,8 +118,10 @@ def _slot_nbytes(host: torch.Tensor) -> int:
     return -(-host.numel() * host.element_size() // 256) * 256
 
 
-class _Slot:
-    """Device memory for one chunk, and the events that tell when it is full, worked on, and empty again."""
+class _DeviceSlot:
+    """Device memory for one chunk, and the events that tell when it is full, worked on, and empty
+    again.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -114,19 +137,21 @@ class _Slot:
         return views
 
 
-class Traffic:
+class SlotPipeline:
     """The way of chunks through the two slots of a device."""
 
     def __init__(self, device: torch.device, slot_nbytes: int) -> None:
         stream: Any = torch.cuda.Stream
         self.device = device
-        self.slots = [_Slot(slot_nbytes, device) for _ in range(_SLOTS)]
+        self.slots = [_DeviceSlot(slot_nbytes, device) for _ in range(_SLOTS)]
         self.inward, self.outward = stream(device), stream(device)
         self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def begin(self) -> None:
-        """What comes in must have gone out: the last step's chunks, and slots that an allocator gave us."""
+        """What comes in must have gone out: the last step's chunks, and slots that an allocator
+        gave us.
+        """
         if not self._turn:
             self.inward.wait_stream(torch.cuda.current_stream(self.device))
         self.inward.wait_event(self.done)
@@ -158,7 +183,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shown_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as a tensor of the same mesh and placements; `DTensor.from_local` would move it to the mesh's device."""
+    """`local` as a tensor of the same mesh and placements; `DTensor.from_local` would move it to
+    the mesh's device.
+    """
     if not isinstance(like, DTensor):
         return local
     shown = DTensor.from_local(

@@ -1,7 +1,8 @@
 """What a `.metadata` says twice and differently, and what in it is of no known class.
 
-Torch writes three lists: entries with shapes and chunks, places of items in files, and paths in the state dict
-(`state_dict_metadata`, `storage_data`, `planner_data`). Each is made from the others' names.
+Torch writes three lists: entries with shapes and chunks, places of items in files, and paths in the
+state dict (`state_dict_metadata`, `storage_data`, `planner_data`). Each is made from the others'
+names.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import NamedTuple
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.dcp.metadata import Metadata, TensorEntry
 
-__all__ = ["Unread", "contradictions", "unread"]
-
 _METADATA = ".metadata"
 
 
-class Unread(NamedTuple):
-    """An entry of a class that is not known here, and one place of its bytes; `file` is empty if it has none."""
+class UnknownEntry(NamedTuple):
+    """An entry of a class that is not known here, and one place of its bytes; `file` is empty if it
+    has none.
+    """
 
     name: str
     kind: str
@@ -27,11 +28,13 @@ class Unread(NamedTuple):
     nbytes: int = 0
 
 
-def contradictions(parts: Sequence[Metadata], recorded: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def find_mismatches(
+    parts: Sequence[Metadata], recorded: Iterable[str]
+) -> tuple[tuple[str, str], ...]:
     """Names, and what is wrong with each. Digests are `recorded` of tensors that were written.
 
-    A planner of a user's own may store under other names than those of the state dict: names of the two lists
-    that differ are damage only where it is one alone, by one bit.
+    A planner of a user's own may store under other names than those of the state dict: names of the
+    two lists that differ are damage only where it is one alone, by one bit.
     """
     names = {name for part in parts for name in (*part.entries, *part.opaque)}
     found = {
@@ -80,13 +83,15 @@ def _places(part: Metadata) -> Iterator[tuple[str, str]]:
             yield name, f"{where}, which is no entry"
 
 
-def unread(parts: Sequence[Metadata]) -> tuple[Unread, ...]:
+def unknown_entries(parts: Sequence[Metadata]) -> tuple[UnknownEntry, ...]:
     """Entries whose class is unknown, with all their places."""
-    places: dict[str, list[Unread]] = {}
+    places: dict[str, list[UnknownEntry]] = {}
     kinds: Mapping[str, str] = {name: kind for part in parts for name, kind in part.opaque.items()}
     for part in parts:
         for (name, _), place in part.items.items():
             if name in kinds:
-                held = Unread(name, kinds[name], place.file, place.offset, place.nbytes)
+                held = UnknownEntry(name, kinds[name], place.file, place.offset, place.nbytes)
                 places.setdefault(name, []).append(held)
-    return tuple(one for name, kind in kinds.items() for one in places.get(name, [Unread(name, kind)]))
+    return tuple(
+        one for name, kind in kinds.items() for one in places.get(name, [UnknownEntry(name, kind)])
+    )

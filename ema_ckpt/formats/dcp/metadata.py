@@ -1,8 +1,9 @@
 """`.metadata` of `torch.distributed.checkpoint`: the pickle, read without torch.
 
-The classes are those of `torch/distributed/checkpoint/metadata.py` and `filesystem.py` (torch 2.0 to 2.15).
-A checkpoint of 20 000 tensors on 8 ranks is 12 million opcodes, nearly all of three shapes; each of these
-is read by one regular expression (a shortcut), anything else by the interpreter.
+The classes are those of `torch/distributed/checkpoint/metadata.py` and `filesystem.py` (torch 2.0
+to 2.15). A checkpoint of 20 000 tensors on 8 ranks is 12 million opcodes, nearly all of three
+shapes; each of these is read by one regular expression (a shortcut), anything else by the
+interpreter.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ from typing import NamedTuple
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.machine import UNBUILT, Machine, loads
-from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Standin
+from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
-
-__all__ = ["ItemPlace", "Metadata", "TensorEntry", "parse"]
 
 Ints = tuple[int, ...]
 Key = tuple[str, Ints | None]
@@ -36,7 +35,9 @@ class ItemPlace(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of the state dict: dtype, global shape, and (offsets, sizes) of its chunks in stored order."""
+    """A tensor of the state dict: dtype, global shape, and (offsets, sizes) of its chunks in stored
+    order.
+    """
 
     dtype: DType
     shape: Ints
@@ -45,7 +46,8 @@ class TensorEntry(NamedTuple):
 
 @dataclass(slots=True)
 class Metadata:
-    """What a `.metadata` file says. `entries` maps each flat name to a tensor entry, or to None for an object.
+    """What a `.metadata` file says. `entries` maps each flat name to a tensor entry, or to None for
+    an object.
 
     `paths` are those of entries; `spare` are names that have a path and are no entry.
     """
@@ -57,7 +59,7 @@ class Metadata:
     spare: tuple[str, ...] = ()
 
 
-class _Fields(Standin):
+class _Fields(Replacement):
     """An instance whose state is a dict of its fields."""
 
     __slots__ = ("fields",)
@@ -101,8 +103,10 @@ class _StorageMeta(_Fields):
     __slots__ = ()
 
 
-class _Properties(Standin):
-    """`TensorProperties`: a tuple of five (six since torch 2.15), the dtype first; older ones a dict."""
+class _Properties(Replacement):
+    """`TensorProperties`: a tuple of five (six since torch 2.15), the dtype first; older ones a
+    dict.
+    """
 
     __slots__ = ("dtype",)
 
@@ -152,13 +156,16 @@ _SIZE_STEPS = (UNBUILT, UNBUILT)  # the two tuples inside a `torch.Size`
 
 
 class _Shortcuts:
-    """Reads whole instances of the three frequent classes, keeping the memo as the interpreter would."""
+    """Reads whole instances of the three frequent classes, keeping the memo as the interpreter
+    would.
+    """
 
     def __init__(self) -> None:
         self._refs: dict[bytes, object] = {}
         self._ints: dict[bytes, Ints] = {}
         self._texts: dict[str, str] = {}
-        # References that were looked up and found right, for each class: they recur in every instance.
+        # References that were looked up and found right, for each class: they recur in every
+        # instance.
         self._known: set[tuple[object, ...]] = set()
 
     def prepare(self, found: Global) -> None:
@@ -174,7 +181,11 @@ class _Shortcuts:
         if value is None:
             index = ref[1] if len(ref) == 2 else struct.unpack_from("<I", ref, 1)[0]
             value = machine.memo[index] if index < len(machine.memo) else None
-            if value is not UNBUILT and value is not None and isinstance(value, str | Global | tuple):
+            if (
+                value is not UNBUILT
+                and value is not None
+                and isinstance(value, str | Global | tuple)
+            ):
                 self._refs[ref] = value
         return value
 
@@ -184,7 +195,9 @@ class _Shortcuts:
             numbers = self._ints[run] = tuple(_decode_ints(run))
         return numbers
 
-    def _size(self, machine: Machine, ref: bytes, run: bytes | None, memo: list[object]) -> Ints | None:
+    def _size(
+        self, machine: Machine, ref: bytes, run: bytes | None, memo: list[object]
+    ) -> Ints | None:
         value = self._ref(machine, ref)
         if run is None:
             return value if isinstance(value, tuple) else None
@@ -202,7 +215,9 @@ class _Shortcuts:
         known = ("chunk", key, ref, key2, ref2)
         if known in self._known and run and run2:
             pair = self._numbers(run), self._numbers(run2)
-            return _accept(machine, pair, (*_FRESH, *_SIZE_STEPS, pair[0], *_SIZE_STEPS, pair[1]), match.end())
+            return _accept(
+                machine, pair, (*_FRESH, *_SIZE_STEPS, pair[0], *_SIZE_STEPS, pair[1]), match.end()
+            )
         memo: list[object] = [UNBUILT, UNBUILT]
         if self._ref(machine, key) != "offsets" or self._ref(machine, key2) != "sizes":
             return False
@@ -243,7 +258,11 @@ class _Shortcuts:
             memo += (*_SIZE_STEPS, offsets)
             return _accept(machine, (name, offsets), memo, tail.end())
         offsets = self._size(machine, ref, run, memo)
-        if offsets is None or [self._ref(machine, k) for k in (key, key2, key3)] != ["fqn", "index", "offset"]:
+        if offsets is None or [self._ref(machine, k) for k in (key, key2, key3)] != [
+            "fqn",
+            "index",
+            "offset",
+        ]:
             return False
         if run:
             self._known.add(known)
@@ -295,11 +314,15 @@ def parse(data: bytes, where: str) -> Metadata:
     """
     root = loads(data, _ALLOWED, where=where, prepare=_Shortcuts().prepare)
     if not isinstance(root, _Root):
-        raise SourceError("unreadable", f"{where}: no DCP metadata in it (found {brief(root)})", file=where)
+        raise SourceError(
+            "unreadable", f"{where}: no DCP metadata in it (found {brief(root)})", file=where
+        )
     try:
         return _metadata(root.fields, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise SourceError("unreadable", f"{where}: malformed DCP metadata ({error!r})", file=where) from None
+        raise SourceError(
+            "unreadable", f"{where}: malformed DCP metadata ({error!r})", file=where
+        ) from None
 
 
 def _metadata(fields: dict[str, object], where: str) -> Metadata:
@@ -313,11 +336,17 @@ def _metadata(fields: dict[str, object], where: str) -> Metadata:
         if isinstance(entry, Opaque):
             result.opaque[name] = f"{entry.module}.{entry.name}"
         else:
-            result.entries[name] = None if isinstance(entry, _Bytes) else _tensor(entry, name, where)
+            result.entries[name] = (
+                None if isinstance(entry, _Bytes) else _tensor(entry, name, where)
+            )
     paths = fields.get("planner_data")
     if isinstance(paths, dict):
-        bound = len(entries) + 65536  # a list index far beyond the number of entries asks for a list of that length
-        result.paths = {name: _path(path, name, bound, where) for name, path in paths.items() if name in entries}
+        bound = (
+            len(entries) + 65536
+        )  # a list index far beyond the number of entries asks for a list of that length
+        result.paths = {
+            name: _path(path, name, bound, where) for name, path in paths.items() if name in entries
+        }
         result.spare = tuple([str(name) for name in paths if name not in entries])
     for key, place in items.items():
         item = _key(key)
@@ -338,9 +367,13 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
     try:
         kind = by_name(dtype.name)
     except SourceError as error:
-        raise SourceError(error.code, f"{where}: tensor {name!r}: {error}", tensor=name, file=where) from None
+        raise SourceError(
+            error.code, f"{where}: tensor {name!r}: {error}", tensor=name, file=where
+        ) from None
     shape = _ints(entry.fields["size"])
-    return TensorEntry(kind, shape, tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks]))
+    return TensorEntry(
+        kind, shape, tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])
+    )
 
 
 def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]:
@@ -351,7 +384,9 @@ def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]
         raise ValueError(f"a chunk of {name!r} is {brief(chunk)}")
     offsets, sizes = _ints(chunk[0]), _ints(chunk[1])
     if not len(offsets) == len(sizes) == rank:
-        raise ValueError(f"{name!r} has {rank} dimensions, a chunk of it {len(offsets)} offsets and {len(sizes)} sizes")
+        raise ValueError(
+            f"{name!r} has {rank} dimensions, a chunk of it {len(offsets)} offsets and {len(sizes)} sizes"
+        )
     if sizes and min(sizes) < 0:
         message = f"{where}: {name!r} is said to have a chunk of {list(sizes)} elements"
         raise SourceError("out-of-bounds", message, tensor=name, file=where)
@@ -359,7 +394,11 @@ def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]
 
 
 def _path(path: object, name: str, bound: int, where: str) -> tuple[str | int, ...]:
-    if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
+    if (
+        not isinstance(path, tuple)
+        or not path
+        or not all(type(part) in (str, int) for part in path)
+    ):
         raise ValueError(f"the path of {name!r} is {brief(path)}")
     for part in path:
         if isinstance(part, int) and not 0 <= part < bound:

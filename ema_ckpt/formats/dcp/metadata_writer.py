@@ -1,8 +1,8 @@
 """`.metadata` written opcode by opcode, without torch, in the form that torch 2.4 to 2.14 reads.
 
-The classes and their states are those of `torch/distributed/checkpoint/metadata.py`: frozen dataclasses give
-their `__dict__`, `TensorProperties` a tuple of five. The opcodes are those of Python's own pickler at
-protocol 4, so that whoever reads them fast reads these fast too.
+The classes and their states are those of `torch/distributed/checkpoint/metadata.py`: frozen
+dataclasses give their `__dict__`, `TensorProperties` a tuple of five. The opcodes are those of
+Python's own pickler at protocol 4, so that whoever reads them fast reads these fast too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ema_ckpt.core.dtypes import DType
-
-__all__ = ["StoredItem", "StoredTensor", "dump_metadata"]
 
 Ints = tuple[int, ...]
 Item = TypeVar("Item")
@@ -138,7 +136,9 @@ class _Emitter:
             self.out += b"ub"
 
     def mapping(self, pairs: Iterable[tuple[Write, Any, Write, Any]]) -> None:
-        """A dict: for each pair, how to write the key and the key, how to write the value and the value."""
+        """A dict: for each pair, how to write the key and the key, how to write the value and the
+        value.
+        """
         self.out += b"}\x94("
         self._count += 1
         for write_key, key, write_value, value in pairs:
@@ -188,7 +188,9 @@ Pair = tuple[Write, Any, Write, Any]
 
 
 def _entries(
-    out: _Emitter, entries: Mapping[str, StoredTensor | None], items: Mapping[str, tuple[StoredItem, ...]]
+    out: _Emitter,
+    entries: Mapping[str, StoredTensor | None],
+    items: Mapping[str, tuple[StoredItem, ...]],
 ) -> Iterable[Pair]:
     for name, entry in entries.items():
         yield out.text, name, partial(_entry, out), (entry, items[name] if entry else ())
@@ -242,7 +244,9 @@ def _part(out: _Emitter, part: str | int) -> None:
 
 
 def _places(
-    out: _Emitter, entries: Mapping[str, StoredTensor | None], items: Mapping[str, tuple[StoredItem, ...]]
+    out: _Emitter,
+    entries: Mapping[str, StoredTensor | None],
+    items: Mapping[str, tuple[StoredItem, ...]],
 ) -> Iterable[Pair]:
     write_index, write_place = partial(_index, out), partial(_place, out)
     for name in entries:

@@ -1,8 +1,9 @@
 """Which rank writes what several ranks hold alike, as torch's save planner decides it.
 
-Ranks without rows of a tensor all hold the same empty piece, and the planner keeps one of these on the rank with
-the least to write so far (`torch/distributed/checkpoint/_dedup_save_plans.py`): it goes through the items of rank
-0, then of rank 1 and so on, counts a whole tensor's bytes for each piece of it and 1 for an object.
+Ranks without rows of a tensor all hold the same empty piece, and the planner keeps one of these on
+the rank with the least to write so far (`torch/distributed/checkpoint/_dedup_save_plans.py`): it
+goes through the items of rank 0, then of rank 1 and so on, counts a whole tensor's bytes for each
+piece of it and 1 for an object.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PlannedItem", "idle_homes"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedItem:
-    """A tensor or object of the state dict: `nbytes` of the whole; `rows` on dim 0 if it is split, else None."""
+    """A tensor or object of the state dict: `nbytes` of the whole; `rows` on dim 0 if it is split,
+    else None.
+    """
 
     name: str
     nbytes: int
@@ -28,10 +29,13 @@ def idle_homes(items: Sequence[PlannedItem], world_size: int) -> dict[str, int]:
     `items` are in the order of the state dict.
     """
     homes: dict[str, int] = {}
-    first_idle = [world_size if item.rows is None else _used_ranks(item.rows, world_size) for item in items]
+    first_idle = [
+        world_size if item.rows is None else _used_ranks(item.rows, world_size) for item in items
+    ]
     loads = [0] * world_size
     for rank in sorted({0, *(rank for rank in first_idle if rank < world_size)}):
-        # What other ranks write of their own comes to count only after the ranks that are chosen from here.
+        # What other ranks write of their own comes to count only after the ranks that are chosen
+        # from here.
         for item, idle in zip(items, first_idle, strict=True):
             if item.rows is None:
                 home = min(range(world_size), key=loads.__getitem__) if rank == 0 else None

@@ -1,8 +1,9 @@
-"""Checkpoints of `torch.distributed.checkpoint`: a `.metadata` pickle beside rows of `torch.save` archives.
+"""Checkpoints of `torch.distributed.checkpoint`: a `.metadata` pickle beside rows of `torch.save`
+archives.
 
 `.metadata` names every chunk and the file, offset and length of the archive that holds it
-(`filesystem.py`: `_StorageInfo`); only files it names belong to the checkpoint. Strides, and where the
-bytes begin, are in the archive itself.
+(`filesystem.py`: `_StorageInfo`); only files it names belong to the checkpoint. Strides, and where
+the bytes begin, are in the archive itself.
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from ema_ckpt.core.box import row_major_strides
-from ema_ckpt.core.catalog import Catalog, Chunk, Files, Object, Payload, Tensor, Warn, check_geometry
+from ema_ckpt.core.catalog import (
+    Catalog,
+    Chunk,
+    Diagnostic,
+    Files,
+    Object,
+    Payload,
+    Tensor,
+    check_geometry,
+)
 from ema_ckpt.core.errors import SourceError, UnsafeError, shown
 from ema_ckpt.formats import sidecar as record
-from ema_ckpt.formats.dcp.consistency import contradictions, unread
+from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
 from ema_ckpt.formats.dcp.metadata import ItemPlace, Metadata, TensorEntry, parse
 from ema_ckpt.formats.pickle.safe_globals import executor_within
 from ema_ckpt.formats.pickle.tensors import TensorRef, load_tensor, load_value
-from ema_ckpt.formats.torch_zip.archive import Archive, Mould, mould_of, read_archive
+from ema_ckpt.formats.torch_zip.archive import Archive, ArchiveTemplate, mould_of, read_archive
 from ema_ckpt.storage.files import safe_name
-
-__all__ = ["METADATA_NAME", "is_rank_metadata", "open_dcp", "required_files"]
 
 METADATA_NAME = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
@@ -51,12 +59,17 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         first, dotted = entries[0], entries[0].paths.get(name, (name,))
         if first.entries[name] is None:
             place = first.items.get((name, None), _EMPTY_PLACE)
-            objects.append(Object(name, dotted, _claim(place, required), place.offset, place.nbytes))
+            objects.append(
+                Object(name, dotted, _claim(place, required), place.offset, place.nbytes)
+            )
         else:
             tensors.append(_tensor(name, dotted, entries, required))
     recorded = _recorded(source, required)
     opaque = {name: kind for part in parts for name, kind in part.opaque.items()}
-    warnings = [Warn("opaque", f"{name!r} is a {kind}, unknown to ema_ckpt") for name, kind in opaque.items()]
+    warnings = [
+        Diagnostic("opaque", f"{name!r} is a {kind}, unknown to ema_ckpt")
+        for name, kind in opaque.items()
+    ]
     return Catalog(
         path=path,
         resolved=resolved,
@@ -72,15 +85,17 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         warnings=tuple(warnings),
         extra={
             "order": tuple(metadata),
-            "contradictions": partial(_contradictions, source, names, tuple(recorded.digests)),
-            "unread": unread(parts),
+            "find_mismatches": partial(_contradictions, source, names, tuple(recorded.digests)),
+            "unknown_entries": unknown_entries(parts),
         },
     )
 
 
-def _contradictions(source: Files, names: Sequence[str], recorded: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def _contradictions(
+    source: Files, names: Sequence[str], recorded: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
     """Read once more, since only one verb asks: what the metadata says twice and differently."""
-    return contradictions(_read(source, names), recorded)
+    return find_mismatches(_read(source, names), recorded)
 
 
 def required_files(source: Files, names: tuple[str, ...]) -> dict[str, int]:
@@ -93,13 +108,17 @@ def required_files(source: Files, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _recorded(source: Files, files: Iterable[str]) -> record.Record:
-    """What our own writers left beside `.metadata`, digests above all, if it speaks of one of its files."""
+    """What our own writers left beside `.metadata`, digests above all, if it speaks of one of its
+    files.
+    """
     try:
         nbytes = source.size(record.SIDECAR)
     except SourceError:
         return record.Record()
     found = record.parse(source.read(record.SIDECAR, 0, nbytes), record.SIDECAR)
-    return found if not found.files or {METADATA_NAME, *files} & set(found.files) else record.Record()
+    return (
+        found if not found.files or {METADATA_NAME, *files} & set(found.files) else record.Record()
+    )
 
 
 def _read(source: Files, names: Sequence[str]) -> list[Metadata]:
@@ -115,10 +134,12 @@ def _read(source: Files, names: Sequence[str]) -> list[Metadata]:
 
 
 def _by_name(parts: Iterable[Metadata]) -> dict[str, list[Metadata]]:
-    """For each flat name, the metadata that know it, in the order of the state dict, as far as that is told.
+    """For each flat name, the metadata that know it, in the order of the state dict, as far as that
+    is told.
 
-    `planner_data` keeps that order. The entries lie by the rank that wrote them, so that replicated tensors, which
-    DCP spreads over the ranks, come out shuffled; EMAs that are lists depend on the order.
+    `planner_data` keeps that order. The entries lie by the rank that wrote them, so that replicated
+    tensors, which DCP spreads over the ranks, come out shuffled; EMAs that are lists depend on the
+    order.
     """
     known: dict[str, list[Metadata]] = {}
     for part in parts:
@@ -133,7 +154,9 @@ def _refuse_missing_ranks(source: Files, names: Sequence[str]) -> None:
     ranks = {int(match[1]) for name in names if (match := _RANK_METADATA.fullmatch(name))}
     if not ranks:
         return
-    saved = {int(match[1]): name for name in source.listing() if (match := _DATA_FILE.fullmatch(name))}
+    saved = {
+        int(match[1]): name for name in source.listing() if (match := _DATA_FILE.fullmatch(name))
+    }
     written = {rank for rank, name in saved.items() if rank > max(ranks) and source.size(name)}
     missing = sorted({*range(max(ranks)), *written} - ranks)
     if missing:
@@ -157,18 +180,28 @@ def _claim(place: ItemPlace, required: dict[str, int]) -> str:
     return file
 
 
-def _tensor(name: str, path: tuple[str | int, ...], entries: list[Metadata], required: dict[str, int]) -> Tensor:
+def _tensor(
+    name: str, path: tuple[str | int, ...], entries: list[Metadata], required: dict[str, int]
+) -> Tensor:
     first = entries[0].entries[name]
     chunks: list[Chunk] = []
     for part in entries:
         entry = part.entries[name]
         if not isinstance(first, TensorEntry) or not isinstance(entry, TensorEntry):
-            raise SourceError("unreadable", f"{METADATA_NAME}: {name!r} is a tensor on one rank only", tensor=name)
+            raise SourceError(
+                "unreadable", f"{METADATA_NAME}: {name!r} is a tensor on one rank only", tensor=name
+            )
         if (entry.shape, entry.dtype) != (first.shape, first.dtype):
-            raise SourceError("unreadable", f"{METADATA_NAME}: ranks disagree on the shape of {name!r}", tensor=name)
+            raise SourceError(
+                "unreadable",
+                f"{METADATA_NAME}: ranks disagree on the shape of {name!r}",
+                tensor=name,
+            )
         for offsets, sizes in entry.chunks:
             place = part.items.get((name, offsets), _EMPTY_PLACE)
-            chunks.append(Chunk(offsets, sizes, _claim(place, required), place.offset, place.nbytes))
+            chunks.append(
+                Chunk(offsets, sizes, _claim(place, required), place.offset, place.nbytes)
+            )
     if not isinstance(first, TensorEntry):
         raise SourceError("unreadable", f"{METADATA_NAME}: {name!r} is no tensor", tensor=name)
     check_geometry(name, first.shape, first.dtype, METADATA_NAME)
@@ -197,7 +230,7 @@ class _Reader:
         self._source = source
         self._transformed = transformed
         self._pickles: dict[bytes, TensorRef] = {}
-        self._moulds: dict[tuple[int, str, tuple[int, ...]], tuple[Mould, Payload]] = {}
+        self._moulds: dict[tuple[int, str, tuple[int, ...]], tuple[ArchiveTemplate, Payload]] = {}
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
         """The payload of each chunk, from its archive's directory and `data.pkl`."""
@@ -236,7 +269,9 @@ class _Reader:
             raise _about(error, tensor.name, chunk.file) from None
         if ref.dtype != tensor.dtype or ref.shape != chunk.sizes:
             found = f"{ref.dtype.name} {list(ref.shape)}"
-            message = f"expected {tensor.dtype.name} {list(chunk.sizes)} as .metadata says, found {found}"
+            message = (
+                f"expected {tensor.dtype.name} {list(chunk.sizes)} as .metadata says, found {found}"
+            )
             raise SourceError(
                 "index-mismatch",
                 f"{chunk.file}: tensor {tensor.name!r}: {message}",
@@ -276,7 +311,9 @@ class _Reader:
             raise SourceError("incomplete", f"{METADATA_NAME}: no file holds it")
         transform = self._transformed.get((file, offset))
         if transform:
-            raise SourceError("unsupported", f"{file}: written through the extension {transform}; save without it")
+            raise SourceError(
+                "unsupported", f"{file}: written through the extension {transform}; save without it"
+            )
         size = self._source.size(file)
         if offset + nbytes > size:
             message = f"{file}: expected at least {offset + nbytes} bytes, found {size}: the file is truncated"
@@ -284,7 +321,8 @@ class _Reader:
         magic = self._source.read(file, offset, min(nbytes, 16))
         if magic[:2] != b"PK" and magic[8:9] == b"{":
             raise SourceError(
-                "unsupported", f"{file}: written with SerializationFormat.SAFETENSORS; save with TORCH_SAVE"
+                "unsupported",
+                f"{file}: written with SerializationFormat.SAFETENSORS; save with TORCH_SAVE",
             )
         return read_archive(self._source, file, offset, nbytes)
 
@@ -299,9 +337,13 @@ class _Reader:
 
 
 def _meaningful(ref: TensorRef) -> tuple[int, ...] | None:
-    """Strides with those of length-1 dims as row-major order has them; None if that makes it row-major."""
+    """Strides with those of length-1 dims as row-major order has them; None if that makes it
+    row-major.
+    """
     row_major = row_major_strides(ref.shape)
-    strides = tuple(r if size == 1 else s for s, r, size in zip(ref.strides, row_major, ref.shape, strict=True))
+    strides = tuple(
+        r if size == 1 else s for s, r, size in zip(ref.strides, row_major, ref.shape, strict=True)
+    )
     return None if strides == row_major else strides
 
 

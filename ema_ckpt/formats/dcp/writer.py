@@ -1,7 +1,8 @@
 """Laying out a DCP checkpoint as N ranks of FSDP2 write it, from one process and without torch.
 
-Each item is a whole `torch.save` archive of four records. Rank r's rows of every split tensor lie in
-`__r_0.distcp`; what is whole lies in `__0_0.distcp`, objects first as in torch (`filesystem.py`, `_write_items`).
+Each item is a whole `torch.save` archive of four records. Rank r's rows of every split tensor lie
+in `__r_0.distcp`; what is whole lies in `__0_0.distcp`, objects first as in torch (`filesystem.py`,
+`_write_items`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ema_ckpt.core.box import Box, row_major_strides, split_rows, whole
 from ema_ckpt.core.catalog import Files, Object
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
-from ema_ckpt.core.write_plan import Entry, Frame, Piece
+from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
 from ema_ckpt.formats.dcp.placement import PlannedItem, idle_homes
@@ -22,16 +23,14 @@ from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
 from ema_ckpt.formats.torch_zip.archive import Member, ZipLayout
 
-__all__ = ["DcpTarget", "StoredObject", "lay_out"]
-
 _COPY_NBYTES = 1 << 20
 _FOLDER = "archive"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object to be written: the name and path it gets. Its archive is copied from a DCP source, or made
-    from its inline value."""
+    """An object to be written: the name and path it gets. Its archive is copied from a DCP source,
+    or made from its inline value."""
 
     name: str
     path: tuple[str | int, ...]
@@ -51,48 +50,54 @@ class _Item:
 
 
 @dataclass(frozen=True, slots=True)
-class DcpTarget:
+class DcpWritePlan:
     """A checkpoint laid out; see `ema_ckpt.core.write_plan.Target`."""
 
     files: Mapping[str, int]
-    pieces: Sequence[Piece]
+    pieces: Sequence[WriteItem]
     items: Sequence[_Item]
     metadata: bytes
     source: Files
-    entries: Sequence[Entry]
+    entries: Sequence[OutputTensor]
 
-    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[Frame]:
-        """Archives around payloads, objects, digests and, last, the metadata that makes it a checkpoint."""
+    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
+        """Archives around payloads, objects, digests and, last, the metadata that makes it a
+        checkpoint.
+        """
         for item in self.items:
             if item.copied is not None:
                 yield from self._copied(item, item.copied)
             elif item.zip is not None:
                 given = () if item.piece is None else (crcs[item.piece],)
                 for offset, data in item.zip.frames(given):
-                    yield Frame(item.file, item.offset + offset, data)
-        yield Frame(record.SIDECAR, 0, _sidecar(self.entries, digests))
-        yield Frame(METADATA_NAME, 0, self.metadata)
+                    yield HeaderBytes(item.file, item.offset + offset, data)
+        yield HeaderBytes(record.SIDECAR, 0, _sidecar(self.entries, digests))
+        yield HeaderBytes(METADATA_NAME, 0, self.metadata)
 
-    def _copied(self, item: _Item, held: Object) -> Iterator[Frame]:
+    def _copied(self, item: _Item, held: Object) -> Iterator[HeaderBytes]:
         for at in range(0, item.nbytes, _COPY_NBYTES):
             nbytes = min(_COPY_NBYTES, item.nbytes - at)
-            yield Frame(item.file, item.offset + at, self.source.read(held.file, held.offset + at, nbytes))
+            yield HeaderBytes(
+                item.file, item.offset + at, self.source.read(held.file, held.offset + at, nbytes)
+            )
 
 
 def lay_out(
-    entries: Sequence[Entry],
+    entries: Sequence[OutputTensor],
     objects: Sequence[StoredObject],
     split: Sequence[bool],
     world_size: int,
     source: Files,
     order: Sequence[str] = (),
-) -> DcpTarget:
+) -> DcpWritePlan:
     """Lay out a checkpoint for `world_size` ranks.
 
     Args:
-        entries: tensors in the order of the state dict; `split[i]` tells whether `entries[i]` is cut on dim 0.
+        entries: tensors in the order of the state dict; `split[i]` tells whether `entries[i]` is
+            cut on dim 0.
         objects: copied whole to rank 0's file; `source` is where their archives are read from.
-        order: names in the source of tensors and objects together, as the state dict has them, if that is known.
+        order: names in the source of tensors and objects together, as the state dict has them, if
+            that is known.
 
     Raises:
         TargetError: `unsupported` for an object that cannot be written so that it loads safely.
@@ -115,7 +120,10 @@ def lay_out(
 
 
 def _planned(
-    entries: Sequence[Entry], objects: Sequence[StoredObject], split: Sequence[bool], order: Sequence[str]
+    entries: Sequence[OutputTensor],
+    objects: Sequence[StoredObject],
+    split: Sequence[bool],
+    order: Sequence[str],
 ) -> list[PlannedItem]:
     """Tensors and objects in the order of the state dict."""
     items = {}
@@ -128,19 +136,21 @@ def _planned(
 
 
 def _assemble(
-    entries: Sequence[Entry],
+    entries: Sequence[OutputTensor],
     objects: Sequence[StoredObject],
     ranks: Sequence[_RankFile],
     places: Mapping[str, list[StoredItem]],
     source: Files,
     order: Sequence[str],
-) -> DcpTarget:
-    named: dict[str, StoredTensor | None] = {e.name: StoredTensor(e.dtype, e.source.shape) for e in entries}
+) -> DcpWritePlan:
+    named: dict[str, StoredTensor | None] = {
+        e.name: StoredTensor(e.dtype, e.source.shape) for e in entries
+    }
     named |= {held.name: None for held in objects}
     paths = {e.name: e.path for e in entries} | {held.name: held.path for held in objects}
     named, paths = {name: named[name] for name in order}, {name: paths[name] for name in order}
     metadata = dump_metadata(named, {name: tuple(chunks) for name, chunks in places.items()}, paths)
-    pieces: list[Piece] = []
+    pieces: list[WriteItem] = []
     items: list[_Item] = []
     for rank in ranks:
         for item, piece in rank.items:
@@ -149,14 +159,14 @@ def _assemble(
     files = {rank.name: rank.nbytes for rank in ranks}
     files[record.SIDECAR] = len(_sidecar(entries, {}))
     files[METADATA_NAME] = len(metadata)
-    return DcpTarget(files, pieces, items, metadata, source, tuple(entries))
+    return DcpWritePlan(files, pieces, items, metadata, source, tuple(entries))
 
 
 def _numbered(item: _Item, piece: int) -> _Item:
     return _Item(item.file, item.offset, item.nbytes, item.zip, piece)
 
 
-def _sidecar(entries: Sequence[Entry], digests: Mapping[str, int]) -> bytes:
+def _sidecar(entries: Sequence[OutputTensor], digests: Mapping[str, int]) -> bytes:
     return record.dump(entries, digests, files=[METADATA_NAME]).encode("utf-8")
 
 
@@ -191,13 +201,13 @@ class _RankFile:
     def __init__(self, name: str) -> None:
         self.name = name
         self.nbytes = 0
-        self.items: list[tuple[_Item, Piece | None]] = []
+        self.items: list[tuple[_Item, WriteItem | None]] = []
 
-    def put(self, entry: Entry, box: Box) -> StoredItem:
+    def put(self, entry: OutputTensor, box: Box) -> StoredItem:
         """Append the archive of a box of a tensor."""
         layout = _archive(entry.dtype, box.sizes)
         item = _Item(self.name, self.nbytes, layout.nbytes, layout, None)
-        self.items.append((item, Piece(entry, box, self.name, self.nbytes + layout.offsets[2])))
+        self.items.append((item, WriteItem(entry, box, self.name, self.nbytes + layout.offsets[2])))
         self.nbytes += layout.nbytes
         return StoredItem(box.offsets, box.sizes, self.name, item.offset, item.nbytes)
 
@@ -215,7 +225,9 @@ class _RankFile:
         try:
             pickle = dumps(held.source.inline)
         except TypeError as error:
-            raise TargetError("unsupported", f"object {held.name!r}: {error}; leave it out with --exclude") from None
+            raise TargetError(
+                "unsupported", f"object {held.name!r}: {error}; leave it out with --exclude"
+            ) from None
         members = [
             Member("data.pkl", len(pickle), pickle),
             Member("byteorder", 6, b"little"),

@@ -1,19 +1,17 @@
 """How large a value becomes once what it shares is written out in every place that refers to it.
 
-A pickle of a few hundred bytes can refer to the same list twice, 64 levels deep: 2^64 places for a writer that
-follows each reference. Counting them with a memo takes one visit a container.
+A pickle of a few hundred bytes can refer to the same list twice, 64 levels deep: 2^64 places for a
+writer that follows each reference. Counting them with a memo takes one visit a container.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-__all__ = ["refuse_expansion"]
-
 _MAX_PLACES = 10_000_000
 
 
-def refuse_expansion(value: object) -> None:
+def check_expanded_size(value: object) -> None:
     """Pass if writing `value` out in full takes at most ten million places.
 
     Raises:
@@ -24,7 +22,9 @@ def refuse_expansion(value: object) -> None:
     except RecursionError:
         raise TypeError("a value that nests too deeply cannot be written") from None
     if places > _MAX_PLACES:
-        raise TypeError("a value that contains itself, or the same containers over and over, cannot be written")
+        raise TypeError(
+            "a value that contains itself, or the same containers over and over, cannot be written"
+        )
 
 
 def _places(value: object, known: dict[int, int]) -> int:
@@ -33,7 +33,9 @@ def _places(value: object, known: dict[int, int]) -> int:
         return 1
     found = known.get(id(value))
     if found is None:
-        known[id(value)] = _MAX_PLACES + 1  # what is met again before it has been counted contains itself
+        known[id(value)] = (
+            _MAX_PLACES + 1
+        )  # what is met again before it has been counted contains itself
         found = known[id(value)] = 1 + sum(_places(item, known) for item in inside)
     return found
 

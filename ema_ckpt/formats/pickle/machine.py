@@ -1,9 +1,11 @@
-"""A pickle reader that cannot run anything: an opcode interpreter over a closed set of constructors.
+"""A pickle reader that cannot run anything: an opcode interpreter over a closed set of
+constructors.
 
-Python's own unpickler imports and calls what the data names; a memo opcode of nine bytes makes its C form
-take gigabytes. Here no global is ever imported. A caller lists the globals it knows with the function that
-stands in for each; every other global is a name. Calling an unlisted one is refused, making an instance of
-one gives an `Opaque` placeholder. Opcodes: https://docs.python.org/3/library/pickletools.html
+Python's own unpickler imports and calls what the data names; a memo opcode of nine bytes makes its
+C form take gigabytes. Here no global is ever imported. A caller lists the globals it knows with the
+function that stands in for each; every other global is a name. Calling an unlisted one is refused,
+making an instance of one gives an `Opaque` placeholder. Opcodes:
+https://docs.python.org/3/library/pickletools.html
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.formats.pickle.opcodes import MARK, TABLE, Mark
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, is_executor
 
-__all__ = ["UNBUILT", "Machine", "loads"]
-
 Allowed = Mapping[tuple[str, str], Maker]
 
 
@@ -26,8 +26,9 @@ UNBUILT = Mark()
 class Machine:
     """The state of one interpretation: data, position, stack, memo.
 
-    `memo` is a list: real pickles number their entries in order. Entries far ahead go to `sparse`, so that
-    a huge index costs nothing. `UNBUILT` in `memo` is an entry that a shortcut did not build.
+    `memo` is a list: real pickles number their entries in order. Entries far ahead go to `sparse`,
+    so that a huge index costs nothing. `UNBUILT` in `memo` is an entry that a shortcut did not
+    build.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class Machine:
         """The global of that name, one object for each name."""
         found = self.globals.get((module, name))
         if found is None:
-            found = self.globals[module, name] = Global(module, name, self.allowed.get((module, name)))
+            found = self.globals[module, name] = Global(
+                module, name, self.allowed.get((module, name))
+            )
             if self.prepare is not None:
                 self.prepare(found)
         return found
@@ -134,7 +137,10 @@ class _ShortcutMissedError(Exception):
 
 def _refused(found: Global) -> UnsafeError:
     where = f"{found.module}.{found.name}"
-    return UnsafeError("unsafe-pickle", f"unpickling would call {where}, which is not on the list of harmless globals")
+    return UnsafeError(
+        "unsafe-pickle",
+        f"unpickling would call {where}, which is not on the list of harmless globals",
+    )
 
 
 def loads(
@@ -153,10 +159,10 @@ def loads(
         allowed: (module, name) of every global that may be called, and what to call in its place.
         where: file and record, for messages.
         persistent: gives the value for a persistent id (torch's storages).
-        strict: whether a call of any unlisted global is refused. If not, only known executors are, and the
-            rest become `Opaque`.
-        prepare: is shown each `Global` when it is first named, and may give it a `shortcut` that reads a
-            whole instance at once.
+        strict: whether a call of any unlisted global is refused. If not, only known executors are,
+            and the rest become `Opaque`.
+        prepare: is shown each `Global` when it is first named, and may give it a `shortcut` that
+            reads a whole instance at once.
 
     Raises:
         UnsafeError: `unsafe-pickle` naming the global.
@@ -170,7 +176,9 @@ def loads(
     except EmaCkptError as error:
         raise type(error)(error.code, f"{where}: {error}", file=where) from None
     except RecursionError:
-        raise SourceError("unreadable", f"{where}: the pickle is nested too deeply", file=where) from None
+        raise SourceError(
+            "unreadable", f"{where}: the pickle is nested too deeply", file=where
+        ) from None
     except (IndexError, struct.error) as error:
         message = f"{where}: a damaged pickle, or one cut short at {len(data)} bytes ({error}); use another copy"
         raise SourceError("unreadable", message, file=where) from None

@@ -1,4 +1,6 @@
-"""What each opcode of a pickle does to a `Machine`. https://docs.python.org/3/library/pickletools.html"""
+"""What each opcode of a pickle does to a `Machine`.
+https://docs.python.org/3/library/pickletools.html
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from ema_ckpt.core.errors import SourceError, UnsafeError
-from ema_ckpt.formats.pickle.safe_globals import Opaque, Standin
+from ema_ckpt.formats.pickle.safe_globals import Opaque, Replacement
 
 if TYPE_CHECKING:
     from ema_ckpt.formats.pickle.machine import Machine
-
-__all__ = ["MARK", "TABLE", "Mark"]
 
 
 class Mark:
@@ -48,7 +48,9 @@ def _text(size: Callable[[Machine], int]) -> Callable[[Machine], object]:
     return lambda machine: machine.take(size(machine)).decode("utf-8", "surrogatepass")
 
 
-def _raw(size: Callable[[Machine], int], make: Callable[[bytes], object] = bytes) -> Callable[[Machine], object]:
+def _raw(
+    size: Callable[[Machine], int], make: Callable[[bytes], object] = bytes
+) -> Callable[[Machine], object]:
     return lambda machine: make(machine.take(size(machine)))
 
 
@@ -124,21 +126,28 @@ def _obj(machine: Machine) -> None:
 
 def _build(machine: Machine) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
-    if isinstance(target, Standin):
+    if isinstance(target, Replacement):
         target.setstate(state)
-    elif not isinstance(target, dict):  # an OrderedDict's attributes (torch's `_metadata`) say nothing we need
+    elif not isinstance(
+        target, dict
+    ):  # an OrderedDict's attributes (torch's `_metadata`) say nothing we need
         raise ValueError(f"a {type(target).__name__} is given a state")
 
 
 def _key(key: object) -> object:
-    # A tuple of tuples can be small here and take forever to hash: each level may repeat the one below.
+    # A tuple of tuples can be small here and take forever to hash: each level may repeat the one
+    # below.
     if isinstance(key, tuple) and not all(_is_flat(part) for part in key):
-        raise SourceError("unsupported", "a pickled dict or set has a deeply nested tuple as its key")
+        raise SourceError(
+            "unsupported", "a pickled dict or set has a deeply nested tuple as its key"
+        )
     return key
 
 
 def _is_flat(part: object) -> bool:
-    return not isinstance(part, tuple) or (len(part) <= 64 and not any(isinstance(inner, tuple) for inner in part))
+    return not isinstance(part, tuple) or (
+        len(part) <= 64 and not any(isinstance(inner, tuple) for inner in part)
+    )
 
 
 def _set_pairs(machine: Machine, items: list[object]) -> None:
@@ -197,7 +206,9 @@ def _pop_mark(machine: Machine) -> None:
 
 def _binpersid(machine: Machine) -> None:
     if machine.persistent is None:
-        raise UnsafeError("unsafe-pickle", "the pickle refers to something outside itself (a persistent id)")
+        raise UnsafeError(
+            "unsafe-pickle", "the pickle refers to something outside itself (a persistent id)"
+        )
     machine.stack.append(machine.persistent(machine.stack.pop()))
 
 

@@ -8,21 +8,10 @@ from typing import Any
 
 from ema_ckpt.core.dtypes import DTYPES
 
-__all__ = [
-    "Global",
-    "Maker",
-    "Opaque",
-    "Standin",
-    "executor_within",
-    "is_executor",
-    "opaque_within",
-    "parts_of",
-    "within",
-]
-
 Maker = Callable[..., object]
 
-# Modules, with all below them, that run programs, load code or reach files and the network: none is ever innocent.
+# Modules, with all below them, that run programs, load code or reach files and the network: none is
+# ever innocent.
 _EXECUTOR_MODULES = frozenset(
     "os posix nt subprocess _posixsubprocess _winapi winreg msvcrt sys sysconfig site runpy importlib imp _imp pkgutil "
     "zipimport _frozen_importlib _frozen_importlib_external pkg_resources setuptools distutils _distutils_hack pip "
@@ -37,9 +26,21 @@ _EXECUTOR_MODULES = frozenset(
 )
 _EXECUTOR_NAMES = frozenset(
     [
-        *((module, name) for module in ("types", "new") for name in ("FunctionType", "CodeType", "function", "code")),
-        *((module, name) for module in ("operator", "_operator") for name in ("attrgetter", "methodcaller", "call")),
-        *((module, name) for module in ("functools", "_functools") for name in ("partial", "reduce", "partialmethod")),
+        *(
+            (module, name)
+            for module in ("types", "new")
+            for name in ("FunctionType", "CodeType", "function", "code")
+        ),
+        *(
+            (module, name)
+            for module in ("operator", "_operator")
+            for name in ("attrgetter", "methodcaller", "call")
+        ),
+        *(
+            (module, name)
+            for module in ("functools", "_functools")
+            for name in ("partial", "reduce", "partialmethod")
+        ),
         *((module, "FileIO") for module in ("io", "_io", "_pyio")),
         ("torch", "load"),
         ("torch.jit", "load"),
@@ -48,12 +49,14 @@ _EXECUTOR_NAMES = frozenset(
         ("numpy", "load"),
     ]
 )
-# Functions that are found in many modules under their own name: `io.open`, `gzip.open`, `pandas.eval`.
+# Functions that are found in many modules under their own name: `io.open`, `gzip.open`,
+# `pandas.eval`.
 _EXECUTOR_FUNCTIONS = frozenset(
     "open open_code fdopen system popen Popen startfile eval exec execfile runstring run_path run_module "
     "check_call check_output import_module resolve_name".split()
 )
-# Enumerations and records, of which making one does nothing, and numpy's generators, which are usual in objects.
+# Enumerations and records, of which making one does nothing, and numpy's generators, which are
+# usual in objects.
 _HARMLESS_NAMES = frozenset(
     [
         ("signal", "Signals"),
@@ -85,7 +88,9 @@ def is_executor(module: str, name: str) -> bool:
         return False
     # A dotted name leads through what a module imports: `random`, `_os.system`.
     through = any(part.lstrip("_") in _EXECUTOR_MODULES or part.startswith("__") for part in outer)
-    named = (module, name) in _EXECUTOR_NAMES or last in _EXECUTOR_FUNCTIONS or last.startswith("__")
+    named = (
+        (module, name) in _EXECUTOR_NAMES or last in _EXECUTOR_FUNCTIONS or last.startswith("__")
+    )
     return through or named or any(parent in _EXECUTOR_MODULES for parent in _parents(module))
 
 
@@ -94,7 +99,7 @@ def _parents(module: str) -> Iterator[str]:
     return accumulate(module.split("."), "{}.{}".format)
 
 
-class Standin:
+class Replacement:
     """Base of the classes that stand in for listed globals and take a state (`BUILD`)."""
 
     __slots__ = ()
@@ -104,8 +109,9 @@ class Standin:
         raise ValueError(f"{type(self).__name__} takes no state, given a {type(state).__name__}")
 
 
-class Opaque(Standin):
-    """Something of an unlisted class. Its name, arguments and state are kept; nothing was made or called.
+class Opaque(Replacement):
+    """Something of an unlisted class. Its name, arguments and state are kept; nothing was made or
+    called.
 
     `called` tells that unpickling it for real would call a function rather than make an instance.
     """
@@ -166,15 +172,27 @@ def within(value: object) -> Iterator[object]:
 
 
 def executor_within(value: object) -> str | None:
-    """What is to be said of something in a value that runs code when called, though the pickle only names it."""
+    """What is to be said of something in a value that runs code when called, though the pickle only
+    names it.
+    """
     named = (inner for inner in within(value) if isinstance(inner, Global))
     found = next((known for known in named if is_executor(known.module, known.name)), None)
-    return None if found is None else f"it holds {found.module}.{found.name}, which runs code when called"
+    return (
+        None
+        if found is None
+        else f"it holds {found.module}.{found.name}, which runs code when called"
+    )
 
 
 def opaque_within(value: object) -> str | None:
-    """The name of something unknown in a value, be it an instance, a class or a function; or None."""
-    unknown = (i for i in within(value) if isinstance(i, Opaque) or (isinstance(i, Global) and not _is_dtype(i)))
+    """The name of something unknown in a value, be it an instance, a class or a function; or
+    None.
+    """
+    unknown = (
+        i
+        for i in within(value)
+        if isinstance(i, Opaque) or (isinstance(i, Global) and not _is_dtype(i))
+    )
     return next((f"{found.module}.{found.name}" for found in unknown), None)
 
 

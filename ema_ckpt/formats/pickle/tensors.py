@@ -15,8 +15,6 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque
 
-__all__ = ["PLAIN_GLOBALS", "TENSOR_GLOBALS", "StorageRef", "TensorRef", "load_tensor", "load_value"]
-
 _UNSUPPORTED = (
     "_rebuild_wrapper_subclass",
     "_rebuild_sparse_tensor",
@@ -31,8 +29,8 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage: the record `data/<key>` of its archive. `dtype` is None for an untyped one; `numel` counts
-    elements of that dtype, or bytes."""
+    """A storage: the record `data/<key>` of its archive. `dtype` is None for an untyped one;
+    `numel` counts elements of that dtype, or bytes."""
 
     key: str
     dtype: DType | None
@@ -66,7 +64,12 @@ def _ints(value: object) -> tuple[int, ...]:
 
 
 def _view(
-    storage: object, start: object, shape: object, strides: object, dtype: DType | None, flags: object
+    storage: object,
+    start: object,
+    shape: object,
+    strides: object,
+    dtype: DType | None,
+    flags: object,
 ) -> TensorRef:
     if not isinstance(storage, StorageRef) or type(start) is not int or start < 0:
         raise _bad("a tensor is built from something that is no storage")
@@ -75,7 +78,10 @@ def _view(
         raise _bad("an untyped storage is used without a dtype")
     if flags:
         names = ", ".join(sorted(map(str, flags))) if isinstance(flags, Mapping) else repr(flags)
-        raise SourceError("unsupported", f"a tensor is stored with the lazy bits {names}; resolve them before saving")
+        raise SourceError(
+            "unsupported",
+            f"a tensor is stored with the lazy bits {names}; resolve them before saving",
+        )
     ref = TensorRef(storage, kind, start, _ints(shape), _ints(strides))
     if len(ref.shape) != len(ref.strides) or min((*ref.shape, *ref.strides), default=0) < 0:
         raise _bad("a tensor has impossible strides")
@@ -87,13 +93,23 @@ def _check_extent(ref: TensorRef) -> None:
     """Refuse views that reach beyond their storage."""
     if 0 in ref.shape:
         return
-    last = ref.start + sum((size - 1) * stride for size, stride in zip(ref.shape, ref.strides, strict=True))
+    last = ref.start + sum(
+        (size - 1) * stride for size, stride in zip(ref.shape, ref.strides, strict=True)
+    )
     if (last + 1) * ref.dtype.itemsize > ref.storage.nbytes:
-        raise SourceError("out-of-bounds", f"a tensor of shape {list(ref.shape)} reaches beyond its storage")
+        raise SourceError(
+            "out-of-bounds", f"a tensor of shape {list(ref.shape)} reaches beyond its storage"
+        )
 
 
 def _rebuild_v2(
-    storage: object, start: object, shape: object, strides: object, _grad: object, _hooks: object, flags: object = None
+    storage: object,
+    start: object,
+    shape: object,
+    strides: object,
+    _grad: object,
+    _hooks: object,
+    flags: object = None,
 ) -> TensorRef:
     return _view(storage, start, shape, strides, None, flags)
 
@@ -119,14 +135,21 @@ def _rebuild_parameter(data: object, *_rest: object) -> object:
 
 def _rebuild_from_type(function: object, _kind: object, args: object, _state: object) -> object:
     # The subclass is only named, never imported: the strided data under it is what is wanted.
-    if isinstance(function, Global) and function.make in (_rebuild_v2, _rebuild_v3) and isinstance(args, tuple):
+    if (
+        isinstance(function, Global)
+        and function.make in (_rebuild_v2, _rebuild_v3)
+        and isinstance(args, tuple)
+    ):
         return function.make(*args)
     raise SourceError("unsupported", f"a tensor subclass is built by {function!r}")
 
 
 def _unsupported(name: str) -> Maker:
     def refuse(*_args: object) -> object:
-        raise SourceError("unsupported", f"a tensor is stored by torch._utils.{name}, which ema_ckpt does not read")
+        raise SourceError(
+            "unsupported",
+            f"a tensor is stored by torch._utils.{name}, which ema_ckpt does not read",
+        )
 
     return refuse
 
@@ -197,13 +220,21 @@ def _storage(pid: object) -> StorageRef:
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
         raise _bad(f"a storage has the persistent id {brief(pid)}")
     _, kind, key, _location, numel = pid
-    if not isinstance(kind, Global) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+    if (
+        not isinstance(kind, Global)
+        or not isinstance(key, str)
+        or type(numel) is not int
+        or numel < 0
+    ):
         raise _bad(f"a storage has the persistent id {brief(pid)}")
     if (kind.module, kind.name) == ("torch.storage", "UntypedStorage"):
         return StorageRef(key, None, numel)
     dtype = by_storage_class(kind.name) if kind.module == "torch" else None
     if dtype is None:
-        raise SourceError("unsupported", f"a storage of class {kind.module}.{kind.name} is not one that ema_ckpt reads")
+        raise SourceError(
+            "unsupported",
+            f"a storage of class {kind.module}.{kind.name} is not one that ema_ckpt reads",
+        )
     return StorageRef(key, dtype, numel)
 
 
@@ -212,7 +243,8 @@ def load_tensor(data: bytes, where: str) -> TensorRef:
 
     Raises:
         UnsafeError: `unsafe-pickle` if anything unlisted would be called.
-        SourceError: `unsupported` for subclasses that wrap other tensors, `unreadable` for anything else.
+        SourceError: `unsupported` for subclasses that wrap other tensors, `unreadable` for anything
+            else.
     """
     value = loads(data, TENSOR_GLOBALS, where=where, persistent=_storage)
     if isinstance(value, TensorRef):
@@ -222,13 +254,20 @@ def load_tensor(data: bytes, where: str) -> TensorRef:
 
 
 def load_value(
-    data: bytes, where: str, *, strict: bool = False, prepare: Callable[[Global], None] | None = None
+    data: bytes,
+    where: str,
+    *,
+    strict: bool = False,
+    prepare: Callable[[Global], None] | None = None,
 ) -> object:
-    """Any `data.pkl`: plain values and containers, `TensorRef` for tensors, `Opaque` for unknown classes.
+    """Any `data.pkl`: plain values and containers, `TensorRef` for tensors, `Opaque` for unknown
+    classes.
 
     `prepare` is shown each global when it is first named, and may put another stand-in for it.
 
     Raises:
         UnsafeError: `unsafe-pickle` for known executors, and with `strict` for any unlisted call.
     """
-    return loads(data, TENSOR_GLOBALS, where=where, persistent=_storage, strict=strict, prepare=prepare)
+    return loads(
+        data, TENSOR_GLOBALS, where=where, persistent=_storage, strict=strict, prepare=prepare
+    )

@@ -1,8 +1,9 @@
 """Pickles of state dicts as `torch.save` makes them, written opcode by opcode, without torch.
 
-Protocol 2, and no global but those that `torch.load(weights_only=True)` knows (`_weights_only_unpickler.py`).
-A tensor is `_rebuild_tensor_v2(storage, start, shape, strides, requires_grad, hooks)`, or `_v3` with a dtype
-at the end for types that have no storage class of their own (`torch/_tensor.py`, `_reduce_ex_internal`).
+Protocol 2, and no global but those that `torch.load(weights_only=True)` knows
+(`_weights_only_unpickler.py`). A tensor is `_rebuild_tensor_v2(storage, start, shape, strides,
+requires_grad, hooks)`, or `_v3` with a dtype at the end for types that have no storage class of
+their own (`torch/_tensor.py`, `_reduce_ex_internal`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ema_ckpt.core.dtypes import DTYPES
-from ema_ckpt.formats.pickle.limits import refuse_expansion
+from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
 from ema_ckpt.formats.pickle.tensors import TensorRef
-
-__all__ = ["dumps", "is_plain"]
 
 _MAX_DEPTH = 200
 _DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
@@ -28,7 +27,7 @@ def dumps(root: object) -> bytes:
     Raises:
         TypeError: naming the type that cannot be written so that it loads safely.
     """
-    refuse_expansion(root)
+    check_expanded_size(root)
     writer = _Writer()
     writer.value(root, 0)
     return bytes(writer.out + b".")
@@ -54,7 +53,9 @@ class _Writer:
         """Push `value`."""
         write = _WRITERS.get(type(value))
         if write is None:
-            raise TypeError(f"a value of type {type(value).__name__} cannot be written so that it loads safely")
+            raise TypeError(
+                f"a value of type {type(value).__name__} cannot be written so that it loads safely"
+            )
         if depth > _MAX_DEPTH:
             raise TypeError("a value that contains itself, or nests too deeply, cannot be written")
         write(self, value, depth + 1)
@@ -75,7 +76,9 @@ class _Writer:
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             if len(data) > 255:
-                raise TypeError("a whole number of more than 255 bytes cannot be written so that it loads safely")
+                raise TypeError(
+                    "a whole number of more than 255 bytes cannot be written so that it loads safely"
+                )
             self.out += b"\x8a%c" % len(data) + data
 
     def real(self, value: float, _depth: int) -> None:
@@ -128,7 +131,9 @@ class _Writer:
 
     def named(self, value: Global, _depth: int) -> None:
         if value.module != "torch" or value.name not in _DTYPE_NAMES:
-            raise TypeError(f"a reference to {value.module}.{value.name} cannot be written so that it loads safely")
+            raise TypeError(
+                f"a reference to {value.module}.{value.name} cannot be written so that it loads safely"
+            )
         self._global(value.module, value.name)
 
     def tensor(self, value: TensorRef, _depth: int) -> None:

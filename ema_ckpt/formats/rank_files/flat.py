@@ -1,8 +1,10 @@
-"""Tensors flattened one after another and cut into equal pieces, one a rank, beside a list of names and shapes.
+"""Tensors flattened one after another and cut into equal pieces, one a rank, beside a list of names
+and shapes.
 
-So do trainers that divide an average over data-parallel ranks: every parameter flattened in order, the row of
-them cut in `ceil(N / W)` elements a rank, the last piece shorter or padded. Others note for each tensor which
-elements a rank holds (first and last, both included). A run of a flattened tensor is at most `2 * dims - 1` boxes.
+So do trainers that divide an average over data-parallel ranks: every parameter flattened in order,
+the row of them cut in `ceil(N / W)` elements a rank, the last piece shorter or padded. Others note
+for each tensor which elements a rank holds (first and last, both included). A run of a flattened
+tensor is at most `2 * dims - 1` boxes.
 """
 
 from __future__ import annotations
@@ -14,8 +16,6 @@ from math import prod
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import SourceError, counted, shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
-
-__all__ = ["FlatPiece", "Leaves", "Placed", "boxes_of_run", "find_flat", "place_flat"]
 
 Ints = tuple[int, ...]
 Path = tuple[str | int, ...]
@@ -32,9 +32,9 @@ _RUNS = ("index_list", "indices", "ranges")
 class FlatPiece:
     """What one rank's file says of flattened tensors below `home`.
 
-    `runs` holds (name, first element in the flattened tensor, elements, data, first element in the data) where the
-    file notes them; otherwise `flat` is the rank's piece of all tensors in a row. `rank` is what the file says of
-    itself, `used` are the paths read.
+    `runs` holds (name, first element in the flattened tensor, elements, data, first element in the
+    data) where the file notes them; otherwise `flat` is the rank's piece of all tensors in a row.
+    `rank` is what the file says of itself, `used` are the paths read.
     """
 
     home: Path
@@ -48,7 +48,9 @@ class FlatPiece:
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """The boxes that the elements [start, stop) of a row-major tensor of `shape` make, and the first index of each."""
+    """The boxes that the elements [start, stop) of a row-major tensor of `shape` make, and the
+    first index of each.
+    """
     for offsets, sizes, first in _cut(tuple(shape), start, stop):
         yield Box(offsets, sizes), first
 
@@ -99,12 +101,26 @@ def _is_flat(ref: TensorRef) -> bool:
 
 
 def _is_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, str) for one in value)
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(one, str) for one in value)
+    )
 
 
-def _piece(leaves: Leaves, home: Path, listed: Path, names: tuple[str, ...], file: str) -> FlatPiece | None:
-    beside = {path: value for path, value in leaves.items() if path[: len(home)] == home and path != listed}
-    tensors = {path: value for path, value in beside.items() if isinstance(value, TensorRef) and _is_flat(value)}
+def _piece(
+    leaves: Leaves, home: Path, listed: Path, names: tuple[str, ...], file: str
+) -> FlatPiece | None:
+    beside = {
+        path: value
+        for path, value in leaves.items()
+        if path[: len(home)] == home and path != listed
+    }
+    tensors = {
+        path: value
+        for path, value in beside.items()
+        if isinstance(value, TensorRef) and _is_flat(value)
+    }
     data = _data(home, tensors)
     if not data:
         return None
@@ -114,12 +130,18 @@ def _piece(leaves: Leaves, home: Path, listed: Path, names: tuple[str, ...], fil
     lost = [name for name in names if name not in shapes]
     if lost:
         where = ".".join(map(str, home)) or "the file"
-        message = f"{file}: {where} holds flattened tensors, but the shapes of {shown(lost)} are missing"
-        raise SourceError("unsupported", f"{message}; store a list `shapes` beside `{listed[-1]}`", file=file)
+        message = (
+            f"{file}: {where} holds flattened tensors, but the shapes of {shown(lost)} are missing"
+        )
+        raise SourceError(
+            "unsupported", f"{message}; store a list `shapes` beside `{listed[-1]}`", file=file
+        )
     refs = list(data.values())
     if not noted and len(refs) != 1:
         return None
-    told = {key: (*home, key) for key in ("rank", "world_size") if type(beside.get((*home, key))) is int}
+    told = {
+        key: (*home, key) for key in ("rank", "world_size") if type(beside.get((*home, key))) is int
+    }
     taken = frozenset([listed, *used, *data, *([noted] if noted else []), *told.values()])
     flat, runs = (None, _runs(names, beside[noted], refs, file)) if noted else (refs[0], ())
     numbers = [beside[told[key]] if key in told else None for key in ("rank", "world_size")]
@@ -131,7 +153,9 @@ def _data(home: Path, tensors: Mapping[Path, TensorRef]) -> dict[Path, TensorRef
     single = {path: ref for path, ref in tensors.items() if path[:-1] == home}
     if len(single) == 1:
         return single
-    lists = {path[:-1] for path in tensors if len(path) == len(home) + 2 and isinstance(path[-1], int)}
+    lists = {
+        path[:-1] for path in tensors if len(path) == len(home) + 2 and isinstance(path[-1], int)
+    }
     if single or len(lists) != 1:
         return {}
     (inside,) = lists
@@ -139,19 +163,27 @@ def _data(home: Path, tensors: Mapping[Path, TensorRef]) -> dict[Path, TensorRef
 
 
 def _shapes(beside: Leaves, home: Path, names: Sequence[str]) -> tuple[dict[str, Ints], list[Path]]:
-    """Shapes by name, and the paths that told them: a list in the order of the names, or a dictionary."""
+    """Shapes by name, and the paths that told them: a list in the order of the names, or a
+    dictionary.
+    """
     depth = len(home)
     used = [path for path in beside if len(path) > depth and path[depth] in _SHAPES]
     if len(used) == 1 and len(used[0]) == depth + 1:
         value = beside[used[0]]
-        if isinstance(value, list | tuple) and len(value) == len(names) and all(map(_is_shape, value)):
+        if (
+            isinstance(value, list | tuple)
+            and len(value) == len(names)
+            and all(map(_is_shape, value))
+        ):
             return {name: tuple(shape) for name, shape in zip(names, value, strict=True)}, used
     found = {".".join(map(str, path[depth + 1 :])): beside[path] for path in used}
     return {name: tuple(shape) for name, shape in found.items() if _is_shape(shape)}, used  # type: ignore[arg-type]
 
 
 def _is_shape(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(type(size) is int and size >= 0 for size in value)
+    return isinstance(value, list | tuple) and all(
+        type(size) is int and size >= 0 for size in value
+    )
 
 
 def _elsewhere(leaves: Leaves, home: Path, names: Sequence[str]) -> dict[str, Ints]:
@@ -178,7 +210,9 @@ def _runs(
         places = [(refs[0], sum(counts[:at])) for at in range(len(counts))]
     held = [ref.shape[0] for ref in refs]
     if len(places) != len(counts) or (held != counts and held != [sum(counts)]):
-        raise SourceError("unreadable", f"{file}: its flat pieces have {held} elements, its index says {counts}")
+        raise SourceError(
+            "unreadable", f"{file}: its flat pieces have {held} elements, its index says {counts}"
+        )
     return tuple(
         (name, first, count, ref, start)
         for name, (first, _), count, (ref, start) in zip(names, pairs, counts, places, strict=True)
@@ -191,15 +225,17 @@ def place_flat(pieces: Sequence[FlatPiece], files: Sequence[str]) -> list[tuple[
     `pieces` are those of all ranks, in the order of ranks, read from `files`.
 
     Raises:
-        SourceError: `incomplete` if the sizes of the pieces fit no equal partition, `unreadable` if the ranks
-            list different tensors.
+        SourceError: `incomplete` if the sizes of the pieces fit no equal partition, `unreadable` if
+            the ranks list different tensors.
     """
     if any(piece.runs for piece in pieces):
         return _by_runs(pieces)
     first = pieces[0]
     for piece, file in zip(pieces, files, strict=True):
         if piece.names != first.names or piece.shapes != first.shapes:
-            raise SourceError("unreadable", f"{file}: lists other tensors than {files[0]}", file=file)
+            raise SourceError(
+                "unreadable", f"{file}: lists other tensors than {files[0]}", file=file
+            )
     step = _step(pieces, sum(prod(first.shapes[name]) for name in first.names), files)
     placed: list[tuple[str, list[Placed]]] = []
     at = 0
@@ -211,7 +247,8 @@ def place_flat(pieces: Sequence[FlatPiece], files: Sequence[str]) -> list[tuple[
             flat = pieces[rank].flat
             if flat is not None:
                 boxes += [
-                    (box, rank, flat, at + i - rank * step) for box, i in boxes_of_run(shape, start - at, stop - at)
+                    (box, rank, flat, at + i - rank * step)
+                    for box, i in boxes_of_run(shape, start - at, stop - at)
                 ]
         placed.append((name, boxes))
         at += numel

@@ -1,4 +1,6 @@
-"""Rank files: what one process wrote of a checkpoint, told by name (`model_world_size_4_rank_0.pt`, `ema_rank0.pt`)."""
+"""Rank files: what one process wrote of a checkpoint, told by name (`model_world_size_4_rank_0.pt`,
+`ema_rank0.pt`).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,13 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Family", "families", "family_of", "missing_ranks"]
-
 _RANK_FILE = re.compile(r"((?:.*?[-_.])??)(?:world_size_(\d+)_)?rank_?(\d+)(.*)\.pt", re.DOTALL)
 
 
 class Family(NamedTuple):
-    """What the files of one checkpoint share: the name before the rank, the world size in it, the name after."""
+    """What the files of one checkpoint share: the name before the rank, the world size in it, the
+    name after.
+    """
 
     stem: str
     world_size: int | None
@@ -54,5 +56,7 @@ def missing_ranks(names: Iterable[str]) -> tuple[int, list[int]]:
     """
     parsed = [one for one in map(_parse, names) if one]
     ranks = {rank for _, rank in parsed}
-    world_size = next((family.world_size for family, _ in parsed if family.world_size), max(ranks, default=-1) + 1)
+    world_size = next(
+        (family.world_size for family, _ in parsed if family.world_size), max(ranks, default=-1) + 1
+    )
     return world_size, sorted(set(range(world_size)) - ranks)

@@ -1,8 +1,10 @@
-"""Rank files: one torch file a process, put together by what they record and never by the order of their names.
+"""Rank files: one torch file a process, put together by what they record and never by the order of
+their names.
 
-A `DTensor` or `ShardedTensor` tells which box of which tensor it holds (verl, lmms-engine and others write
-dictionaries of these to `model_world_size_W_rank_R.pt`), a list of names and shapes tells it of flat pieces.
-Plain tensors under one name are replicas if their checksums say so; anything else is refused with what is missing.
+A `DTensor` or `ShardedTensor` tells which box of which tensor it holds (verl, lmms-engine and
+others write dictionaries of these to `model_world_size_W_rank_R.pt`), a list of names and shapes
+tells it of flat pieces. Plain tensors under one name are replicas if their checksums say so;
+anything else is refused with what is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.box import Box, whole
-from ema_ckpt.core.catalog import Catalog, Chunk, Files, Object, Payload, Tensor, Warn, check_geometry
+from ema_ckpt.core.catalog import (
+    Catalog,
+    Chunk,
+    Diagnostic,
+    Files,
+    Object,
+    Payload,
+    Tensor,
+    check_geometry,
+)
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import OTHER, part_role
@@ -22,8 +33,8 @@ from ema_ckpt.formats.rank_files.names import family_of, missing_ranks
 from ema_ckpt.formats.rank_files.sharded_tensors import ShardRef, read_subclass
 from ema_ckpt.formats.rank_files.zero import TREE, model_file, read_zero
 from ema_ckpt.formats.torch_file.reader import (
-    Refused,
-    Tolerance,
+    LenientGlobals,
+    Unreadable,
     is_tensor,
     object_warnings,
     open_archive,
@@ -35,8 +46,6 @@ from ema_ckpt.formats.torch_file.reader import (
     view_strides,
 )
 from ema_ckpt.formats.torch_zip.archive import Archive, Record
-
-__all__ = ["open_rankfiles"]
 
 Path = tuple[str | int, ...]
 _FLAT_NAMES = ("_flat_param", "flat_param")
@@ -54,7 +63,9 @@ class _RankFile:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's data of a box of a tensor: `start` is its first element in the storage, strides None if row-major."""
+    """One rank's data of a box of a tensor: `start` is its first element in the storage, strides
+    None if row-major.
+    """
 
     box: Box
     record: Record
@@ -72,17 +83,18 @@ class _Merge:
     objects: list[Object] = field(default_factory=list)
     parts: dict[str, list[_Part]] = field(default_factory=dict)
     private: list[tuple[Path, str, str]] = field(default_factory=list)
-    warnings: list[Warn] = field(default_factory=list)
+    warnings: list[Diagnostic] = field(default_factory=list)
 
 
 def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: str) -> Catalog:
     """Read the rank files `names` of the directory `source`; payloads are not read.
 
-    What is private to single ranks (random state, say) is in `Catalog.extra["private"]` as (path, file, reason).
+    What is private to single ranks (random state, say) is in `Catalog.extra["private"]` as (path,
+    file, reason).
 
     Raises:
-        SourceError: `incomplete` if ranks are missing, `unsupported` if the files do not say how their tensors
-            belong together, and what reading a torch file may raise.
+        SourceError: `incomplete` if ranks are missing, `unsupported` if the files do not say how
+            their tensors belong together, and what reading a torch file may raise.
         UnsafeError: `unsafe-pickle` if unpickling a tensor would call anything unlisted.
     """
     world_size, missing = missing_ranks(names)
@@ -104,7 +116,9 @@ def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: s
     return _catalog(source, merge, names, path, resolved, nested=nested or any(flat))
 
 
-def _catalog(source: Files, merge: _Merge, names: Sequence[str], path: str, resolved: str, *, nested: bool) -> Catalog:
+def _catalog(
+    source: Files, merge: _Merge, names: Sequence[str], path: str, resolved: str, *, nested: bool
+) -> Catalog:
     return Catalog(
         path=path,
         resolved=resolved,
@@ -137,24 +151,40 @@ def _open_zero(source: Files, merge: _Merge, model: _RankFile, path: str, resolv
         if tensor is not None and f"{TREE}.{name}" not in known:
             merge.parts[f"{TREE}.{name}"] = merge.parts[tensor.name]
             merge.tensors.append(replace(tensor, name=f"{TREE}.{name}", path=(TREE, name)))
-    merge.private.append((("optimizer_state_dict",), names[0], "the optimizer's state in ZeRO partitions is not read"))
-    merge.private += [((name,), model.name, "not read from ZeRO's files") for name in found.left_out]
+    merge.private.append(
+        (
+            ("optimizer_state_dict",),
+            names[0],
+            "the optimizer's state in ZeRO partitions is not read",
+        )
+    )
+    merge.private += [
+        ((name,), model.name, "not read from ZeRO's files") for name in found.left_out
+    ]
     return _catalog(source, merge, [*names, model.name], path, resolved, nested=True)
 
 
-def _missing(missing: Sequence[int], world_size: int, names: Sequence[str], where: str) -> SourceError:
-    ranks = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-    message = f"{where}: the files of rank {ranks} of {world_size} are missing (found {shown(names)})"
+def _missing(
+    missing: Sequence[int], world_size: int, names: Sequence[str], where: str
+) -> SourceError:
+    ranks = ", ".join(map(str, missing[:10])) + (
+        f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+    )
+    message = (
+        f"{where}: the files of rank {ranks} of {world_size} are missing (found {shown(names)})"
+    )
     remedy = "runs on several nodes leave some ranks' files on each; bring all into one directory"
     return SourceError("incomplete", f"{message}; {remedy}", file=names[0] if names else None)
 
 
 def _read(source: Files, name: str) -> _RankFile:
     archive = open_archive(source, name)
-    tolerance = Tolerance(read_subclass)
-    leaves, nesting = read_leaves(archive, tolerance, lambda value: isinstance(value, ShardRef) or is_tensor(value))
+    tolerance = LenientGlobals(read_subclass)
+    leaves, nesting = read_leaves(
+        archive, tolerance, lambda value: isinstance(value, ShardRef) or is_tensor(value)
+    )
     for path, value in leaves:
-        if isinstance(value, Refused) and value.code == "unsupported":
+        if isinstance(value, Unreadable) and value.code == "unsupported":
             dotted = ".".join(map(str, path))
             refuse(value, f"tensor {dotted!r}", name, dotted)
     held = [Object("", path, name, inline=value, is_inline=True) for path, value in leaves]
@@ -189,7 +219,9 @@ def _merge_shards(
     if place[-1] in _FLAT_NAMES or name.rpartition(".")[2] in _FLAT_NAMES:
         message = f"{shards[0][0].name}: {name!r} is a flat parameter of FSDP1: the names and shapes of the parameters"
         remedy = "are recorded nowhere; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
-        raise SourceError("unsupported", f"{message} in it {remedy}", tensor=name, file=shards[0][0].name)
+        raise SourceError(
+            "unsupported", f"{message} in it {remedy}", tensor=name, file=shards[0][0].name
+        )
     if first.ranks > len(merge.files):
         ranks = list(range(len(merge.files), first.ranks))
         raise _missing(ranks, first.ranks, [file.name for file in merge.files], where)
@@ -197,22 +229,30 @@ def _merge_shards(
     for file, shard in shards:
         if (shard.shape, shard.dtype) != (first.shape, first.dtype):
             message = f"{file.name}: {name!r} is {shard.dtype.name} {list(shard.shape)}, in {shards[0][0].name} it is"
-            raise SourceError("unreadable", f"{message} {first.dtype.name} {list(first.shape)}", tensor=name)
+            raise SourceError(
+                "unreadable", f"{message} {first.dtype.name} {list(first.shape)}", tensor=name
+            )
         parts += [_part(file, name, ref, box, ref.start) for box, ref in shard.pieces]
     check_geometry(name, first.shape, first.dtype, shards[0][0].name)
     _add(merge, name, place, first.shape, first.dtype.name, parts)
     _compare_replicas(merge, name, parts)
 
 
-def _merge_plain(merge: _Merge, name: str, place: Path, plain: Sequence[tuple[_RankFile, TensorRef]]) -> None:
+def _merge_plain(
+    merge: _Merge, name: str, place: Path, plain: Sequence[tuple[_RankFile, TensorRef]]
+) -> None:
     """Plain tensors: one rank's alone, replicas, or state that each rank has for itself."""
     file, first = plain[0]
     parts = [_part(at, name, ref, whole(ref.shape), ref.start) for at, ref in plain]
     forms = {(ref.dtype.name, ref.shape) for _, ref in plain}
     same = len(forms) == 1 and len({_content(part) for part in parts}) == 1
-    described = any(isinstance(value, ShardRef) for other in merge.files for value in other.leaves.values())
+    described = any(
+        isinstance(value, ShardRef) for other in merge.files for value in other.leaves.values()
+    )
     if not same and _is_private(file.name):
-        merge.private.append((place, file.name, f"private to each rank: {len(plain)} files hold different values"))
+        merge.private.append(
+            (place, file.name, f"private to each rank: {len(plain)} files hold different values")
+        )
         return
     if not same and (len(forms) > 1 or not described):
         raise _unplaced(name, plain)
@@ -231,15 +271,21 @@ def _unplaced(name: str, plain: Sequence[tuple[_RankFile, TensorRef]]) -> Source
     found = ", ".join(f"{list(ref.shape)} in {file.name}" for file, ref in plain[:4])
     missing = "the shape of the whole tensor and the place of each piece in it are missing"
     remedy = "save DTensors, a full state dict, or through torch.distributed.checkpoint"
-    message = f"{name!r} is a different plain tensor on each rank ({found}), and {missing}; {remedy}"
+    message = (
+        f"{name!r} is a different plain tensor on each rank ({found}), and {missing}; {remedy}"
+    )
     return SourceError("unsupported", message, tensor=name, file=plain[0][0].name)
 
 
-def _merge_objects(merge: _Merge, name: str, place: Path, held: Sequence[tuple[_RankFile, object]]) -> None:
+def _merge_objects(
+    merge: _Merge, name: str, place: Path, held: Sequence[tuple[_RankFile, object]]
+) -> None:
     file, value = next(((f, v) for f, v in held if unsafe_within(v) is not None), held[0])
     merge.warnings += object_warnings(name, value, file.name)
     if any(repr(other) != repr(value) for _, other in held):
-        merge.private.append((place, file.name, f"private to each rank: {len(held)} files hold different values"))
+        merge.private.append(
+            (place, file.name, f"private to each rank: {len(held)} files hold different values")
+        )
         return
     merge.objects.append(Object(name, place, file.name, inline=value, is_inline=True))
 
@@ -260,13 +306,19 @@ def _flat_homes(files: Sequence[_RankFile]) -> dict[Path, list[FlatPiece]]:
             raise SourceError("incomplete", message, file=files[0].name)
         told = next((piece.world_size for piece in pieces if piece.world_size), len(files))
         if told > len(files):
-            ranks = sorted(set(range(told)) - {piece.rank for piece in pieces if piece.rank is not None})
+            ranks = sorted(
+                set(range(told)) - {piece.rank for piece in pieces if piece.rank is not None}
+            )
             raise _missing(ranks, told, [file.name for file in files], files[0].name)
     return homes
 
 
-def _in_rank_order(files: Sequence[_RankFile], pieces: Sequence[FlatPiece]) -> list[tuple[_RankFile, FlatPiece]]:
-    """Files and pieces by the rank that each piece records; by that in the file's name where none does."""
+def _in_rank_order(
+    files: Sequence[_RankFile], pieces: Sequence[FlatPiece]
+) -> list[tuple[_RankFile, FlatPiece]]:
+    """Files and pieces by the rank that each piece records; by that in the file's name where none
+    does.
+    """
     held = list(zip(files, pieces, strict=True))
     if all(piece.rank is None for piece in pieces):
         return held
@@ -293,18 +345,27 @@ def _add_placed(
     boxes: Sequence[Placed],
     otherwise: str,
 ) -> None:
-    """Add a tensor that lies in runs of flat pieces; without elements it is of dtype `otherwise`."""
+    """Add a tensor that lies in runs of flat pieces; without elements it is of dtype
+    `otherwise`.
+    """
     name = ".".join(map(str, place))
     parts = [_part(files[at], name, ref, box, ref.start + start) for box, at, ref, start in boxes]
     kinds = {ref.dtype.name for _, _, ref, _ in boxes} or {otherwise}
     if len(kinds) > 1:
-        raise SourceError("unreadable", f"{name!r} has several dtypes: {shown(sorted(kinds))}", tensor=name)
+        raise SourceError(
+            "unreadable", f"{name!r} has several dtypes: {shown(sorted(kinds))}", tensor=name
+        )
     check_geometry(name, shape, by_name(next(iter(kinds))), files[0].name)
     _add(merge, name, place, shape, kinds.pop(), parts)
 
 
 def _any_ref(pieces: Sequence[FlatPiece]) -> TensorRef:
-    return next(ref for piece in pieces for ref in [piece.flat, *(run[3] for run in piece.runs)] if ref is not None)
+    return next(
+        ref
+        for piece in pieces
+        for ref in [piece.flat, *(run[3] for run in piece.runs)]
+        if ref is not None
+    )
 
 
 # Parts.
@@ -314,20 +375,38 @@ def _part(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int) -> _
     stored = file.archive.record(f"data/{ref.storage.key}")
     if stored.nbytes != ref.storage.nbytes:
         found = f"its storage has {stored.nbytes} bytes, the pickle says {ref.storage.nbytes}"
-        raise SourceError("bad-header", f"{file.name}: tensor {name!r}: {found}", tensor=name, file=file.name)
+        raise SourceError(
+            "bad-header", f"{file.name}: tensor {name!r}: {found}", tensor=name, file=file.name
+        )
     return _Part(box, stored, file.name, start, view_strides(ref))
 
 
-def _add(merge: _Merge, name: str, place: Path, shape: tuple[int, ...], dtype: str, parts: Sequence[_Part]) -> None:
-    chunks = [Chunk(p.box.offsets, p.box.sizes, p.file, p.record.offset, p.record.nbytes) for p in parts]
+def _add(
+    merge: _Merge,
+    name: str,
+    place: Path,
+    shape: tuple[int, ...],
+    dtype: str,
+    parts: Sequence[_Part],
+) -> None:
+    chunks = [
+        Chunk(p.box.offsets, p.box.sizes, p.file, p.record.offset, p.record.nbytes) for p in parts
+    ]
     identity = tuple((p.file, p.record.name, p.start, p.strides) for p in parts)
     merge.parts[name] = list(parts)
     merge.tensors.append(Tensor(name, place, shape, by_name(dtype), tuple(chunks), identity))
 
 
 def _content(part: _Part) -> object:
-    """What tells two copies apart without reading them; copies without a checksum count as different."""
-    return (part.record.crc if part.record.crc is not None else part.file, part.record.nbytes, part.start, part.strides)
+    """What tells two copies apart without reading them; copies without a checksum count as
+    different.
+    """
+    return (
+        part.record.crc if part.record.crc is not None else part.file,
+        part.record.nbytes,
+        part.start,
+        part.strides,
+    )
 
 
 def _compare_replicas(merge: _Merge, name: str, parts: Iterable[_Part]) -> None:
@@ -337,7 +416,7 @@ def _compare_replicas(merge: _Merge, name: str, parts: Iterable[_Part]) -> None:
             copies.setdefault(part.box, set()).add(_content(part))
     if any(len(contents) > 1 for contents in copies.values()):
         message = f"{name!r}: copies of the same elements differ between ranks; the lowest rank's are taken"
-        merge.warnings.append(Warn("replicas-differ", message))
+        merge.warnings.append(Diagnostic("replicas-differ", message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +432,9 @@ class _Reader:
     def _payloads(self, tensor: Tensor) -> Iterator[Payload]:
         for part in self.parts[tensor.name]:
             record = part.record
-            yield Payload(part.file, record.offset, record.nbytes, part.strides, part.start, record.crc)
+            yield Payload(
+                part.file, record.offset, record.nbytes, part.strides, part.start, record.crc
+            )
 
     def load(self, item: Object) -> object:
         """A value that was read along with the files.

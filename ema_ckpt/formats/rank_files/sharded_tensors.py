@@ -1,8 +1,10 @@
-"""Sharded tensors as one rank pickles them: which box of which tensor the rank holds, read without torch.
+"""Sharded tensors as one rank pickles them: which box of which tensor the rank holds, read without
+torch.
 
-A `DTensor` records mesh, placements and global shape (`torch/distributed/tensor/_dtensor_spec.py`), a
-`ShardedTensor` the offsets of every shard (`torch/distributed/_shard/sharded_tensor/api.py`). Their classes are
-only named in the pickle and never imported; torch 2.0 to 2.14 keep them in different modules under one name.
+A `DTensor` records mesh, placements and global shape (`torch/distributed/tensor/_dtensor_spec.py`),
+a `ShardedTensor` the offsets of every shard (`torch/distributed/_shard/sharded_tensor/api.py`).
+Their classes are only named in the pickle and never imported; torch 2.0 to 2.14 keep them in
+different modules under one name.
 """
 
 from __future__ import annotations
@@ -16,9 +18,7 @@ from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque
 from ema_ckpt.formats.pickle.tensors import TensorRef
-from ema_ckpt.formats.torch_file.reader import Refused, strided_subclass
-
-__all__ = ["ShardRef", "held_box", "read_subclass"]
+from ema_ckpt.formats.torch_file.reader import Unreadable, strided_subclass
 
 Ints = tuple[int, ...]
 _HOME = "torch.distributed."
@@ -27,7 +27,9 @@ _MAX_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class ShardRef:
-    """What one rank holds of a tensor of `shape`: boxes and the strided data in them; `ranks` share it in all."""
+    """What one rank holds of a tensor of `shape`: boxes and the strided data in them; `ranks` share
+    it in all.
+    """
 
     dtype: DType
     shape: Ints
@@ -45,15 +47,18 @@ class _Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one mesh dimension cuts a tensor: along `dim` (None: not at all). `factor` > 1: only after those mesh
-    dimensions to the right that together cut it into so many parts (`_StridedShard`)."""
+    """How one mesh dimension cuts a tensor: along `dim` (None: not at all). `factor` > 1: only
+    after those mesh dimensions to the right that together cut it into so many parts
+    (`_StridedShard`)."""
 
     dim: int | None
     factor: int = 1
 
 
 def read_subclass(found: Global, args: tuple[object, ...]) -> object:
-    """What `_rebuild_from_type_v2(function, class, args, state)` stands for: a `ShardRef` if it is sharded."""
+    """What `_rebuild_from_type_v2(function, class, args, state)` stands for: a `ShardRef` if it is
+    sharded.
+    """
     match args:
         case [_, Global(module=module, name="DTensor"), _, state] if module.startswith(_HOME):
             read = _dtensor
@@ -64,7 +69,7 @@ def read_subclass(found: Global, args: tuple[object, ...]) -> object:
     try:
         return read(state)
     except SourceError as error:
-        return Refused(found, "unsupported", str(error), args)
+        return Unreadable(found, "unsupported", str(error), args)
 
 
 def _fail(why: str) -> SourceError:
@@ -91,7 +96,9 @@ def _dtensor(state: object) -> ShardRef:
     box = held_box(shape, placements, mesh.sizes, mesh.coordinate, _order(spec.get("shard_order")))
     if local.shape != box.sizes or local.dtype != dtype:
         held = f"{local.dtype.name} {list(local.shape)}"
-        raise _fail(f"by its placements a rank holds {dtype.name} {list(box.sizes)} of {list(shape)}, it has {held}")
+        raise _fail(
+            f"by its placements a rank holds {dtype.name} {list(box.sizes)} of {list(shape)}, it has {held}"
+        )
     return ShardRef(dtype, shape, ((box, local),), ranks)
 
 
@@ -110,7 +117,9 @@ def _placement(value: object, ndim: int) -> Placement:
     if value.name == "Replicate":
         return Placement(None)
     if value.name not in ("Shard", "_StridedShard"):
-        raise _fail(f"a DTensor is placed as {value.name}, of which no rank holds final values; redistribute it first")
+        raise _fail(
+            f"a DTensor is placed as {value.name}, of which no rank holds final values; redistribute it first"
+        )
     fields = _fields_of(value.state, value.name) if value.state is not None else {}
     dim, factor = fields.get("dim", next(iter(value.args), None)), fields.get("split_factor", 1)
     if type(dim) is not int or not -ndim <= dim < ndim or type(factor) is not int or factor < 1:
@@ -119,7 +128,9 @@ def _placement(value: object, ndim: int) -> Placement:
 
 
 def _order(entries: object) -> dict[int, Ints] | None:
-    """The mesh dimensions that cut each tensor dimension, outermost first, where a DTensor records that."""
+    """The mesh dimensions that cut each tensor dimension, outermost first, where a DTensor records
+    that.
+    """
     if not isinstance(entries, tuple) or not entries:
         return None
     order = {}
@@ -137,10 +148,12 @@ def held_box(
     coordinate: Ints,
     order: Mapping[int, Ints] | None = None,
 ) -> Box:
-    """The box that the rank at `coordinate` of a mesh holds of a tensor of `shape`, each cut as by `torch.chunk`.
+    """The box that the rank at `coordinate` of a mesh holds of a tensor of `shape`, each cut as by
+    `torch.chunk`.
 
     Raises:
-        SourceError: `unsupported` for strided shards whose factor fits no mesh dimensions to their right.
+        SourceError: `unsupported` for strided shards whose factor fits no mesh dimensions to their
+            right.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
@@ -158,8 +171,8 @@ def held_box(
 def _nested(cutting: Sequence[int], placements: Sequence[Placement], mesh: Ints) -> list[int]:
     """The mesh dimensions `cutting` one tensor dimension, outermost first.
 
-    FSDP2 cuts what tensor parallelism left, yet stands before it in the mesh: its `_StridedShard` says into how
-    many parts the tensor has been cut already.
+    FSDP2 cuts what tensor parallelism left, yet stands before it in the mesh: its `_StridedShard`
+    says into how many parts the tensor has been cut already.
     """
     nested: list[int] = []
     for at in reversed(cutting):
@@ -168,7 +181,9 @@ def _nested(cutting: Sequence[int], placements: Sequence[Placement], mesh: Ints)
             parts *= mesh[nested[place]]
             place += 1
         if parts != placements[at].factor:
-            raise _fail(f"a strided shard of factor {placements[at].factor} fits no dimensions of the mesh {mesh}")
+            raise _fail(
+                f"a strided shard of factor {placements[at].factor} fits no dimensions of the mesh {mesh}"
+            )
         nested.insert(place, at)
     return nested
 
@@ -182,7 +197,9 @@ def _mesh(fields: Mapping[str, object]) -> _Mesh:
             return _Mesh(sizes, None)
         coordinate = _unravel(ranks.index(rank), sizes)
     found = _ints(coordinate)
-    if len(found) != len(sizes) or any(not 0 <= at < size for at, size in zip(found, sizes, strict=True)):
+    if len(found) != len(sizes) or any(
+        not 0 <= at < size for at, size in zip(found, sizes, strict=True)
+    ):
         raise _fail(f"a rank stands at {list(found)} of a mesh of {list(sizes)}")
     return _Mesh(sizes, found)
 
@@ -197,7 +214,9 @@ def _mesh_sizes(fields: Mapping[str, object]) -> Ints:
     axes = inner.get("axes")
     if isinstance(axes, tuple):  # torch 2.13: one flat layout an axis
         return tuple(
-            _count(_fields_of(axis.state, "an axis").get("shape")) for axis in axes if isinstance(axis, Opaque)
+            _count(_fields_of(axis.state, "an axis").get("shape"))
+            for axis in axes
+            if isinstance(axis, Opaque)
         )
     shape = inner.get("shape")
     return tuple(map(_count, shape)) if isinstance(shape, tuple) else (_count(shape),)
@@ -236,7 +255,9 @@ def _sharded_tensor(state: object) -> ShardRef:
         local, where = fields.get("tensor"), _fields(fields.get("metadata"), "ShardMetadata")
         box = Box(_ints(where.get("shard_offsets")), _ints(where.get("shard_sizes")))
         if not isinstance(local, TensorRef) or local.shape != box.sizes or not box.fits(shape):
-            raise _fail(f"a ShardedTensor of {list(shape)} has a shard that does not fit its metadata")
+            raise _fail(
+                f"a ShardedTensor of {list(shape)} has a shard that does not fit its metadata"
+            )
         pieces.append((box, local))
     dtype = pieces[0][1].dtype if pieces else _dtype_of(metadata.get("tensor_properties"))
     return ShardRef(dtype, shape, tuple(pieces), 1 + max(map(_owner, listed), default=0))
@@ -278,6 +299,10 @@ def _fields_of(state: object, what: str) -> Mapping[str, object]:
 
 
 def _ints(value: object) -> Ints:
-    if isinstance(value, list | tuple) and len(value) <= _MAX_DIMS and all(type(one) is int for one in value):
+    if (
+        isinstance(value, list | tuple)
+        and len(value) <= _MAX_DIMS
+        and all(type(one) is int for one in value)
+    ):
         return tuple(value)
     raise _fail("a sharded tensor has a shape, offsets or sizes that are no numbers")

@@ -1,8 +1,9 @@
 """safetensors: reading one file, or the shards of a Hugging Face index.
 
 A file is an unsigned 64-bit little-endian header length, a JSON header
-`{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}` padded with spaces,
-and a buffer that the tensors cover without hole or overlap (https://github.com/huggingface/safetensors#format).
+`{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}` padded with
+spaces, and a buffer that the tensors cover without hole or overlap
+(https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ema_ckpt.core.catalog import Catalog, Chunk, Files, Object, Payload, Tensor, Warn, check_geometry
+from ema_ckpt.core.catalog import (
+    Catalog,
+    Chunk,
+    Diagnostic,
+    Files,
+    Object,
+    Payload,
+    Tensor,
+    check_geometry,
+)
 from ema_ckpt.core.dtypes import DType, by_safetensors
 from ema_ckpt.core.errors import SourceError, counted, shown
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.storage.files import safe_name
 
-__all__ = ["LENGTH_NBYTES", "MAX_HEADER_NBYTES", "METADATA", "SafetensorsReader", "open_safetensors"]
-
 MAX_HEADER_NBYTES = 100_000_000
 LENGTH_NBYTES = 8
 METADATA = "__metadata__"
-_SHARDING = "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter: where in its tensor each piece begins
+_SHARDING = (
+    "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter: where in its tensor each piece begins
+)
 # Types of the format below one byte; a header that names one is sound, but nothing here reads it.
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
@@ -43,7 +53,8 @@ class _Shard(NamedTuple):
 class SafetensorsReader:
     """Payloads lie bare at the chunk's span; digests are CRCs of just these bytes.
 
-    `crcs` goes by chunk and not by name, as tensors may get other names where several files make one checkpoint.
+    `crcs` goes by chunk and not by name, as tensors may get other names where several files make
+    one checkpoint.
     """
 
     crcs: Mapping[Chunk, int]
@@ -68,10 +79,11 @@ def open_safetensors(
         lenient: turn a missing or short shard into a warning, as `inspect` wants it.
 
     Raises:
-        SourceError: `bad-header`, `index-mismatch`, `missing-file`, `truncated-file`, `checksum`, `unsupported`.
+        SourceError: `bad-header`, `index-mismatch`, `missing-file`, `truncated-file`, `checksum`,
+            `unsupported`.
         UnsafeError: `unsafe-path`.
     """
-    warnings: list[Warn] = []
+    warnings: list[Diagnostic] = []
     is_index = names[0].endswith(".index.json")
     if is_index:
         shards, files = _open_index(source, names[0], lenient, warnings)
@@ -80,13 +92,19 @@ def open_safetensors(
         files = {names[0]: shards[0].nbytes}
     found = _record(source, shards, files)
     if found.version > record.VERSION:
-        warnings.append(Warn("unchecked", f"{resolved}: digests of version {found.version} are not known here"))
+        warnings.append(
+            Diagnostic(
+                "unchecked", f"{resolved}: digests of version {found.version} are not known here"
+            )
+        )
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     if len(shards) == len(files) and (is_index or set(found.files) <= set(files)):
         _refuse_lost(found, {tensor.name for tensor in tensors}, resolved)
     if found.digests.keys() >= {tensor.name for tensor in tensors}:
         tensors = _in_recorded_order(tensors, found.digests)
-    metadata = {key: text for shard in shards for key, text in shard.metadata.items() if key != record.KEY}
+    metadata = {
+        key: text for shard in shards for key, text in shard.metadata.items() if key != record.KEY
+    }
     ties = dict(found.ties) or _saved_ties(metadata, tensors)
     if found.nesting is not None or found.ties:
         tensors = _restored(tensors, found)
@@ -98,7 +116,9 @@ def open_safetensors(
         tensors=tensors,
         objects=found.objects,
         source=source,
-        reader=SafetensorsReader({t.chunks[0]: digests[t.name] for t in tensors if t.name in digests}),
+        reader=SafetensorsReader(
+            {t.chunks[0]: digests[t.name] for t in tensors if t.name in digests}
+        ),
         nested=found.nesting is not None,
         files=files,
         digests=digests,
@@ -114,13 +134,16 @@ def _record(source: Files, shards: list[_Shard], files: Mapping[str, int]) -> re
 
 
 def _in_recorded_order(tensors: Sequence[Tensor], names: Iterable[str]) -> tuple[Tensor, ...]:
-    # A file is ordered by element size; averages without names are paired with parameters in the model's order.
+    # A file is ordered by element size; averages without names are paired with parameters in the
+    # model's order.
     place = {name: index for index, name in enumerate(names)}
     return tuple(sorted(tensors, key=lambda tensor: place[tensor.name]))
 
 
 def _restored(tensors: Sequence[Tensor], found: record.Record) -> tuple[Tensor, ...]:
-    """The tensors at their paths, and again under the names that were dropped because they are tied."""
+    """The tensors at their paths, and again under the names that were dropped because they are
+    tied.
+    """
     shared = set(found.ties.values())
     placed = {
         tensor.name: replace(
@@ -146,8 +169,9 @@ def _refuse_lost(found: record.Record, names: set[str], where: str) -> None:
 
 
 def _saved_ties(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> dict[str, str]:
-    # safetensors.torch.save_model leaves {dropped name: kept name} among the metadata, where any text may stand:
-    # enough, if both end alike, to pass it on and to excuse a name that is missing, and not to list one.
+    # safetensors.torch.save_model leaves {dropped name: kept name} among the metadata, where any
+    # text may stand: enough, if both end alike, to pass it on and to excuse a name that is missing,
+    # and not to list one.
     names = {tensor.name for tensor in tensors}
     return {
         key: text
@@ -168,7 +192,9 @@ def _sidecar(source: Files, files: Mapping[str, int]) -> record.Record:
     return found if files.keys() & set(found.files) else record.Record()
 
 
-def _open_index(source: Files, index: str, lenient: bool, warnings: list[Warn]) -> tuple[list[_Shard], dict[str, int]]:
+def _open_index(
+    source: Files, index: str, lenient: bool, warnings: list[Diagnostic]
+) -> tuple[list[_Shard], dict[str, int]]:
     weight_map, total = _read_index(source, index)
     wanted: dict[str, set[str]] = {}
     for name, file in weight_map.items():
@@ -181,22 +207,31 @@ def _open_index(source: Files, index: str, lenient: bool, warnings: list[Warn]) 
         except SourceError as error:
             if not lenient or error.code not in ("missing-file", "truncated-file"):
                 raise
-            warnings.append(Warn(error.code, f"{error}; it should hold {shown(sorted(names))}"))
+            warnings.append(
+                Diagnostic(error.code, f"{error}; it should hold {shown(sorted(names))}")
+            )
             continue
         _refuse_mismatch(index, shard, names)
         files[file] = shard.nbytes
         shards.append(shard)
     stored = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
     if total is not None and total != stored and len(shards) == len(wanted):
-        # Indices that count tied tensors twice, or bytes of another dtype, are common: no reason to refuse.
-        warnings.append(Warn("index-mismatch", f"{index}: total_size is {total}, the shards hold {stored} bytes"))
+        # Indices that count tied tensors twice, or bytes of another dtype, are common: no reason to
+        # refuse.
+        warnings.append(
+            Diagnostic(
+                "index-mismatch", f"{index}: total_size is {total}, the shards hold {stored} bytes"
+            )
+        )
     return shards, files
 
 
 def _read_index(source: Files, index: str) -> tuple[dict[str, str], int | None]:
     document = record.load_json(source.read(index, 0, source.size(index)), index)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
         raise SourceError("bad-header", f"{index}: no weight_map from names to files", file=index)
     for file in set(weight_map.values()):
         safe_name(file)
@@ -216,7 +251,9 @@ def _refuse_mismatch(index: str, shard: _Shard, wanted: set[str]) -> None:
     raise SourceError("index-mismatch", message, tensor=(lacking + extra)[0], file=shard.file)
 
 
-def _open_shard(source: Files, file: str, lenient: bool, warnings: list[Warn], *, indexed: bool = False) -> _Shard:
+def _open_shard(
+    source: Files, file: str, lenient: bool, warnings: list[Diagnostic], *, indexed: bool = False
+) -> _Shard:
     size = source.size(file)
     header, start = _read_header(source, file, size)
     metadata = _metadata(header.pop(METADATA, None), file, indexed=indexed)
@@ -226,9 +263,11 @@ def _open_shard(source: Files, file: str, lenient: bool, warnings: list[Warn], *
         message = f"{file}: expected {expected} bytes, found {size}: the file is truncated"
         if not lenient:
             raise SourceError("truncated-file", message, file=file)
-        warnings.append(Warn("truncated-file", message))
+        warnings.append(Diagnostic("truncated-file", message))
     if size > expected:
-        raise _bad(file, f"{counted(size - expected, 'byte')} too many: the last tensor ends at {expected}")
+        raise _bad(
+            file, f"{counted(size - expected, 'byte')} too many: the last tensor ends at {expected}"
+        )
     return _Shard(file, expected, tensors, metadata)
 
 
@@ -246,7 +285,10 @@ def _read_header(source: Files, file: str, size: int) -> tuple[dict[str, Any], i
     if first == b"version ":
         raise _bad(file, "a Git LFS pointer and not the file itself; fetch it with `git lfs pull`")
     if nbytes > MAX_HEADER_NBYTES:
-        raise _bad(file, f"not safetensors: its header of {nbytes} bytes is above the limit of {MAX_HEADER_NBYTES}")
+        raise _bad(
+            file,
+            f"not safetensors: its header of {nbytes} bytes is above the limit of {MAX_HEADER_NBYTES}",
+        )
     raw = source.read(file, LENGTH_NBYTES, nbytes)
     if not raw.startswith(b"{"):
         raise _bad(file, "the header does not begin with '{'")
@@ -275,10 +317,14 @@ def _metadata(value: object, file: str, *, indexed: bool) -> dict[str, str]:
 
 
 def _begins_at_zero(text: str, file: str) -> bool:
-    """Whether a file of torch's writer holds the beginning of each tensor: the whole, if an index names no other."""
+    """Whether a file of torch's writer holds the beginning of each tensor: the whole, if an index
+    names no other.
+    """
     places = record.load_json(text.encode(), file)
     offsets = (
-        [p.get("saved_offsets") for p in places.values() if isinstance(p, dict)] if isinstance(places, dict) else []
+        [p.get("saved_offsets") for p in places.values() if isinstance(p, dict)]
+        if isinstance(places, dict)
+        else []
     )
     return bool(offsets) and all(isinstance(found, list) and not any(found) for found in offsets)
 
@@ -303,7 +349,9 @@ def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
 
 
 def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < 2**63 for item in value
+    )
 
 
 def _dtype(name: str, code: object, file: str) -> DType:
@@ -322,7 +370,11 @@ def _buffer_nbytes(tensors: Sequence[Tensor], start: int, file: str) -> int:
     for tensor in sorted(tensors, key=lambda t: (t.chunks[0].offset, t.chunks[0].nbytes)):
         chunk = tensor.chunks[0]
         if chunk.offset != position:
-            what = "overlaps the one before it" if chunk.offset < position else "leaves a hole before it"
+            what = (
+                "overlaps the one before it"
+                if chunk.offset < position
+                else "leaves a hole before it"
+            )
             where = f"begins at {chunk.offset - start}, expected {position - start}"
             raise _bad(file, f"tensor {tensor.name!r} {what}: it {where}", tensor.name)
         position += chunk.nbytes

@@ -1,6 +1,8 @@
-"""Laying out a file that `torch.load(weights_only=True, mmap=True)` reads: a stored zip, payloads 64-aligned.
+"""Laying out a file that `torch.load(weights_only=True, mmap=True)` reads: a stored zip, payloads
+64-aligned.
 
-Members, in order: `data.pkl`, `byteorder`, `data/0`, `data/1` …, `version`, and `ema_ckpt.json` with digests.
+Members, in order: `data.pkl`, `byteorder`, `data/0`, `data/1` …, `version`, and `ema_ckpt.json`
+    with digests.
 """
 
 from __future__ import annotations
@@ -13,30 +15,32 @@ from ema_ckpt.core.box import row_major_strides, whole
 from ema_ckpt.core.catalog import Object
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import TargetError
-from ema_ckpt.core.write_plan import Entry, Frame, Piece, keep_first
+from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem, keep_first
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.nesting import Nesting, renest
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
 from ema_ckpt.formats.torch_zip.archive import Member, ZipLayout
 
-__all__ = ["TorchTarget", "lay_out"]
-
 _FOLDER = "archive"
 
 
 @dataclass(frozen=True)
-class TorchTarget:
-    """One torch file. `stored` are the entries with a payload of their own, `keeper` names that of each entry."""
+class TorchWritePlan:
+    """One torch file. `stored` are the entries with a payload of their own, `keeper` names that of
+    each entry.
+    """
 
-    entries: tuple[Entry, ...]
-    stored: tuple[Entry, ...]
+    entries: tuple[OutputTensor, ...]
+    stored: tuple[OutputTensor, ...]
     keeper: Mapping[str, str]
     pickle: bytes
 
     @cached_property
     def _zip(self) -> ZipLayout:
-        payloads = [Member(f"data/{index}", entry.nbytes) for index, entry in enumerate(self.stored)]
+        payloads = [
+            Member(f"data/{index}", entry.nbytes) for index, entry in enumerate(self.stored)
+        ]
         return ZipLayout(
             _FOLDER,
             [
@@ -54,20 +58,20 @@ class TorchTarget:
         return {"": self._zip.nbytes}
 
     @cached_property
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[WriteItem]:
         """One piece for each storage."""
         offsets = self._zip.offsets[2:]
         return tuple(
-            Piece(entry, whole(entry.source.shape), "", offset)
+            WriteItem(entry, whole(entry.source.shape), "", offset)
             for entry, offset in zip(self.stored, offsets, strict=False)
         )
 
-    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[Frame]:
+    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
         """Local headers, small records and the central directory."""
         own = self._record(digests)
-        yield Frame("", self._zip.offsets[-1], own)
+        yield HeaderBytes("", self._zip.offsets[-1], own)
         for offset, data in self._zip.frames([*crcs, crc32(own)]):
-            yield Frame("", offset, data)
+            yield HeaderBytes("", offset, data)
 
     def _record(self, digests: Mapping[str, int]) -> bytes:
         complete = {entry.name: digests.get(self.keeper[entry.name], 0) for entry in self.entries}
@@ -75,16 +79,17 @@ class TorchTarget:
 
 
 def lay_out(
-    entries: Sequence[Entry],
+    entries: Sequence[OutputTensor],
     *,
     nesting: Nesting | None = None,
     objects: Sequence[Object] = (),
     expand_ties: bool = False,
-) -> TorchTarget:
+) -> TorchWritePlan:
     """One torch file.
 
     Args:
-        nesting: None for a flat `{name: tensor}`; else containers are made from the paths of entries and objects.
+        nesting: None for a flat `{name: tensor}`; else containers are made from the paths of
+            entries and objects.
         objects: inline plain objects; without nesting they lie at the top under their names.
         expand_ties: give a tensor that shares its storage a copy of its own.
 
@@ -98,22 +103,27 @@ def lay_out(
     keeper = {entry.name: ties.get(entry.name, entry.name) for entry in entries}
     keys = {entry.name: str(index) for index, entry in enumerate(stored)}
     leaves: list[tuple[tuple[str | int, ...], object]] = [
-        (entry.path if nesting is not None else (entry.name,), _ref(entry, keys[keeper[entry.name]]))
+        (
+            entry.path if nesting is not None else (entry.name,),
+            _ref(entry, keys[keeper[entry.name]]),
+        )
         for entry in entries
     ]
-    leaves += [(item.path if nesting is not None else (item.name,), item.inline) for item in objects]
+    leaves += [
+        (item.path if nesting is not None else (item.name,), item.inline) for item in objects
+    ]
     pickle = dumps(renest(leaves, nesting or Nesting()))
-    return TorchTarget(entries, tuple(stored), keeper, pickle)
+    return TorchWritePlan(entries, tuple(stored), keeper, pickle)
 
 
-def _ref(entry: Entry, key: str) -> TensorRef:
+def _ref(entry: OutputTensor, key: str) -> TensorRef:
     shape = entry.source.shape
     typed = entry.dtype if entry.dtype.storage_class else None
     storage = StorageRef(key, typed, entry.source.numel if typed else entry.nbytes)
     return TensorRef(storage, entry.dtype, 0, shape, row_major_strides(shape))
 
 
-def _refuse_unfit(entries: Sequence[Entry], objects: Sequence[Object]) -> None:
+def _refuse_unfit(entries: Sequence[OutputTensor], objects: Sequence[Object]) -> None:
     for item in objects:
         try:
             dumps(item.inline)

@@ -1,9 +1,11 @@
-"""The zip archives that `torch.save` writes: where each record's bytes lie, and how to frame new ones.
+"""The zip archives that `torch.save` writes: where each record's bytes lie, and how to frame new
+ones.
 
-Records are stored, never deflated, so a tensor's bytes are a range of the file. The central directory at the
-end has sizes and CRC-32s (torch leaves them zero in the local headers); the local header tells where the
-bytes begin. Layout of zip and zip64: APPNOTE.TXT 6.3.10, sections 4.3.7 to 4.3.16. Payloads begin at
-multiples of 64 from the start of the archive, as torch pads them, by an `FB` extra field.
+Records are stored, never deflated, so a tensor's bytes are a range of the file. The central
+directory at the end has sizes and CRC-32s (torch leaves them zero in the local headers); the local
+header tells where the bytes begin. Layout of zip and zip64: APPNOTE.TXT 6.3.10, sections 4.3.7 to
+4.3.16. Payloads begin at multiples of 64 from the start of the archive, as torch pads them, by an
+`FB` extra field.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError, shown
-
-__all__ = ["ALIGNMENT", "Archive", "Member", "Mould", "Record", "ZipLayout", "mould_of", "read_archive"]
 
 ALIGNMENT = 64
 _LOCAL = struct.Struct("<4sHHHHHLLLHH")
@@ -35,7 +35,9 @@ _MAX_DIRECTORY_NBYTES = 1 << 30
 
 
 class Record(NamedTuple):
-    """One record: its absolute range in the file and its recorded CRC-32 (None if checksums are switched off)."""
+    """One record: its absolute range in the file and its recorded CRC-32 (None if checksums are
+    switched off).
+    """
 
     name: str
     offset: int
@@ -58,11 +60,15 @@ class _Window:
         if self.nbytes <= 2 * _PEEK_NBYTES:
             self.head = self.tail = self.source.read(self.file, self.offset, self.nbytes)
             return
-        self.tail = self.source.read(self.file, self.offset + self.nbytes - _PEEK_NBYTES, _PEEK_NBYTES)
+        self.tail = self.source.read(
+            self.file, self.offset + self.nbytes - _PEEK_NBYTES, _PEEK_NBYTES
+        )
         self.head = self.source.read(self.file, self.offset, _PEEK_NBYTES // 2)
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """`nbytes` bytes at `at`, relative to the archive. Raises SourceError `bad-header` outside it."""
+        """`nbytes` bytes at `at`, relative to the archive. Raises SourceError `bad-header` outside
+        it.
+        """
         if at < 0 or nbytes < 0 or at + nbytes > self.nbytes:
             raise self.bad(f"a record lies outside the archive of {self.nbytes} bytes")
         if at + nbytes <= len(self.head):
@@ -74,13 +80,17 @@ class _Window:
 
     def bad(self, why: str) -> SourceError:
         return SourceError(
-            "bad-header", f"{self.file}: damaged zip archive at byte {self.offset}: {why}", file=self.file
+            "bad-header",
+            f"{self.file}: damaged zip archive at byte {self.offset}: {why}",
+            file=self.file,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An archive opened: records by name, without the leading folder that torch puts before all of them."""
+    """An archive opened: records by name, without the leading folder that torch puts before all of
+    them.
+    """
 
     file: str
     records: Mapping[str, Record]
@@ -98,11 +108,15 @@ class Archive:
         return "version" in self.records or ".data/version" in self.records
 
     def read(self, name: str) -> bytes:
-        """The bytes of a small record, checked. Raises SourceError `checksum` if they do not match."""
+        """The bytes of a small record, checked. Raises SourceError `checksum` if they do not
+        match.
+        """
         found = self.record(name)
         data = self.window.read(found.offset - self.window.offset, found.nbytes)
         if found.crc is not None and crc32(data) != found.crc:
-            message = f"{self.file}: the record {name!r} at byte {found.offset} does not match its CRC-32"
+            message = (
+                f"{self.file}: the record {name!r} at byte {found.offset} does not match its CRC-32"
+            )
             raise SourceError("checksum", message, file=self.file)
         return data
 
@@ -111,8 +125,8 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
     """Read the directory of the archive that fills `nbytes` bytes of `file` from `offset`.
 
     Raises:
-        SourceError: `bad-header` for anything that is no whole torch archive, a name that stands twice
-            included; `unsupported` for compressed or encrypted records; `truncated-file`.
+        SourceError: `bad-header` for anything that is no whole torch archive, a name that stands
+            twice included; `unsupported` for compressed or encrypted records; `truncated-file`.
     """
     window = _Window(source, file, offset, nbytes)
     window.load()
@@ -128,7 +142,10 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
         if name in records:
             raise window.bad(f"the record {name!r} stands twice")
         records[name] = Record(
-            name, offset + _data_start(window, entry), entry.nbytes, None if unchecked else entry.crc
+            name,
+            offset + _data_start(window, entry),
+            entry.nbytes,
+            None if unchecked else entry.crc,
         )
     return Archive(file, records, window)
 
@@ -173,7 +190,9 @@ def _central_records(
         if at + _CENTRAL.size > size:
             raise window.bad("its directory is cut short")
         fields = _CENTRAL.unpack_from(data, at)
-        flags, method, crc, packed, nbytes, name_size, extra_size, comment_size = fields[3:5] + fields[7:13]
+        flags, method, crc, packed, nbytes, name_size, extra_size, comment_size = (
+            fields[3:5] + fields[7:13]
+        )
         header = fields[16]
         body = at + _CENTRAL.size
         at = body + name_size + extra_size + comment_size
@@ -187,8 +206,12 @@ def _central_records(
         yield name, nbytes, crc, header, flags, method
 
 
-def _wide(window: _Window, extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Replace each 32-bit field that says "too large" by its zip64 extra field, in the order of APPNOTE 4.5.3."""
+def _wide(
+    window: _Window, extra: bytes, nbytes: int, packed: int, header: int
+) -> tuple[int, int, int]:
+    """Replace each 32-bit field that says "too large" by its zip64 extra field, in the order of
+    APPNOTE 4.5.3.
+    """
     values = [nbytes, packed, header]
     if _U32 not in values:
         return nbytes, packed, header
@@ -207,21 +230,25 @@ def _data_start(window: _Window, entry: _Central) -> int:
     """Where a record's bytes begin, relative to the archive."""
     local = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
     if local[0] == b"PK\3\4" and (local[3] != entry.method or (local[2] ^ entry.flags) & 1):
-        raise window.bad(f"the directory and the record {entry.name!r} disagree on how it is stored")
+        raise window.bad(
+            f"the directory and the record {entry.name!r} disagree on how it is stored"
+        )
     if entry.method or entry.flags & 1:
         message = f"{window.file}: record {entry.name!r} is compressed or encrypted"
         raise SourceError("unsupported", message, file=window.file)
     start: int = entry.header + _LOCAL.size + local[9] + local[10]
     if local[0] != b"PK\3\4" or start + entry.nbytes > window.nbytes:
-        raise window.bad(f"the record {entry.name!r} has no local header, or lies outside the archive")
+        raise window.bad(
+            f"the record {entry.name!r} has no local header, or lies outside the archive"
+        )
     return start
 
 
-class Mould(NamedTuple):
+class ArchiveTemplate(NamedTuple):
     """The bytes around one record that all archives of the same content but that record's share.
 
-    Items of equally shaped tensors differ in payload, serialization id and checksums alone. An archive that
-    equals the mould everywhere else needs no second parsing.
+    Items of equally shaped tensors differ in payload, serialization id and checksums alone. An
+    archive that equals the mould everywhere else needs no second parsing.
     """
 
     record: Record
@@ -231,7 +258,9 @@ class Mould(NamedTuple):
     crc_at: int
 
     def crc(self, directory: bytes) -> int | None:
-        """CRC-32 of the record in another archive's directory, or None if it differs elsewhere too."""
+        """CRC-32 of the record in another archive's directory, or None if it differs elsewhere
+        too.
+        """
         for start, stop, expected in self.cuts:
             if directory[start:stop] != expected:
                 return None
@@ -239,7 +268,7 @@ class Mould(NamedTuple):
         return crc or None  # a real zero is rare: let the full reading tell it from "switched off"
 
 
-def mould_of(archive: Archive, name: str) -> Mould | None:
+def mould_of(archive: Archive, name: str) -> ArchiveTemplate | None:
     """The mould of `archive` for the record `name`; None where checksums are switched off."""
     record, window = archive.record(name), archive.window
     if record.crc is None:
@@ -257,11 +286,15 @@ def mould_of(archive: Archive, name: str) -> Mould | None:
         at = body + fields[10] + fields[11] + fields[12]
     starts, stops = [0, *(f + 4 for f in free)], [*free, len(directory)]
     cuts = tuple((a, b, directory[a:b]) for a, b in zip(starts, stops, strict=True))
-    return Mould(record, window.read(0, record.offset - window.offset), start, cuts, crc_at)
+    return ArchiveTemplate(
+        record, window.read(0, record.offset - window.offset), start, cuts, crc_at
+    )
 
 
 class Member(NamedTuple):
-    """A record to be written: its bytes, or None if `nbytes` bytes of payload are copied in by the engine."""
+    """A record to be written: its bytes, or None if `nbytes` bytes of payload are copied in by the
+    engine.
+    """
 
     name: str
     nbytes: int
@@ -293,7 +326,8 @@ class ZipLayout:
         self.nbytes = at + sum(map(self._central_nbytes, range(len(members)))) + self._end_nbytes()
 
     def frames(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """All bytes but the payloads, as (offset from the archive's start, bytes), none next to another.
+        """All bytes but the payloads, as (offset from the archive's start, bytes), none next to
+        another.
 
         `crcs` has one CRC-32 for each member without data, in order.
         """
@@ -306,8 +340,13 @@ class ZipLayout:
             yield at, bytes(filled)
 
     def _blanks(self) -> list[_Blank]:
-        """The frames with zeros for the checksums of payloads, and where these go. Many items share a layout."""
-        payloads = {index: n for n, index in enumerate(i for i, m in enumerate(self.members) if m.data is None)}
+        """The frames with zeros for the checksums of payloads, and where these go. Many items share
+        a layout.
+        """
+        payloads = {
+            index: n
+            for n, index in enumerate(i for i, m in enumerate(self.members) if m.data is None)
+        }
         out: list[_Blank] = []
         data, gaps, at = bytearray(), list[tuple[int, int]](), 0
         for index, member in enumerate(self.members):
@@ -333,16 +372,39 @@ class ZipLayout:
         extra = wide + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
         size = min(nbytes, _U32)
         return (
-            _LOCAL.pack(b"PK\3\4", 45 if wide else 0, 0x800, 0, 0, 0, crc, size, size, len(name), len(extra))
+            _LOCAL.pack(
+                b"PK\3\4", 45 if wide else 0, 0x800, 0, 0, 0, crc, size, size, len(name), len(extra)
+            )
             + name
             + extra
         )
 
     def _central(self, index: int, crc: int) -> bytes:
-        nbytes, name, extra = self.members[index].nbytes, self._names[index], self._central_extra(index)
+        nbytes, name, extra = (
+            self.members[index].nbytes,
+            self._names[index],
+            self._central_extra(index),
+        )
         size, header = min(nbytes, _U32), min(self._headers[index], _U32)
         version = 45 if extra else 0
-        fields = (version, version, 0x800, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, header)
+        fields = (
+            version,
+            version,
+            0x800,
+            0,
+            0,
+            0,
+            crc,
+            size,
+            size,
+            len(name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            header,
+        )
         return _CENTRAL.pack(b"PK\1\2", *fields) + name + extra
 
     def _central_extra(self, index: int) -> bytes:
@@ -367,7 +429,9 @@ class ZipLayout:
             wide = _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
             wide += _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
         entries = min(count, _U16)
-        return wide + _END.pack(b"PK\5\6", 0, 0, entries, entries, min(size, _U32), min(start, _U32), 0)
+        return wide + _END.pack(
+            b"PK\5\6", 0, 0, entries, entries, min(size, _U32), min(start, _U32), 0
+        )
 
 
 def _zip64_local(nbytes: int) -> bytes:
