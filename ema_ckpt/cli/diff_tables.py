@@ -15,7 +15,7 @@ from ema_ckpt.analysis.compare import PairStats
 from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.core.errors import counted
 from ema_ckpt.ops.diff_findings import Compared
-from ema_ckpt.ops.diffed import DiffResult, DiffTensor
+from ema_ckpt.ops.results import DiffResult, DiffTensor
 
 _DEPTH = 3
 _MAX_CHILDREN = 40

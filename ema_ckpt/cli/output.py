@@ -16,8 +16,7 @@ from ema_ckpt.core.text import format_size
 from ema_ckpt.ops.results import WriteResult, as_json
 
 if TYPE_CHECKING:
-    from ema_ckpt.ops.inspected import InspectResult
-    from ema_ckpt.ops.verified import VerifyResult
+    from ema_ckpt.ops.results import InspectResult, VerifyResult
 
 _REDRAW_S = 0.1
 

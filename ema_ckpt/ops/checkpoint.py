@@ -13,7 +13,7 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import UsageError, shown
 from ema_ckpt.core.names import nearest
 from ema_ckpt.discovery.opening import open_catalog
-from ema_ckpt.ops.inspected import TreeEntry
+from ema_ckpt.ops.results import TreeEntry
 from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, find_overlaps
 from ema_ckpt.state_dicts.aliases import with_aliases

@@ -18,8 +18,8 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import parse_size
 from ema_ckpt.ops.diff_findings import Compared, find
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
-from ema_ckpt.ops.diffed import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
 from ema_ckpt.ops.present import check_sources
+from ema_ckpt.ops.results import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
 from ema_ckpt.reading.overlaps import RowBlocks
 from ema_ckpt.reading.streams import Stream, StreamReader, band_jobs, locate
 from ema_ckpt.runtime.fork_pool import can_fork, run_forked

@@ -17,7 +17,7 @@ from pathlib import Path
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import TargetError, UsageError, counted
 from ema_ckpt.ops.diff_html_charts import Curve, curves, depth_chart, histogram
-from ema_ckpt.ops.diffed import DiffResult, DiffTensor
+from ema_ckpt.ops.results import DiffResult, DiffTensor
 from ema_ckpt.storage.files import local_path
 from ema_ckpt.writing.preflight import check_place, resolve_target
 

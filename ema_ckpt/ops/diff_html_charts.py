@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ema_ckpt.core.errors import counted
-from ema_ckpt.ops.diffed import DiffTensor
+from ema_ckpt.ops.results import DiffTensor
 
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 40

@@ -12,7 +12,7 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.checkpoint import tree_entry
-from ema_ckpt.ops.inspected import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
+from ema_ckpt.ops.results import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
 from ema_ckpt.state_dicts.ema_config import ema_settings
 from ema_ckpt.state_dicts.selection import refuse_idle
 from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, trees

@@ -14,7 +14,7 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError, counted
 from ema_ckpt.discovery.found import PARTS, SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.opening import open_found
-from ema_ckpt.ops.verified import Problem, VerifyResult
+from ema_ckpt.ops.results import Problem, VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
 from ema_ckpt.reading.overlaps import RowBlocks
 from ema_ckpt.reading.streams import Stream, StreamReader, band_jobs, locate

@@ -13,8 +13,8 @@ from ema_ckpt.cli.output import Style, inspected, verified, written
 from ema_ckpt.ops.consolidate import consolidate
 from ema_ckpt.ops.diff import compare_trees, result_of
 from ema_ckpt.ops.diff_findings import Compared
-from ema_ckpt.ops.diffed import DiffResult
 from ema_ckpt.ops.inspect import inspect
+from ema_ckpt.ops.results import DiffResult
 from ema_ckpt.ops.verify import verify
 from tests.checkpoints import ema, torch_at, weights
 
