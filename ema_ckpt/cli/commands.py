@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -15,7 +16,6 @@ from ema_ckpt.cli.synthesize_command import synthesize_command
 from ema_ckpt.cli.text import clean
 from ema_ckpt.cli.verify_command import verify_command
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.runtime import notices
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -156,14 +156,23 @@ cli.add_command(verify_command)
 cli.add_command(synthesize_command)
 
 
+class _ToStderr(logging.Handler):
+    """Print what the library logs, one line a record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(clean(record.getMessage()), file=sys.stderr)
+
+
 def run(argv: list[str]) -> int:
     """Run a command line.
 
     Raises:
         UsageError: `usage` for what click refuses.
     """
+    logger, handler = logging.getLogger("ema_ckpt"), _ToStderr()
     if not {"-q", "--quiet"} & set(argv):
-        notices.listeners.append(lambda text: print(clean(text), file=sys.stderr))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
     try:
         result = cli.main(argv, prog_name="ema-ckpt", standalone_mode=False)
     except SystemExit:  # click's answer to a closed pipe, whatever the mode
@@ -175,4 +184,6 @@ def run(argv: list[str]) -> int:
         context = getattr(error, "ctx", None)
         hint = f"; try `{context.command_path} --help`" if context is not None else ""
         raise UsageError("usage", f"{error.format_message().rstrip('.')}{hint}") from None
+    finally:
+        logger.removeHandler(handler)
     return result if isinstance(result, int) else 0

@@ -4,6 +4,7 @@ together.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from contextlib import contextmanager
 from ema_ckpt.core.catalog import Catalog, Files
 from ema_ckpt.discovery.found import DCP, PARTS, SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.locate import locate_checkpoint
-from ema_ckpt.runtime.notices import tell
 from ema_ckpt.storage.files import open_files
 
 
@@ -19,7 +19,7 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
     """Open the checkpoint that `path`, a local path or an fsspec URL, stands for. Reads metadata
     only.
 
-    Which of several checkpoints was chosen, and why, is told through `ema_ckpt.runtime.notices`.
+    Which of several checkpoints was chosen, and why, is logged to `ema_ckpt` (level info).
 
     Args:
         lenient: turn a missing or short data file into a warning where the format reads it at once.
@@ -33,7 +33,7 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
     text = os.fspath(path)
     found = locate_checkpoint(text)
     if found.note:
-        tell(found.note)
+        logging.getLogger("ema_ckpt").info(found.note)
     return open_found(found, text, lenient=lenient)
 
 

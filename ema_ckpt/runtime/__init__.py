@@ -1,3 +1,1 @@
-"""Runs jobs: thread and process pools, page-aligned buffers, notices. Knows nothing of
-checkpoints.
-"""
+"""Runs jobs: thread and process pools, page-aligned buffers. Knows nothing of checkpoints."""

@@ -6,6 +6,7 @@ names as the verb would write them before any rename.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -29,7 +30,6 @@ from ema_ckpt.core.names import (
     tree_role,
 )
 from ema_ckpt.core.write_plan import OutputTensor
-from ema_ckpt.runtime.notices import tell
 from ema_ckpt.state_dicts.ema_layouts import POSITIONS
 from ema_ckpt.state_dicts.tree import Tree, find_trees
 
@@ -146,9 +146,8 @@ def select_tree(tree: Tree, chosen: Options, fill: Mapping[str, Tensor] | None =
     """
     if tree.form == POSITIONS and tree.problem is None:
         averages = counted(len(tree.named), "average")
-        tell(
-            f"tree {tree.name!r}: {averages} named after the parameters of {tree.partner!r} in order"
-        )
+        message = f"tree {tree.name!r}: {averages} named after the parameters of {tree.partner!r} in order"
+        logging.getLogger("ema_ckpt").info(message)
     casts = tree.role != OPTIMIZER
     weights = {**tree.weights, **(fill or {})}
     rows = [_Row(name, name, (name,), tensor, casts) for name, tensor in weights.items()]

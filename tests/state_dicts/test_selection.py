@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ema_ckpt.core.errors import EmaCkptError, UsageError
 from ema_ckpt.core.names import WRAPPERS
-from ema_ckpt.runtime import notices
 from ema_ckpt.state_dicts.selection import (
     Selection,
     missing_weights,
@@ -201,11 +200,10 @@ def test_missing_weights_are_filled_from_the_live_tree() -> None:
     assert select_tree(ema, options(match=["a"]), missing).filled == ()
 
 
-def test_names_given_by_position_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(notices, "listeners", [told.append])
+def test_names_given_by_position_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ema_ckpt")
     assert names(one({"model": {"w": W, "b": B}, "ema": {"shadow_params": [W, B]}})) == ["w", "b"]
-    assert told == ["tree 'ema': 2 averages named after the parameters of 'model' in order"]
+    assert caplog.messages == ["tree 'ema': 2 averages named after the parameters of 'model' in order"]
 
 
 # All trees.
