@@ -151,13 +151,10 @@ class Audit:
             trees(self.catalog)
         except SourceError as error:
             self.error(error)
-        unread = self.catalog.extra.get("unread")
-        for one in unread if isinstance(unread, tuple) else ():
-            self.unchecked[one.file or one.name, one.offset] = (
-                one.nbytes or 1
-            )  # of a size that is not told
-        ask = self.catalog.extra.get("contradictions")
-        for name, message in ask() if callable(ask) else ():
+        for entry in self.catalog.unknown_entries:
+            # An entry without a place has an unknown size: counted as one byte.
+            self.unchecked[entry.file or entry.name, entry.offset] = entry.nbytes or 1
+        for name, message in self.catalog.find_mismatches():
             self.report("index-mismatch", message, name)
 
     def _check_coverage(self) -> None:

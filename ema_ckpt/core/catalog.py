@@ -7,7 +7,7 @@ spans in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol
@@ -110,6 +110,39 @@ class Object:
     is_inline: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Nesting:
+    """Container facts that paths of text and numbers cannot tell.
+
+    Attributes:
+        keys: dict keys that are no text, by the path that ends in them.
+        tuples: paths of containers that are tuples; other numbered containers are lists.
+    """
+
+    keys: Mapping[Path, object] = field(default_factory=dict)
+    tuples: frozenset[Path] = frozenset()
+
+
+class RankPrivate(NamedTuple):
+    """State of a single rank that belongs to no tree, such as its random number generator's."""
+
+    path: Path
+    file: str
+    reason: str
+
+
+class UnknownEntry(NamedTuple):
+    """A metadata entry of an unknown class and one span of its bytes; `file` is empty if it has
+    none.
+    """
+
+    name: str
+    kind: str
+    file: str = ""
+    offset: int = 0
+    nbytes: int = 0
+
+
 class Files(Protocol):
     """A directory (or one file's directory) that can be read at positions. Names are relative, with
     `/`.
@@ -171,7 +204,15 @@ class Catalog:
             are told by name.
         files: every data file the metadata names, with the least size it must have.
         digests: recorded CRC-32 of logical row-major bytes, by full stored tensor name.
-        extra: format facts to carry along (`__metadata__` of safetensors, say), by name.
+        nesting: dict keys and tuples that paths leave open, or None if the format has no nesting.
+        ties: names that the source dropped as tied, each with the name that was kept.
+        order: names in the order of the state dict, where `tensors` and `objects` cannot tell it.
+        header_text: text beside the tensors in safetensors headers (`__metadata__`), by key.
+        part_roles: roles of the trees of a checkpoint that consists of several, by tree name.
+        rank_private: state of single ranks, left out of the trees.
+        unknown_entries: metadata entries of unknown classes.
+        find_mismatches: reads the metadata again for entries that contradict each other, and
+            returns each one's name and what is wrong.
     """
 
     path: str
@@ -186,7 +227,14 @@ class Catalog:
     files: Mapping[str, int] = field(default_factory=dict)
     digests: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[Diagnostic, ...] = ()
-    extra: Mapping[str, object] = field(default_factory=dict)
+    nesting: Nesting | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    header_text: Mapping[str, str] = field(default_factory=dict)
+    part_roles: Mapping[str, str] = field(default_factory=dict)
+    rank_private: tuple[RankPrivate, ...] = ()
+    unknown_entries: tuple[UnknownEntry, ...] = ()
+    find_mismatches: Callable[[], Sequence[tuple[str, str]]] = tuple
 
 
 def check_geometry(name: str, shape: Ints, dtype: DType, file: str) -> None:

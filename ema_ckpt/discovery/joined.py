@@ -6,23 +6,26 @@ put together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Files, Object, Payload, Reader, Tensor
+from ema_ckpt.core.catalog import (
+    Catalog,
+    Diagnostic,
+    Files,
+    Nesting,
+    Object,
+    Payload,
+    Reader,
+    Tensor,
+)
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, part_role, role_of
 from ema_ckpt.discovery.found import Location
-from ema_ckpt.formats.nesting import Nesting
-from ema_ckpt.state_dicts.ties import recorded_ties
 from ema_ckpt.state_dicts.tree import Tree, trees
 from ema_ckpt.storage.files import open_files, safe_name
-
-if TYPE_CHECKING:
-    from ema_ckpt.formats.dcp.consistency import UnknownEntry
 
 Path = tuple[str | int, ...]
 
@@ -157,7 +160,7 @@ def join_parts(
             _Part(_with_config(name, role, catalog), _folder(part.root, found.root), placed)
         )
     joined = _join(parts, found, path, nested=True)
-    return replace(joined, extra={**joined.extra, "parts": roles})
+    return replace(joined, part_roles=roles)
 
 
 def _refuse_second_owner(
@@ -297,143 +300,132 @@ def open_torch_index(source: Files, found: Location, path: str) -> Catalog:
 
 def _join(parts: Sequence[_Part], found: Location, path: str, *, nested: bool) -> Catalog:
     reader = JoinedReader()
-    tensors = tuple(chain.from_iterable(_tensors(part, reader) for part in parts))
-    objects = tuple(chain.from_iterable(_objects(part, reader) for part in parts))
-    ties = _ties(parts)
-    for dropped, kept in ties.items():
-        reader.tie(dropped, kept)
-    catalogs = [part.catalog for part in parts]
-    worlds = [catalog.world_size for catalog in catalogs if catalog.world_size is not None]
+    source = JoinedFiles(found.root, [(part.folder, part.catalog.source) for part in parts])
+    catalogs = [_relocate(part, reader) for part in parts]
     weights = next((catalog for catalog in catalogs if catalog.tensors), catalogs[0])
-    return Catalog(
+    empty = replace(
+        weights,
         path=path,
         resolved=found.resolved,
-        format=weights.format,
-        tensors=tensors,
-        objects=objects,
-        source=JoinedFiles(found.root, [(part.folder, part.catalog.source) for part in parts]),
+        tensors=(),
+        objects=(),
+        source=source,
         reader=reader,
         nested=nested,
-        world_size=max(worlds, default=None),
-        files={
-            part.folder + file: nbytes
-            for part in parts
-            for file, nbytes in part.catalog.files.items()
-        },
-        digests=dict(chain.from_iterable(map(_digests, parts))),
-        warnings=tuple(chain.from_iterable(map(_warnings, parts))),
-        extra={
-            "nesting": _nesting(parts),
-            "ties": ties,
-            "private": tuple(_private(parts)),
-            "contradictions": partial(_contradictions, parts),
-            "unread": tuple(_unread(parts)),
-            "metadata": _text(parts),
-        },
+        world_size=None,
+    )
+    return _merge(empty, catalogs)
+
+
+def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
+    """Rename everything in a part to what it is called in the joined checkpoint; tell `reader`."""
+    catalog, folder, place = part.catalog, part.folder, part.place
+    tensors, digests = [], {}
+    for tensor in catalog.tensors:
+        path = place(tensor.path)
+        name = _dotted(path)
+        reader.add(name, catalog, tensor, folder)
+        chunks = tensor.chunks
+        if folder:
+            chunks = tuple(chunk._replace(file=folder + chunk.file) for chunk in chunks)
+        # Equal keys mean shared memory, so those of different parts must differ.
+        storage = None if tensor.storage is None else (folder, *tensor.storage)
+        tensors.append(replace(tensor, name=name, path=path, chunks=chunks, storage=storage))
+        if tensor.name in catalog.digests:
+            digests[name] = catalog.digests[tensor.name]
+    objects = []
+    for item in catalog.objects:
+        path = place(item.path)
+        reader.add(_dotted(path), catalog, item, folder)
+        objects.append(replace(item, name=_dotted(path), path=path, file=folder + item.file))
+    return replace(
+        catalog,
+        tensors=tuple(tensors),
+        objects=tuple(objects),
+        files={folder + file: nbytes for file, nbytes in catalog.files.items()},
+        digests=digests,
+        warnings=tuple(_prefixed(warning, folder) for warning in catalog.warnings),
+        nesting=_relocated_nesting(catalog.nesting, place),
+        ties=_relocated_ties(catalog, place, reader),
+        header_text={k: text for k, text in catalog.header_text.items() if k not in catalog.ties},
+        rank_private=tuple(
+            state._replace(path=place(state.path), file=folder + state.file)
+            for state in catalog.rank_private
+        ),
+        unknown_entries=tuple(
+            entry._replace(file=folder + entry.file) if entry.file else entry
+            for entry in catalog.unknown_entries
+        ),
+        find_mismatches=partial(_prefixed_mismatches, catalog, folder),
     )
 
 
-def _tensors(part: _Part, reader: JoinedReader) -> Iterable[Tensor]:
-    for tensor in part.catalog.tensors:
-        path = part.place(tensor.path)
-        name = ".".join(map(str, path))
-        reader.add(name, part.catalog, tensor, part.folder)
-        chunks = (
-            tuple(c._replace(file=part.folder + c.file) for c in tensor.chunks)
-            if part.folder
-            else tensor.chunks
-        )
-        yield replace(
-            tensor, name=name, path=path, chunks=chunks, storage=_storage(tensor, part.folder)
-        )
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
-def _storage(tensor: Tensor, folder: str) -> tuple[object, ...] | None:
-    # Equal keys mean shared memory, so those of different parts must differ.
-    return None if tensor.storage is None else (folder, *tensor.storage)
+def _prefixed(warning: Diagnostic, folder: str) -> Diagnostic:
+    return replace(warning, message=f"{folder[:-1]}: {warning.message}") if folder else warning
 
 
-def _objects(part: _Part, reader: JoinedReader) -> Iterable[Object]:
-    for item in part.catalog.objects:
-        path = part.place(item.path)
-        name = ".".join(map(str, path))
-        reader.add(name, part.catalog, item, part.folder)
-        yield replace(item, name=name, path=path, file=part.folder + item.file)
+def _prefixed_mismatches(catalog: Catalog, folder: str) -> list[tuple[str, str]]:
+    return [(name, folder + message) for name, message in catalog.find_mismatches()]
 
 
-def _digests(part: _Part) -> Iterable[tuple[str, int]]:
-    digests = part.catalog.digests
-    for tensor in part.catalog.tensors if digests else ():
-        if tensor.name in digests:
-            yield ".".join(map(str, part.place(tensor.path))), digests[tensor.name]
+def _relocated_nesting(nesting: Nesting | None, place: Callable[[Path], Path]) -> Nesting | None:
+    if nesting is None:
+        return None
+    keys = {place(path): key for path, key in nesting.keys.items()}
+    return Nesting(keys, frozenset(map(place, nesting.tuples)))
 
 
-def _warnings(part: _Part) -> Iterable[Diagnostic]:
-    folder = part.folder.rstrip("/")
-    return (
-        Diagnostic(w.code, f"{folder}: {w.message}" if folder else w.message)
-        for w in part.catalog.warnings
-    )
+def _relocated_ties(
+    catalog: Catalog, place: Callable[[Path], Path], reader: JoinedReader
+) -> dict[str, str]:
+    """Names that a part dropped as tied follow the path of the one that it kept."""
+    ties: dict[str, str] = {}
+    paths = {tensor.name: tensor.path for tensor in catalog.tensors} if catalog.ties else {}
+    for dropped, kept in catalog.ties.items():
+        path = paths.get(kept, (kept,))
+        home = _dotted(path[:-1])
+        last = dropped[len(home) + 1 :] if home and dropped.startswith(f"{home}.") else dropped
+        name = _dotted(place((*path[:-1], last)))
+        ties[name] = _dotted(place(path))
+        reader.tie(name, ties[name])
+    return ties
 
 
-def _nesting(parts: Sequence[_Part]) -> Nesting:
+def _merge(empty: Catalog, catalogs: Sequence[Catalog]) -> Catalog:
+    """Put the contents of `catalogs` together, in their order, into the catalog `empty`."""
+    files: dict[str, int] = {}
+    digests: dict[str, int] = {}
     keys: dict[Path, object] = {}
     tuples: set[Path] = set()
-    for part in parts:
-        nesting = part.catalog.extra.get("nesting")
-        if isinstance(nesting, Nesting):
-            keys.update((part.place(path), key) for path, key in nesting.keys.items())
-            tuples.update(map(part.place, nesting.tuples))
-    return Nesting(keys, frozenset(tuples))
-
-
-def _private(parts: Sequence[_Part]) -> Iterable[tuple[Path, str, str]]:
-    """What the rank files of a part hold for single ranks only."""
-    for part in parts:
-        found = part.catalog.extra.get("private")
-        for path, file, reason in found if isinstance(found, tuple) else ():
-            yield part.place(path), part.folder + file, reason
-
-
-def _text(parts: Sequence[_Part]) -> dict[str, str]:
-    """Text of the headers of safetensors parts; of two under one key, the first."""
-    text: dict[str, str] = {}
-    for part in parts:
-        found, known = part.catalog.extra.get("metadata"), recorded_ties(part.catalog)
-        for key, value in found.items() if isinstance(found, Mapping) else ():
-            if key not in known:
-                text.setdefault(key, value)
-    return text
-
-
-def _contradictions(parts: Sequence[_Part]) -> tuple[tuple[str, str], ...]:
-    """What the metadata of a part says twice and differently."""
-    told = [(part, part.catalog.extra.get("contradictions")) for part in parts]
-    return tuple(
-        (name, part.folder + text) for part, ask in told if callable(ask) for name, text in ask()
-    )
-
-
-def _unread(parts: Sequence[_Part]) -> Iterable[UnknownEntry]:
-    """Entries of unknown classes."""
-    for part in parts:
-        found = part.catalog.extra.get("unread")
-        for one in found if isinstance(found, tuple) else ():
-            yield replace(one, file=part.folder + one.file if one.file else "")
-
-
-def _ties(parts: Sequence[_Part]) -> dict[str, str]:
-    """Names that a part dropped as equal to one that it kept; they follow the kept one's path."""
     ties: dict[str, str] = {}
-    for part in parts:
-        found = part.catalog.extra.get("ties")
-        if not isinstance(found, Mapping) or not found:
-            continue
-        paths = {tensor.name: tensor.path for tensor in part.catalog.tensors}
-        for dropped, kept in found.items():
-            path = paths.get(kept, (kept,))
-            home = ".".join(map(str, path[:-1]))
-            last = dropped[len(home) + 1 :] if home and dropped.startswith(f"{home}.") else dropped
-            moved = (part.place((*path[:-1], last)), part.place(path))
-            ties[".".join(map(str, moved[0]))] = ".".join(map(str, moved[1]))
-    return ties
+    header_text: dict[str, str] = {}
+    for catalog in catalogs:
+        files.update(catalog.files)
+        digests.update(catalog.digests)
+        ties.update(catalog.ties)
+        if catalog.nesting is not None:
+            keys.update(catalog.nesting.keys)
+            tuples.update(catalog.nesting.tuples)
+        for key, text in catalog.header_text.items():
+            header_text.setdefault(key, text)
+    worlds = [catalog.world_size for catalog in catalogs if catalog.world_size is not None]
+    return replace(
+        empty,
+        tensors=tuple(chain.from_iterable(catalog.tensors for catalog in catalogs)),
+        objects=tuple(chain.from_iterable(catalog.objects for catalog in catalogs)),
+        world_size=max(worlds, default=None),
+        files=files,
+        digests=digests,
+        warnings=tuple(chain.from_iterable(catalog.warnings for catalog in catalogs)),
+        nesting=Nesting(keys, frozenset(tuples)),
+        ties=ties,
+        order=(),
+        header_text=header_text,
+        rank_private=tuple(chain.from_iterable(catalog.rank_private for catalog in catalogs)),
+        unknown_entries=tuple(chain.from_iterable(catalog.unknown_entries for catalog in catalogs)),
+        find_mismatches=lambda: [m for catalog in catalogs for m in catalog.find_mismatches()],
+    )

@@ -9,24 +9,14 @@ that are no text, tuples) is kept beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
+from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError, TargetError
 from ema_ckpt.formats.pickle.safe_globals import Opaque, parts_of
 
 Path = tuple[str | int, ...]
 
 _MAX_DEPTH = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Nesting:
-    """What paths leave open: the dict keys that are no text, by the path that ends in them, and all
-    tuples.
-    """
-
-    keys: Mapping[Path, object] = field(default_factory=dict)
-    tuples: frozenset[Path] = frozenset()
 
 
 def flatten(

@@ -24,11 +24,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from ema_ckpt.core.catalog import Object, Tensor
+from ema_ckpt.core.catalog import Nesting, Object, Tensor
 from ema_ckpt.core.dtypes import DTYPES, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import OutputTensor
-from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Object
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import SourceError, UsageError, counted
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import parse_size
 from ema_ckpt.core.write_plan import OutputTensor, WritePlan, keep_first
 from ema_ckpt.discovery.locate import step_number
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.ops.objects import (
     header_text,
     plan_objects,
@@ -225,11 +224,10 @@ def _fitting(
 
 def _unread(catalog: Catalog) -> list[Skipped]:
     """Entries of a DCP whose class is unknown: what their bytes mean is not told."""
-    found = catalog.extra.get("unread")
-    told = found if isinstance(found, tuple) else ()
     return list(
         dict.fromkeys(
-            Skipped(one.name, one.file, f"is a {one.kind}, unknown to ema_ckpt") for one in told
+            Skipped(entry.name, entry.file, f"is a {entry.kind}, unknown to ema_ckpt")
+            for entry in catalog.unknown_entries
         )
     )
 
@@ -241,9 +239,10 @@ def _beside(catalog: Catalog) -> list[Skipped]:
     Beside a DCP that is every file; elsewhere what describes a model (config, tokenizer, README) is
     no state. A checkpoint that is one file, named as such, has nothing beside it.
     """
-    private = catalog.extra.get("private")
-    told = private if isinstance(private, tuple) else ()
-    found = [Skipped(".".join(map(str, path)), file, reason) for path, file, reason in told]
+    found = [
+        Skipped(".".join(map(str, path)), file, reason)
+        for path, file, reason in catalog.rank_private
+    ]
     if catalog.resolved.rstrip("/") != catalog.source.root.rstrip("/"):
         return found
     own = {part for file in catalog.files for part in (file, file.partition("/")[0])}
@@ -309,15 +308,12 @@ def _lay_out(
         split = _split(catalog, known, entries)
         stored = [StoredObject(held.name, held.path, held.source) for held in objects]
         ranks = order.world_size or catalog.world_size or 1
-        known_order = catalog.extra.get("order")
-        names = known_order if isinstance(known_order, tuple) else ()
-        return lay_out(entries, stored, split, ranks, catalog.source, names), {}
+        return lay_out(entries, stored, split, ranks, catalog.source, catalog.order), {}
     inline = [
         Object(o.name, o.path, o.source.file, inline=o.source.inline, is_inline=True)
         for o in objects
     ]
-    nesting = catalog.extra.get("nesting")
-    nested = nesting if isinstance(nesting, Nesting) else Nesting()
+    nested = catalog.nesting or Nesting()
     if order.form == "pt":
         from ema_ckpt.formats.torch_file import writer as torchfile_target
 

@@ -5,7 +5,7 @@ rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object
@@ -17,7 +17,7 @@ from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.pickle.writer import is_plain
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.state_dicts.selection import KeptObject
-from ema_ckpt.state_dicts.ties import dropped_names, recorded_ties
+from ema_ckpt.state_dicts.ties import dropped_names
 
 _RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
 
@@ -73,10 +73,10 @@ def _load(catalog: Catalog, held: KeptObject) -> object:
 
 def header_text(catalog: Catalog) -> dict[str, str]:
     """What the header of a safetensors source says beside its tensors, ties and format aside."""
-    found, known = catalog.extra.get("metadata"), recorded_ties(catalog)
-    text = found if isinstance(found, Mapping) else {}
     return {
-        str(key): str(value) for key, value in text.items() if key != "format" and key not in known
+        key: text
+        for key, text in catalog.header_text.items()
+        if key != "format" and key not in catalog.ties
     }
 
 

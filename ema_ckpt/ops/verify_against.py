@@ -22,7 +22,7 @@ from ema_ckpt.reading.cast import Caster
 from ema_ckpt.reading.digests import computed, stored_digest
 from ema_ckpt.reading.streams import StreamReader, locate
 from ema_ckpt.state_dicts.aliases import with_aliases
-from ema_ckpt.state_dicts.ties import recorded_ties, with_dropped
+from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, inner_names, trees
 
 _BLOCK_NBYTES = 512 << 10
@@ -207,7 +207,7 @@ def _by_tree(tree: Tree) -> _Names:
 
 
 def _ties(catalog: Catalog) -> Iterator[str]:
-    yield from recorded_ties(catalog)
+    yield from catalog.ties
     first: dict[object, str] = {}
     for tensor in catalog.tensors:
         key = (tensor.storage, tensor.shape, tensor.dtype.name)

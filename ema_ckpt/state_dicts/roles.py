@@ -60,8 +60,7 @@ def group_entries(catalog: Catalog) -> list[Group]:
         SourceError: `name-collision` if two paths join to one dotted name.
     """
     _refuse_collisions(catalog)
-    parts: Mapping[str, str] = catalog.extra.get("parts") or {}  # type: ignore[assignment]
-    groups = _nested(catalog, parts) if _nests(catalog) else _by_name(catalog)
+    groups = _nested(catalog, catalog.part_roles) if _nests(catalog) else _by_name(catalog)
     return [piece for group in groups.values() for piece in _without_online_model(group)]
 
 

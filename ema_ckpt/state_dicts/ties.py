@@ -4,7 +4,7 @@ by equal values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ema_ckpt.core.catalog import Catalog
@@ -15,13 +15,12 @@ def with_dropped(catalog: Catalog) -> Catalog:
     """The catalog with the names that its source says it dropped as tied
     (`safetensors.torch.save_model` does).
     """
-    recorded = recorded_ties(catalog)
-    if not recorded:
+    if not catalog.ties:
         return catalog
     tensors = {tensor.name: tensor for tensor in catalog.tensors}
     again = [
         replace(tensors[kept], name=dropped, path=_path_beside(tensors[kept].path, dropped))
-        for dropped, kept in recorded.items()
+        for dropped, kept in catalog.ties.items()
         if kept in tensors and dropped not in tensors
     ]
     return replace(catalog, tensors=(*catalog.tensors, *again)) if again else catalog
@@ -35,15 +34,14 @@ def dropped_names(
 
     The second list has those for which it cannot, as their tensor was renamed.
     """
-    recorded = recorded_ties(catalog)
-    if not recorded:
+    if not catalog.ties:
         return {}, []
     written = {entry.source.name: entry.name for entry in entries}
     listed = {
         tensor.name for tensor in catalog.tensors
     }  # those are selected, or not, by themselves
     pairs, lost = {}, []
-    for dropped, kept in recorded.items():
+    for dropped, kept in catalog.ties.items():
         name = written.get(kept)
         if name is None or dropped in listed:
             continue
@@ -53,12 +51,6 @@ def dropped_names(
         else:
             lost.append(dropped)
     return pairs, lost
-
-
-def recorded_ties(catalog: Catalog) -> Mapping[str, str]:
-    """Dropped name → kept name, as the source records it."""
-    found = catalog.extra.get("ties")
-    return found if isinstance(found, Mapping) else {}
 
 
 def _path_beside(path: tuple[str | int, ...], name: str) -> tuple[str | int, ...]:

@@ -339,7 +339,7 @@ def test_the_nesting_of_a_part_follows_it(tmp_path: Path) -> None:
     )
     save_dcp(tmp_path / "model", weights())
     catalog = open_catalog(tmp_path)
-    nesting = catalog.extra["nesting"]
+    nesting = catalog.nesting
     assert nesting.keys == {("optim", "state", "0"): 0}  # type: ignore[attr-defined]
     assert ("optim", "betas") in nesting.tuples  # type: ignore[attr-defined]
 

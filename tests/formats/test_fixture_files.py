@@ -129,12 +129,12 @@ def test_nesting_and_plain_objects_survive_both_formats(name, tmp_path):
         OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors if t.dtype.safetensors
     ]
     objects = [item for item in catalog.objects if is_plain(item.inline)]
-    nesting = catalog.extra["nesting"] if catalog.nested else None
+    nesting = catalog.nesting if catalog.nested else None
     first = lay_out_file(entries, nesting=nesting, objects=objects)
     run(catalog, first, tmp_path / "via.safetensors", Settings())
     middle = opened(tmp_path / "via.safetensors")
     back = [OutputTensor(t.name, t.path, t, t.dtype) for t in middle.tensors]
-    restored = middle.extra["nesting"] if middle.nested else None
+    restored = middle.nesting if middle.nested else None
     run(
         middle,
         lay_out(back, nesting=restored, objects=middle.objects),

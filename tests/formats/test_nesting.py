@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.formats.nesting import Nesting, flatten, renest
+from ema_ckpt.formats.nesting import flatten, renest
 
 SCALARS = st.none() | st.integers() | st.text(max_size=3)
 TREES = st.dictionaries(

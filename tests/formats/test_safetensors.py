@@ -14,9 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ema_ckpt.core.catalog import Object
+from ema_ckpt.core.catalog import Nesting, Object
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, UnsafeError
-from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.formats.safetensors import reader as format_module
 from ema_ckpt.formats.safetensors.reader import open_safetensors
 from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file, refusal
@@ -120,7 +119,7 @@ def test_empty_checkpoints_round_trip(tmp_path, tensors):
     assert safetensors.torch.load_file(tmp_path / "m.safetensors").keys() == tensors.keys()
     catalog = open_one(tmp_path / "m.safetensors")
     assert [t.name for t in catalog.tensors] == list(tensors)
-    assert catalog.extra["metadata"] == {"format": "pt", "only": "metadata"}
+    assert catalog.header_text == {"format": "pt", "only": "metadata"}
     write(lay_out_directory(entries(tensors), 100), tmp_path / "hf", tensors)
     assert safetensors.torch.load_file(tmp_path / "hf/model.safetensors").keys() == tensors.keys()
 
@@ -259,8 +258,8 @@ def test_nesting_objects_and_ties_come_back(tmp_path):
         (item,) = catalog.objects
         assert (item.name, item.path) == ("optim.groups", ("optim", "groups"))
         assert repr(catalog.reader.load(item)) == repr(value)
-        assert catalog.extra["ties"] == ties
-        assert catalog.extra["nesting"] == nesting
+        assert catalog.ties == ties
+        assert catalog.nesting == nesting
 
 
 @pytest.mark.parametrize("limit", [None, 10**9, 20])
@@ -303,7 +302,7 @@ def test_ties_that_save_model_recorded_are_known(tmp_path):
     model["b"].weight = model["a"].weight
     safetensors.torch.save_model(model, str(tmp_path / "m.safetensors"))
     foreign = open_one(tmp_path / "m.safetensors")
-    assert foreign.extra["ties"] == {"b.weight": "a.weight"}
+    assert foreign.ties == {"b.weight": "a.weight"}
     assert "b.weight" not in {
         tensor.name for tensor in foreign.tensors
     }  # any text may stand there: writers pass it on
@@ -337,7 +336,7 @@ def test_what_safetensors_writes_is_read_bit_for_bit(tmp_path):
     assert all(same(read(catalog, name), tensor) for name, tensor in tensors.items())
     assert not catalog.nested
     assert not catalog.digests
-    assert catalog.extra["metadata"] == {"format": "pt", "a": "b"}
+    assert catalog.header_text == {"format": "pt", "a": "b"}
 
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

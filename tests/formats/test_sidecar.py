@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats import sidecar as record
-from ema_ckpt.formats.nesting import Nesting
 from tests.formats.writing import entries, entry
 
 

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from ema_ckpt.core.catalog import Object
+from ema_ckpt.core.catalog import Nesting, Object
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, UnsafeError
-from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.formats.pickle.safe_globals import Opaque
 from ema_ckpt.formats.pickle.writer import is_plain
 from ema_ckpt.formats.torch_file.reader import open_torchfile
@@ -145,7 +144,7 @@ def test_tensors_in_tuples_are_not_lost(tmp_path):
     catalog = saved(tmp_path, ({"w": torch.ones(2)}, (torch.zeros(1), "note"), (1, 2)))
     assert [tensor.path for tensor in catalog.tensors] == [(0, "w"), (1, 0)]
     assert [item.path for item in catalog.objects] == [(1, 1), (2,)]
-    assert catalog.extra["nesting"].tuples == {(), (1,)}
+    assert catalog.nesting.tuples == {(), (1,)}
 
 
 @pytest.mark.parametrize(
@@ -575,7 +574,7 @@ def test_a_trainer_state_goes_through_and_loads_into_its_optimizer(tmp_path):
     values = {tensor.name: read(source, tensor.name) for tensor in source.tensors}
     copies = [entry(t.name, values[t.name], t.path) for t in source.tensors]
     write(
-        lay_out(copies, nesting=source.extra["nesting"], objects=source.objects),
+        lay_out(copies, nesting=source.nesting, objects=source.objects),
         tmp_path / "m.pt",
         values,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ema_ckpt.core.catalog import Catalog, Object, Tensor
+from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.state_dicts.tree import (
     Tree,
@@ -630,9 +632,7 @@ def test_parts_bring_their_role() -> None:
         {"pytorch_model_fsdp_0": {"w": W}, "rng_0": {"w": W}, "unet_ema": {"w": W}}
     )
     parts = {"pytorch_model_fsdp_0": "live", "rng_0": "other", "unet_ema": "ema"}
-    merged = Catalog(
-        **{**{k: getattr(catalog, k) for k in catalog.__slots__}, "extra": {"parts": parts}}
-    )
+    merged = replace(catalog, part_roles=parts)
     assert {tree.name: tree.role for tree in trees(merged)} == parts
 
 

@@ -8,24 +8,12 @@ names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
+from ema_ckpt.core.catalog import UnknownEntry
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.dcp.metadata import Metadata, TensorEntry
 
 _METADATA = ".metadata"
-
-
-class UnknownEntry(NamedTuple):
-    """An entry of a class that is not known here, and one place of its bytes; `file` is empty if it
-    has none.
-    """
-
-    name: str
-    kind: str
-    file: str = ""
-    offset: int = 0
-    nbytes: int = 0
 
 
 def find_mismatches(

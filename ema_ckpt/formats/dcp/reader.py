@@ -83,15 +83,13 @@ def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) ->
         files=required,
         digests=record.digests_of(recorded, tensors, record.SIDECAR),
         warnings=tuple(warnings),
-        extra={
-            "order": tuple(metadata),
-            "find_mismatches": partial(_contradictions, source, names, tuple(recorded.digests)),
-            "unknown_entries": unknown_entries(parts),
-        },
+        order=tuple(metadata),
+        unknown_entries=unknown_entries(parts),
+        find_mismatches=partial(_find_mismatches, source, names, tuple(recorded.digests)),
     )
 
 
-def _contradictions(
+def _find_mismatches(
     source: Files, names: Sequence[str], recorded: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
     """Read once more, since only one verb asks: what the metadata says twice and differently."""

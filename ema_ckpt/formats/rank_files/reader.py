@@ -18,15 +18,16 @@ from ema_ckpt.core.catalog import (
     Chunk,
     Diagnostic,
     Files,
+    Nesting,
     Object,
     Payload,
+    RankPrivate,
     Tensor,
     check_geometry,
 )
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import OTHER, part_role
-from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatPiece, Placed, find_flat, place_flat
 from ema_ckpt.formats.rank_files.names import family_of, missing_ranks
@@ -82,15 +83,12 @@ class _Merge:
     tensors: list[Tensor] = field(default_factory=list)
     objects: list[Object] = field(default_factory=list)
     parts: dict[str, list[_Part]] = field(default_factory=dict)
-    private: list[tuple[Path, str, str]] = field(default_factory=list)
+    rank_private: list[RankPrivate] = field(default_factory=list)
     warnings: list[Diagnostic] = field(default_factory=list)
 
 
 def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: str) -> Catalog:
     """Read the rank files `names` of the directory `source`; payloads are not read.
-
-    What is private to single ranks (random state, say) is in `Catalog.extra["private"]` as (path,
-    file, reason).
 
     Raises:
         SourceError: `incomplete` if ranks are missing, `unsupported` if the files do not say how
@@ -131,7 +129,8 @@ def _catalog(
         world_size=len(merge.files),
         files={name: source.size(name) for name in names},
         warnings=tuple(dict.fromkeys(merge.warnings)),
-        extra={"nesting": merge.files[0].nesting, "private": tuple(merge.private)},
+        nesting=merge.files[0].nesting,
+        rank_private=tuple(merge.rank_private),
     )
 
 
@@ -151,15 +150,15 @@ def _open_zero(source: Files, merge: _Merge, model: _RankFile, path: str, resolv
         if tensor is not None and f"{TREE}.{name}" not in known:
             merge.parts[f"{TREE}.{name}"] = merge.parts[tensor.name]
             merge.tensors.append(replace(tensor, name=f"{TREE}.{name}", path=(TREE, name)))
-    merge.private.append(
-        (
+    merge.rank_private.append(
+        RankPrivate(
             ("optimizer_state_dict",),
             names[0],
             "the optimizer's state in ZeRO partitions is not read",
         )
     )
-    merge.private += [
-        ((name,), model.name, "not read from ZeRO's files") for name in found.left_out
+    merge.rank_private += [
+        RankPrivate((name,), model.name, "not read from ZeRO's files") for name in found.left_out
     ]
     return _catalog(source, merge, [*names, model.name], path, resolved, nested=True)
 
@@ -250,8 +249,10 @@ def _merge_plain(
         isinstance(value, ShardRef) for other in merge.files for value in other.leaves.values()
     )
     if not same and _is_private(file.name):
-        merge.private.append(
-            (place, file.name, f"private to each rank: {len(plain)} files hold different values")
+        merge.rank_private.append(
+            RankPrivate(
+                place, file.name, f"private to each rank: {len(plain)} files hold different values"
+            )
         )
         return
     if not same and (len(forms) > 1 or not described):
@@ -283,8 +284,10 @@ def _merge_objects(
     file, value = next(((f, v) for f, v in held if unsafe_within(v) is not None), held[0])
     merge.warnings += object_warnings(name, value, file.name)
     if any(repr(other) != repr(value) for _, other in held):
-        merge.private.append(
-            (place, file.name, f"private to each rank: {len(held)} files hold different values")
+        merge.rank_private.append(
+            RankPrivate(
+                place, file.name, f"private to each rank: {len(held)} files hold different values"
+            )
         )
         return
     merge.objects.append(Object(name, place, file.name, inline=value, is_inline=True))

@@ -19,6 +19,7 @@ from ema_ckpt.core.catalog import (
     Chunk,
     Diagnostic,
     Files,
+    Nesting,
     Object,
     Payload,
     Tensor,
@@ -27,7 +28,6 @@ from ema_ckpt.core.catalog import (
 from ema_ckpt.core.dtypes import DType, by_safetensors
 from ema_ckpt.core.errors import SourceError, counted, shown
 from ema_ckpt.formats import sidecar as record
-from ema_ckpt.formats.nesting import Nesting
 from ema_ckpt.storage.files import safe_name
 
 MAX_HEADER_NBYTES = 100_000_000
@@ -123,7 +123,9 @@ def open_safetensors(
         files=files,
         digests=digests,
         warnings=tuple(warnings),
-        extra={"metadata": metadata, "ties": ties, "nesting": found.nesting or Nesting()},
+        nesting=found.nesting or Nesting(),
+        ties=ties,
+        header_text=metadata,
     )
 
 

@@ -17,6 +17,7 @@ from ema_ckpt.core.catalog import (
     Chunk,
     Diagnostic,
     Files,
+    Nesting,
     Object,
     Payload,
     Tensor,
@@ -24,7 +25,7 @@ from ema_ckpt.core.catalog import (
 )
 from ema_ckpt.core.errors import SourceError, UnsafeError, counted, shown
 from ema_ckpt.formats import sidecar as record
-from ema_ckpt.formats.nesting import Nesting, flatten
+from ema_ckpt.formats.nesting import flatten
 from ema_ckpt.formats.pickle.safe_globals import (
     Global,
     Maker,
@@ -200,7 +201,7 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
         files={file: source.size(file)},
         digests=digests,
         warnings=tuple(warnings),
-        extra={"nesting": nesting},
+        nesting=nesting,
     )
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ema_ckpt.core.box import row_major_strides, whole
-from ema_ckpt.core.catalog import Object
+from ema_ckpt.core.catalog import Nesting, Object
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem, keep_first
 from ema_ckpt.formats import sidecar as record
-from ema_ckpt.formats.nesting import Nesting, renest
+from ema_ckpt.formats.nesting import renest
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
 from ema_ckpt.formats.torch_zip.archive import Member, ZipLayout
