@@ -44,7 +44,7 @@ class WriteItem(NamedTuple):
     file `file`.
     """
 
-    entry: OutputTensor
+    output: OutputTensor
     box: Box
     file: str
     offset: int
@@ -52,15 +52,15 @@ class WriteItem(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the piece in the dtype that is written."""
-        return self.box.numel * self.entry.dtype.itemsize
+        return self.box.numel * self.output.dtype.itemsize
 
     @property
     def is_moved(self) -> bool:
         """Whether its bytes are moved as they are, as far as shapes tell: they are rows, and
         nothing is cast.
         """
-        source = self.entry.source
-        return not self.entry.casts and all(
+        source = self.output.source
+        return not self.output.casts and all(
             chunk.sizes[1:] == source.shape[1:] for chunk in source.chunks
         )
 
@@ -84,11 +84,11 @@ class WritePlan(Protocol):
         ...
 
     @property
-    def pieces(self) -> Sequence[WriteItem]:
+    def items(self) -> Sequence[WriteItem]:
         """Every payload to be written."""
         ...
 
-    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
+    def header_bytes(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
         """All remaining bytes, once payloads are there.
 
         `crcs[i]` is the CRC-32 of the bytes of `pieces[i]` as written; `digests[name]` that of the

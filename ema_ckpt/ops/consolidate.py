@@ -129,7 +129,7 @@ def consolidate(
                 FileEntry(name or place.name, nbytes) for name, nbytes in target.files.items()
             ),
             tensors=len(selection.entries),
-            nbytes=payload_nbytes(target.pieces),
+            nbytes=payload_nbytes(target.items),
             seconds=elapsed(),
             renamed=dict(selection.renamed),
             filled=selection.filled,

@@ -193,7 +193,7 @@ def _transfer(
                 FileEntry(name or order.out.name, nbytes) for name, nbytes in target.files.items()
             ),
             tensors=len(entries),
-            nbytes=payload_nbytes(target.pieces),
+            nbytes=payload_nbytes(target.items),
             seconds=elapsed(),
             renamed=dict(selection.renamed),
             ties=ties,

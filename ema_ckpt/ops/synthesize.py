@@ -279,9 +279,9 @@ class _Checked:
         return self.inner.files
 
     @property
-    def pieces(self) -> Sequence[WriteItem]:
-        return self.inner.pieces
+    def items(self) -> Sequence[WriteItem]:
+        return self.inner.items
 
-    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
+    def header_bytes(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
         self.blend.finish()
-        yield from self.inner.frames(crcs, digests)
+        yield from self.inner.header_bytes(crcs, digests)

@@ -230,7 +230,7 @@ def _take_part(job: Job, request: Request, stamps: Mapping[str, str], crew: Meet
 
 def _overflows(job: Job, outcome: Outcome) -> Iterable[Diagnostic]:
     names = (
-        dict.fromkeys(piece.entry.name for piece in job.target.pieces) if outcome.overflow else {}
+        dict.fromkeys(piece.output.name for piece in job.target.items) if outcome.overflow else {}
     )
     for name in names:  # workers end in any order, the warnings stand in that of the tensors
         if name in outcome.overflow:
@@ -278,8 +278,8 @@ def _stamp(root: str, file: str) -> str:
 
 def _plan_hash(target: WritePlan) -> str:
     known = hashlib.sha256()
-    for piece in target.pieces:
-        entry = piece.entry
+    for piece in target.items:
+        entry = piece.output
         line = f"{entry.name}\0{entry.source.name}\0{entry.dtype.name}\0{piece.file}\0{piece.offset}\0{piece.box}\n"
         known.update(line.encode("utf-8", "surrogatepass"))
     return known.hexdigest()

@@ -118,7 +118,7 @@ def run(
         engine = _Engine(catalog, target, outputs, settings, journal)
         outcome = engine.run(crew)
         if crew is None or crew.rank == 0:
-            for frame in coalesce_headers(target.frames(outcome.crcs, outcome.digests)):
+            for frame in coalesce_headers(target.header_bytes(outcome.crcs, outcome.digests)):
                 outputs.write(frame.file, frame.offset, frame.data)
     finally:
         outputs.close()
@@ -137,7 +137,7 @@ class _Engine:
         journal: Journal | None,
     ) -> None:
         self.catalog = catalog
-        self.pieces = target.pieces
+        self.items = target.items
         self._files = len(target.files)
         self.outputs = outputs
         self.settings = settings
@@ -152,7 +152,7 @@ class _Engine:
         self.lock = threading.Lock()
         # Where a tensor goes to several files its pieces come far apart, each after a file's worth
         # of others.
-        self._recurs = len({piece.entry.name for piece in target.pieces}) < len(target.pieces)
+        self._recurs = len({piece.output.name for piece in target.items}) < len(target.items)
         self._located: dict[str, tuple[tuple[Payload, ...], list[int]]] = {}
         self._progress = settings.progress
         self._begin()
@@ -160,7 +160,7 @@ class _Engine:
     def _begin(self) -> None:
         """Nothing is found out yet."""
         self.checks = ChecksumVerifier(self.catalog.source, self.settings.verify)
-        self.outcome = Outcome([0] * len(self.pieces))
+        self.outcome = Outcome([0] * len(self.items))
         self._parts: dict[str, list[Interval]] = {}
         self._divided: dict[int, tuple[ItemTask, int]] = {}
 
@@ -191,11 +191,11 @@ class _Engine:
         """
         if self._is_remote:
             return self.settings.threads
-        reads = sum(len(piece.entry.source.chunks) for piece in self.pieces)
-        nbytes = sum(piece.nbytes for piece in self.pieces)
+        reads = sum(len(piece.output.source.chunks) for piece in self.items)
+        nbytes = sum(piece.nbytes for piece in self.items)
         if nbytes < reads * _WORTH_NBYTES:
             return 1
-        casts = any(piece.entry.casts for piece in self.pieces)
+        casts = any(piece.output.casts for piece in self.items)
         return (
             self.settings.threads if casts else min(self.settings.threads, _WRITERS * self._files)
         )
@@ -205,11 +205,11 @@ class _Engine:
         able = copies > 1 and not self._is_remote and can_fork()
         if (
             not able
-            or sum(piece.nbytes for piece in self.pieces if not piece.is_moved)
+            or sum(piece.nbytes for piece in self.items if not piece.is_moved)
             < _LEAST_FORKED_NBYTES
         ):
             return False
-        import_all((piece.entry.source.dtype, piece.entry.dtype) for piece in self.pieces)
+        import_all((piece.output.source.dtype, piece.output.dtype) for piece in self.items)
         return can_fork()  # numpy starts threads of its own where it is not told to do without
 
     def _run_forked(self, workers: int) -> bool:
@@ -250,18 +250,18 @@ class _Engine:
         return [job for _, job in sized]
 
     def _by_file(self) -> Iterator[list[int]]:
-        for _, group in groupby(range(len(self.pieces)), key=lambda index: self.pieces[index].file):
+        for _, group in groupby(range(len(self.items)), key=lambda index: self.items[index].file):
             yield list(group)
 
     def _streams(
         self, crew: WriterGroup | None
     ) -> Iterator[Iterator[Callable[[WriteWorker], None]]]:
         """All jobs by output file, or those that begin in this process' share of the bytes."""
-        total = max(sum(piece.nbytes for piece in self.pieces), 1)
+        total = max(sum(piece.nbytes for piece in self.items), 1)
         at = 0
         for indices in self._by_file():
             yield self._jobs(indices, at, total, crew)
-            at += sum(self.pieces[index].nbytes for index in indices)
+            at += sum(self.items[index].nbytes for index in indices)
 
     def _jobs(
         self, indices: Sequence[int], at: int, total: int, crew: WriterGroup | None
@@ -297,8 +297,8 @@ class _Engine:
     def _cut(self, indices: Sequence[int]) -> Iterator[tuple[int, Callable[[WriteWorker], None]]]:
         batch: list[int] = []
         for index in indices:
-            piece = self.pieces[index]
-            widest = max(piece.entry.dtype.itemsize, piece.entry.source.dtype.itemsize)
+            piece = self.items[index]
+            widest = max(piece.output.dtype.itemsize, piece.output.source.dtype.itemsize)
             nbytes = piece.box.numel * widest
             if batch and (nbytes > self.moved_nbytes or not self._joins(batch, piece)):
                 yield self._batch_job(batch)
@@ -313,13 +313,13 @@ class _Engine:
             yield self._batch_job(batch)
 
     def _joins(self, batch: Sequence[int], piece: WriteItem) -> bool:
-        first, last = self.pieces[batch[0]], self.pieces[batch[-1]]
+        first, last = self.items[batch[0]], self.items[batch[-1]]
         near = first.offset <= last.offset <= piece.offset <= last.offset + last.nbytes + 4096
         room = piece.offset + piece.nbytes - first.offset <= self.moved_nbytes
         return piece.file == first.file and near and room and len(batch) < _MAX_BATCH
 
     def _batch_job(self, batch: Sequence[int]) -> tuple[int, Callable[[WriteWorker], None]]:
-        return sum(self.pieces[index].nbytes for index in batch), lambda hands: hands.batch(batch)
+        return sum(self.items[index].nbytes for index in batch), lambda hands: hands.batch(batch)
 
     def _alone(self, index: int, hands: WriteWorker) -> None:
         for _, job in self._segments(self.prepare(index)):
@@ -374,8 +374,8 @@ class _Engine:
 
     def prepare(self, index: int) -> ItemTask:
         """Find out where a piece's bytes are. Reads headers only."""
-        piece = self.pieces[index]
-        tensor = piece.entry.source
+        piece = self.items[index]
+        tensor = piece.output.source
         payloads, picked = self._locate(tensor)
         runs = row_ranges(tensor, payloads, picked, piece.box)
         shares: list[Overlap] = []
@@ -405,10 +405,10 @@ class _Engine:
         piece, shape = work.piece, work.tensor.shape
         if is_contiguous_in(piece.box, whole(shape)):
             start = (
-                linear(piece.box.offsets, shape) * piece.entry.dtype.itemsize if piece.nbytes else 0
+                linear(piece.box.offsets, shape) * piece.output.dtype.itemsize if piece.nbytes else 0
             )
             with self.lock:
-                self._parts.setdefault(piece.entry.name, []).append((start, piece.nbytes, crc))
+                self._parts.setdefault(piece.output.name, []).append((start, piece.nbytes, crc))
 
     def _compare_digest(self, work: ItemTask) -> None:
         """Compare the digest that the source records of a whole tensor, where its bytes went by in
@@ -432,7 +432,7 @@ class _Engine:
             )
 
     def _digest(self) -> None:
-        for entry in {piece.entry.name: piece.entry for piece in self.pieces}.values():
+        for entry in {piece.output.name: piece.output for piece in self.items}.values():
             parts = self._parts.get(entry.name)
             crc = join_crcs([part for part in parts if part[1]], entry.nbytes) if parts else None
             if crc is not None:

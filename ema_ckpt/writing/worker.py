@@ -37,12 +37,12 @@ class ItemTask:
     @property
     def tensor(self) -> Tensor:
         """The tensor that is read."""
-        return self.piece.entry.source
+        return self.piece.output.source
 
     @property
     def casts(self) -> bool:
         """Whether values change on the way."""
-        return self.piece.entry.casts
+        return self.piece.output.casts
 
     @property
     def source_nbytes(self) -> int:
@@ -57,11 +57,11 @@ class ItemTask:
 
     def written(self, source_nbytes: int) -> int:
         """Bytes that so many bytes of the source become."""
-        return source_nbytes // self.tensor.dtype.itemsize * self.piece.entry.dtype.itemsize
+        return source_nbytes // self.tensor.dtype.itemsize * self.piece.output.dtype.itemsize
 
     def read(self, written_nbytes: int) -> int:
         """Bytes of the source that so many written bytes come from."""
-        return written_nbytes // self.piece.entry.dtype.itemsize * self.tensor.dtype.itemsize
+        return written_nbytes // self.piece.output.dtype.itemsize * self.tensor.dtype.itemsize
 
 
 class WriteContext(Protocol):
@@ -260,7 +260,7 @@ class WriteWorker:
         before = caster.overflow
         data = caster.cast(view)
         if caster.overflow != before:
-            name = work.piece.entry.name
+            name = work.piece.output.name
             self._overflow[name] = self._overflow.get(name, 0) + caster.overflow - before
         return data
 
@@ -269,7 +269,7 @@ class WriteWorker:
         self._engine.wrote(file, offset, nbytes, Finished(crc, overflow))
 
     def _caster(self, work: ItemTask) -> Caster:
-        source, target = work.tensor.dtype, work.piece.entry.dtype
+        source, target = work.tensor.dtype, work.piece.output.dtype
         key = (source.name, target.name)
         if key not in self._casters:
             from ema_ckpt.reading.cast import Caster
@@ -336,7 +336,7 @@ def _extent(work: ItemTask, cutter: RowBlocks, first: int, stop: int) -> tuple[i
     """Where the bands [first, stop) lie in their piece as it is written: start and length in
     bytes.
     """
-    box, itemsize = work.piece.box, work.piece.entry.dtype.itemsize
+    box, itemsize = work.piece.box, work.piece.output.dtype.itemsize
     last = cutter.band(stop - 1)
     start = linear(cutter.band(first).within(box).offsets, box.sizes)
     end = linear(last.within(box).offsets, box.sizes) + last.numel

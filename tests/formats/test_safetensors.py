@@ -90,9 +90,9 @@ def test_what_is_written_loads_bit_for_bit(tmp_path):
 
 def test_header_is_padded_and_every_tensor_is_aligned(tmp_path):
     target = lay_out_file(entries(state()))
-    assert target.pieces[0].offset % 8 == 0
-    assert all(piece.offset % piece.entry.dtype.itemsize == 0 for piece in target.pieces)
-    order = [(-piece.entry.dtype.itemsize, piece.entry.name) for piece in target.pieces]
+    assert target.items[0].offset % 8 == 0
+    assert all(piece.offset % piece.output.dtype.itemsize == 0 for piece in target.items)
+    order = [(-piece.output.dtype.itemsize, piece.output.name) for piece in target.items]
     assert order == sorted(order)
 
 

@@ -522,7 +522,7 @@ def test_what_is_written_loads_safely_and_mapped(tmp_path):
 def test_payloads_are_aligned_and_checksums_true_everywhere(tmp_path):
     tensors = state()
     target = lay_out(entries(tensors))
-    assert all(piece.offset % 64 == 0 for piece in target.pieces)
+    assert all(piece.offset % 64 == 0 for piece in target.items)
     write(target, tmp_path / "m.pt", tensors)
     data = (tmp_path / "m.pt").read_bytes()
     with zipfile.ZipFile(tmp_path / "m.pt") as archive:
@@ -630,7 +630,7 @@ def test_a_file_above_four_gigabytes(tmp_path):
     crcs = [zlib.crc32(bytes(8), zeros), zlib.crc32(bytes(16))]
     with path.open("wb") as file:
         file.truncate(target.files[""])
-        for frame in target.frames(crcs, {"big": crcs[0], "small": crcs[1]}):
+        for frame in target.header_bytes(crcs, {"big": crcs[0], "small": crcs[1]}):
             file.seek(frame.offset)
             file.write(frame.data)
     found = loaded(path)

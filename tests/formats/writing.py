@@ -45,13 +45,13 @@ def write(target: WritePlan, out: Path, tensors: Mapping[str, torch.Tensor]) -> 
         out.mkdir(parents=True, exist_ok=True)
     images = {file: bytearray(nbytes) for file, nbytes in target.files.items()}
     crcs, digests = [], {}
-    for piece in target.pieces:
-        data = raw_bytes(tensors[piece.entry.name])
+    for piece in target.items:
+        data = raw_bytes(tensors[piece.output.name])
         assert len(data) == piece.nbytes
         images[piece.file][piece.offset : piece.offset + len(data)] = data
         crcs.append(zlib.crc32(data))
-        digests[piece.entry.name] = crcs[-1]
-    for frame in target.frames(crcs, digests):
+        digests[piece.output.name] = crcs[-1]
+    for frame in target.header_bytes(crcs, digests):
         assert frame.offset + len(frame.data) <= len(images[frame.file])
         images[frame.file][frame.offset : frame.offset + len(frame.data)] = frame.data
     for file, image in images.items():

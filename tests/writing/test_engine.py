@@ -76,8 +76,8 @@ def consolidated(
     finally:
         source.close()
     found = load_file(out)
-    for piece, crc in zip(target.pieces, outcome.crcs, strict=True):
-        name = piece.entry.name
+    for piece, crc in zip(target.items, outcome.crcs, strict=True):
+        name = piece.output.name
         raw = (
             found[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             if found[name].numel()

@@ -51,20 +51,20 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class DcpWritePlan:
-    """A checkpoint laid out; see `ema_ckpt.core.write_plan.Target`."""
+    """A checkpoint laid out; see `ema_ckpt.core.write_plan.WritePlan`."""
 
     files: Mapping[str, int]
-    pieces: Sequence[WriteItem]
-    items: Sequence[_Item]
+    items: Sequence[WriteItem]
+    archives: Sequence[_Item]
     metadata: bytes
     source: Files
     entries: Sequence[OutputTensor]
 
-    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
+    def header_bytes(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
         """Archives around payloads, objects, digests and, last, the metadata that makes it a
         checkpoint.
         """
-        for item in self.items:
+        for item in self.archives:
             if item.copied is not None:
                 yield from self._copied(item, item.copied)
             elif item.zip is not None:

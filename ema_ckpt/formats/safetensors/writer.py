@@ -87,7 +87,7 @@ class SafetensorsWritePlan:
         return sizes | {frame.file: len(frame.data) for frame in self._beside({})}
 
     @cached_property
-    def pieces(self) -> Sequence[WriteItem]:
+    def items(self) -> Sequence[WriteItem]:
         """One piece a tensor, in file order."""
         return tuple(self._pieces())
 
@@ -98,7 +98,7 @@ class SafetensorsWritePlan:
                 yield WriteItem(entry, whole(entry.source.shape), part.file, position)
                 position += entry.nbytes
 
-    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
+    def header_bytes(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
         """Headers, then the record and the index: what makes the directory complete comes last."""
         _ = crcs
         for part in self.parts:

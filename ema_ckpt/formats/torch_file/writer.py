@@ -58,7 +58,7 @@ class TorchWritePlan:
         return {"": self._zip.nbytes}
 
     @cached_property
-    def pieces(self) -> Sequence[WriteItem]:
+    def items(self) -> Sequence[WriteItem]:
         """One piece for each storage."""
         offsets = self._zip.offsets[2:]
         return tuple(
@@ -66,7 +66,7 @@ class TorchWritePlan:
             for entry, offset in zip(self.stored, offsets, strict=False)
         )
 
-    def frames(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
+    def header_bytes(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
         """Local headers, small records and the central directory."""
         own = self._record(digests)
         yield HeaderBytes("", self._zip.offsets[-1], own)
