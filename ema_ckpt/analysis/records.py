@@ -105,7 +105,8 @@ class RecordList:
             except SourceError as error:
                 if len(tensor.chunks) == 1:
                     self._report(
-                        _of(error, tensor.name, tensor.chunks[0].file), tensor.chunks[0].nbytes
+                        error.about(tensor=tensor.name, file=tensor.chunks[0].file),
+                        tensor.chunks[0].nbytes,
                     )
                     return (None,)
         return tuple(
@@ -117,7 +118,7 @@ class RecordList:
         try:
             found = self.catalog.reader.payloads(replace(tensor, chunks=(chunk,)))
         except SourceError as error:
-            self._report(_of(error, tensor.name, chunk.file), chunk.nbytes)
+            self._report(error.about(tensor=tensor.name, file=chunk.file), chunk.nbytes)
             return None
         return found[0] if len(found) == 1 else None
 
@@ -130,7 +131,7 @@ class RecordList:
         try:
             archive = read_archive(self.catalog.source, file, offset, nbytes)
         except SourceError as error:
-            self._report(_of(error, owner, file), nbytes)
+            self._report(error.about(tensor=owner, file=file), nbytes)
             return
         self._judge(archive, owner)
         yield from archive_records(archive, lambda _record: owner, with_pickle=is_object)
@@ -155,13 +156,6 @@ class RecordList:
             self._report(
                 SourceError("bad-header", message, tensor=owner or None, file=archive.file), 0
             )
-
-
-def _of(error: SourceError, owner: str, file: str) -> SourceError:
-    """The same error, said of a tensor or object in a file."""
-    text = str(error)
-    message = text if repr(owner) in text else f"{text} ({owner!r})"
-    return type(error)(error.code, message, tensor=error.tensor or owner, file=error.file or file)
 
 
 def _bare(owner: str, payload: Payload) -> StoredRecord:

@@ -9,13 +9,12 @@ their layouts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ema_ckpt.analysis.compare import decode
-from ema_ckpt.core.box import Box
+from ema_ckpt.core.box import Box, flat_range_boxes
 from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Tensor
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
@@ -47,30 +46,6 @@ def blended_dtype(dtypes: Sequence[DType]) -> DType:
     if len(set(dtypes)) == 1:
         return dtypes[0]
     return max((*dtypes, by_name("float32")), key=lambda dtype: dtype.itemsize)
-
-
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes, in order, whose elements are [start, stop) of a tensor of `shape` in row-major
-    order.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row, inner = prod(shape[1:]), tuple(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # inside one row
-        for box in boxes_of_range(inner, start - last * row, stop - last * row):
-            yield Box((last, *box.offsets), (1, *box.sizes))
-        return
-    if start < first * row:
-        for box in boxes_of_range(inner, start - (first - 1) * row, row):
-            yield Box((first - 1, *box.offsets), (1, *box.sizes))
-    if first < last:
-        yield Box((first, *(0,) * len(inner)), (last - first, *inner))
-    for box in boxes_of_range(inner, 0, stop - last * row):
-        yield Box((last, *box.offsets), (1, *box.sizes))
 
 
 class WeightedSum:
@@ -141,9 +116,8 @@ class WeightedSum:
         if offset % itemsize or len(buffer) % itemsize:
             raise SourceError("internal", f"{tensor.name!r}: read at {offset}, inside an element")
         at = 0
-        for box in boxes_of_range(
-            tensor.shape, offset // itemsize, (offset + len(buffer)) // itemsize
-        ):
+        start, stop = offset // itemsize, (offset + len(buffer)) // itemsize
+        for box in flat_range_boxes(tensor.shape, start, stop):
             nbytes = box.numel * itemsize
             self._sum(name, tensor, box, buffer[at : at + nbytes])
             at += nbytes

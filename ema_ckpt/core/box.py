@@ -1,4 +1,4 @@
-"""Axis-aligned boxes in element coordinates: the geometry of shards.
+"""Boxes of elements inside a tensor: the geometry of shards.
 
 A box is `(offsets, sizes)`, both in elements, one number per dimension; a 0-dim box holds one
 element.
@@ -6,15 +6,18 @@ element.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
+MeshCut = tuple[int | None, int]
+"""How one mesh dimension cuts a tensor: (tensor dimension or None, split factor), as in torch's
+`Replicate()` (None, 1), `Shard(dim)` (dim, 1) and `_StridedShard(dim, split_factor)`."""
 
 
 class Box(NamedTuple):
-    """A box of elements inside a tensor: where it begins and how far it reaches, per dimension."""
+    """A box of elements inside a tensor: first element and length in each dimension."""
 
     offsets: Ints
     sizes: Ints
@@ -26,16 +29,28 @@ class Box(NamedTuple):
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the box lies inside a tensor of `shape`."""
-        return len(self.sizes) == len(self.offsets) == len(shape) and all(
-            o >= 0 and s >= 0 and o + s <= d
-            for o, s, d in zip(self.offsets, self.sizes, shape, strict=True)
-        )
+        if not len(self.sizes) == len(self.offsets) == len(shape):
+            return False
+        for offset, size, length in zip(self.offsets, self.sizes, shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > length:
+                return False
+        return True
+
+    def contains(self, other: Box) -> bool:
+        """Whether `other`, a box of the same tensor, lies inside this one."""
+        for o, s, p, t in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            if p < o or p + t > o + s:
+                return False
+        return True
 
     def within(self, outer: Box) -> Box:
         """The same box in coordinates relative to `outer`'s corner."""
-        return Box(
-            tuple([o - p for o, p in zip(self.offsets, outer.offsets, strict=True)]), self.sizes
-        )
+        offsets = [o - p for o, p in zip(self.offsets, outer.offsets, strict=True)]
+        return Box(tuple(offsets), self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the box in an array of its tensor."""
+        return tuple([slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True)])
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -44,7 +59,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes of one rank, or None if no element is in both."""
+    """The common part of two boxes of one tensor, or None if they share no element."""
     offsets, sizes = [], []
     for p, s, q, t in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
         start, stop = max(p, q), min(p + s, q + t)
@@ -63,44 +78,6 @@ def row_major_strides(shape: Sequence[int]) -> Ints:
     return tuple(strides)
 
 
-def split_rows(shape: Sequence[int], parts: int) -> Iterator[Box]:
-    """Cut a tensor of one dim or more into `parts` boxes on dim 0, as `torch.chunk` does.
-
-    Each box has ceil(rows / parts) rows, the last non-empty one fewer; boxes after it are empty at
-    offset `rows`.
-    """
-    rows = shape[0]
-    step = -(-rows // parts)
-    for part in range(parts):
-        start = min(part * step, rows)
-        stop = min(start + step, rows)
-        yield Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
-
-
-def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Indices of two different boxes that share an element, or None.
-
-    Sweeps along the axis on which the boxes begin at most places, so that row, column and grid
-    shards all cost about n log n.
-    """
-    live = [index for index, box in enumerate(boxes) if box.numel]
-    if len(live) < 2 or not boxes[live[0]].sizes:
-        return (live[0], live[1]) if len(live) > 1 else None
-    axis = max(
-        range(len(boxes[live[0]].sizes)), key=lambda d: len({boxes[i].offsets[d] for i in live})
-    )
-    live.sort(key=lambda i: boxes[i].offsets[axis])
-    active: list[int] = []
-    for index in live:
-        start = boxes[index].offsets[axis]
-        active = [i for i in active if boxes[i].offsets[axis] + boxes[i].sizes[axis] > start]
-        for other in active:
-            if intersect(boxes[other], boxes[index]):
-                return (other, index)
-        active.append(index)
-    return None
-
-
 def linear(offsets: Sequence[int], sizes: Sequence[int]) -> int:
     """Row-major index of the element at `offsets` in an array of `sizes`."""
     index = 0
@@ -110,10 +87,124 @@ def linear(offsets: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def is_contiguous_in(inner: Box, outer: Box) -> bool:
-    """Whether the elements of `inner`, a box inside `outer`, follow one another in `outer`'s
-    row-major order.
-    """
+    """Whether the elements of `inner` follow one another in row-major order of `outer`, around it."""
     axis, ndim = 0, len(inner.sizes)
     while axis < ndim and inner.sizes[axis] == 1:
         axis += 1
     return inner.sizes[axis + 1 :] == outer.sizes[axis + 1 :]
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Cut elements [start, stop) of a row-major tensor of `shape` into boxes, in row-major order.
+
+    There are at most 2 * ndim - 1 boxes, and each is contiguous in the tensor.
+    """
+    if start >= stop:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    strides = row_major_strides(shape)
+    boxes = []
+    while start < stop:
+        # The outermost axis with a whole step that begins at `start` and ends before `stop`.
+        axis = 0
+        while start % strides[axis] or start + strides[axis] > stop:
+            axis += 1
+        stride = strides[axis]
+        count = min((stop - start) // stride, shape[axis] - start // stride % shape[axis])
+        offsets = [start // step % size for step, size in zip(strides, shape, strict=True)]
+        boxes.append(Box(tuple(offsets), (*(1,) * axis, count, *shape[axis + 1 :])))
+        start += count * stride
+    return tuple(boxes)
+
+
+def split_rows(shape: Sequence[int], parts: int) -> Iterator[Box]:
+    """Cut a tensor of one dim or more into `parts` boxes on dim 0, as `torch.chunk` does.
+
+    Each box has ceil(rows / parts) rows, the last non-empty one fewer; boxes after it are empty at
+    offset `rows`.
+    """
+    rows = shape[0]
+    for part in range(parts):
+        start, count = _chunk_rows(rows, parts, part)
+        yield Box((start, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
+
+
+def _chunk_rows(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """First row and number of rows of chunk `index` of `torch.chunk(rows, parts)`."""
+    step = -(-rows // parts)
+    start = min(index * step, rows)
+    return start, min(step, rows - start)
+
+
+def placement_box(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[MeshCut],
+    order: Mapping[int, Sequence[int]] | None = None,
+) -> Box | None:
+    """Box that the rank at `coordinate` of a device mesh holds of a tensor of `shape`.
+
+    `order` may give the mesh dimensions that cut a tensor dimension, outermost first (torch's
+    `shard_order`). Returns None if a split factor counts shards that do not exist.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim in range(len(shape)):
+        nested = nested_cuts(dim, mesh, placements)
+        recorded = (order or {}).get(dim)
+        cutting = [axis for axis, (cut_dim, _) in enumerate(placements) if cut_dim == dim]
+        if recorded is not None and sorted(recorded) == cutting:
+            nested = list(recorded)
+        if nested is None:
+            return None
+        for axis in nested:
+            start, sizes[dim] = _chunk_rows(sizes[dim], mesh[axis], coordinate[axis])
+            offsets[dim] += start
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def nested_cuts(dim: int, mesh: Sequence[int], placements: Sequence[MeshCut]) -> list[int] | None:
+    """Mesh dimensions that cut tensor dimension `dim`, outermost first; None if impossible.
+
+    FSDP2 cuts what tensor parallelism left, yet stands before it in the mesh: the split factor of
+    its `_StridedShard` is the number of shards that mesh dimensions to its right made before.
+    """
+    nested: list[int] = []
+    for axis in range(len(placements) - 1, -1, -1):
+        cut_dim, factor = placements[axis]
+        if cut_dim != dim:
+            continue
+        place, shards = 0, 1
+        while shards < factor and place < len(nested):
+            shards *= mesh[nested[place]]
+            place += 1
+        if shards != factor:
+            return None
+        nested.insert(place, axis)
+    return nested
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Indices of two different boxes that share an element, or None.
+
+    Sweeps along the axis on which the boxes begin at most places, so that row, column and grid
+    shards all cost about n log n.
+    """
+    filled = [index for index, box in enumerate(boxes) if box.numel]
+    if len(filled) < 2:
+        return None
+    ndim = len(boxes[filled[0]].sizes)
+    if ndim == 0:
+        return filled[0], filled[1]
+    axis = max(range(ndim), key=lambda dim: len({boxes[i].offsets[dim] for i in filled}))
+    filled.sort(key=lambda i: boxes[i].offsets[axis])
+    active: list[int] = []
+    for index in filled:
+        start = boxes[index].offsets[axis]
+        active = [i for i in active if boxes[i].offsets[axis] + boxes[i].sizes[axis] > start]
+        for other in active:
+            if intersect(boxes[other], boxes[index]):
+                return other, index
+        active.append(index)
+    return None

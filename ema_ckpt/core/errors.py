@@ -12,6 +12,7 @@ EmaCkptError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 _SHOWN_NAMES = 10
 
@@ -36,6 +37,29 @@ class EmaCkptError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between ranks; the default would call __init__ with the message alone.
         return (_rebuild, (type(self), self.code, str(self), self.tensor, self.file))
+
+    def about(
+        self,
+        *,
+        tensor: str | None = None,
+        file: str | None = None,
+        kind: str = "tensor",
+        label: str = "",
+        remedy: str = "",
+    ) -> Self:
+        """Return the same error that also names `tensor` and `file`, as far as it names none yet.
+
+        `kind` says what `tensor` is (`object`, say); `label` is put before the message, `remedy`
+        after it.
+        """
+        message = str(self)
+        if tensor is not None and repr(tensor) not in message:
+            message = f"{kind} {tensor!r}: {message}"
+        if file is not None and file not in message:
+            message = f"{file}: {message}"
+        message = f"{label}: {message}" if label else message
+        message = f"{message}; {remedy}" if remedy else message
+        return type(self)(self.code, message, tensor=self.tensor or tensor, file=self.file or file)
 
 
 class UsageError(EmaCkptError):

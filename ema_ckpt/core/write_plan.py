@@ -88,7 +88,9 @@ class WritePlan(Protocol):
         """Every payload to be written."""
         ...
 
-    def header_bytes(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
+    def header_bytes(
+        self, crcs: Sequence[int], digests: Mapping[str, int]
+    ) -> Iterator[HeaderBytes]:
         """All remaining bytes, once payloads are there.
 
         `crcs[i]` is the CRC-32 of the bytes of `pieces[i]` as written; `digests[name]` that of the

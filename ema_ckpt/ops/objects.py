@@ -42,7 +42,11 @@ def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> 
     """
     carried = Carried()
     for held in objects:
-        value = _load(catalog, held)
+        try:
+            value = catalog.reader.load(held.source)
+        except UnsafeError as error:
+            remedy = f"leave it out with --exclude {held.name!r}"
+            raise error.about(tensor=held.name, kind="object", remedy=remedy) from None
         opaque = opaque_within(value)
         if form == "dcp" and not held.source.is_inline:
             if opaque is not None:
@@ -61,14 +65,6 @@ def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> 
             )
             carried.skipped.append(Skipped(held.name, held.source.file, what))
     return carried
-
-
-def _load(catalog: Catalog, held: KeptObject) -> object:
-    try:
-        return catalog.reader.load(held.source)
-    except UnsafeError as error:
-        message = f"{error}; leave it out with --exclude {held.name!r}"
-        raise UnsafeError(error.code, message, tensor=held.name, file=error.file) from None
 
 
 def header_text(catalog: Catalog) -> dict[str, str]:

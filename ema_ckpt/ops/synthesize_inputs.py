@@ -234,9 +234,7 @@ def _recorded(snapshot: Snapshot) -> tuple[float | None, float | None, str | Non
         settings = ema_settings(snapshot.catalog, snapshot.tree)
         samples = samples_seen(snapshot.catalog, snapshot.tree)
     except EmaCkptError as error:
-        raise type(error)(
-            error.code, f"{snapshot.label}: {error}", tensor=error.tensor, file=error.file
-        ) from None
+        raise error.about(label=snapshot.label) from None
     schedule = settings.schedule if isinstance(settings.schedule, dict) else {}
     width, unit = schedule.get("sigma_rel"), str(schedule.get("unit", "updates"))
     time = samples if unit == "samples" else settings.num_updates

@@ -4,33 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ema_ckpt.analysis.weighted_sum import Part, WeightedSum, blended_dtype, boxes_of_range
+from ema_ckpt.analysis.weighted_sum import Part, WeightedSum, blended_dtype
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.discovery.opening import open_catalog
 from tests.checkpoints import save_dcp
-
-
-@given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_boxes_hold_exactly_the_range(shape: list[int], data: st.DataObject) -> None:
-    numel = int(np.prod(shape))
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    index = np.arange(numel).reshape(shape)
-    found = []
-    for box in boxes_of_range(shape, start, stop):
-        found += (
-            index[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-            .reshape(-1)
-            .tolist()
-        )
-    assert found == list(range(start, stop))
-    assert len(list(boxes_of_range(shape, start, stop))) <= max(2 * len(shape), 1)
 
 
 @pytest.mark.parametrize(

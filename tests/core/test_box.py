@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import numpy as np
 import torch
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from ema_ckpt.core.box import (
     Box,
     first_overlap,
+    flat_range_boxes,
     intersect,
     is_contiguous_in,
     linear,
+    placement_box,
     row_major_strides,
     split_rows,
     whole,
@@ -89,3 +92,79 @@ def test_contiguity_and_linear_index(given_: tuple[tuple[int, ...], st.DataObjec
 @given(st.lists(st.integers(0, 5), max_size=4))
 def test_row_major_strides_are_torchs(shape: list[int]) -> None:
     assert row_major_strides(shape) == torch.empty(shape).stride()
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_of_a_flat_range_hold_its_elements_in_order(
+    shape: list[int], data: st.DataObject
+) -> None:
+    index = np.arange(prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, index.size))
+    stop = data.draw(st.integers(start, index.size))
+    boxes = flat_range_boxes(shape, start, stop)
+    found = []
+    for box in boxes:
+        inside = index[box.slices()].ravel()
+        assert inside[0] == linear(box.offsets, shape)
+        assert inside.tolist() == list(range(inside[0], inside[0] + box.numel))
+        found += inside.tolist()
+    assert found == list(range(start, stop))
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+
+
+def test_boxes_of_an_empty_flat_range() -> None:
+    assert flat_range_boxes((0, 8), 0, 0) == ()
+    assert flat_range_boxes((), 0, 0) == ()
+    assert flat_range_boxes((), 0, 1) == (Box((), ()),)
+
+
+@st.composite
+def nested_shards(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[tuple[int, int]]]:
+    """A shape, the mesh, and the (dimension, index in the order of the cuts) of every mesh axis."""
+    shape = tuple(draw(st.lists(st.integers(0, 8), min_size=1, max_size=3)))
+    mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    dims = [draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh]
+    ranks = draw(st.permutations(range(len(mesh))))
+    return shape, mesh, list(zip(dims, ranks, strict=True))
+
+
+@given(nested_shards())
+def test_placements_cut_as_torch_chunk_does_one_after_the_other(
+    case: tuple[tuple[int, ...], list[int], list[tuple[int | None, int]]],
+) -> None:
+    """The split factor of a mesh axis counts the shards that axes to its right made before it."""
+    shape, mesh, cuts = case
+    placements = []
+    for axis, (dim, rank) in enumerate(cuts):
+        inside = [
+            mesh[i] for i in range(axis + 1, len(mesh)) if cuts[i][0] == dim and cuts[i][1] < rank
+        ]
+        placements.append((dim, prod(inside) if dim is not None else 1))
+    index = torch.arange(prod(shape)).reshape(shape)
+    for coordinate in product(*map(range, mesh)):
+        expected = index
+        for axis in sorted(range(len(mesh)), key=lambda axis: cuts[axis][1]):
+            dim = cuts[axis][0]
+            if dim is not None:
+                parts = torch.chunk(expected, mesh[axis], dim)
+                empty = expected.narrow(dim, 0, 0)
+                parts = (*parts, *[empty] * (mesh[axis] - len(parts)))
+                expected = parts[coordinate[axis]]
+        order = {
+            dim: sorted(
+                (a for a in range(len(mesh)) if cuts[a][0] == dim), key=lambda a: cuts[a][1]
+            )
+            for dim in range(len(shape))
+        }
+        box = placement_box(shape, mesh, coordinate, placements, order)
+        assert box is not None
+        assert torch.equal(index[box.slices()], expected)
+        assert box.fits(shape)
+        bare = placement_box(shape, mesh, coordinate, placements)
+        right = all(size > 1 for size in mesh)
+        assert not right or bare == box
+
+
+def test_a_split_factor_that_no_mesh_axes_make_gives_no_box() -> None:
+    assert placement_box((8,), (2, 2), (0, 0), [(0, 3), (0, 1)]) is None
+    assert placement_box((8,), (2, 2), (1, 0), [(0, 2), (0, 1)]) == Box((2,), (2,))

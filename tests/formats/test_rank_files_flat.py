@@ -4,33 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ema_ckpt
-from ema_ckpt.formats.rank_files.flat import boxes_of_run
 
 SHAPES = {"a": (5, 3), "b.w": (2, 3, 4), "gain": (), "void": (0, 3), "c": (7,)}
-
-
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_boxes_of_a_run_hold_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
-    index = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
-    start = data.draw(st.integers(0, index.size))
-    stop = data.draw(st.integers(start, index.size))
-    boxes = list(boxes_of_run(shape, start, stop))
-    found = []
-    for box, first in boxes:
-        part = index[
-            tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
-        ].reshape(-1)
-        assert part[0] == first
-        found += part.tolist()
-    assert found == list(range(start, stop))
-    assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -367,9 +367,7 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
     try:
         kind = by_name(dtype.name)
     except SourceError as error:
-        raise SourceError(
-            error.code, f"{where}: tensor {name!r}: {error}", tensor=name, file=where
-        ) from None
+        raise error.about(tensor=name, file=where) from None
     shape = _ints(entry.fields["size"])
     return TensorEntry(
         kind, shape, tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])

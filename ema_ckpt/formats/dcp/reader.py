@@ -264,7 +264,7 @@ class _Reader:
             archive = self._archive(chunk.file, chunk.offset, chunk.nbytes)
             ref = self._ref(archive)
         except SourceError as error:
-            raise _about(error, tensor.name, chunk.file) from None
+            raise error.about(tensor=tensor.name, file=chunk.file) from None
         if ref.dtype != tensor.dtype or ref.shape != chunk.sizes:
             found = f"{ref.dtype.name} {list(ref.shape)}"
             message = (
@@ -279,7 +279,7 @@ class _Reader:
         stored = archive.record(f"data/{ref.storage.key}")
         if stored.nbytes != ref.storage.nbytes:
             message = f"{chunk.file}: its storage has {stored.nbytes} bytes, expected {ref.storage.nbytes}"
-            raise _about(SourceError("bad-header", message), tensor.name, chunk.file)
+            raise SourceError("bad-header", message).about(tensor=tensor.name, file=chunk.file)
         strides = None if ref.strides == row_major_strides(ref.shape) else _meaningful(ref)
         payload = Payload(chunk.file, stored.offset, stored.nbytes, strides, ref.start, stored.crc)
         mould = mould_of(archive, stored.name)
@@ -302,7 +302,7 @@ class _Reader:
                 raise UnsafeError("unsafe-pickle", f"{where}: {unsafe}")
             return value
         except SourceError as error:
-            raise _about(error, item.name, item.file, "object") from None
+            raise error.about(tensor=item.name, file=item.file, kind="object") from None
 
     def _archive(self, file: str, offset: int, nbytes: int) -> Archive:
         if not file:
@@ -343,12 +343,3 @@ def _meaningful(ref: TensorRef) -> tuple[int, ...] | None:
         r if size == 1 else s for s, r, size in zip(ref.strides, row_major, ref.shape, strict=True)
     )
     return None if strides == row_major else strides
-
-
-def _about(error: SourceError, name: str, file: str, what: str = "tensor") -> SourceError:
-    """The same error, said of a tensor or object."""
-    if error.tensor:
-        return error
-    text = str(error)
-    message = text if repr(name) in text else f"{what} {name!r}: {text}"
-    return type(error)(error.code, message, tensor=name, file=error.file or file)

@@ -9,11 +9,11 @@ tensor is at most `2 * dims - 1` boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ema_ckpt.core.box import Box
+from ema_ckpt.core.box import Box, flat_range_boxes, linear
 from ema_ckpt.core.errors import SourceError, counted, shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
 
@@ -45,40 +45,6 @@ class FlatPiece:
     used: frozenset[Path]
     rank: int | None = None
     world_size: int | None = None
-
-
-def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """The boxes that the elements [start, stop) of a row-major tensor of `shape` make, and the
-    first index of each.
-    """
-    for offsets, sizes, first in _cut(tuple(shape), start, stop):
-        yield Box(offsets, sizes), first
-
-
-def _cut(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]]:
-    if start >= stop:
-        return
-    if not shape:
-        yield (), (), 0
-        return
-    rest = shape[1:]
-    row, zeros = prod(rest), (0,) * len(rest)
-    first, last = -(-start // row), stop // row
-    if first > last:
-        yield from _in_row(rest, start // row, start % row, stop - start // row * row)
-        return
-    if start % row:
-        yield from _in_row(rest, start // row, start % row, row)
-    if last > first:
-        yield (first, *zeros), (last - first, *rest), first * row
-    if stop % row:
-        yield from _in_row(rest, last, 0, stop % row)
-
-
-def _in_row(rest: Ints, at: int, start: int, stop: int) -> Iterator[tuple[Ints, Ints, int]]:
-    row = prod(rest)
-    for offsets, sizes, first in _cut(rest, start, stop):
-        yield (at, *offsets), (1, *sizes), at * row + first
 
 
 def find_flat(leaves: Leaves, file: str) -> list[FlatPiece]:
@@ -247,8 +213,8 @@ def place_flat(pieces: Sequence[FlatPiece], files: Sequence[str]) -> list[tuple[
             flat = pieces[rank].flat
             if flat is not None:
                 boxes += [
-                    (box, rank, flat, at + i - rank * step)
-                    for box, i in boxes_of_run(shape, start - at, stop - at)
+                    (box, rank, flat, at + linear(box.offsets, shape) - rank * step)
+                    for box in flat_range_boxes(shape, start - at, stop - at)
                 ]
         placed.append((name, boxes))
         at += numel
@@ -275,6 +241,8 @@ def _by_runs(pieces: Sequence[FlatPiece]) -> list[tuple[str, list[Placed]]]:
     boxes: dict[str, list[Placed]] = {}
     for rank, piece in enumerate(pieces):
         for name, first, count, ref, start in piece.runs:
-            for box, index in boxes_of_run(piece.shapes[name], first, first + count):
+            shape = piece.shapes[name]
+            for box in flat_range_boxes(shape, first, first + count):
+                index = linear(box.offsets, shape)
                 boxes.setdefault(name, []).append((box, rank, ref, start + index - first))
     return list(boxes.items())

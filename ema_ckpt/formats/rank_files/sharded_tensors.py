@@ -9,11 +9,11 @@ different modules under one name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ema_ckpt.core.box import Box
+from ema_ckpt.core.box import Box, MeshCut, placement_box
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque
@@ -43,16 +43,6 @@ class _Mesh:
 
     sizes: Ints
     coordinate: Ints | None
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """How one mesh dimension cuts a tensor: along `dim` (None: not at all). `factor` > 1: only
-    after those mesh dimensions to the right that together cut it into so many parts
-    (`_StridedShard`)."""
-
-    dim: int | None
-    factor: int = 1
 
 
 def read_subclass(found: Global, args: tuple[object, ...]) -> object:
@@ -93,7 +83,13 @@ def _dtensor(state: object) -> ShardRef:
     ranks = prod(mesh.sizes)
     if mesh.coordinate is None:
         return ShardRef(dtype, shape, (), ranks)
-    box = held_box(shape, placements, mesh.sizes, mesh.coordinate, _order(spec.get("shard_order")))
+    order = _order(spec.get("shard_order"))
+    box = placement_box(shape, mesh.sizes, mesh.coordinate, placements, order)
+    if box is None:
+        factors = [factor for _, factor in placements]
+        raise _fail(
+            f"strided shards of factors {factors} fit no dimensions of the mesh {mesh.sizes}"
+        )
     if local.shape != box.sizes or local.dtype != dtype:
         held = f"{local.dtype.name} {list(local.shape)}"
         raise _fail(
@@ -111,11 +107,11 @@ def _global_form(meta: object) -> tuple[Ints, DType]:
     raise _fail("a DTensor does not record its global shape and dtype")
 
 
-def _placement(value: object, ndim: int) -> Placement:
+def _placement(value: object, ndim: int) -> MeshCut:
     if not isinstance(value, Opaque) or not value.module.startswith(_HOME):
         raise _fail("a DTensor has a placement of an unknown kind")
     if value.name == "Replicate":
-        return Placement(None)
+        return None, 1
     if value.name not in ("Shard", "_StridedShard"):
         raise _fail(
             f"a DTensor is placed as {value.name}, of which no rank holds final values; redistribute it first"
@@ -124,7 +120,7 @@ def _placement(value: object, ndim: int) -> Placement:
     dim, factor = fields.get("dim", next(iter(value.args), None)), fields.get("split_factor", 1)
     if type(dim) is not int or not -ndim <= dim < ndim or type(factor) is not int or factor < 1:
         raise _fail(f"a DTensor has a {value.name} without a dimension that it has")
-    return Placement(dim % ndim, factor if value.name == "_StridedShard" else 1)
+    return dim % ndim, factor if value.name == "_StridedShard" else 1
 
 
 def _order(entries: object) -> dict[int, Ints] | None:
@@ -139,53 +135,6 @@ def _order(entries: object) -> dict[int, Ints] | None:
             raise _fail("a DTensor records the order of its shards in an unknown form")
         order[entry.args[0]] = _ints(entry.args[1])
     return order
-
-
-def held_box(
-    shape: Ints,
-    placements: Sequence[Placement],
-    mesh: Ints,
-    coordinate: Ints,
-    order: Mapping[int, Ints] | None = None,
-) -> Box:
-    """The box that the rank at `coordinate` of a mesh holds of a tensor of `shape`, each cut as by
-    `torch.chunk`.
-
-    Raises:
-        SourceError: `unsupported` for strided shards whose factor fits no mesh dimensions to their
-            right.
-    """
-    offsets, sizes = [0] * len(shape), list(shape)
-    for dim in range(len(shape)):
-        cutting = [at for at, placement in enumerate(placements) if placement.dim == dim]
-        told = order.get(dim) if order else None
-        for at in told if told and sorted(told) == cutting else _nested(cutting, placements, mesh):
-            rows = sizes[dim]
-            step = -(-rows // mesh[at])
-            start = min(coordinate[at] * step, rows)
-            offsets[dim] += start
-            sizes[dim] = min(start + step, rows) - start
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def _nested(cutting: Sequence[int], placements: Sequence[Placement], mesh: Ints) -> list[int]:
-    """The mesh dimensions `cutting` one tensor dimension, outermost first.
-
-    FSDP2 cuts what tensor parallelism left, yet stands before it in the mesh: its `_StridedShard`
-    says into how many parts the tensor has been cut already.
-    """
-    nested: list[int] = []
-    for at in reversed(cutting):
-        place, parts = 0, 1
-        while parts < placements[at].factor and place < len(nested):
-            parts *= mesh[nested[place]]
-            place += 1
-        if parts != placements[at].factor:
-            raise _fail(
-                f"a strided shard of factor {placements[at].factor} fits no dimensions of the mesh {mesh}"
-            )
-        nested.insert(place, at)
-    return nested
 
 
 def _mesh(fields: Mapping[str, object]) -> _Mesh:

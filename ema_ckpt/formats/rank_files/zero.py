@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ema_ckpt.core.box import flat_range_boxes, linear
 from ema_ckpt.core.errors import SourceError, counted
 from ema_ckpt.formats.pickle.tensors import TensorRef
-from ema_ckpt.formats.rank_files.flat import FlatPiece, Leaves, Placed, boxes_of_run, place_flat
+from ema_ckpt.formats.rank_files.flat import FlatPiece, Leaves, Placed, place_flat
 
 Ints = tuple[int, ...]
 TREE = "module"
@@ -153,8 +154,8 @@ def _by_parameter(
                 raise SourceError("incomplete", message, tensor=name, file=files[rank])
             shift = at - (ends[rank][which - 1] if which else 0) - start
             boxes += [
-                (box, rank, held[which], shift + index)
-                for box, index in boxes_of_run(shape, start, stop)
+                (box, rank, held[which], shift + linear(box.offsets, shape))
+                for box in flat_range_boxes(shape, start, stop)
             ]
         placed.append((name, shape, boxes))
         at += step

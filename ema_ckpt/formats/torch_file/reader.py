@@ -284,7 +284,7 @@ def read_leaves(
         # Each thing that is stored takes a byte of the pickle at least.
         leaves, nesting = flatten(root, is_tensor, len(data) + 64)
     except SourceError as error:
-        raise SourceError(error.code, f"{where}: {error}", file=where) from None
+        raise error.about(file=where) from None
     return [(path, value) for path, value in leaves if path], nesting
 
 
