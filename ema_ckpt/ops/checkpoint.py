@@ -16,7 +16,7 @@ from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.results import TreeEntry
 from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, find_overlaps
-from ema_ckpt.state_dicts.aliases import with_aliases
+from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.selection import cast_target
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, trees
 
@@ -130,7 +130,7 @@ class Checkpoint:
         else:
             picked = find_tree(self._known, tree, self.path)
         kind = _float_kind(dtype)
-        weights = with_aliases(self._catalog, picked).weights
+        weights = with_tied_names(self._catalog, picked).weights
         shared: dict[object, torch.Tensor] = {}
         found = {}
         for name, tensor in weights.items():

@@ -29,8 +29,7 @@ from ema_ckpt.ops.write import (
     timer,
     write,
 )
-from ema_ckpt.state_dicts.aliases import with_aliases
-from ema_ckpt.state_dicts.ema_config import ema_settings
+from ema_ckpt.state_dicts.ema_config import read_ema_config, with_tied_names
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
 from ema_ckpt.state_dicts.ties import dropped_names, with_dropped
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, live_of, trees
@@ -84,7 +83,7 @@ def consolidate(
             )
             picked = _pick(catalog, known, tree, convert)
         warnings = [*catalog.warnings]
-        whole = with_aliases(catalog, picked)
+        whole = with_tied_names(catalog, picked)
         selection = select_tree(
             whole, request.selection, _filling(catalog, known, whole, fill, warnings)
         )
@@ -154,7 +153,7 @@ def _pick(catalog: Catalog, known: Sequence[Tree], name: str, convert: str) -> T
 
 
 def _stalled(catalog: Catalog, picked: Tree) -> list[Diagnostic]:
-    if picked.role != EMA or ema_settings(catalog, picked, open_objects=False).num_updates != 0:
+    if picked.role != EMA or read_ema_config(catalog, picked, open_objects=False).num_updates != 0:
         return []
     return [
         Diagnostic(

@@ -12,7 +12,7 @@ from ema_ckpt.core.errors import counted, shown
 from ema_ckpt.core.names import EMA, LIVE
 from ema_ckpt.ops.diff_pairing import Pairing, Side
 from ema_ckpt.reading.streams import StreamReader, locate
-from ema_ckpt.state_dicts.ema_config import ema_settings, exchange_marks
+from ema_ckpt.state_dicts.ema_config import read_ema_config, swap_marks
 
 _UNRELATED_COSINE = 0.5
 _UNRELATED_SHARE = 0.1
@@ -61,7 +61,7 @@ def find(compared: Compared) -> tuple[Diagnostic, ...]:
 
 def _swapped(side: Side) -> Iterator[Diagnostic]:
     """A mark that the live weights lay in the EMA's place when the checkpoint was saved."""
-    for item in exchange_marks(side.catalog, side.known):
+    for item in swap_marks(side.catalog, side.known):
         if _is_set(side.catalog, item):
             message = (
                 f"{side.catalog.resolved} is marked as swapped ({item.name!r}): its EMA tree {side.tree.name!r} holds "
@@ -113,7 +113,7 @@ def _stalled(side: Side) -> Iterator[Diagnostic]:
 
 
 def _updates(side: Side) -> int | None:
-    return ema_settings(side.catalog, side.tree, open_objects=False).num_updates
+    return read_ema_config(side.catalog, side.tree, open_objects=False).num_updates
 
 
 def _equal(compared: Compared) -> Iterator[Diagnostic]:

@@ -13,7 +13,7 @@ from ema_ckpt.core.errors import UsageError, shown
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.suggest import suggested_command
-from ema_ckpt.state_dicts.aliases import with_aliases
+from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, live_of, trees
 
 
@@ -77,7 +77,7 @@ def _under_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:
     """A tree with its tied weights also under the other names that `other` has: an EMA keeps them
     once.
     """
-    whole = with_aliases(catalog, tree).named
+    whole = with_tied_names(catalog, tree).named
     return replace(
         tree,
         named={name: t for name, t in whole.items() if name in tree.named or name in other.named},

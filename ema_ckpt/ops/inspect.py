@@ -13,7 +13,7 @@ from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.checkpoint import tree_entry
 from ema_ckpt.ops.results import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
-from ema_ckpt.state_dicts.ema_config import ema_settings
+from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.state_dicts.selection import refuse_idle
 from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, trees
 
@@ -92,7 +92,7 @@ def _geometry(catalog: Catalog) -> Iterable[Diagnostic]:
 
 def _settings(catalog: Catalog, tree: Tree, warnings: list[Diagnostic]) -> dict[str, object]:
     try:
-        found = ema_settings(catalog, tree)
+        found = read_ema_config(catalog, tree)
     except EmaCkptError as error:
         warnings.append(Diagnostic(error.code, str(error)))
         return {"num_updates": None, "decay": None, "schedule": None, "dtype": None}

@@ -15,8 +15,7 @@ from ema_ckpt.core.errors import EmaCkptError, UsageError, counted, shown
 from ema_ckpt.core.names import canonical
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import open_catalog
-from ema_ckpt.state_dicts.aliases import with_aliases
-from ema_ckpt.state_dicts.ema_config import ema_settings, samples_seen
+from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, trees
 
 _POOR = 0.05
@@ -53,7 +52,7 @@ def open_snapshots(
             known = trees(catalog)
             picked = [find_tree(known, name, catalog.resolved) for name in names]
             picked = picked or [default_tree(known, command, catalog.resolved, options)]
-            found += [Snapshot(catalog, with_aliases(catalog, tree)) for tree in picked]
+            found += [Snapshot(catalog, with_tied_names(catalog, tree)) for tree in picked]
         undo.pop_all()
     return found
 
@@ -231,8 +230,8 @@ def _profiles(
 def _recorded(snapshot: Snapshot) -> tuple[float | None, float | None, str | None]:
     """Relative width, time and unit as the EMA's own settings tell; None for what they do not."""
     try:
-        settings = ema_settings(snapshot.catalog, snapshot.tree)
-        samples = samples_seen(snapshot.catalog, snapshot.tree)
+        settings = read_ema_config(snapshot.catalog, snapshot.tree)
+        samples = read_samples_seen(snapshot.catalog, snapshot.tree)
     except EmaCkptError as error:
         raise error.about(label=snapshot.label) from None
     schedule = settings.schedule if isinstance(settings.schedule, dict) else {}

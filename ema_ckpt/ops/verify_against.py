@@ -21,7 +21,7 @@ from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.reading.cast import Caster
 from ema_ckpt.reading.digests import computed, stored_digest
 from ema_ckpt.reading.streams import StreamReader, locate
-from ema_ckpt.state_dicts.aliases import with_aliases
+from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, inner_names, trees
 
@@ -79,7 +79,10 @@ class _Comparison:
         known = trees(self._origin)
         full = {_stripped(t.name, tree): t for tree in known for t in tree.tensors}
         full |= {t.name: t for t in self._origin.tensors}
-        ways = [_Names("", full), *(_by_tree(with_aliases(self._origin, tree)) for tree in known)]
+        ways = [
+            _Names("", full),
+            *(_by_tree(with_tied_names(self._origin, tree)) for tree in known),
+        ]
         overlap = {
             id(way): sum(self._counterpart(name, way) is not None for name in mine) for way in ways
         }

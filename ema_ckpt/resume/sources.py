@@ -12,7 +12,7 @@ from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.errors import UsageError, shown
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
 from ema_ckpt.resume.tensor_source import Source
-from ema_ckpt.state_dicts.ema_config import exchange_marks
+from ema_ckpt.state_dicts.ema_config import swap_marks
 from ema_ckpt.state_dicts.ema_layouts import is_weight
 from ema_ckpt.state_dicts.tree import Tree, trees
 
@@ -34,7 +34,7 @@ class Checkpoint:
         """Whether a mark says that it was saved with averages in the model's place and live weights
         in theirs.
         """
-        marks = exchange_marks(self.catalog, self.trees)
+        marks = swap_marks(self.catalog, self.trees)
         return any(bool(setting(self.source, {item.name: item}, item.name)) for item in marks)
 
     @property

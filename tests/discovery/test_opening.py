@@ -18,7 +18,7 @@ from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.consolidate import consolidate
 from ema_ckpt.ops.convert import convert
-from ema_ckpt.state_dicts.ema_config import EmaSettings, ema_settings
+from ema_ckpt.state_dicts.ema_config import EmaConfig, read_ema_config
 from ema_ckpt.state_dicts.selection import options, select_all
 from ema_ckpt.state_dicts.tree import Tree, find_tree, live_of, trees
 from tests.catalogs import INT, SCALAR, T, catalog_of
@@ -200,7 +200,7 @@ def test_parts_are_trees_of_their_roles_and_contribute_their_content(tmp_path: P
     assert catalog.reader.load(lr) == 0.1
     average = picked(catalog, "unet_ema")
     assert list(average.weights) == ["b", "layer.w"]
-    assert ema_settings(catalog, average) == EmaSettings(7, 0.9999, None, "float32")
+    assert read_ema_config(catalog, average) == EmaConfig(7, 0.9999, None, "float32")
     catalog.source.close()
 
 
@@ -216,7 +216,7 @@ def test_parts_behind_a_url(tmp_path: Path) -> None:
             "unet_ema": "ema",
         }
         assert value(catalog, "unet_ema.layer.w") == weights(0.5)["layer.w"].flatten().tolist()
-        assert ema_settings(catalog, picked(catalog, "unet_ema")).num_updates == 7
+        assert read_ema_config(catalog, picked(catalog, "unet_ema")).num_updates == 7
     finally:
         memory.rm("/joined", recursive=True)
 
@@ -370,14 +370,14 @@ def test_a_warning_names_the_part(tmp_path: Path) -> None:
 # Settings.
 
 
-def settings_of(path: Path) -> EmaSettings:
+def settings_of(path: Path) -> EmaConfig:
     catalog = open_catalog(path)
-    return ema_settings(catalog, next(tree for tree in trees(catalog) if tree.role == "ema"))
+    return read_ema_config(catalog, next(tree for tree in trees(catalog) if tree.role == "ema"))
 
 
 def test_the_settings_of_our_own_form(tmp_path: Path) -> None:
     schedule = {"kind": "constant", "decay": 0.999}
-    assert settings_of(dcp_at(tmp_path / "ckpt")) == EmaSettings(3, 0.999, schedule, "float32")
+    assert settings_of(dcp_at(tmp_path / "ckpt")) == EmaConfig(3, 0.999, schedule, "float32")
 
 
 @pytest.mark.parametrize(
@@ -442,10 +442,10 @@ def test_no_object_is_opened_unless_asked(tmp_path: Path) -> None:
     inside = {"b": torch.ones(2), "decay": 0.9, "num_updates": torch.tensor(5)}
     catalog = open_catalog(save_dcp(tmp_path / "x", {"ema": inside}))
     average = picked(catalog, "ema")
-    assert ema_settings(catalog, average, open_objects=False) == EmaSettings(
+    assert read_ema_config(catalog, average, open_objects=False) == EmaConfig(
         5, None, None, "float32"
     )
-    assert ema_settings(catalog, average).decay == 0.9
+    assert read_ema_config(catalog, average).decay == 0.9
 
 
 def test_a_large_object_is_not_opened(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_a_counter_that_no_chunk_holds() -> None:
     bare = replace(average.settings["num_updates"], chunks=())  # type: ignore[type-var]
     hollow = Tree("ema", "ema", named=average.named, settings={"num_updates": bare})
     with pytest.raises(EmaCkptError) as caught:
-        ema_settings(catalog, hollow)
+        read_ema_config(catalog, hollow)
     assert caught.value.code == "hole"
 
 
@@ -502,4 +502,4 @@ def test_safetensors_settings(tmp_path: Path) -> None:
         {"ema.w": torch.ones(2), "ema.num_updates": torch.tensor(2), "w": torch.ones(2)},
         tmp_path / "x.safetensors",
     )
-    assert settings_of(tmp_path / "x.safetensors") == EmaSettings(2, None, None, "float32")
+    assert settings_of(tmp_path / "x.safetensors") == EmaConfig(2, None, None, "float32")
