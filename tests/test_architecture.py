@@ -34,7 +34,7 @@ FOLDERS = (
 LAYERS = {folder: layer for layer, folder in FOLDERS}
 
 # The training side may import torch at the top of a module; the checkpoint side, whose start-up is measured, may not.
-TORCH_AT_TOP = ("ema", "resume", "comm.rendezvous", "comm.collective")
+TORCH_AT_TOP = ("ema", "resume", "comm.rendezvous", "comm.collective", "comm.channel")
 
 # Where a call that is forbidden elsewhere belongs.
 ALLOWED = {

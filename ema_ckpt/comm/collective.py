@@ -1,21 +1,20 @@
-"""Steps that succeed on all ranks or fail on all of them, with the cause from the rank that had
-it.
-"""
+"""Steps that succeed on all ranks or fail on all of them, with the cause from the rank it had."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from ema_ckpt.comm.failures import described, joined
-from ema_ckpt.comm.rendezvous import Channel
+from ema_ckpt.comm.channel import Channel
+from ema_ckpt.core import errors
+from ema_ckpt.core.errors import CollectiveError, EmaCkptError
+from ema_ckpt.core.text import format_ranks
 
 T = TypeVar("T")
 
 
-def agreed(ours: Channel, call: str, step: Callable[[], T]) -> T:
-    """Run `step` on every rank; where one rank's step raises, all ranks raise, and none before all
-    are done.
+def run_on_all_ranks(channel: Channel, call: str, step: Callable[[], T]) -> T:
+    """Run `step` on every rank; if it raises on one, raise on all once all are done.
 
     Raises:
         EmaCkptError: of the class and code that a step raised.
@@ -27,10 +26,40 @@ def agreed(ours: Channel, call: str, step: Callable[[], T]) -> T:
         result = step()
     except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
         failure = error
-    reports = ours.exchange(None if failure is None else described(failure))
+    reports = channel.exchange(None if failure is None else describe_error(failure))
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if failed:
-        if failure is not None and ours.gloo is None:
+        if failure is not None and channel.gloo is None:
             raise failure
-        raise joined(call, failed, ours.size) from failure
+        raise merge_errors(call, failed, channel.size) from failure
     return result
+
+
+def describe_error(failure: Exception) -> dict[str, str]:
+    """Return an error as plain JSON values."""
+    if isinstance(failure, EmaCkptError):
+        return {"kind": type(failure).__name__, "code": failure.code, "message": str(failure)}
+    return {"kind": "", "code": "rank-failed", "message": f"{type(failure).__name__}: {failure}"}
+
+
+def merge_errors(call: str, reports: Mapping[int, Mapping[str, str]], size: int) -> EmaCkptError:
+    """Return one error for `describe_error` reports by rank, of the lowest rank's class and code.
+
+    Args:
+        call: what the user called.
+        reports: of the ranks that failed.
+        size: number of ranks that took part.
+    """
+    ranks_by_message: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        ranks_by_message.setdefault(report["message"], []).append(rank)
+    parts = [
+        text if len(ranks) == size else f"{format_ranks(ranks)}: {text}"
+        for text, ranks in ranks_by_message.items()
+    ]
+    message = "; ".join(parts)
+    first = reports[min(reports)]
+    kind: Any = getattr(errors, first["kind"], CollectiveError)
+    if kind is CollectiveError:
+        message = f"{call}: {message}"
+    return kind(first["code"], message)  # type: ignore[no-any-return]

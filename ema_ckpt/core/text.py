@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ema_ckpt.core.errors import UsageError
 
 _UNITS = {
@@ -62,3 +64,15 @@ def format_size(nbytes: int) -> str:
         if value < 999.5:
             break
     return f"{value:.3g} {unit}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as messages name them: `rank 1`, `ranks 1–3`, `ranks 0, 2–5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -41,8 +41,8 @@ def batches_of(
     kinds: dict[tuple[Any, ...], list[_Pair]] = {}
     for slot, value in zip(slots, values, strict=True):
         if slot.numel:
-            kind = (slot.shadow.device, slot.shadow.dtype, value.device, value.dtype)
-            pair = _Pair(slot.shadow, slot.residual, live_part(slot, value))
+            kind = (slot.average.device, slot.average.dtype, value.device, value.dtype)
+            pair = _Pair(slot.average, slot.residual, live_part(slot, value))
             kinds.setdefault(kind, []).extend(
                 _placed(slot, pair) if _is_noisy(slot, settings) else [pair]
             )
@@ -50,7 +50,7 @@ def batches_of(
 
 
 def _is_noisy(slot: Shadow, settings: Settings) -> bool:
-    return settings.rounding == "stochastic" and slot.shadow.dtype is torch.bfloat16
+    return settings.rounding == "stochastic" and slot.average.dtype is torch.bfloat16
 
 
 def _list(

@@ -102,7 +102,9 @@ class ShardedEMA:
             found = scan_model(model)
             chosen, live_buffers = choose(found, self.settings)
             slots = make(chosen, self.settings)
-            self._take(Averages(tuple(slots), tuple(chosen), tuple(live_buffers), found.edges))
+            self._take(
+                Averages(tuple(slots), tuple(chosen), tuple(live_buffers), found.module_links)
+            )
             if self._on_cuda and not offload:
                 # so that the first update may already be one inside a CUDA graph
                 self._ready_steps()
@@ -179,7 +181,7 @@ class ShardedEMA:
         with PlainMode():
             self.follow()
             self._settle()
-            for slot, held in zip(self.averages.slots, self.averages.held, strict=True):
+            for slot, held in zip(self.averages.shadows, self.averages.tracked, strict=True):
                 seed(slot, held, self.settings.source)
             self.counter.reset()
 
@@ -279,7 +281,7 @@ class ShardedEMA:
                     step.wait()
         if host:
             for device in {
-                slot.shadow.device for slot in self.averages.slots if slot.shadow.is_cuda
+                slot.average.device for slot in self.averages.shadows if slot.average.is_cuda
             }:
                 torch.cuda.synchronize(device)
 
@@ -304,7 +306,10 @@ class ShardedEMA:
     def nbytes(self) -> int:
         """Bytes of the average and its residuals on this rank."""
         tensors = [
-            t for slot in self.averages.slots for t in (slot.shadow, slot.residual) if t is not None
+            t
+            for slot in self.averages.shadows
+            for t in (slot.average, slot.residual)
+            if t is not None
         ]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -346,8 +351,8 @@ class ShardedEMA:
     def _take(self, averages: Averages) -> None:
         """Work with `averages` from now on."""
         self.averages = averages
-        self._on_cuda = any(slot.shard.local.is_cuda for slot in averages.slots)
-        self._watch = ChangeDetector(averages.held, averages.edges)
+        self._on_cuda = any(slot.shard.local.is_cuda for slot in averages.shadows)
+        self._watch = ChangeDetector(averages.tracked, averages.module_links)
         self._steps: list[Step] | None = None
         self._sources: list[torch.Tensor] = []
 
@@ -365,12 +370,12 @@ class ShardedEMA:
     def _ready_steps(self) -> list[Step]:
         """The engines' steps over cached lists, made anew where a list changed."""
         if self.settings.source is None:
-            values = self._sources or [slot.shard.local for slot in self.averages.slots]
+            values = self._sources or [slot.shard.local for slot in self.averages.shadows]
         else:
-            values = [value_of(held, self.settings.source) for held in self.averages.held]
+            values = [value_of(held, self.settings.source) for held in self.averages.tracked]
         if self._steps is None or not _same_memory(values, self._sources):
             lists = batches_of(
-                self.averages.slots, values, self.settings, self._event_counts(values), self._call
+                self.averages.shadows, values, self.settings, self._event_counts(values), self._call
             )
             self._settle()
             self._steps, self._sources = [prepare(each) for each in lists], values
@@ -397,7 +402,7 @@ class ShardedEMA:
 
     def __repr__(self) -> str:
         return (
-            f"ShardedEMA({len(self.averages.slots)} tensors, {self.nbytes} bytes on this rank,"
+            f"ShardedEMA({len(self.averages.shadows)} tensors, {self.nbytes} bytes on this rank,"
             f" {self.settings.schedule}, {self.num_updates} updates)"
         )
 

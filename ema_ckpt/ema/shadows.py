@@ -13,8 +13,7 @@ import torch
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.errors import StateError, UsageError, shown
 from ema_ckpt.ema.model.placement import replica_part
-from ema_ckpt.ema.model.scan import Edge, ModelShards
-from ema_ckpt.ema.model.shards import Shadow, TrackedShard
+from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, Shadow, TrackedShard
 from ema_ckpt.ema.offload.pinned import pinned_zeros
 from ema_ckpt.ema.settings import Settings, Source
 
@@ -31,10 +30,10 @@ _ARENA_NUMEL = (1 << 15) - 1
 class Averages:
     """The averaged tensors, each with what it follows, and the buffers that are not averaged."""
 
-    slots: tuple[Shadow, ...]
-    held: tuple[TrackedShard, ...]  # one per slot
+    shadows: tuple[Shadow, ...]
+    tracked: tuple[TrackedShard, ...]  # one per shadow
     live_buffers: tuple[TrackedShard, ...]
-    edges: tuple[Edge, ...]  # of the model
+    module_links: tuple[ModuleLink, ...]  # of the model
 
 
 def choose(
@@ -227,16 +226,16 @@ def value_of(held: TrackedShard, source: Source | None) -> torch.Tensor:
         return shard.local
     local = value.to_local() if hasattr(value, "to_local") else value
     local = local.detach()
-    if held.within is not None and local.numel() == held.within[1]:
-        local = local.reshape(-1)[held.within[0] : held.within[0] + shard.local.numel()]
+    if held.flat_range is not None and local.numel() == held.flat_range[1]:
+        local = local.reshape(-1)[held.flat_range[0] : held.flat_range[0] + shard.local.numel()]
     fits = local.numel() == shard.local.numel() and (
         local.dim() == 1 or local.shape == shard.local.shape
     )
     if not fits or _placements(value) not in (None, _placements(held.owner)):
         whole = (
             ""
-            if held.within is None
-            else f" of the flat parameter's shard of {held.within[1]} elements"
+            if held.flat_range is None
+            else f" of the flat parameter's shard of {held.flat_range[1]} elements"
         )
         raise StateError(
             "usage",
@@ -252,7 +251,7 @@ def _placements(value: object) -> object:
 
 def seed(slot: Shadow, held: TrackedShard, source: Source | None) -> None:
     """Begin an average anew, with the value that it follows."""
-    slot.shadow.copy_(live_part(slot, value_of(held, source)))
+    slot.average.copy_(live_part(slot, value_of(held, source)))
     if slot.residual is not None:
         slot.residual.zero_()
 
@@ -283,24 +282,28 @@ def fit(averages: Averages, census: ModelShards, settings: Settings) -> Averages
             another way.
     """
     found = {name: h for h in (*census.parameters, *census.buffers) for name in h.shard.names}
-    gone = [slot.shard.fqn for slot in averages.slots if slot.shard.fqn not in found]
+    gone = [slot.shard.fqn for slot in averages.shadows if slot.shard.fqn not in found]
     if gone:
         raise StateError(
             "usage",
             f"averaged tensors are no longer in the model: {shown(gone)}; see ema.rebind(model)",
         )
-    _refuse_untied(averages.slots, found)
-    held = [_renamed(found[slot.shard.fqn], slot) for slot in averages.slots]
-    for slot, h in zip(averages.slots, held, strict=True):
+    _refuse_untied(averages.shadows, found)
+    held = [_renamed(found[slot.shard.fqn], slot) for slot in averages.shadows]
+    for slot, h in zip(averages.shadows, held, strict=True):
         _refuse_change(slot, h)
     if all(
         _same_cut(slot, h) and _stays(slot, h, settings)
-        for slot, h in zip(averages.slots, held, strict=True)
+        for slot, h in zip(averages.shadows, held, strict=True)
     ):
-        slots = [_relinked(slot, h, settings) for slot, h in zip(averages.slots, held, strict=True)]
+        slots = [
+            _relinked(slot, h, settings) for slot, h in zip(averages.shadows, held, strict=True)
+        ]
     else:
-        slots = _narrowed(averages.slots, held, settings)
-    return Averages(tuple(slots), tuple(held), current_buffers(averages, census), census.edges)
+        slots = _narrowed(averages.shadows, held, settings)
+    return Averages(
+        tuple(slots), tuple(held), current_buffers(averages, census), census.module_links
+    )
 
 
 def current_buffers(averages: Averages, census: ModelShards) -> tuple[TrackedShard, ...]:
@@ -355,16 +358,16 @@ def _stays(slot: Shadow, held: TrackedShard, settings: Settings) -> bool:
     return (
         not _is_offloaded(held.shard.local.device, settings)
         or not slot.numel
-        or slot.shadow.is_pinned()
+        or slot.average.is_pinned()
     )
 
 
 def _relinked(slot: Shadow, held: TrackedShard, settings: Settings) -> Shadow:
     local = held.shard.local
     home = torch.device("cpu") if _is_offloaded(local.device, settings) else local.device
-    shape = slot.shadow.shape if slot.is_split else local.shape
+    shape = slot.average.shape if slot.is_split else local.shape
     rest = None if slot.residual is None else slot.residual.to(home).view(shape)
-    return replace(slot, shard=held.shard, shadow=slot.shadow.to(home).view(shape), residual=rest)
+    return replace(slot, shard=held.shard, average=slot.average.to(home).view(shape), residual=rest)
 
 
 def _narrowed(
@@ -384,7 +387,7 @@ def _narrowed(
     ]
     slots = _allocate(held, parts, settings)
     for new, before in zip(slots, old, strict=True):
-        new.shadow.copy_(_cut(before.shadow, before, new).view(new.shadow.shape))
+        new.average.copy_(_cut(before.average, before, new).view(new.average.shape))
         if new.residual is not None and before.residual is not None:
             new.residual.copy_(_cut(before.residual, before, new).view(new.residual.shape))
     return slots

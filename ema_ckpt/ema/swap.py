@@ -58,7 +58,7 @@ def _places(model: nn.Module) -> Iterator[int]:
         yield id(module._parameters)
     found = scan_model(model)
     for held in (*found.parameters, *found.buffers):
-        yield id(held.place)
+        yield id(held.container)
         yield id(held.owner)
 
 
@@ -67,12 +67,12 @@ def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
     """See `ShardedEMA.swap`."""
     with PlainMode():
         failure = _failure(lambda: _ready(ema, "swap()"))
-        meet_replicas(ema.averages.slots, "swap()", timeout, failure)
+        meet_replicas(ema.averages.shadows, "swap()", timeout, failure)
         _warn(ema)
         reshard(ema.model)
         ema.follow()
-        places = {id(held.place) for held in ema.averages.held} | {
-            id(held.owner) for held in ema.averages.held
+        places = {id(held.container) for held in ema.averages.tracked} | {
+            id(held.owner) for held in ema.averages.tracked
         }
         backups = _enter(ema)
         _swapped.update(places)
@@ -98,7 +98,7 @@ def copy_to(ema: ShardedEMA, module: nn.Module, timeout: float) -> None:
     targets: dict[Shadow, list[Shard]] = {}
     with PlainMode():
         failure = _failure(lambda: targets.update(_targets(ema, module)))
-        meet_replicas(ema.averages.slots, "copy_to()", timeout, failure)
+        meet_replicas(ema.averages.shadows, "copy_to()", timeout, failure)
         for place in range(max(map(len, targets.values()))):
             _fill(
                 {
@@ -115,7 +115,7 @@ def _fill(targets: Mapping[Shadow, torch.Tensor]) -> None:
     gather(list(targets), targets.__getitem__)
     for slot, local in targets.items():
         if not slot.is_split:
-            local.copy_(slot.shadow.view(local.shape))
+            local.copy_(slot.average.view(local.shape))
 
 
 def _ready(ema: ShardedEMA, call: str) -> None:
@@ -137,7 +137,7 @@ def _targets(ema: ShardedEMA, module: nn.Module) -> dict[Shadow, list[Shard]]:
     named = {name: h.shard for h in (*found.parameters, *found.buffers) for name in h.shard.names}
     targets = {
         slot: list(dict.fromkeys(named[name] for name in slot.shard.names if name in named))
-        for slot in ema.averages.slots
+        for slot in ema.averages.shadows
     }
     missing = [slot.shard.fqn for slot, shards in targets.items() if not shards]
     if missing:
@@ -179,8 +179,8 @@ def _enter(ema: ShardedEMA) -> Backups:
     """Put the averages into the local shards, all or none of them."""
     backups: Backups = {}
     try:
-        for slot in ema.averages.slots:
-            live, shadow = slot.shard.local, slot.shadow
+        for slot in ema.averages.shadows:
+            live, shadow = slot.shard.local, slot.average
             if slot.is_split:
                 backups[slot.shard.fqn] = live.clone()
             elif (
@@ -195,7 +195,7 @@ def _enter(ema: ShardedEMA) -> Backups:
             else:
                 backups[slot.shard.fqn] = live.clone()
                 live.copy_(shadow)
-        gather(ema.averages.slots, lambda slot: slot.shard.local)
+        gather(ema.averages.shadows, lambda slot: slot.shard.local)
     except BaseException:
         _leave(ema, backups)
         raise
@@ -204,12 +204,12 @@ def _enter(ema: ShardedEMA) -> Backups:
 
 def _leave(ema: ShardedEMA, backups: Backups) -> None:
     for slot in reversed(
-        ema.averages.slots
+        ema.averages.shadows
     ):  # where two share memory, the first still has its values
         if slot.shard.fqn in backups:
             backup = backups[slot.shard.fqn]
             if backup is None:
-                _exchange(slot.shard.local, slot.shadow)
+                _exchange(slot.shard.local, slot.average)
             else:
                 slot.shard.local.copy_(backup)
 
@@ -235,7 +235,7 @@ def _warn(ema: ShardedEMA) -> None:
     elif (
         ema.num_updates >= _MANY_UPDATES
         and ema.current_decay > 0
-        and _equals_live(ema.averages.slots)
+        and _equals_live(ema.averages.shadows)
     ):
         warnings.warn(
             f"after {ema.num_updates} updates the average equals the live weights in every element: do the weights"
@@ -246,7 +246,7 @@ def _warn(ema: ShardedEMA) -> None:
 
 def _equals_live(slots: tuple[Shadow, ...]) -> bool:
     pairs = [
-        (s.shadow, live_part(s, s.shard.local)) for s in slots if s.numel and s.shard.is_parameter
+        (s.average, live_part(s, s.shard.local)) for s in slots if s.numel and s.shard.is_parameter
     ]
     return bool(pairs) and all(
         torch.equal(shadow.to(live.device), live.to(shadow.dtype)) for shadow, live in pairs

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from ema_ckpt.comm.collective import agreed
-from ema_ckpt.comm.rendezvous import Channel, channel, meet
+from ema_ckpt.comm.channel import Channel, open_channel
+from ema_ckpt.comm.collective import run_on_all_ranks
+from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import UsageError, shown
 from ema_ckpt.ema.model.live import tensor_names
-from ema_ckpt.ema.model.scan import reshard
+from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.swap import refuse_inside
 from ema_ckpt.resume.optimizer_state import Optimizers
 from ema_ckpt.resume.report import RestoreReport
@@ -78,25 +79,27 @@ def restore(
         raise UsageError("usage", f"missing_ema is 'error' or 'seed'; found {missing_ema!r}")
     meet(_CALL, timeout)
     settle()
-    ours = channel("save")
-    opened = agreed(ours, _CALL, lambda: _opened(path, ema_path))
+    ours = open_channel("save")
+    opened = run_on_all_ranks(ours, _CALL, lambda: _opened(path, ema_path))
     try:
         _check_same(opened, ours)
-        elsewhere = _names_elsewhere(agreed(ours, _CALL, lambda: tensor_names(model)), ours)
+        elsewhere = _names_elsewhere(
+            run_on_all_ranks(ours, _CALL, lambda: tensor_names(scan_model(model))), ours
+        )
         wanted = _Wanted(model, ema, optimizer, extra, strict, missing_ema, elsewhere)
-        parts = agreed(ours, _CALL, lambda: _parts(opened, wanted))
-        agreed(ours, _CALL, lambda: _read(parts))
+        parts = run_on_all_ranks(ours, _CALL, lambda: _parts(opened, wanted))
+        run_on_all_ranks(ours, _CALL, lambda: _read(parts))
     finally:
         for checkpoint in opened:
             checkpoint.close()
     try:
-        agreed(ours, _CALL, lambda: _hand_over(parts))
+        run_on_all_ranks(ours, _CALL, lambda: _hand_over(parts))
     except BaseException:
         for part in parts:
             part.take_back()
         raise
     with torch.inference_mode(False):  # what is made here is trained with
-        agreed(ours, _CALL, lambda: _write(model, parts))
+        run_on_all_ranks(ours, _CALL, lambda: _write(model, parts))
     return _report(opened[0], parts)
 
 

@@ -91,7 +91,7 @@ class EmaRestorer(Restorer):
                 "start from the restored live weights",
             )
         self.seeded += [
-            f"{self._label}.weights.{slot.shard.fqn}" for slot in self._manager.averages.slots
+            f"{self._label}.weights.{slot.shard.fqn}" for slot in self._manager.averages.shadows
         ]
         self.warnings.append(
             f"{where} holds no averages {self._label!r}: they start from the restored live weights"
@@ -181,7 +181,7 @@ class EmaRestorer(Restorer):
 
     def _targets(self, part: str) -> list[RestoreTarget]:
         values = self._state.get(part, {})
-        shards = [slot.shard for slot in self._manager.averages.slots if slot.shard.fqn in values]
+        shards = [slot.shard for slot in self._manager.averages.shadows if slot.shard.fqn in values]
         return [RestoreTarget(shard.names, pieces(values[shard.fqn])) for shard in shards]
 
     def read(self) -> None:
@@ -232,7 +232,7 @@ class EmaRestorer(Restorer):
         missing = {target.names[0] for target in self._weights.missing}
         with torch.no_grad():
             for slot, held in zip(
-                self._manager.averages.slots, self._manager.averages.held, strict=True
+                self._manager.averages.shadows, self._manager.averages.tracked, strict=True
             ):
                 if slot.shard.fqn in missing:
                     seed(slot, held, self._manager.settings.source)

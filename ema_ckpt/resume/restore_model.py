@@ -160,12 +160,12 @@ class ModelRestorer(Restorer):
     def hand_over(self) -> None:
         """Pass extra state to the modules."""
         if self._values:
-            self._former = deepcopy(extra_state(self._model))
-        set_extra_state(self._model, self._values)
+            self._former = deepcopy(extra_state(scan_model(self._model)))
+        set_extra_state(scan_model(self._model), self._values)
 
     def take_back(self) -> None:
         """Give the modules the extra state that they had."""
-        set_extra_state(self._model, self._former)
+        set_extra_state(scan_model(self._model), self._former)
 
     def write(self) -> None:
         """Write the live weights."""

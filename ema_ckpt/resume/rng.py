@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ema_ckpt.comm.failures import named_ranks
+from ema_ckpt.core.text import format_ranks
 
 
 class RngState:
@@ -64,14 +64,14 @@ class RngState:
         absent = sorted(set(range(_world_size())) - ranks)
         notes = (
             [
-                f"rank-keyed: extra.{name} of {named_ranks(dropped)} is dropped: there is no such rank now"
+                f"rank-keyed: extra.{name} of {format_ranks(dropped)} is dropped: there is no such rank now"
             ]
             if dropped
             else []
         )
         if absent:
             notes.append(
-                f"rank-keyed: extra.{name} holds nothing for {named_ranks(absent)}, whose generators stay as they are"
+                f"rank-keyed: extra.{name} holds nothing for {format_ranks(absent)}, whose generators stay as they are"
             )
         return notes
 

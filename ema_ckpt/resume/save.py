@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import nn
 
-from ema_ckpt.comm.collective import agreed
-from ema_ckpt.comm.rendezvous import Channel, channel, meet
+from ema_ckpt.comm.channel import Channel, open_channel
+from ema_ckpt.comm.collective import run_on_all_ranks
+from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import TargetError, UsageError, shown
 from ema_ckpt.ema.model.live import buffer_names, live_shards
+from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.swap import refuse_inside
 from ema_ckpt.resume.flatten import Leaf, Pieces, flatten
 from ema_ckpt.resume.optimizer_state import Optimizers, optimizer_tree
@@ -109,11 +111,11 @@ def save(
     """
     meet(_CALL, timeout)
     settle()
-    ours = channel("save")
+    ours = open_channel("save")
     target = _agreed_target(path, ours)
-    state = agreed(ours, _CALL, lambda: _state(model, ema, optimizer, extra))
+    state = run_on_all_ranks(ours, _CALL, lambda: _state(model, ema, optimizer, extra))
     _join_groups(state.get("optimizer", {}).get("param_groups", []), ours)
-    leaves = agreed(ours, _CALL, lambda: flatten(state))
+    leaves = run_on_all_ranks(ours, _CALL, lambda: flatten(state))
     if not ours.rank:
         _warn_of_unreadable(leaves)
     loose = _buffer_names(model, ema) | {leaf.name for leaf in leaves if leaf.path[0] == "extra"}
@@ -123,17 +125,17 @@ def save(
     planned = plan(leaves, loose, ours, _CALL)
     if not async_save:
         return write(target, planned, ours, _CALL, overwrite=overwrite)
-    planned = agreed(ours, _CALL, lambda: _on_host(planned))
+    planned = run_on_all_ranks(ours, _CALL, lambda: _on_host(planned))
     return run_in_background(lambda: write(target, planned, ours, _CALL, overwrite=overwrite))
 
 
 def _agreed_target(path: str | os.PathLike[str], ours: Channel) -> Path:
     """The place to write to, the same on all ranks; rank 0 makes its parent."""
-    target = agreed(ours, _CALL, lambda: resolve_target(path))
+    target = run_on_all_ranks(ours, _CALL, lambda: resolve_target(path))
     asked = sorted(set(ours.exchange(str(target))))
     if len(asked) > 1:
         raise UsageError("usage", f"save: the ranks name different targets: {shown(asked)}")
-    agreed(ours, _CALL, lambda: None if ours.rank else _make(target.parent))
+    run_on_all_ranks(ours, _CALL, lambda: None if ours.rank else _make(target.parent))
     return target
 
 
@@ -153,7 +155,7 @@ def _state(
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     refuse_inside(model, "save()")
-    state: dict[str, Any] = {"model": live_shards(model)}
+    state: dict[str, Any] = {"model": live_shards(scan_model(model))}
     if isinstance(ema, Mapping):
         state["ema"] = {name: manager.state_dict() for name, manager in ema.items()}
     elif ema is not None:
@@ -187,7 +189,7 @@ def _buffer_names(
         trees += [f"ema.{name}.weights" for name in ema]
     elif ema is not None:
         trees.append("ema.weights")
-    names = buffer_names(model)
+    names = buffer_names(scan_model(model))
     return frozenset(f"{tree}.{name}" for tree in trees for name in names)
 
 

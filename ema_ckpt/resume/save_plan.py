@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ema_ckpt.comm.collective import agreed
-from ema_ckpt.comm.rendezvous import Channel
+from ema_ckpt.comm.channel import Channel
+from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.catalog import Chunk, Tensor
 from ema_ckpt.core.coverage import prove
@@ -72,7 +72,7 @@ def plan(leaves: Sequence[Leaf], lowest: frozenset[str], ours: Channel, call: st
             are no tensor.
     """
     gathered = ours.gather(json.dumps([_described(leaf) for leaf in leaves]).encode())
-    listing, picks = agreed(
+    listing, picks = run_on_all_ranks(
         ours, call, lambda: _divided(gathered, lowest) if ours.rank == 0 else (Listing(), [])
     )
     picked = set(json.loads(ours.scatter([json.dumps(pick).encode() for pick in picks])))

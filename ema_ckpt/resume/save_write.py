@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ema_ckpt.comm.collective import agreed
-from ema_ckpt.comm.rendezvous import Channel
+from ema_ckpt.comm.channel import Channel
+from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.crc import combine_crcs
@@ -89,9 +89,9 @@ def _staged(
             stage(target, is_directory=True, overwrite=overwrite, nbytes=plan.listing.nbytes)
         )
 
-    staged = agreed(ours, call, opened)
+    staged = run_on_all_ranks(ours, call, opened)
     root = Path(ours.broadcast_json(str(staged.path) if staged is not None else None))
-    written = agreed(ours, call, lambda: _write_items(root, ours.rank, plan.items))
+    written = run_on_all_ranks(ours, call, lambda: _write_items(root, ours.rank, plan.items))
     gathered = ours.gather(_encoded(written))
 
     def published() -> str | None:
@@ -102,7 +102,7 @@ def _staged(
         stack.close()
         return str(staged.target)
 
-    return agreed(ours, call, published)
+    return run_on_all_ranks(ours, call, published)
 
 
 def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[_Written]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ema_ckpt.comm import rendezvous
-from ema_ckpt.comm.failures import named_ranks
-from ema_ckpt.comm.rendezvous import channel, meet
+from ema_ckpt.comm import channel
+from ema_ckpt.comm.channel import open_channel
+from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import CollectiveError
+from ema_ckpt.core.text import format_ranks
 from tests.distributed.launcher import WorkersFailed, run
 
 
@@ -61,8 +62,8 @@ def test_ranks_meet_again_after_meetings_that_failed() -> None:
 
 def _exchanges() -> tuple[object, ...]:
     meet("exchange", 20)
-    ours = channel("test")
-    assert ours is channel("test")
+    ours = open_channel("test")
+    assert ours is open_channel("test")
     rank = dist.get_rank()
     values = ours.exchange({"rank": rank, "names": ["ä"] * rank})
     dist.all_reduce(torch.ones(1))
@@ -97,7 +98,7 @@ def test_values_of_any_length_travel_also_after_the_default_group() -> None:
 
 def _one_dies() -> str:
     meet("exchange", 20)
-    ours = channel("test")
+    ours = open_channel("test")
     ours.exchange(0)
     if dist.get_rank() == 1:
         os._exit(3)
@@ -123,9 +124,9 @@ def _one_dies_at_the_door() -> float:
     started = time.monotonic()
     meet("save", 2)
     assert time.monotonic() - started < 10
-    rendezvous._CONNECT_TIMEOUT = timedelta(seconds=2)
+    channel._CONNECT_TIMEOUT = timedelta(seconds=2)
     with pytest.raises(CollectiveError, match="not all ranks could be connected"):
-        channel("test")
+        open_channel("test")
     raise RuntimeError("the survivor ended")
 
 
@@ -136,7 +137,7 @@ def test_a_rank_that_dies_as_it_arrives_leaves_nobody_waiting() -> None:
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
     meet("save", 0.001)
-    alone = channel("test")
+    alone = open_channel("test")
     assert alone.exchange({"a": 1}) == [{"a": 1}]
     assert alone.gather(b"a") == [b"a"]
     assert alone.scatter([b"a"]) == b"a"
@@ -144,6 +145,6 @@ def test_alone_there_is_nobody_to_wait_for() -> None:
 
 
 def test_ranks_by_name() -> None:
-    assert named_ranks([1]) == "rank 1"
-    assert named_ranks([3, 1, 2]) == "ranks 1–3"
-    assert named_ranks([0, 2, 3, 7]) == "ranks 0, 2–3, 7"
+    assert format_ranks([1]) == "rank 1"
+    assert format_ranks([3, 1, 2]) == "ranks 1–3"
+    assert format_ranks([0, 2, 3, 7]) == "ranks 0, 2–3, 7"

@@ -75,7 +75,7 @@ def expected_kind(layout: str, slot: Shadow) -> type[torch.Tensor]:
     """The same on every rank, so that nobody waits in `full_tensor()` for a rank that has no DTensor."""
     mesh, placements, shape = slot.shard.mesh, slot.shard.placements, slot.shard.shape
     if mesh is None or placements is None:
-        return torch.Tensor if tuple(slot.shadow.shape) == shape else LocalShardsTensor
+        return torch.Tensor if tuple(slot.average.shape) == shape else LocalShardsTensor
     if not torch_computes_offsets(shape, tuple(mesh.shape), placements):
         return LocalShardsTensor
     return (
@@ -92,7 +92,7 @@ def by_hand(parent: str, names: list[str]) -> None:
         one.train(STEPS)
         expected = truth(family_of(name), STEPS)
         state = one.ema.state_dict()
-        for slot in one.ema.averages.slots:
+        for slot in one.ema.averages.shadows:
             fqn, kind = slot.shard.fqn, expected_kind(name, slot)
             assert type(state["weights"][fqn]) is kind, (
                 f"{name} {fqn}: {type(state['weights'][fqn])} is not {kind}"
@@ -103,8 +103,8 @@ def by_hand(parent: str, names: list[str]) -> None:
         path = Path(parent, f"{name}.w{dist.get_world_size()}")
         saving = dcp.async_save({"ema": one.ema}, checkpoint_id=path)
         with torch.no_grad():
-            for slot in one.ema.averages.slots:
-                slot.shadow.fill_(-1.0)
+            for slot in one.ema.averages.shadows:
+                slot.average.fill_(-1.0)
         saving.result()
         fresh = start(LAYOUTS[dist.get_world_size()][name], blank=True)
         loaded = fresh.ema.state_dict()

@@ -14,6 +14,7 @@ from torch import nn
 
 from ema_ckpt import restore, save
 from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.resume.optimizer_state import optimizer_tree
 from tests.distributed.launcher import run
 from tests.distributed.resume_runs import FAMILIES, WRAPS, batch_for, check, family_of, start, truth
@@ -71,7 +72,7 @@ def restore_one(name: str, path: str) -> None:
         if steps > SAVED_AFTER:
             one.train(MORE)
         expected = truth(family, steps)
-        check(live_tree(one.model), expected.weights, "model")
+        check(live_tree(scan_model(one.model)), expected.weights, "model")
         check(one.ema.state_dict()["weights"], expected.average, "ema")
         check(optimizer_tree(one.model, one.optimizer)["state"], expected.moments, "optimizer")
         assert one.ema.num_updates == steps
@@ -100,7 +101,7 @@ def restore_foreign(live: str, files: list[str]) -> None:
         one = start(WRAPS[dist.get_world_size()]["fsdp2"], blank=True)
         report = restore(live, model=one.model, ema=one.ema, optimizer=one.optimizer, ema_path=file)
         assert report.trees["ema"] == "ignored"
-        check(live_tree(one.model), truth("standard", SAVED_AFTER).weights, "model")
+        check(live_tree(scan_model(one.model)), truth("standard", SAVED_AFTER).weights, "model")
         check(one.ema.state_dict()["weights"], truth("standard", 7).average, "ema")
         assert one.ema.num_updates == (7 if file.endswith(".pt") else 0)
 

@@ -33,6 +33,7 @@ from ema_ckpt.discovery.completeness import check_complete
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.resume.flatten import pieces
 from ema_ckpt.resume.optimizer_state import optimizer_tree
 from tests.distributed.launcher import run
@@ -53,7 +54,7 @@ def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, ShardedEMA]:
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer, ema: ShardedEMA) -> list[Any]:
     trees = [
-        live_tree(model),
+        live_tree(scan_model(model)),
         ema.state_dict()["weights"],
         *optimizer_tree(model, optimizer)["state"].values(),
     ]

@@ -80,7 +80,7 @@ def test_bits_are_those_of_the_device(
             model.weights[3].data[5, 5] = torch.nan
         plain.update()
         away.update()
-    assert all(slot.shadow.is_pinned() for slot in away.averages.slots)
+    assert all(slot.average.is_pinned() for slot in away.averages.shadows)
     assert _equal(away, plain)
     assert away.nonfinite_events == plain.nonfinite_events == int(bool(options.get("nonfinite")))
     if options.get("compensate"):
@@ -206,7 +206,7 @@ def test_the_average_follows_a_model_to_the_device() -> None:
         _noise(model, seed)
         plain.update()
         away.update()
-    assert all(slot.shadow.is_pinned() for slot in away.averages.slots)
+    assert all(slot.average.is_pinned() for slot in away.averages.shadows)
     assert _equal(away, plain)
 
 
@@ -217,7 +217,7 @@ def test_memory_is_of_the_size_asked_for_and_given_back() -> None:
     away = ShardedEMA(model, DECAY, offload=True)
     away.update()
     away.wait(host=True)
-    slab = away.averages.slots[0].shadow.untyped_storage().nbytes()
+    slab = away.averages.shadows[0].average.untyped_storage().nbytes()
     assert slab < away.nbytes + 64 * 4 * len(LARGE)
     assert torch.cuda.memory_allocated() - held <= 4 << 20
     away.update()

@@ -44,12 +44,12 @@ def _wrapped(kind: str) -> nn.Module:
 
 
 def _live(ema: ShardedEMA) -> list[torch.Tensor]:
-    return [live_part(slot, slot.shard.local).detach().cpu() for slot in ema.averages.slots]
+    return [live_part(slot, slot.shard.local).detach().cpu() for slot in ema.averages.shadows]
 
 
 def _shadows(ema: ShardedEMA) -> list[torch.Tensor]:
     ema.wait(host=True)
-    return [slot.shadow.detach().cpu().clone() for slot in ema.averages.slots]
+    return [slot.average.detach().cpu().clone() for slot in ema.averages.shadows]
 
 
 def _train(

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ema_ckpt.comm.collective import agreed
-from ema_ckpt.comm.rendezvous import Channel, channel, meet
+from ema_ckpt.comm.channel import Channel, open_channel
+from ema_ckpt.comm.collective import run_on_all_ranks
+from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import StateError, shown
 from ema_ckpt.ema.checkpoint.local_shards_tensor import pieces_of
 from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.swap import refuse_inside
 
 if TYPE_CHECKING:
@@ -27,9 +29,9 @@ _CALL = "full_state_dict"
 def gather_full(ema: ShardedEMA, complete: bool, timeout: float) -> dict[str, Any]:
     """See `ShardedEMA.full_state_dict`."""
     meet(_CALL, timeout)
-    ours = channel("gather")
-    weights, live = agreed(ours, _CALL, lambda: _held(ema, complete))
-    names = {name: slot.shard.fqn for slot in ema.averages.slots for name in slot.shard.names}
+    ours = open_channel("gather")
+    weights, live = run_on_all_ranks(ours, _CALL, lambda: _held(ema, complete))
+    names = {name: slot.shard.fqn for slot in ema.averages.shadows for name in slot.shard.names}
     averaged = {fqn: weights[fqn] for fqn in dict.fromkeys(names.values()) if fqn in weights}
     if not complete:
         return gather_tensors(averaged, ours)
@@ -52,7 +54,7 @@ def gather_full(ema: ShardedEMA, complete: bool, timeout: float) -> dict[str, An
 def _held(ema: ShardedEMA, complete: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The averages that this rank holds, and with `complete` the live model."""
     refuse_inside(ema.model, f"{_CALL}()")
-    return ema.state_dict()["weights"], live_tree(ema.model) if complete else {}
+    return ema.state_dict()["weights"], live_tree(scan_model(ema.model)) if complete else {}
 
 
 def gather_tensors(tensors: Mapping[str, torch.Tensor], ours: Channel) -> dict[str, torch.Tensor]:

@@ -97,7 +97,7 @@ def _pass_on(
     sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     received = torch.empty(replica.count * sum(sizes), dtype=torch.uint8, device=device)
     for (slot, offset, length), room in zip(message, torch.split(sent, sizes), strict=True):
-        mine = slot.shadow.view(-1)[offset : offset + length]
+        mine = slot.average.view(-1)[offset : offset + length]
         room.view(target(slot).dtype)[: mine.numel()].copy_(mine)
     dist.all_gather_into_tensor(received, sent, group=replica.group)
     for index, rooms in enumerate(received.view(replica.count, -1)):

@@ -29,8 +29,8 @@ def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, 
     ones.
     """
     weights = {
-        slot.shard.fqn: _published(slot, slot.shadow, settings)
-        for slot in averages.slots
+        slot.shard.fqn: _published(slot, slot.average, settings)
+        for slot in averages.shadows
         if _is_saved(averages, slot)
     }
     weights.update((h.shard.fqn, _live_copy(h)) for h in averages.live_buffers if h.persistent)
@@ -43,7 +43,7 @@ def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, 
     if settings.compensate:
         state["residual"] = {
             slot.shard.fqn: _published(slot, slot.residual, settings)
-            for slot in averages.slots
+            for slot in averages.shadows
             if slot.residual is not None
         }
     return state
@@ -66,13 +66,13 @@ def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None
             "usage", f"the state to load lacks {shown(absent)}: give what state_dict() returned"
         )
     config = parse_config(state.get("config"))
-    slots = [slot for slot in averages.slots if _is_saved(averages, slot)]
+    slots = [slot for slot in averages.shadows if _is_saved(averages, slot)]
     weights = _found(slots, state["weights"], config)
     residuals = _found(slots, state.get("residual", {}), config)
     missing = [slot.shard.fqn for slot in slots if slot not in weights]
     if missing:
         raise StateError("usage", f"the state to load lacks averages: {shown(missing)}")
-    pairs = [(slot, slot.shadow, value) for slot, value in weights.items()]
+    pairs = [(slot, slot.average, value) for slot, value in weights.items()]
     pairs += [
         (slot, slot.residual, value)
         for slot, value in residuals.items()
@@ -123,7 +123,9 @@ def parse_config(config: object) -> dict[str, Any]:
 
 def _config(averages: Averages, counter: Counter, settings: Settings) -> dict[str, Any]:
     schedule = settings.schedule
-    everything = [slot.shard for slot in averages.slots] + [h.shard for h in averages.live_buffers]
+    everything = [slot.shard for slot in averages.shadows] + [
+        h.shard for h in averages.live_buffers
+    ]
     return {
         "version": _VERSION,
         "decay": schedule.decay if isinstance(schedule, (Constant, Warmup)) else None,
@@ -145,7 +147,7 @@ def _config(averages: Averages, counter: Counter, settings: Settings) -> dict[st
 
 
 def _is_saved(averages: Averages, slot: Shadow) -> bool:
-    return slot.shard.is_parameter or averages.held[averages.slots.index(slot)].persistent
+    return slot.shard.is_parameter or averages.tracked[averages.shadows.index(slot)].persistent
 
 
 def _published(slot: Shadow, local: torch.Tensor, settings: Settings) -> torch.Tensor:

@@ -1,120 +1,112 @@
-"""Noticing, before each update, that a module or the memory behind a shard was exchanged."""
+"""Detection, before each update, that a module or the memory behind a shard was exchanged.
+
+An update uses views of live memory that were made once, so each one has to make sure that they are
+still the model's. Looking at every parameter in Python would take longer than the update itself.
+So all comparisons are loops that run in C: two lists of dictionaries are compared with `==`, which
+tests the identity of their values first and gets no further while nothing has changed. Values for
+which `==` after that test could say "equal" of another object (or do more than compare) are
+compared by identity alone, with `map(is_, …)`, and memory by its addresses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ema_ckpt.ema.model.scan import Edge
-    from ema_ckpt.ema.model.shards import TrackedShard
+from ema_ckpt.ema.model.shards import ModuleLink, TrackedShard
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LOCAL = attrgetter("_local_tensor")
 
-_Entry = tuple[dict[str, Any], str, object]  # place, key, and what is to be there
-
 
 class ChangeDetector:
-    """Notices `.to()`, `load_state_dict(assign=True)`, a late wrapper.
-
-    Costs 0.1 to 0.2 µs a tensor, so that it can be asked before each update.
-    """
+    """Detects `.to()`, `load_state_dict(assign=True)`, late wrappers, in 0.1 to 0.2 µs a tensor."""
 
     __slots__ = (
         "_addresses",
-        "_as_seen",
+        "_containers",
+        "_contents",
         "_dtensors",
+        "_entries",
+        "_identities",
         "_layouts",
-        "_places",
-        "_pointed",
-        "_seen",
-        "_single",
-        "_whole",
+        "_local_tensors",
+        "_memory",
+        "_values",
     )
 
-    def __init__(self, held: Iterable[TrackedShard], edges: Iterable[Edge]) -> None:
-        held = list(held)
-        self._whole, whole, rest = _split([*((h.place, h.key, h.seen) for h in held), *edges])
-        self._as_seen = [{key: seen for _, key, seen in watched} for watched in whole]
-        self._places = ([place for place, _, _ in rest], [key for _, key, _ in rest])
-        self._seen = [seen for _, _, seen in rest]
-        # Dictionaries and lists compare by identity first, but go on to `==`: a new tensor of one
-        # equal element would pass it, and what it does for a subclass (a DTensor may talk to other
-        # ranks) is not known here.
-        single = [
-            entry for entry in (*chain.from_iterable(whole), *rest) if _is_compared_alone(entry[2])
+    def __init__(
+        self, tracked_shards: Sequence[TrackedShard], module_links: Iterable[ModuleLink]
+    ) -> None:
+        links = ((t.container, t.key, t.expected) for t in tracked_shards)
+        expected: dict[int, tuple[dict[str, Any], dict[str, object]]] = {}
+        for container, key, value in chain(links, module_links):
+            expected.setdefault(id(container), (container, {}))[1][key] = value
+        self._containers: list[dict[str, Any]] = []  # dictionaries compared as a whole,
+        self._contents: list[dict[str, object]] = []  # and what they are to contain
+        entries: list[ModuleLink] = []  # of dictionaries that hold other things too
+        identities: list[ModuleLink] = []
+        for container, contents in expected.values():
+            listed = [(container, key, value) for key, value in contents.items()]
+            identities += [entry for entry in listed if _needs_identity(entry[2])]
+            if contents.keys() == container.keys():
+                self._containers.append(container)
+                self._contents.append(contents)
+            else:
+                entries += listed
+        containers, keys, self._values = _columns(entries)
+        self._entries = (containers, keys)
+        self._identities = _columns(identities)
+        self._memory = [t.memory for t in tracked_shards if t.memory is not None]
+        self._addresses = [tensor.data_ptr() for tensor in self._memory]
+        self._layouts = [(tensor.shape, tensor.stride()) for tensor in self._memory]
+        self._dtensors = [
+            t.expected for t in tracked_shards if hasattr(t.expected, "_local_tensor")
         ]
-        self._single = (
-            [place for place, _, _ in single],
-            [key for _, key, _ in single],
-            [s for _, _, s in single],
-        )
-        self._pointed = [h.pointed for h in held if h.pointed is not None]
-        self._addresses = [tensor.data_ptr() for tensor in self._pointed]
-        self._layouts = list(map(_layout, self._pointed))
-        dtensors = [h.seen for h in held if hasattr(h.seen, "_local_tensor")]
-        self._dtensors = (dtensors, list(map(_LOCAL, dtensors)))
+        self._local_tensors = list(map(_LOCAL, self._dtensors))
 
     def unchanged(self) -> bool:
-        """Whether every shard's `local` is still the live memory."""
-        places, keys, seen = self._single
+        """Return whether every shard's `local` is still the live memory."""
+        containers, keys, values = self._identities
         return (
-            all(map(is_, map(dict.get, places, keys), seen))
+            all(map(is_, map(dict.get, containers, keys), values))
             and self._same_objects()
-            and self._same_memory()
+            and list(map(torch.Tensor.data_ptr, self._memory)) == self._addresses
+            # Conversions swap the insides of a DTensor and keep the object.
+            and all(map(is_, map(_LOCAL, self._dtensors), self._local_tensors))
         )
 
     def same_layout(self) -> bool:
-        """Whether tensors of the same memory still have its shapes and strides; twice as long as
-        `unchanged` takes.
+        """Return whether the same memory has the same shapes and strides.
+
+        Takes twice as long as `unchanged`.
         """
-        return list(map(_layout, self._pointed)) == self._layouts
+        return [(tensor.shape, tensor.stride()) for tensor in self._memory] == self._layouts
 
     def _same_objects(self) -> bool:
         try:
-            return self._whole == self._as_seen and list(map(dict.get, *self._places)) == self._seen
-        except Exception:  # noqa: BLE001 - from somebody's `==`, of tensors for one, which are others then
+            return (
+                self._containers == self._contents
+                and list(map(dict.get, *self._entries)) == self._values
+            )
+        except Exception:  # noqa: BLE001 - from somebody's `==`, of other tensors for one
             return False
 
-    def _same_memory(self) -> bool:
-        dtensors, inside = self._dtensors
-        return (
-            list(map(torch.Tensor.data_ptr, self._pointed)) == self._addresses
-            # Conversions swap the insides of a DTensor and keep the object.
-            and all(map(is_, map(_LOCAL, dtensors), inside))
-        )
+
+def _needs_identity(value: object) -> bool:
+    """Return whether `==` is no proof: a tensor of one equal element passes it; a DTensor's may
+    talk to other ranks."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() <= 1 or type(value) not in _PLAIN
+    return type(value).__eq__ is not object.__eq__
 
 
-def _is_compared_alone(seen: object) -> bool:
-    if isinstance(seen, torch.Tensor):
-        return seen.numel() <= 1 or type(seen) not in _PLAIN
-    return type(seen).__eq__ is not object.__eq__
-
-
-def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return tensor.shape, tensor.stride()
-
-
-def _split(
-    entries: Sequence[_Entry],
-) -> tuple[list[dict[str, Any]], list[list[_Entry]], list[_Entry]]:
-    """Dictionaries of which every value is watched, the entries of each, and all other entries."""
-    by_place: dict[int, dict[str, _Entry]] = {}
-    for entry in entries:
-        by_place.setdefault(id(entry[0]), {})[entry[1]] = entry
-    whole: list[dict[str, Any]] = []
-    inside: list[list[_Entry]] = []
-    rest: list[_Entry] = []
-    for watched in by_place.values():
-        place = next(iter(watched.values()))[0]
-        if watched.keys() == place.keys():
-            whole.append(place)
-            inside.append(list(watched.values()))
-        else:
-            rest += watched.values()
-    return whole, inside, rest
+def _columns(
+    entries: Sequence[ModuleLink],
+) -> tuple[list[dict[str, Any]], list[str], list[object]]:
+    containers = [container for container, _, _ in entries]
+    return containers, [key for _, key, _ in entries], [value for _, _, value in entries]

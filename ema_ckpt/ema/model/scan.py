@@ -1,9 +1,8 @@
-"""Which elements of a model this rank holds: its parameters and buffers as local shards under
-canonical names.
+"""Scan of a model: its parameters and buffers as the local shards that the optimizer steps.
 
-With `watch` the only module that touches private names of torch; `tests/ema/test_private_names.py`
-asserts them. What is found is always what the optimizer steps, whether or not a wrapper shows
-something else at the moment: FSDP2's `FSDPParam.sharded_param`, FSDP1's `_local_shard` (before the
+With `change_detector` the only module that uses private names of torch;
+`tests/ema/test_private_names.py` asserts them. Shards are those behind the wrappers, whatever a
+wrapper shows at the moment: FSDP2's `FSDPParam.sharded_param`, FSDP1's `_local_shard` (before the
 first forward `flat_param.data`).
 """
 
@@ -19,27 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ema_ckpt.core.box import whole
+from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.errors import StateError, UsageError
-from ema_ckpt.ema.model.shards import ReplicaGroup, Shard, TrackedShard
+from ema_ckpt.ema.model.placement import dtensor_boxes, flat_boxes
+from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, ReplicaGroup, Shard, TrackedShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Edge = tuple[dict[str, Any], str, object]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelShards:
-    """All parameters and buffers of a model on this rank, tied ones once, in the order of
-    `named_parameters()`.
-
-    `edges` are the registrations of its modules, (children of the parent, name, child).
-    """
-
-    parameters: tuple[TrackedShard, ...]
-    buffers: tuple[TrackedShard, ...]
-    edges: tuple[Edge, ...]
+_WRAPPER_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def scan_model(model: nn.Module) -> ModelShards:
@@ -48,27 +35,33 @@ def scan_model(model: nn.Module) -> ModelShards:
     Raises:
         StateError: a parameter is on `meta`, emptied by another framework, not initialised, or laid
             out in a way that cannot be described by boxes.
+        UsageError: two tensors have one canonical name.
     """
-    managed = _managed(model)
+    managed = _managed_parameters(model)
     parameters: dict[Hashable, TrackedShard] = {}
     buffers: dict[Hashable, TrackedShard] = {}
     names: dict[Hashable, list[str]] = {}
-    edges: list[Edge] = []
-    for prefix, module, ddp in _walk(model, "", None):
-        edges += [(module._modules, name, child) for name, child in module._modules.items()]
-        for token, held in chain(
+    modules = list(_walk(model, "", None))
+    for prefix, module, ddp in modules:
+        for identity, tracked in chain(
             _parameters(module, prefix, ddp, managed), _buffers(module, prefix)
         ):
-            names.setdefault(token, []).append(held.shard.fqn)
-            (parameters if held.shard.is_parameter else buffers).setdefault(token, held)
+            names.setdefault(identity, []).append(tracked.shard.fqn)
+            kind = parameters if tracked.shard.is_parameter else buffers
+            kind.setdefault(identity, tracked)
+    links: list[ModuleLink] = []
+    for _, module, _ in modules:
+        links += [(module._modules, name, child) for name, child in module._modules.items()]
     return ModelShards(
-        _with_aliases(parameters, names), _with_aliases(buffers, names), tuple(edges)
+        _with_aliases(parameters, names),
+        _with_aliases(buffers, names),
+        tuple((prefix, module) for prefix, module, _ in modules),
+        tuple(links),
     )
 
 
 def reshard(model: nn.Module) -> None:
-    """Make every FSDP module forget its gathered parameters, so that the next forward gathers the
-    shards anew.
+    """Free the gathered parameters of all FSDP modules: the next forward gathers the shards anew.
 
     Without it a swap right after a forward is lost: roots, and all modules with
     `reshard_after_forward=False` or `SHARD_GRAD_OP`, stay unsharded after a forward without
@@ -89,8 +82,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_state_init() -> bool:
-    """Whether the caller runs inside the dummy step by which torch creates the state of a fresh
-    optimizer.
+    """Return whether the caller runs inside the dummy step that creates an optimizer's state.
 
     `get_optimizer_state_dict` and `set_optimizer_state_dict` make it, with zero gradients and
     learning rate 0.
@@ -106,33 +98,22 @@ def is_state_init() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ddp:
-    """The DDP wrapper around a module: who holds copies, and of which canonical names it does not
-    see to that.
-    """
+    """The DDP wrapper around a module."""
 
     replica: ReplicaGroup
-    ignored: frozenset[str]
-
-
-def canonical_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(canonical prefix, module) for each module in the order of `model.state_dict()`, as often as
-    it is registered.
-    """
-    return ((prefix, module) for prefix, module, _ in _walk(model, "", None))
+    ignored: frozenset[str]  # canonical names that it does not keep equal
 
 
 def _walk(
     module: nn.Module, prefix: str, ddp: _Ddp | None
 ) -> Iterator[tuple[str, nn.Module, _Ddp | None]]:
-    """(canonical prefix, module, the DDP around it) for each module, as often as it is
-    registered.
-    """
+    """Yield (canonical prefix, module, the DDP around it), as often as a module is registered."""
     from torch.nn.parallel import DistributedDataParallel
 
     yield prefix, module, ddp
     inner = _wrapped_child(module)
     if isinstance(module, DistributedDataParallel):
-        ignored = frozenset(prefix + _clean(name) for name in module.parameters_to_ignore)
+        ignored = frozenset(prefix + _canonical(name) for name in module.parameters_to_ignore)
         ddp = _Ddp(_replica(module.process_group), ignored)
     for name, child in module._modules.items():
         if child is not None:
@@ -140,7 +121,7 @@ def _walk(
 
 
 def _wrapped_child(module: nn.Module) -> str | None:
-    """The child's name that is no part of a canonical name, if `module` is a wrapper."""
+    """Return the child's name that is no part of a canonical name, if `module` is a wrapper."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -151,88 +132,84 @@ def _wrapped_child(module: nn.Module) -> str | None:
         return "_fsdp_wrapped_module"
     if isinstance(module, ActivationWrapper):
         return "_checkpoint_wrapped_module"
-    # Importing the compiler costs seconds, and nothing is compiled as long as nobody has.
+    # Importing the compiler costs seconds, and without it nothing is compiled yet.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return (
-        "_orig_mod"
-        if compiler is not None and isinstance(module, compiler.OptimizedModule)
-        else None
-    )
+    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        return "_orig_mod"
+    return None
+
+
+def _canonical(name: str) -> str:
+    for wrapper_name in _WRAPPER_NAMES:
+        name = name.replace(wrapper_name, "")
+    return name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Managed:
-    """Who manages the parameters that a wrapper has replaced, by id of the module and name there.
+class _ManagedParameters:
+    """Parameters that a wrapper has replaced, by id of the module and name there.
 
     A manager is an `FSDPParam`, or an FSDP1 module with an index into its flat parameter.
     """
 
-    by_module: dict[int, dict[str, Any]]
-    flats: frozenset[int]  # ids of the flat parameters
+    managers: dict[int, dict[str, Any]]
+    flat_ids: frozenset[int]  # of the flat parameters
 
 
-def _managed(model: nn.Module) -> _Managed:
+def _managed_parameters(model: nn.Module) -> _ManagedParameters:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    found: dict[int, dict[str, Any]] = {}
-    flats: set[int] = set()
+    managers: dict[int, dict[str, Any]] = {}
+    flat_ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for fsdp_param in _fsdp2_params(module):
+            for fsdp_param in [p for group in _fsdp2_groups(module) for p in group.fsdp_params]:
                 info = fsdp_param._module_info
-                found.setdefault(id(info.module), {})[info.param_name] = fsdp_param
-                for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                    found.setdefault(id(shared), {})[name] = fsdp_param
+                owners = (info.module, *info.shared_modules)
+                names = (info.param_name, *info.shared_param_names)
+                for owner, name in zip(owners, names, strict=True):
+                    managers.setdefault(id(owner), {})[name] = fsdp_param
         elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            flats.add(id(module._handle.flat_param))
-            _add_flat(found, module)
-    return _Managed(found, frozenset(flats))
-
-
-def _fsdp2_params(module: Any) -> list[Any]:
-    return [fsdp_param for group in _fsdp2_groups(module) for fsdp_param in group.fsdp_params]
+            flat: Any = module._handle.flat_param
+            flat_ids.add(id(flat))
+            for index, info in enumerate(flat._param_infos):
+                managers.setdefault(id(info.module), {})[info.param_name] = (module, index)
+            for info in flat._shared_param_infos:
+                first = managers[id(info.prim_module)][info.prim_param_name]
+                managers.setdefault(id(info.module), {})[info.param_name] = first
+    return _ManagedParameters(managers, frozenset(flat_ids))
 
 
 def _fsdp2_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
-    # Older releases have one group per module, not a list of them.
-    groups = (
-        state._fsdp_param_groups
-        if hasattr(state, "_fsdp_param_groups")
-        else [state._fsdp_param_group]
-    )
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:  # older releases have one group per module
+        groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
-def _add_flat(found: dict[int, dict[str, Any]], fsdp: Any) -> None:
-    flat = fsdp._handle.flat_param
-    for index, info in enumerate(flat._param_infos):
-        found.setdefault(id(info.module), {})[info.param_name] = (fsdp, index)
-    for info in flat._shared_param_infos:
-        found.setdefault(id(info.module), {})[info.param_name] = found[id(info.prim_module)][
-            info.prim_param_name
-        ]
-
-
 def _parameters(
-    module: nn.Module, prefix: str, ddp: _Ddp | None, managed: _Managed
+    module: nn.Module, prefix: str, ddp: _Ddp | None, managed: _ManagedParameters
 ) -> Iterator[tuple[Hashable, TrackedShard]]:
-    """(identity, parameter) for each parameter registered in `module` itself."""
-    managers = managed.by_module.get(id(module), {})
+    """Yield (identity, parameter) for each parameter registered in `module` itself."""
+    managers = managed.managers.get(id(module), {})
     for name in dict.fromkeys(chain(module._parameters, managers)):
         fqn, manager, live = prefix + name, managers.get(name), module._parameters.get(name)
         if isinstance(manager, tuple):
-            yield (id(manager[0]), manager[1]), _flat_held(fqn, *manager)
+            yield (id(manager[0]), manager[1]), _fsdp1_parameter(fqn, *manager)
         elif manager is not None:
-            yield id(manager), _fsdp2_held(fqn, manager)
-        elif live is not None and id(live) not in managed.flats:
-            yield id(live), _plain_held(fqn, module._parameters, name, live, ddp)
-    for name, live in vars(module).items() if ddp is not None else ():
+            yield id(manager), _fsdp2_parameter(fqn, manager)
+        elif live is not None and id(live) not in managed.flat_ids:
+            yield id(live), _plain_parameter(fqn, module._parameters, name, live, ddp)
+    if ddp is None:
+        return
+    for name, live in vars(module).items():
         # DDP over a slice of a mesh swaps its parameters for DTensors before each forward, and
         # torch 2.13 leaves them behind as plain attributes afterwards
         # (torch.distributed.tensor.parallel.ddp).
         if isinstance(live, torch.Tensor) and hasattr(live, "_local_tensor") and live.requires_grad:
-            yield id(live), _plain_held(prefix + name, vars(module), name, live, ddp)
+            yield id(live), _plain_parameter(prefix + name, vars(module), name, live, ddp)
 
 
 def _buffers(module: nn.Module, prefix: str) -> Iterator[tuple[Hashable, TrackedShard]]:
@@ -240,16 +217,15 @@ def _buffers(module: nn.Module, prefix: str) -> Iterator[tuple[Hashable, Tracked
         if live is not None:
             shard = _whole_shard(prefix + name, live, is_parameter=False)
             persistent = name not in module._non_persistent_buffers_set
+            memory = _addressed(live)
             yield (
                 id(live),
-                TrackedShard(
-                    shard, live, False, persistent, module._buffers, name, live, _pointer(live)
-                ),
+                TrackedShard(shard, live, False, persistent, module._buffers, name, live, memory),
             )
 
 
-def _plain_held(
-    fqn: str, place: dict[str, Any], name: str, live: torch.Tensor, ddp: _Ddp | None
+def _plain_parameter(
+    fqn: str, container: dict[str, Any], name: str, live: torch.Tensor, ddp: _Ddp | None
 ) -> TrackedShard:
     _refuse_placeholder(fqn, live)
     replica = None if ddp is None or fqn in ddp.ignored else ddp.replica
@@ -258,15 +234,15 @@ def _plain_held(
         shard = _dtensor_shard(fqn, live._st_info, live.detach(), replica, True)
     else:
         shard = _whole_shard(fqn, live, is_parameter=True, replica=replica)
-    return TrackedShard(shard, live, live.requires_grad, True, place, name, live, _pointer(live))
+    return TrackedShard(
+        shard, live, live.requires_grad, True, container, name, live, _addressed(live)
+    )
 
 
 def _whole_shard(
     fqn: str, live: torch.Tensor, *, is_parameter: bool, replica: ReplicaGroup | None = None
 ) -> Shard:
-    """The shard of a tensor that no data-parallel wrapper has cut: a plain one, or a DTensor of
-    tensor parallelism.
-    """
+    """Return the shard of a tensor that no FSDP has cut: plain, or a tensor parallel DTensor."""
     if hasattr(live, "_local_tensor"):
         dtensor: Any = live
         return _dtensor_shard(fqn, dtensor._spec, dtensor._local_tensor, replica, is_parameter)
@@ -275,84 +251,77 @@ def _whole_shard(
     return Shard(fqn, (), shape, live.dtype, live.detach(), boxes, is_parameter, replica)
 
 
-def _fsdp2_held(fqn: str, fsdp_param: Any) -> TrackedShard:
-    sharded = fsdp_param.sharded_param
-    info = fsdp_param.mesh_info
-    replica = None
-    if hasattr(info, "replicate_mesh_size"):
-        replica = ReplicaGroup(
-            info.replicate_process_group, info.replicate_mesh_rank, info.replicate_mesh_size
-        )
-    shard = _dtensor_shard(fqn, sharded._spec, sharded._local_tensor, replica, True)
-    storage = fsdp_param._sharded_param_data  # exchanged together with what `sharded_param` holds
-    return TrackedShard(
-        shard,
-        sharded,
-        sharded.requires_grad,
-        True,
-        vars(fsdp_param),
-        "_sharded_param_data",
-        storage,
-        None,
-    )
-
-
 def _dtensor_shard(
     fqn: str, spec: Any, local: torch.Tensor, replica: ReplicaGroup | None, is_parameter: bool
 ) -> Shard:
-    from ema_ckpt.ema.model.placement import dtensor_boxes
-
     _refuse_placeholder(fqn, local)
     mesh, shape, placements = spec.mesh, tuple(spec.shape), tuple(spec.placements)
     coordinate = mesh.get_coordinate()
-    boxes = (
-        ()
-        if coordinate is None
-        else dtensor_boxes(shape, tuple(mesh.shape), coordinate, placements)
-    )
-    if sum(box.numel for box in boxes) != local.numel():
+    boxes: tuple[Box, ...] = ()
+    if coordinate is not None:
+        boxes = dtensor_boxes(shape, tuple(mesh.shape), coordinate, placements)
+    numel = sum(box.numel for box in boxes)
+    if numel != local.numel():
         raise StateError(
             "usage",
-            f"{fqn!r}: this rank holds {local.numel()} elements of shape {shape}, but {placements} on a mesh of"
-            f" {tuple(mesh.shape)} give it {sum(box.numel for box in boxes)}; make DTensors with shape= and stride=",
+            f"{fqn!r}: this rank holds {local.numel()} elements of shape {shape}, but {placements}"
+            f" on a mesh of {tuple(mesh.shape)} give it {numel}; make DTensors with shape= and"
+            " stride=",
         )
     return Shard(
         fqn, (), shape, local.dtype, local.detach(), boxes, is_parameter, replica, mesh, placements
     )
 
 
-def _flat_held(fqn: str, fsdp: Any, index: int) -> TrackedShard:
-    from ema_ckpt.ema.model.placement import flat_boxes
-
-    handle = fsdp._handle
-    flat, info, shape = (
-        handle.flat_param,
-        handle.flat_param._shard_param_infos[index],
-        handle.flat_param._shapes[index],
+def _fsdp2_parameter(fqn: str, fsdp_param: Any) -> TrackedShard:
+    sharded, info = fsdp_param.sharded_param, fsdp_param.mesh_info
+    replica = None
+    if hasattr(info, "replicate_mesh_size"):
+        replica = ReplicaGroup(
+            info.replicate_process_group, info.replicate_mesh_rank, info.replicate_mesh_size
+        )
+    shard = _dtensor_shard(fqn, sharded._spec, sharded._local_tensor, replica, True)
+    key = "_sharded_param_data"  # exchanged together with what `sharded_param` holds
+    container = vars(fsdp_param)
+    return TrackedShard(
+        shard, sharded, sharded.requires_grad, True, container, key, container[key], None
     )
+
+
+def _fsdp1_parameter(fqn: str, fsdp: Any, index: int) -> TrackedShard:
+    flat = fsdp._handle.flat_param
+    info, shape = flat._shard_param_infos[index], tuple(flat._shapes[index])
     if not flat._contiguities[index] or flat._param_extensions[index] is not None:
         raise StateError(
             "usage", f"{fqn!r}: FSDP1 lays this tensor out in its own order; use fully_shard for it"
         )
-    shards = getattr(flat, "_local_shard", None)
-    memory = flat.data if shards is None else shards
-    start, offset, numel = (info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard)
-    local = memory[offset : offset + numel] if info.in_shard else memory[:0]
+    sharded = getattr(flat, "_local_shard", None)
+    memory = flat.data if sharded is None else sharded
+    start, local = 0, memory[:0]
+    boxes: tuple[Box, ...] = ()
+    if info.in_shard:
+        start = info.offset_in_shard
+        local = memory[start : start + info.numel_in_shard]
+        boxes = flat_boxes(shape, info.intra_param_start_idx, info.numel_in_shard)
     _refuse_placeholder(fqn, local)
-    boxes = flat_boxes(tuple(shape), start, numel) if info.in_shard else ()
-    shard = Shard(fqn, (), tuple(shape), local.dtype, local, boxes, True, _flat_replica(fsdp))
+    replica = _fsdp1_replica(fsdp)
+    shard = Shard(fqn, (), shape, local.dtype, local, boxes, True, replica)
     owner = flat if flat._params is None else flat._params[index]
-    pointed = flat if shards is None else None
-    within = (offset if info.in_shard else 0, memory.numel()) if owner is flat else None
     return TrackedShard(
-        shard, owner, owner.requires_grad, True, vars(flat), "_local_shard", shards, pointed, within
+        shard,
+        owner,
+        owner.requires_grad,
+        True,
+        vars(flat),
+        "_local_shard",
+        sharded,
+        flat if sharded is None else None,
+        (start, memory.numel()) if owner is flat else None,
     )
 
 
-def _flat_replica(fsdp: Any) -> ReplicaGroup | None:
-    """The declared replicas of an FSDP1 module: all ranks under NO_SHARD, the outer group of a
-    hybrid strategy.
-    """
+def _fsdp1_replica(fsdp: Any) -> ReplicaGroup | None:
+    """Return an FSDP1 module's replicas: all ranks of NO_SHARD, a hybrid strategy's outer group."""
     if not fsdp._handle.uses_sharded_strategy:
         return _replica(fsdp.process_group)
     inter_node = getattr(fsdp, "_inter_node_pg", None)
@@ -375,52 +344,41 @@ def _replica(group: ProcessGroup) -> ReplicaGroup:
     return ReplicaGroup(group, group.rank(), group.size())
 
 
-def _pointer(live: torch.Tensor) -> torch.Tensor | None:
+def _addressed(live: torch.Tensor) -> torch.Tensor | None:
     return None if hasattr(live, "_local_tensor") or live.is_meta else live
 
 
 def _refuse_placeholder(fqn: str, live: torch.Tensor) -> None:
+    problem = None
     if nn.parameter.is_lazy(live):
-        raise StateError(
-            "usage", f"{fqn!r} is not initialised yet: run one forward before making the manager"
+        problem = "is not initialised yet: run one forward before making the manager"
+    elif live.is_meta:
+        problem = "is on the meta device: materialise first, then make the manager"
+    elif hasattr(live, "_fsdp_flattened"):
+        problem = (
+            "is a piece of a flat parameter whose FSDP wrapper is not part of this model: give the"
+            " wrapped model to the manager, with ema.rebind(wrapped) if it exists already"
         )
-    if live.is_meta:
-        raise StateError(
-            "usage", f"{fqn!r} is on the meta device: materialise first, then make the manager"
+    elif hasattr(live, "ds_id") or hasattr(live, "ds_shape"):
+        problem = (
+            "is an empty placeholder of ZeRO stage 3: there is no shard to average here; use"
+            " fully_shard, or stage 1 or 2"
         )
-    if hasattr(live, "_fsdp_flattened"):
-        raise StateError(
-            "usage",
-            f"{fqn!r} is a piece of a flat parameter whose FSDP wrapper is not part of this model: give the wrapped"
-            " model to the manager, with ema.rebind(wrapped) if it exists already",
-        )
-    if hasattr(live, "ds_id") or hasattr(live, "ds_shape"):
-        raise StateError(
-            "usage",
-            f"{fqn!r} is an empty placeholder of ZeRO stage 3: there is no shard to average here; use fully_shard,"
-            " or stage 1 or 2",
-        )
-
-
-def _clean(name: str) -> str:
-    for prefix in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-        name = name.replace(prefix, "")
-    return name
+    if problem is not None:
+        raise StateError("usage", f"{fqn!r} {problem}")
 
 
 def _with_aliases(
-    found: dict[Hashable, TrackedShard], names: dict[Hashable, list[str]]
+    tensors: dict[Hashable, TrackedShard], names: dict[Hashable, list[str]]
 ) -> tuple[TrackedShard, ...]:
-    held = []
-    for token, first in found.items():
-        aliases = tuple(name for name in dict.fromkeys(names[token]) if name != first.shard.fqn)
-        held.append(
-            replace(first, shard=replace(first.shard, aliases=aliases)) if aliases else first
-        )
-    fqns = [h.shard.fqn for h in held]
-    if len(set(fqns)) < len(fqns):
-        twice = next(fqn for fqn in fqns if fqns.count(fqn) > 1)
-        raise UsageError(
-            "name-collision", f"two tensors of the model have the canonical name {twice!r}"
-        )
-    return tuple(held)
+    """Return the tensors with every name they are registered under; refuse a name of two."""
+    named: dict[str, TrackedShard] = {}
+    for identity, tracked in tensors.items():
+        fqn = tracked.shard.fqn
+        if fqn in named:
+            raise UsageError(
+                "name-collision", f"two tensors of the model have the canonical name {fqn!r}"
+            )
+        aliases = tuple(name for name in dict.fromkeys(names[identity]) if name != fqn)
+        named[fqn] = replace(tracked, shard=replace(tracked.shard, aliases=aliases))
+    return tuple(named.values())

@@ -1,13 +1,13 @@
-"""The nouns of the EMA side: a shard of a live tensor, who holds copies of it, how to follow it,
-and its average.
-"""
+"""The nouns of the EMA side: `Shard`, `ReplicaGroup`, `TrackedShard`, `ModelShards`, `Shadow`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ema_ckpt.core.box import Box
 from ema_ckpt.ema.model.placement import flat_boxes
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+ModuleLink = tuple[dict[str, Any], str, object]  # a dictionary, a key, the value registered there
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaGroup:
-    """The ranks that, by the wrapper's own declaration, hold equal copies of a shard; this rank may
-    be the only one.
-    """
+    """Ranks that hold equal copies of a shard, as its wrapper declares; perhaps only this rank."""
 
     group: ProcessGroup
     index: int  # of this rank in the group
@@ -41,9 +41,7 @@ class Shard:
     aliases: tuple[str, ...]  # the other canonical names of a tied tensor
     shape: tuple[int, ...]  # global
     dtype: torch.dtype  # of the live tensor
-    local: (
-        torch.Tensor
-    )  # live elements: in the shape of the one box, or 1-D for a flat piece of FSDP1
+    local: torch.Tensor  # live elements, in the one box's shape, or 1-D (a flat piece of FSDP1)
     boxes: tuple[Box, ...]
     is_parameter: bool
     replica: ReplicaGroup | None
@@ -55,71 +53,91 @@ class Shard:
         """Every canonical name of the tensor."""
         return (self.fqn, *self.aliases)
 
+    @property
+    def layout(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+        """Mesh and placements of the live DTensor; None for other tensors."""
+        if self.mesh is None or self.placements is None:
+            return None
+        return self.mesh, self.placements
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrackedShard:
-    """A shard with what is needed to follow it.
+    """A shard with what is needed to notice that the model has exchanged it.
 
-    `owner` is the tensor that an optimizer steps (FSDP1 without original parameters: the flat one,
-    with `within` telling where this shard begins in its local shard, and how many elements that
-    has). `place[key]` is `seen` for as long as `shard.local` is still the live memory; `pointed`,
-    if any, must also keep its address.
+    `shard.local` is the live memory as long as `container[key]` is `expected`, and `memory`, if
+    any, keeps its address.
     """
 
     shard: Shard
-    owner: torch.Tensor
+    owner: torch.Tensor  # which an optimizer steps; of FSDP1 without original parameters: the flat
     requires_grad: bool
     persistent: bool
-    place: dict[str, Any]
+    container: dict[str, Any]
     key: str
-    seen: object
-    pointed: torch.Tensor | None
-    within: tuple[int, int] | None = None
+    expected: object
+    memory: torch.Tensor | None
+    # (first element, numel of the whole) if the shard is part of a flat owner's local shard
+    flat_range: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelShards:
+    """All parameters and buffers of a model on this rank, tied ones once; made by `scan_model`.
+
+    Parameters are in the order of `named_parameters()`.
+    """
+
+    parameters: tuple[TrackedShard, ...]
+    buffers: tuple[TrackedShard, ...]
+    # (canonical prefix, module) in the order of `model.state_dict()`, as often as it is registered
+    modules: tuple[tuple[str, nn.Module], ...]
+    module_links: tuple[ModuleLink, ...]  # (children of the parent, name, child)
+
+    @property
+    def tensors(self) -> tuple[TrackedShard, ...]:
+        """Parameters and buffers."""
+        return self.parameters + self.buffers
+
+    def by_name(self) -> Mapping[str, TrackedShard]:
+        """Return parameters and buffers under each of their names."""
+        return {name: tracked for tracked in self.tensors for name in tracked.shard.names}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shadow:
     """The average of one shard, or of this replica's part of it.
 
-    The average covers elements [start, start + numel) of the flattened local shard. `shadow` has
-    the local shard's shape, or is 1-D if the shard is split over replicas; `residual` (see
-    `compensate`) has the shadow's.
+    It covers elements [start, start + numel) of the flattened local shard. `average` has the local
+    shard's shape, or is 1-D if the shard is split over replicas; so has `residual` (see
+    `compensate`).
     """
 
     shard: Shard
     start: int
     numel: int
-    shadow: torch.Tensor
+    average: torch.Tensor
     residual: torch.Tensor | None = None
-    is_split: bool = (
-        False  # over the shard's replicas; of a small shard one part may be all, the others nothing
-    )
+    # over the shard's replicas; of a small shard one part may be all, the others nothing
+    is_split: bool = False
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """What the shadow covers, in elements of the global tensor; concatenated row-major it is
-        the shadow.
-        """
-        return (
-            self.shard.boxes
-            if not self.is_split
-            else part_boxes(self.shard.boxes, self.start, self.numel)
-        )
+        """Boxes of the global tensor that are covered; concatenated they are `average`."""
+        if not self.is_split:
+            return self.shard.boxes
+        return part_boxes(self.shard.boxes, self.start, self.numel)
 
 
 def part_boxes(boxes: tuple[Box, ...], start: int, numel: int) -> tuple[Box, ...]:
-    """The boxes of elements [start, start + numel) of `boxes` read one after the other in row-major
-    order.
-    """
-    pieces: list[Box] = []
+    """Return the boxes of elements [start, start + numel) of `boxes`, concatenated row-major."""
+    parts: list[Box] = []
     position = 0
     for box in boxes:
         first, last = max(start, position), min(start + numel, position + box.numel)
         if first < last:
-            inner = flat_boxes(box.sizes, first - position, last - first)
-            pieces += [
-                Box(tuple(map(sum, zip(box.offsets, b.offsets, strict=True))), b.sizes)
-                for b in inner
-            ]
+            for inner in flat_boxes(box.sizes, first - position, last - first):
+                offsets = tuple(map(sum, zip(box.offsets, inner.offsets, strict=True)))
+                parts.append(Box(offsets, inner.sizes))
         position += box.numel
-    return tuple(pieces)
+    return tuple(parts)

@@ -1,0 +1,159 @@
+"""Channels between all ranks: gloo groups of this package alone, which carry small values.
+
+They need no NCCL and do not get in the way of the training's collectives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from ema_ckpt.core.errors import CollectiveError
+
+# A rank that dies is noticed at once by its closed connection; this bounds only one that hangs
+# while writing.
+_GROUP_TIMEOUT = timedelta(hours=2)
+# Ranks connect right after they have met: whoever is not there by then has died in between.
+_CONNECT_TIMEOUT = timedelta(minutes=2)
+
+_channels: dict[str, tuple[object, Channel]] = {}  # by purpose, with the default group at that time
+# gloo's threads must have ended before the interpreter goes: one that lets go of a tensor later
+# aborts the process. Saves in the background are over by then; threads are joined before this is
+# called.
+atexit.register(_channels.clear)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Channel:
+    """Connections between all ranks, apart from every process group of the training.
+
+    It is a gloo group made by hand: it works beside NCCL-only groups and outlives
+    `destroy_process_group`, which an asynchronous save may still need when a script ends. Calls are
+    collective and in one order on all ranks.
+    Every method raises CollectiveError `rank-failed` if another rank died.
+    """
+
+    gloo: Any  # a ProcessGroupGloo, whose methods torch's stubs leave out; None: only one rank
+    rank: int = 0
+    size: int = 1
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order; they must survive JSON."""
+        return [json.loads(data) for data in self.all_gather(json.dumps(value).encode())]
+
+    def exchange_if_different(self, value: Any) -> list[Any]:
+        """Exchange values, or return an empty list if they are equal: large ones then stay here."""
+        digests = self.exchange(hashlib.sha256(json.dumps(value).encode()).hexdigest())
+        return self.exchange(value) if len(set(digests)) > 1 else []
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in rank order."""
+        if self.gloo is None:
+            return [data]
+        sizes = self._exchange_sizes(len(data))
+        parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        self._wait(self.gloo.allgather([parts], [_padded(data, max(sizes))]))
+        return [_bytes_of(part, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return on rank 0 the bytes of every rank, in rank order; elsewhere an empty list."""
+        if self.gloo is None:
+            return [data]
+        sizes = self._exchange_sizes(len(data))
+        parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes if self.rank == 0]
+        outputs = [parts] if self.rank == 0 else []
+        self._wait(self.gloo.gather(outputs, [_padded(data, max(sizes))]))
+        return [_bytes_of(part, size) for part, size in zip(parts, sizes, strict=False)]
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return on each rank its part of what rank 0 passed; other ranks pass nothing."""
+        if self.gloo is None:
+            return parts[0]
+        sizes = self.broadcast_json([len(part) for part in parts])
+        received = torch.empty(max(sizes), dtype=torch.uint8)
+        inputs = [[_padded(part, max(sizes)) for part in parts]] if self.rank == 0 else []
+        self._wait(self.gloo.scatter([received], inputs))
+        return _bytes_of(received, sizes[self.rank])
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Return the value that rank 0 passed."""
+        if self.gloo is None:
+            return value
+        data = json.dumps(value).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(data)])
+        self._wait(self.gloo.broadcast([size]))
+        content = _padded(data, int(size))
+        self._wait(self.gloo.broadcast([content]))
+        return json.loads(_bytes_of(content, int(size)))
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a contiguous host tensor to the rank that calls `receive`."""
+        if self.gloo is not None:
+            self._wait(self.gloo.send([tensor.view(-1).view(torch.uint8)], rank, 0))
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill a contiguous host tensor with what `rank` sends."""
+        if self.gloo is not None:
+            self._wait(self.gloo.recv([tensor.view(-1).view(torch.uint8)], rank, 0))
+
+    def _exchange_sizes(self, nbytes: int) -> list[int]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._wait(self.gloo.allgather([sizes], [torch.tensor([nbytes])]))
+        return [int(size) for size in sizes]
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            raise CollectiveError(
+                "rank-failed", f"another rank ended or hung in a collective call: {cause}"
+            ) from error
+
+
+def open_channel(purpose: str) -> Channel:
+    """Return the channel of all ranks for `purpose`; different channels may be used in threads.
+
+    Opened at the first call, which is collective: `meet` first.
+
+    Raises:
+        CollectiveError: `rank-failed`: another rank died before all were connected.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Channel(None)
+    world = dist.group.WORLD
+    group, channel = _channels.get(purpose, (None, None))
+    if channel is None or group is not world:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = PrefixStore(f"ema_ckpt/{purpose}", dist.distributed_c10d._get_default_store())
+        try:
+            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_CONNECT_TIMEOUT)
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            raise CollectiveError(
+                "rank-failed", f"not all ranks could be connected: {cause}"
+            ) from error
+        gloo._set_default_timeout(_GROUP_TIMEOUT)
+        channel = Channel(gloo, rank, size)
+        _channels[purpose] = (world, channel)
+    return channel
+
+
+def _padded(data: bytes, nbytes: int) -> torch.Tensor:
+    padded = torch.zeros(nbytes, dtype=torch.uint8)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return padded
+
+
+def _bytes_of(tensor: torch.Tensor, nbytes: int) -> bytes:
+    return tensor[:nbytes].numpy().tobytes()
