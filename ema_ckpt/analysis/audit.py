@@ -19,7 +19,7 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
 from ema_ckpt.reading.digests import combined, computed, mixed
 from ema_ckpt.reading.streams import StreamReader, locate
-from ema_ckpt.state_dicts.tree import trees
+from ema_ckpt.state_dicts.tree import list_trees
 
 _BLOCK_NBYTES = 512 << 10
 
@@ -148,7 +148,7 @@ class Audit:
 
     def _check_names(self) -> None:
         try:
-            trees(self.catalog)
+            list_trees(self.catalog)
         except SourceError as error:
             self.error(error)
         for entry in self.catalog.unknown_entries:

@@ -24,7 +24,7 @@ from ema_ckpt.core.catalog import (
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, part_role, role_of
 from ema_ckpt.discovery.found import Location
-from ema_ckpt.state_dicts.tree import Tree, trees
+from ema_ckpt.state_dicts.tree import Tree, list_trees
 from ema_ckpt.storage.files import open_files, safe_name
 
 Path = tuple[str | int, ...]
@@ -149,7 +149,7 @@ def join_parts(
     parts, roles, owners = [], {}, dict[str, str]()
     for name, part, catalog in opened:
         role = part_role(name) or LIVE
-        known = trees(catalog)
+        known = list_trees(catalog)
         if _holds_several(known):
             names, placed = [tree.name or name for tree in known], _hoist(name, known)
         else:

@@ -18,7 +18,7 @@ from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, find_overlaps
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.selection import cast_target
-from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, trees
+from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, list_trees
 
 if TYPE_CHECKING:
     import os
@@ -63,7 +63,7 @@ class Checkpoint:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._known = trees(catalog)
+        self._known = list_trees(catalog)
         self._by_name = {tensor.name: tensor for tensor in catalog.tensors}
 
     @property

@@ -32,7 +32,7 @@ from ema_ckpt.ops.write import (
 from ema_ckpt.state_dicts.ema_config import read_ema_config, with_tied_names
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
 from ema_ckpt.state_dicts.ties import dropped_names, with_dropped
-from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, live_of, trees
+from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 
 if TYPE_CHECKING:
     import os
@@ -70,7 +70,7 @@ def consolidate(
     place = destination_of(out)
     with opened(path) as found:
         catalog = with_dropped(found) if request.expand_ties else found
-        known = trees(catalog)
+        known = list_trees(catalog)
         if tree is None:
             given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
             options = suggested_options(given, consolidate.__kwdefaults__)

@@ -39,7 +39,7 @@ from ema_ckpt.ops.write import (
 )
 from ema_ckpt.state_dicts.selection import KeptObject, select_all
 from ema_ckpt.state_dicts.ties import dropped_names, with_dropped
-from ema_ckpt.state_dicts.tree import Tree, trees
+from ema_ckpt.state_dicts.tree import Tree, list_trees
 from ema_ckpt.storage.directories import join, list_folder
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _transfer(
     elapsed = timer()
     with opened(path) as found:
         catalog = with_dropped(found) if request.expand_ties else found
-        known = trees(catalog)
+        known = list_trees(catalog)
         selection = select_all(
             catalog, known, request.selection, tree, strip=order.verb != "reshard"
         )

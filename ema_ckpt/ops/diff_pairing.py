@@ -14,7 +14,7 @@ from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.suggest import suggested_command
 from ema_ckpt.state_dicts.ema_config import with_tied_names
-from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, live_of, trees
+from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def open_sides(
     with ExitStack() as undo:
         catalog = open_catalog(path)
         undo.callback(catalog.source.close)
-        known = trees(catalog)
+        known = list_trees(catalog)
         command = suggested_command("diff", path, *(() if other is None else (other,)))
         a = (
             find_tree(known, tree, catalog.resolved)
@@ -60,7 +60,7 @@ def open_sides(
         )
         beside = catalog if other is None else open_catalog(other)
         undo.callback(beside.source.close)
-        others = known if other is None else trees(beside)
+        others = known if other is None else list_trees(beside)
         if other is None:
             b = _partner(catalog, known, a, against)
         else:

@@ -15,7 +15,7 @@ from ema_ckpt.ops.checkpoint import tree_entry
 from ema_ckpt.ops.results import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
 from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.state_dicts.selection import refuse_idle
-from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, trees
+from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, list_trees
 
 if TYPE_CHECKING:
     import os
@@ -39,7 +39,7 @@ def inspect(
             empty-selection …`.
     """
     with opened(path, lenient=True) as catalog:
-        known = trees(catalog)
+        known = list_trees(catalog)
         warnings = [*catalog.warnings, *_missing_files(catalog), *_geometry(catalog)]
         warnings += [
             Diagnostic(tree.problem.code, str(tree.problem))

@@ -16,7 +16,7 @@ from ema_ckpt.core.names import canonical
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names
-from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, trees
+from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees
 
 _POOR = 0.05
 
@@ -49,7 +49,7 @@ def open_snapshots(
         for path in paths:
             catalog = open_catalog(path)
             undo.callback(catalog.source.close)
-            known = trees(catalog)
+            known = list_trees(catalog)
             picked = [find_tree(known, name, catalog.resolved) for name in names]
             picked = picked or [default_tree(known, command, catalog.resolved, options)]
             found += [Snapshot(catalog, with_tied_names(catalog, tree)) for tree in picked]

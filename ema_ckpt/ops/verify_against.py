@@ -23,7 +23,7 @@ from ema_ckpt.reading.digests import computed, stored_digest
 from ema_ckpt.reading.streams import StreamReader, locate
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ties import with_dropped
-from ema_ckpt.state_dicts.tree import Tree, inner_names, trees
+from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees
 
 _BLOCK_NBYTES = 512 << 10
 
@@ -76,7 +76,7 @@ class _Comparison:
 
     def _ways(self, mine: Mapping[str, Tensor]) -> Sequence[_Names]:
         """Full names, then each tree under the names inside it, the likeliest first."""
-        known = trees(self._origin)
+        known = list_trees(self._origin)
         full = {_stripped(t.name, tree): t for tree in known for t in tree.tensors}
         full |= {t.name: t for t in self._origin.tensors}
         ways = [
@@ -187,7 +187,7 @@ class _Comparison:
         kept = {t.name for t in self._origin.tensors if t.name in mine}
         if not kept:
             return False
-        for tree in trees(self._origin):
+        for tree in list_trees(self._origin):
             names = {t.name for t in tree.tensors}
             if names & kept and names & {t.name for t in spare.values()}:
                 return False

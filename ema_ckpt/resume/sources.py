@@ -14,7 +14,7 @@ from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
 from ema_ckpt.resume.tensor_source import Source
 from ema_ckpt.state_dicts.ema_config import swap_marks
 from ema_ckpt.state_dicts.ema_layouts import is_weight
-from ema_ckpt.state_dicts.tree import Tree, trees
+from ema_ckpt.state_dicts.tree import Tree, list_trees
 
 Nested = dict[str | int, Any]
 
@@ -27,7 +27,7 @@ class Checkpoint:
 
         self.catalog = open_catalog(path)
         self.source = Source(self.catalog)
-        self.trees = trees(self.catalog)
+        self.trees = list_trees(self.catalog)
 
     @cached_property
     def is_exchanged(self) -> bool:

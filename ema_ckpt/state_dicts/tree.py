@@ -88,7 +88,7 @@ class Tree:
         return tuple(tensor for tensor in self.tensors if id(tensor) not in taken)
 
 
-def trees(catalog: Catalog) -> tuple[Tree, ...]:
+def list_trees(catalog: Catalog) -> tuple[Tree, ...]:
     """Tell the trees of a checkpoint apart, in stored order.
 
     Raises:

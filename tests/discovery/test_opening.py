@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from ema_ckpt.ops.consolidate import consolidate
 from ema_ckpt.ops.convert import convert
 from ema_ckpt.state_dicts.ema_config import EmaConfig, read_ema_config
 from ema_ckpt.state_dicts.selection import options, select_all
-from ema_ckpt.state_dicts.tree import Tree, find_tree, live_of, trees
+from ema_ckpt.state_dicts.tree import Tree, find_tree, list_trees, live_of
 from tests.catalogs import INT, SCALAR, T, catalog_of
 from tests.checkpoints import (
     dcp_at,
@@ -46,17 +45,17 @@ def value(catalog: Catalog, name: str) -> list[float]:
 
 def refused(code: str, path: Path) -> str:
     with pytest.raises(EmaCkptError) as caught:
-        trees(open_catalog(path))
+        list_trees(open_catalog(path))
     assert caught.value.code == code
     return str(caught.value)
 
 
 def roles(catalog: Catalog) -> dict[str, str]:
-    return {tree.name: tree.role for tree in trees(catalog)}
+    return {tree.name: tree.role for tree in list_trees(catalog)}
 
 
 def picked(catalog: Catalog, name: str) -> Tree:
-    return find_tree(trees(catalog), name)
+    return find_tree(list_trees(catalog), name)
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors", "torch"])
@@ -83,7 +82,7 @@ def test_the_choice_of_a_step_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     for step in (9, 10):
         dcp_at(tmp_path / f"step_{step}")
     caplog.set_level("INFO", "ema_ckpt")
-    caplog.handler.addFilter(logging.Filter("ema_ckpt"))  # torch logs each save too
+    caplog.clear()  # torch logged each save
     catalog = open_catalog(tmp_path)
     assert (catalog.path, catalog.resolved) == (str(tmp_path), str(tmp_path / "step_10"))
     assert caplog.messages == [f"reading step_10, the newest complete of 2 steps in {tmp_path}"]
@@ -258,7 +257,7 @@ def test_the_content_of_an_ema_part(tmp_path: Path, content: dict, form: str) ->
     save_dcp(tmp_path / "model", weights())
     save_dcp(tmp_path / "ema", content)
     catalog = open_catalog(tmp_path)
-    known = trees(catalog)
+    known = list_trees(catalog)
     assert {tree.name: tree.role for tree in known} == {"model": "live", "ema": "ema"}
     average = find_tree(known, "ema")
     assert average.form == form
@@ -318,7 +317,7 @@ def test_files_that_are_parts_lie_in_the_common_directory(tmp_path: Path) -> Non
         "model.safetensors",
         "ema.safetensors",
     }
-    chosen = select_all(catalog, trees(catalog), options(), ["ema"])
+    chosen = select_all(catalog, list_trees(catalog), options(), ["ema"])
     assert [entry.path for entry in chosen.entries] == [("ema", "b"), ("ema", "layer.w")]
     catalog.source.close()
 
@@ -372,7 +371,7 @@ def test_a_warning_names_the_part(tmp_path: Path) -> None:
 
 def settings_of(path: Path) -> EmaConfig:
     catalog = open_catalog(path)
-    return read_ema_config(catalog, next(tree for tree in trees(catalog) if tree.role == "ema"))
+    return read_ema_config(catalog, next(tree for tree in list_trees(catalog) if tree.role == "ema"))
 
 
 def test_the_settings_of_our_own_form(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ema_ckpt.state_dicts.selection import (
     select_all,
     select_tree,
 )
-from ema_ckpt.state_dicts.tree import default_tree, find_tree, trees
+from ema_ckpt.state_dicts.tree import default_tree, find_tree, list_trees
 from tests.catalogs import INT, SCALAR, T, catalog_of
 
 W = T((2, 3))
@@ -37,7 +37,7 @@ TREE = {
 
 
 def one(tree: dict, name: str | None = None, **chosen: object) -> Selection:
-    known = trees(catalog_of(tree))
+    known = list_trees(catalog_of(tree))
     return select_tree(
         default_tree(known) if name is None else find_tree(known, name), options(**chosen)
     )  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def everything(
     **chosen: object,
 ) -> Selection:
     catalog = catalog_of(tree, nested=nested)
-    return select_all(catalog, trees(catalog), options(**chosen), only, strip=strip)  # type: ignore[arg-type]
+    return select_all(catalog, list_trees(catalog), options(**chosen), only, strip=strip)  # type: ignore[arg-type]
 
 
 def names(selection: Selection) -> list[str]:
@@ -191,7 +191,7 @@ def test_an_empty_checkpoint_is_no_empty_selection() -> None:
 
 def test_missing_weights_are_filled_from_the_live_tree() -> None:
     tree = {"model": {"module.a": W, "module.c": B, "module.b": W}, "ema": {"b": W, "a": W}}
-    live, ema = trees(catalog_of(tree))
+    live, ema = list_trees(catalog_of(tree))
     missing = missing_weights(ema, live)
     assert list(missing) == ["module.c"]
     chosen = select_tree(ema, options(dtype="bf16"), missing)
@@ -326,7 +326,7 @@ dotted = st.lists(st.sampled_from(["a", "b", "w", *sorted(WRAPPERS)]), min_size=
 @given(st.lists(dotted, min_size=1, max_size=8, unique=True))
 def test_a_selection_never_loses_or_doubles_a_tensor(stored: list[str]) -> None:
     catalog = catalog_of(dict.fromkeys(stored, W), nested=False)
-    known = trees(catalog)
+    known = list_trees(catalog)
     try:
         chosen = select_all(catalog, known, options())
     except UsageError as error:
@@ -336,7 +336,7 @@ def test_a_selection_never_loses_or_doubles_a_tensor(stored: list[str]) -> None:
     assert len({entry.name for entry in chosen.entries}) == len(stored)
     assert all(".".join(map(str, entry.path)) == entry.name for entry in chosen.entries)
     again = catalog_of({entry.name: W for entry in chosen.entries}, nested=False)
-    assert select_all(again, trees(again), options()).renamed == {}
+    assert select_all(again, list_trees(again), options()).renamed == {}
 
 
 prefixes = st.sampled_from(["", "model.", "model", "ema.", "w", "ema.weights.", "module.", "x.y."])
@@ -345,7 +345,7 @@ prefixes = st.sampled_from(["", "model.", "model", "ema.", "w", "ema.weights.", 
 @given(nested_dicts, st.lists(st.tuples(prefixes, prefixes), max_size=3), st.booleans())
 def test_paths_always_join_to_names(tree: dict, rules: list[tuple[str, str]], strip: bool) -> None:
     catalog = catalog_of(tree)
-    known = trees(catalog)
+    known = list_trees(catalog)
     try:
         chosen = select_all(
             catalog, known, options(rename=[f"{old}={new}" for old, new in rules]), strip=strip
@@ -371,7 +371,7 @@ def test_twenty_thousand_tensors_take_no_time() -> None:
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
-        known = trees(catalog)
+        known = list_trees(catalog)
         select_tree(
             default_tree(known),
             options(match=["*.w"], exclude=["layers.1.*"], dtype="bf16", rename=["layers=blocks"]),

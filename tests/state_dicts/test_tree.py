@@ -16,8 +16,8 @@ from ema_ckpt.state_dicts.tree import (
     find_tree,
     find_trees,
     inner_names,
+    list_trees,
     live_of,
-    trees,
 )
 from tests.catalogs import INT, SCALAR, T, catalog_of
 
@@ -26,11 +26,11 @@ B = T((3,))
 
 
 def roles(tree: dict, *, nested: bool = True, **fields: object) -> dict[str, str]:
-    return {found.name: found.role for found in trees(catalog_of(tree, nested=nested, **fields))}
+    return {found.name: found.role for found in list_trees(catalog_of(tree, nested=nested, **fields))}
 
 
 def only_ema(tree: dict, *, nested: bool = True) -> Tree:
-    (ema,) = [found for found in trees(catalog_of(tree, nested=nested)) if found.role == "ema"]
+    (ema,) = [found for found in list_trees(catalog_of(tree, nested=nested)) if found.role == "ema"]
     return ema
 
 
@@ -41,7 +41,7 @@ def test_the_first_path_element_tells_the_tree_never_the_first_dot() -> None:
     catalog = catalog_of(
         {"model.embed.weight": W, "model": {"norm.weight": B}, "ema": {"norm.weight": B}}
     )
-    found = {tree.name: [tensor.name for tensor in tree.tensors] for tree in trees(catalog)}
+    found = {tree.name: [tensor.name for tensor in tree.tensors] for tree in list_trees(catalog)}
     assert found == {
         "": ["model.embed.weight"],
         "model": ["model.norm.weight"],
@@ -53,7 +53,7 @@ def test_trees_come_in_stored_order_with_names_and_objects() -> None:
     catalog = catalog_of(
         {"step": 7, "optim": {"state": {"w": {"exp_avg": W}}, "lr": 0.1}, "model": {"b": B, "a": W}}
     )
-    found = trees(catalog)
+    found = list_trees(catalog)
     assert [(t.name, t.role) for t in found] == [
         ("optim", "optimizer"),
         ("model", "live"),
@@ -66,7 +66,7 @@ def test_trees_come_in_stored_order_with_names_and_objects() -> None:
 
 def test_a_slash_is_only_a_character() -> None:
     catalog = catalog_of({"model": {"blocks/0/w": W}, "ema": {"blocks/0/w": W}})
-    assert [list(tree.weights) for tree in trees(catalog)] == [["blocks/0/w"], ["blocks/0/w"]]
+    assert [list(tree.weights) for tree in list_trees(catalog)] == [["blocks/0/w"], ["blocks/0/w"]]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_slash_is_only_a_character() -> None:
 )
 def test_two_paths_with_one_dotted_name_are_refused(tree: dict) -> None:
     with pytest.raises(SourceError, match=r"share the name '(a\.b|model\.x\.y)") as caught:
-        trees(catalog_of(tree))
+        list_trees(catalog_of(tree))
     assert caught.value.code == "name-collision"
 
 
@@ -98,7 +98,7 @@ def test_a_dictionary_of_recognised_trees_is_passed_through() -> None:
         "app.optim": "optimizer",
         "app": "other",
     }
-    assert live_of(found := trees(catalog_of(tree)), only_ema(tree)) is found[0]
+    assert live_of(found := list_trees(catalog_of(tree)), only_ema(tree)) is found[0]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_several_averages_under_one_name_are_trees_of_their_own() -> None:
     manager = {"weights": {"w": W}, "num_updates": INT, "samples_seen": INT, "config": "{}"}
     tree = {"model": {"w": W}, "ema": {"fast": manager, "slow": manager}}
     assert roles(tree) == {"model": "live", "ema.fast": "ema", "ema.slow": "ema"}
-    found = trees(catalog_of(tree))
+    found = list_trees(catalog_of(tree))
     assert [list(t.weights) for t in found] == [["w"], ["w"], ["w"]]
     assert [live_of(found, t).name for t in found[1:]] == ["model", "model"]
     assert [t.name for t in find_trees(found, "ema")] == ["ema.fast", "ema.slow"]
@@ -157,7 +157,7 @@ def test_a_dcp_whose_paths_are_all_single_is_told_by_names() -> None:
 
 
 def test_the_rest_keeps_full_names() -> None:
-    (tree,) = trees(catalog_of({"model.layers.0.w": W, "lm_head.w": W}, nested=False))
+    (tree,) = list_trees(catalog_of({"model.layers.0.w": W, "lm_head.w": W}, nested=False))
     assert (tree.name, list(tree.weights)) == ("", ["model.layers.0.w", "lm_head.w"])
 
 
@@ -258,7 +258,7 @@ def test_lightning_averages_lie_under_state_dict() -> None:
         "current_model_state": "live",
         "averaging_state": "other",
     }
-    found = trees(catalog_of(tree))
+    found = list_trees(catalog_of(tree))
     assert live_of(found, found[0]) is found[1]
     assert list(found[0].settings) == ["n_averaged"]
     without = {"state_dict": {"w": W}, "current_model_state": {"w": W}}
@@ -336,7 +336,7 @@ def test_what_is_neither_weight_nor_setting_is_left_out_by_name() -> None:
 
 def test_the_online_model_is_a_live_tree() -> None:
     inside = {"online_model.w": W, "ema_model.w": W, "initted": INT, "step": INT}
-    found = trees(catalog_of({"ema": inside}))
+    found = list_trees(catalog_of({"ema": inside}))
     assert [(t.name, t.role, list(t.weights)) for t in found] == [
         ("ema", "ema", ["w"]),
         ("ema.online_model", "live", ["w"]),
@@ -475,7 +475,7 @@ def test_dotless_names_pair_inside_a_flat_state_dict() -> None:
         "model_ema.decay": SCALAR,
         "model_ema.num_updates": INT,
     }
-    found = trees(catalog_of(flat, nested=False))
+    found = list_trees(catalog_of(flat, nested=False))
     assert [(t.name, t.role) for t in found] == [("", "live"), ("model_ema", "ema")]
     assert list(found[1].weights) == ["diffusion_model.in.0.w"]
     live = live_of(found, found[1])
@@ -513,7 +513,7 @@ def test_plain_names_without_dots_are_names() -> None:
     ],
 )
 def test_the_live_tree_of_an_ema(tree: dict, live: str | None) -> None:
-    found = trees(catalog_of(tree))
+    found = list_trees(catalog_of(tree))
     partner = live_of(found, next(t for t in found if t.role == "ema"))
     assert (partner.name if partner else None) == live
 
@@ -524,7 +524,7 @@ def test_a_tree_is_found_by_name_or_by_a_path_below_one() -> None:
         "ema": {"weights": {"layers.0.w": W, "n": INT}},
     }
     tree["ema"]["num_updates"] = INT
-    found = trees(catalog_of(tree))
+    found = list_trees(catalog_of(tree))
     assert find_tree(found, "ema") is found[1]
     assert list(find_tree(found, "model.layers").weights) == ["0.w", "1.w"]
     part = find_tree(found, "ema.weights")
@@ -541,12 +541,12 @@ def test_an_ema_below_a_live_tree_is_one() -> None:
         "state_dict": {"model.a.w": W, "model_ema.aw": W, "model_ema.num_updates": INT},
         "epoch": 3,
     }
-    part = find_tree(trees(catalog_of(tree)), "state_dict.model_ema")
+    part = find_tree(list_trees(catalog_of(tree)), "state_dict.model_ema")
     assert (part.role, list(part.weights), list(part.settings)) == ("ema", ["a.w"], ["num_updates"])
 
 
 def test_the_short_name_of_a_passed_through_tree_finds_it() -> None:
-    found = trees(catalog_of({"app": {"model": {"w": W}, "ema": {"w": W}}}))
+    found = list_trees(catalog_of({"app": {"model": {"w": W}, "ema": {"w": W}}}))
     assert find_tree(found, "ema").name == "app.ema"
     assert [t.name for t in find_trees(found, "app")] == ["app.model", "app.ema"]
     with pytest.raises(UsageError, match=r"'app' may mean 'app.model', 'app.ema'") as caught:
@@ -556,7 +556,7 @@ def test_the_short_name_of_a_passed_through_tree_finds_it() -> None:
 
 @pytest.mark.parametrize("name", ["emma", "model.w", "model.", "mod", "model.layer", "weights"])
 def test_an_unknown_tree_lists_those_there_are(name: str) -> None:
-    found = trees(
+    found = list_trees(
         catalog_of({"optim": {"s": W}, "model": {"w": W, "layers.w": W}, "ema": {"w": W}})
     )
     with pytest.raises(UsageError, match=r"'ema'.*'optim'|'model'.*'optim'") as caught:
@@ -565,7 +565,7 @@ def test_an_unknown_tree_lists_those_there_are(name: str) -> None:
 
 
 def test_the_nearest_name_is_listed_first() -> None:
-    found = trees(catalog_of({"optim": {"s": W}, "model": {"w": W}, "ema": {"w": W}}))
+    found = list_trees(catalog_of({"optim": {"s": W}, "model": {"w": W}, "ema": {"w": W}}))
     with pytest.raises(UsageError, match=r"it has 'ema', 'optim', 'model'"):
         find_tree(found, "emma")
 
@@ -584,7 +584,7 @@ def test_the_nearest_name_is_listed_first() -> None:
     ],
 )
 def test_the_default_tree(tree: dict, name: str) -> None:
-    assert default_tree(trees(catalog_of(tree))).name == name
+    assert default_tree(list_trees(catalog_of(tree))).name == name
 
 
 @pytest.mark.parametrize(
@@ -604,7 +604,7 @@ def test_an_unclear_default_gives_one_command_per_candidate(
     tree: dict, commands: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        default_tree(trees(catalog_of(tree)), "ema-ckpt consolidate ckpt out")
+        default_tree(list_trees(catalog_of(tree)), "ema-ckpt consolidate ckpt out")
     assert caught.value.code == "ambiguous-tree"
     message = str(caught.value)
     assert "\n" not in message
@@ -617,7 +617,7 @@ def test_inner_names_of_all_tensors() -> None:
         {"model": {"a": W}, "ema": {"weights": {"a": W}, "num_updates": INT}, "n": INT}
     )
     names: dict[str, str] = {}
-    for tree in trees(catalog):
+    for tree in list_trees(catalog):
         names |= inner_names(tree)
     assert names == {
         "model.a": "a",
@@ -633,7 +633,7 @@ def test_parts_bring_their_role() -> None:
     )
     parts = {"pytorch_model_fsdp_0": "live", "rng_0": "other", "unet_ema": "ema"}
     merged = replace(catalog, part_roles=parts)
-    assert {tree.name: tree.role for tree in trees(merged)} == parts
+    assert {tree.name: tree.role for tree in list_trees(merged)} == parts
 
 
 def test_every_entry_lies_in_exactly_one_tree() -> None:
@@ -645,7 +645,7 @@ def test_every_entry_lies_in_exactly_one_tree() -> None:
     }
     catalog = catalog_of(tree)
     held: list[Tensor | Object] = [
-        item for found in trees(catalog) for item in (*found.tensors, *found.objects)
+        item for found in list_trees(catalog) for item in (*found.tensors, *found.objects)
     ]
     assert sorted(item.name for item in held) == sorted(
         item.name for item in (*catalog.tensors, *catalog.objects)
@@ -682,7 +682,7 @@ state_dicts = st.dictionaries(
 def test_any_state_dict_is_told_apart_without_loss(tree: dict, nested: bool) -> None:
     catalog = catalog_of(tree, nested=nested)
     try:
-        found = trees(catalog)
+        found = list_trees(catalog)
     except SourceError as error:
         assert error.code == "name-collision"
         return
@@ -716,7 +716,7 @@ def test_any_state_dict_is_told_apart_without_loss(tree: dict, nested: bool) -> 
 @given(state_dicts, st.data())
 def test_whatever_is_named_is_found_or_refused_by_name(tree: dict, data: st.DataObject) -> None:
     try:
-        found = trees(catalog_of(tree))
+        found = list_trees(catalog_of(tree))
     except SourceError:
         return
     names = [item.name for part in found for item in (*part.tensors, *part.objects)]
