@@ -11,21 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from ema_ckpt.core.box import Box, whole
+from ema_ckpt.core.box import Box, flat_range_boxes, whole
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.checkpoint.local_shards_tensor import (
     LocalShardsTensor,
     as_global_tensor,
     pieces_of,
 )
-from ema_ckpt.ema.model.placement import flat_boxes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def flat_piece(shape: tuple[int, ...], start: int, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     local = torch.arange(start, start + numel, dtype=torch.float32)
-    return local, as_global_tensor(flat_boxes(shape, start, numel), shape, local)
+    return local, as_global_tensor(flat_range_boxes(shape, start, start + numel), shape, local)
 
 
 def full(shape: tuple[int, ...]) -> torch.Tensor:
@@ -104,12 +103,12 @@ def test_pieces_of_all_ranks_make_one_checkpoint(shape: tuple[int, ...], tmp_pat
     cuts = sorted({0, n // 3, n // 2, n})
     local = torch.arange(n, dtype=torch.float32)
     parts = {
-        f"w{i}": as_global_tensor(flat_boxes(shape, a, b - a), shape, local[a:b])
+        f"w{i}": as_global_tensor(flat_range_boxes(shape, a, b), shape, local[a:b])
         for i, (a, b) in enumerate(pairwise(cuts))
     }
     dcp.save({"ema": parts}, checkpoint_id=tmp_path / "c", no_dist=True)
     targets = {
-        f"w{i}": as_global_tensor(flat_boxes(shape, a, b - a), shape, torch.zeros(b - a))
+        f"w{i}": as_global_tensor(flat_range_boxes(shape, a, b), shape, torch.zeros(b - a))
         for i, (a, b) in enumerate(pairwise(cuts))
     }
     dcp.load({"ema": targets}, checkpoint_id=tmp_path / "c", no_dist=True)

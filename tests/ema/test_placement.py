@@ -15,11 +15,10 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
-from ema_ckpt.core.box import Box
+from ema_ckpt.core.box import Box, flat_range_boxes
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.model.placement import (
     dtensor_boxes,
-    flat_boxes,
     replica_part,
     torch_computes_offsets,
 )
@@ -64,7 +63,7 @@ def test_flat_boxes_are_the_flattening_in_order(
     full = tag(shape)
     start = data.draw(st.integers(0, full.numel()))
     numel = data.draw(st.integers(0, full.numel() - start))
-    boxes = flat_boxes(shape, start, numel)
+    boxes = flat_range_boxes(shape, start, start + numel)
     assert torch.equal(held(full, boxes), full.reshape(-1)[start : start + numel])
     assert len(boxes) <= max(2 * len(shape) - 1, 1)
     for box in boxes:
@@ -73,13 +72,13 @@ def test_flat_boxes_are_the_flattening_in_order(
 
 
 def test_flat_boxes_of_nothing() -> None:
-    assert flat_boxes((0, 8), 0, 0) == ()
-    assert flat_boxes((3, 4), 5, 0) == ()
-    assert flat_boxes((), 0, 1) == (Box((), ()),)
+    assert flat_range_boxes((0, 8), 0, 0) == ()
+    assert flat_range_boxes((3, 4), 5, 5) == ()
+    assert flat_range_boxes((), 0, 1) == (Box((), ()),)
 
 
 def test_flat_boxes_in_three_dimensions() -> None:
-    assert flat_boxes((3, 4, 5), 7, 40) == (
+    assert flat_range_boxes((3, 4, 5), 7, 47) == (
         Box((0, 1, 2), (1, 1, 3)),
         Box((0, 2, 0), (1, 2, 5)),
         Box((1, 0, 0), (1, 4, 5)),

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ema_ckpt.comm.rendezvous import meet
+from ema_ckpt.core.box import flat_range_boxes
 from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of
-from ema_ckpt.ema.model.placement import flat_boxes, replica_part
+from ema_ckpt.ema.model.placement import replica_part
 from ema_ckpt.ema.model.shards import ReplicaGroup, Shadow
 
 # What each replica sends at a time; the scratch is this times one more than their number.
@@ -114,6 +115,6 @@ def _write(into: torch.Tensor, start: int, values: torch.Tensor) -> None:
     if into.is_contiguous():
         into.view(-1)[start : start + values.numel()].copy_(values)
         return
-    boxes = flat_boxes(into.shape, start, values.numel())
+    boxes = flat_range_boxes(into.shape, start, start + values.numel())
     for box, part in zip(boxes, torch.split(values, [box.numel for box in boxes]), strict=True):
         box_of(into, box).copy_(part.view(box.sizes))

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ema_ckpt.core.box import Box, whole
+from ema_ckpt.core.box import Box, flat_range_boxes, whole
 from ema_ckpt.core.errors import StateError, UsageError
-from ema_ckpt.ema.model.placement import dtensor_boxes, flat_boxes
+from ema_ckpt.ema.model.placement import dtensor_boxes
 from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, ReplicaGroup, Shard, TrackedShard
 
 if TYPE_CHECKING:
@@ -302,7 +302,8 @@ def _fsdp1_parameter(fqn: str, fsdp: Any, index: int) -> TrackedShard:
     if info.in_shard:
         start = info.offset_in_shard
         local = memory[start : start + info.numel_in_shard]
-        boxes = flat_boxes(shape, info.intra_param_start_idx, info.numel_in_shard)
+        first = info.intra_param_start_idx
+        boxes = flat_range_boxes(shape, first, first + info.numel_in_shard)
     _refuse_placeholder(fqn, local)
     replica = _fsdp1_replica(fsdp)
     shard = Shard(fqn, (), shape, local.dtype, local, boxes, True, replica)

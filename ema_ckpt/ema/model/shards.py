@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ema_ckpt.core.box import Box
-from ema_ckpt.ema.model.placement import flat_boxes
+from ema_ckpt.core.box import Box, flat_range_boxes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -136,7 +135,7 @@ def part_boxes(boxes: tuple[Box, ...], start: int, numel: int) -> tuple[Box, ...
     for box in boxes:
         first, last = max(start, position), min(start + numel, position + box.numel)
         if first < last:
-            for inner in flat_boxes(box.sizes, first - position, last - first):
+            for inner in flat_range_boxes(box.sizes, first - position, last - position):
                 offsets = tuple(map(sum, zip(box.offsets, inner.offsets, strict=True)))
                 parts.append(Box(offsets, inner.sizes))
         position += box.numel
