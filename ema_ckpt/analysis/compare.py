@@ -1,4 +1,4 @@
-"""How two blocks of numbers differ: norms, inner product, extremes and counts, block by block.
+"""Compare blocks of numbers: norms, inner product, extremes and counts.
 
 Everything is computed in float64, integers exactly. For large tensors of float32, bfloat16 and
 float16 there is a fast way: products are summed in float32 over runs of 256 elements and those sums
@@ -12,34 +12,34 @@ value that is not finite on one side alone leaves norms and extremes undefined (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ema_ckpt.core.dtypes import DType
+from ema_ckpt.reading.decode import as_stored, decode, to_float32
 from ema_ckpt.runtime.page_buffer import buffer
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
+    from ema_ckpt.reading.decode import Array
 
 FAST_NUMEL = 1 << 20
-"""Elements of a tensor from which on the fast way is taken."""
+"""Least number of elements of a tensor that is compared the fast way."""
 
 _SINGLE = ("float32", "bfloat16", "float16")
-# elements in one pass: float64 scratch of three times this stays in the second-level cache
-_PART = 32768
+# Elements of one exact pass: three times as much float64 stays in the second-level cache.
+_PASS = 32768
 _RUN = 256
 _ROW = 8192  # BLAS uses one thread for vectors up to 10 000
 _LOPSIDED = 1e-6  # a·b comes from the three norms, which needs them to be of one order
 _TINY = 1e-28  # a mean square below this has lost bits in float32
-_PAIRS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_SUMMED = ("aa", "bb", "ab", "dd", "absolute")
+_COUNTED = ("changed", "unequal", "nan_a", "nan_b", "inf_a", "inf_b")
 
 
 @dataclass(frozen=True, slots=True)
 class PairStats:
-    """What was found in a part of a pair of tensors, a and b; d = a − b.
+    """Statistics of a pair of tensors a and b, or of a part of them; d = a − b.
 
     Attributes:
         aa, bb, ab, dd: inner products. absolute: the sum of |d|. largest: the greatest |d|.
@@ -64,16 +64,14 @@ class PairStats:
 
     @property
     def rel_l2(self) -> float:
-        """‖a − b‖ / ‖b‖: 0 where both are equal, undefined where b alone is zero or float64 holds
-        no square of d.
-        """
+        """‖a − b‖ / ‖b‖: 0 if both are equal, undefined if b alone is zero or d² underflows."""
         if not self.dd:
             return math.nan if self.unequal else 0.0
         return math.sqrt(self.dd / self.bb) if self.bb else math.nan
 
     @property
     def cosine(self) -> float:
-        """a·b / (‖a‖‖b‖): 1 where both are zero or equal, undefined where one alone is zero."""
+        """a·b / (‖a‖‖b‖): 1 if both are zero or equal, undefined if one alone is zero."""
         if not self.unequal:
             return 1.0
         norms = math.sqrt(self.aa) * math.sqrt(self.bb)
@@ -82,25 +80,17 @@ class PairStats:
 
     @staticmethod
     def total(parts: Sequence[PairStats]) -> PairStats:
-        """The sums of all parts; rounded once, so that their order does not matter."""
+        """Add up all parts; sums are rounded once, so that their order does not matter."""
         if len(parts) <= 1:
             return parts[0] if parts else PairStats()
-        largest = [p.largest for p in parts]
-        return PairStats(
-            aa=_fsum([p.aa for p in parts]),
-            bb=_fsum([p.bb for p in parts]),
-            ab=_fsum([p.ab for p in parts]),
-            dd=_fsum([p.dd for p in parts]),
-            absolute=_fsum([p.absolute for p in parts]),
-            largest=math.nan if any(map(math.isnan, largest)) else max(largest, default=0.0),
-            changed=sum(p.changed for p in parts),
-            unequal=sum(p.unequal for p in parts),
-            nan_a=sum(p.nan_a for p in parts),
-            nan_b=sum(p.nan_b for p in parts),
-            inf_a=sum(p.inf_a for p in parts),
-            inf_b=sum(p.inf_b for p in parts),
-            same_bits=all(p.same_bits for p in parts),
-        )
+        total: dict[str, Any] = {}
+        for name in _SUMMED:
+            total[name] = _fsum([getattr(part, name) for part in parts])
+        for name in _COUNTED:
+            total[name] = sum([getattr(part, name) for part in parts])
+        largest = [part.largest for part in parts]
+        total["largest"] = math.nan if any(map(math.isnan, largest)) else max(largest)
+        return PairStats(**total, same_bits=all(part.same_bits for part in parts))
 
 
 def _fsum(values: list[float]) -> float:
@@ -108,7 +98,7 @@ def _fsum(values: list[float]) -> float:
 
 
 class Comparer:
-    """Compares blocks of two element types; one worker's own.
+    """Compares blocks of two element types, for one worker.
 
     Args:
         a, b: the element types of the two sides.
@@ -122,137 +112,116 @@ class Comparer:
         self._rtol = rtol
         self._atol = atol
         self._scratch: dict[str, Array] = {}
-        self._is_plain = a.is_castable and b.is_castable and not rtol and not atol
-        self._single = a.name in _SINGLE and b.name in _SINGLE and self._is_plain
+        self._is_real = a.is_castable and b.is_castable and not rtol and not atol
+        self._is_single = a.name in _SINGLE and b.name in _SINGLE and self._is_real
 
     def compare(
         self, blocks: Iterable[tuple[memoryview, memoryview]], *, fast: bool
     ) -> list[PairStats]:
-        """Compare blocks, each the raw little-endian bytes of as many whole elements of a and of
-        b.
-        """
+        """Compare pairs of blocks: raw little-endian bytes of as many whole elements of a and b."""
         import numpy as np
 
-        fast = fast and self._single
         with np.errstate(all="ignore"):
-            return [(self._fast(a, b) if fast else None) or self._surely(a, b) for a, b in blocks]
+            return [self._compare(a, b, fast and self._is_single) for a, b in blocks]
 
-    def _surely(self, a: memoryview, b: memoryview) -> PairStats:
-        return PairStats.total(
-            [self._plain(x, y) or self._exact(x, y) for x, y in self._parts(a, b)]
-        )
+    def _compare(self, a: memoryview, b: memoryview, fast: bool) -> PairStats:
+        stats = self._fast(a, b) if fast else None
+        if stats is not None:
+            return stats
+        parts = []
+        step_a, step_b = _PASS * self._a.itemsize, _PASS * self._b.itemsize
+        for index in range(-(-len(a) // step_a)):
+            x = a[index * step_a : (index + 1) * step_a]
+            y = b[index * step_b : (index + 1) * step_b]
+            parts.append((self._finite(x, y) if self._is_real else None) or self._exact(x, y))
+        return PairStats.total(parts)
 
-    def _parts(self, a: memoryview, b: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-        count, of_a, of_b = len(a) // self._a.itemsize, self._a.itemsize, self._b.itemsize
-        for at in range(0, count, _PART):
-            stop = min(at + _PART, count)
-            yield a[at * of_a : stop * of_a], b[at * of_b : stop * of_b]
-
-    def _take(self, name: str, count: int, dtype: str) -> Array:
+    def _array(self, name: str, count: int, dtype: str) -> Array:
+        """Scratch array `name`, of `count` elements."""
         import numpy as np
 
-        held = self._scratch.get(name)
-        if held is None or held.size < count:
-            held = self._scratch[name] = np.frombuffer(
-                buffer(max(count, _PART) * np.dtype(dtype).itemsize), dtype
-            )
-        return held[:count]
+        array = self._scratch.get(name)
+        if array is None or array.size < count:
+            nbytes = max(count, _PASS) * np.dtype(dtype).itemsize
+            array = self._scratch[name] = np.frombuffer(buffer(nbytes), dtype)
+        return array[:count]
 
-    # The fast way.
+    def _same_bits(self, x: memoryview, y: memoryview, unequal: int) -> bool:
+        return not unequal and self._a == self._b and bytes(x) == bytes(y)
 
     def _fast(self, x: memoryview, y: memoryview) -> PairStats | None:
-        """The sums by way of float32, or None where these would not be accurate."""
+        """Sum products in float32; None where that is not accurate."""
         import numpy as np
 
-        a, b = self._as_single("a", x, self._a.name), self._as_single("b", y, self._b.name)
+        a, b = self._as_single("a", x, self._a), self._as_single("b", y, self._b)
         count = a.size
         if count % _RUN:
             return None
-        d = np.subtract(a, b, out=self._take("d", count, "f4"))
-        sums = self._take("sums", 4 * (count // _RUN), "f4").reshape(4, -1)
-        for values, into in zip((a, b, d), sums, strict=False):
+        d = np.subtract(a, b, out=self._array("d", count, "f4"))
+        sums = self._array("sums", 4 * (count // _RUN), "f4").reshape(4, -1)
+        for values, out in zip((a, b, d), sums, strict=False):
             runs = values.reshape(-1, _RUN)
-            _dots(runs, runs, into)
+            _dots(runs, runs, out)
         np.abs(d, out=d)
-        _dots(d.reshape(-1, _RUN), self._ones(), sums[3])
+        if "ones" not in self._scratch:
+            self._scratch["ones"] = np.ones(_RUN, "f4")
+        _dots(d.reshape(-1, _RUN), self._scratch["ones"], sums[3])
         aa, bb, dd, absolute = sums.sum(axis=1, dtype="f8").tolist()
-        # The difference of two floats is zero only where they are equal; what is left of a zero
-        # here has no sign.
+        # The difference of two floats is zero only if they are equal, and |d| has no sign: its bits
+        # tell.
         unequal = int(np.count_nonzero(d.view("i4")))
         if not _is_accurate(aa, bb, dd, count, unequal):
             return None
-        same = not unequal and self._a == self._b and bytes(x) == bytes(y)
-        ab = (aa + bb - dd) / 2
-        return PairStats(aa, bb, ab, dd, absolute, float(d.max()), unequal, unequal, same_bits=same)
+        ab, largest = (aa + bb - dd) / 2, float(d.max())
+        same = self._same_bits(x, y, unequal)
+        return PairStats(aa, bb, ab, dd, absolute, largest, unequal, unequal, same_bits=same)
 
-    def _as_single(self, name: str, block: memoryview, dtype: str) -> Array:
+    def _as_single(self, name: str, block: memoryview, dtype: DType) -> Array:
+        values = as_stored(block, dtype)
+        if dtype.name == "float32":
+            return values
+        return to_float32(values, dtype.name, self._array(name, values.size, "f4"))
+
+    def _finite(self, x: memoryview, y: memoryview) -> PairStats | None:
+        """Sum finite floating-point numbers in float64, all in scratch; None if some are not."""
         import numpy as np
 
-        if dtype == "float32":
-            return np.frombuffer(block, "<f4")
-        raw = np.frombuffer(block, "<u2")
-        out = self._take(name, raw.size, "f4")
-        if dtype == "bfloat16":  # the upper half of a float32
-            bits = out.view("u4")
-            np.copyto(bits, raw)
-            np.left_shift(bits, 16, out=bits)
-        else:
-            np.copyto(out, raw.view("<f2"))
-        return out
-
-    def _ones(self) -> Array:
-        import numpy as np
-
-        if "ones" not in self._scratch:
-            self._scratch["ones"] = np.ones(_RUN, "f4")
-        return self._scratch["ones"]
-
-    # The exact way.
-
-    def _plain(self, x: memoryview, y: memoryview) -> PairStats | None:
-        """The sums of finite floating-point numbers, without a copy that scratch does not hold;
-        None for others.
-        """
-        import numpy as np
-
-        if not self._is_plain:
-            return None
-        a, b = self._as_double("a", x, self._a.name), self._as_double("b", y, self._b.name)
+        a, b = self._as_double("a", x, self._a), self._as_double("b", y, self._b)
         count = a.size
         aa, bb = _inner(a, a), _inner(b, b)
         if not math.isfinite(aa + bb):
             return None
-        d = np.subtract(a, b, out=self._take("double d", count, "f8"))
+        d = np.subtract(a, b, out=self._array("double d", count, "f8"))
         ab, dd = _inner(a, b), _inner(d, d)
-        unequal = int(np.count_nonzero(np.not_equal(d, 0, out=self._take("ne", count, "?"))))
+        unequal = int(np.count_nonzero(np.not_equal(d, 0, out=self._array("ne", count, "?"))))
         np.abs(d, out=d)
-        same = not unequal and self._a == self._b and bytes(x) == bytes(y)
-        top = float(d.max(initial=0.0))
-        return PairStats(aa, bb, ab, dd, float(d.sum()), top, unequal, unequal, same_bits=same)
+        absolute, largest = float(d.sum()), float(d.max(initial=0.0))
+        same = self._same_bits(x, y, unequal)
+        return PairStats(aa, bb, ab, dd, absolute, largest, unequal, unequal, same_bits=same)
 
-    def _as_double(self, name: str, block: memoryview, dtype: str) -> Array:
+    def _as_double(self, name: str, block: memoryview, dtype: DType) -> Array:
         import numpy as np
 
-        if dtype == "float64":
-            return np.frombuffer(block, "<f8")
+        if dtype.name == "float64":
+            return as_stored(block, dtype)
         single = self._as_single(name, block, dtype)
-        out = self._take(f"double {name}", single.size, "f8")
+        out = self._array(f"double {name}", single.size, "f8")
         np.copyto(out, single)
         return out
 
     def _exact(self, x: memoryview, y: memoryview) -> PairStats:
-        """The sums of any numbers: exact integers, codes, pairs, what is not finite, tolerances."""
+        """Sum numbers of any kind: integers, codes, pairs, NaN and infinities; with tolerances."""
         import numpy as np
 
         a, b = self._widened(x, y)
-        odd = _Odd() if np.isfinite(a).all() and np.isfinite(b).all() else _set_aside(a, b)
+        counts = {}
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            counts = _set_aside(a, b)
         d = np.subtract(a, b)
-        unequal = self._count(d != 0)  # NaN counts
+        unequal = changed = self._count(d != 0)  # NaN counts
         magnitude = np.abs(d)
-        changed = unequal
         if self._rtol or self._atol:
-            # What is infinitely far away has changed, even from infinity, whose multiples are no
-            # tolerance.
+            # An infinite distance is a change, even from infinity: its multiples are no tolerance.
             near = (magnitude <= self._atol + self._rtol * np.abs(b)) & np.isfinite(magnitude)
             changed = self._count(~near)
         a, b, d, magnitude = (np.asarray(v, np.float64) for v in (a, b, d, magnitude))
@@ -265,27 +234,25 @@ class Comparer:
             largest=_defined(float(magnitude.max(initial=0.0))),
             changed=changed,
             unequal=unequal,
-            nan_a=odd.nan_a,
-            nan_b=odd.nan_b,
-            inf_a=odd.inf_a,
-            inf_b=odd.inf_b,
-            same_bits=not unequal and self._a == self._b and bytes(x) == bytes(y),
+            same_bits=self._same_bits(x, y, unequal),
+            **counts,
         )
 
     def _count(self, mask: Array) -> int:
-        """Elements for which the mask is set; of a complex one, for either of its numbers."""
+        """Count elements for which the mask is set; complex ones if it is for either part."""
         import numpy as np
 
-        is_complex = self._a.name in _PAIRS or self._b.name in _PAIRS
-        return int(np.count_nonzero(mask.reshape(-1, 2).any(axis=1) if is_complex else mask))
+        if "complex" in (self._a.kind, self._b.kind):
+            return int(np.count_nonzero(mask.reshape(-1, 2).any(axis=1)))
+        return int(np.count_nonzero(mask))
 
     def _widened(self, x: memoryview, y: memoryview) -> tuple[Array, Array]:
-        """Both sides in a type that holds their values exactly."""
+        """Decode both sides to a type that holds their values exactly."""
         import numpy as np
 
-        # The significand of numpy's long double has 64 bits: enough for every integer, signed or
-        # not.
-        wide = np.longdouble if _has_long(self._a) or _has_long(self._b) else np.float64
+        # The significand of numpy's long double has 64 bits: enough for every integer.
+        has_long = any(dtype.kind == "int" and dtype.itemsize == 8 for dtype in (self._a, self._b))
+        wide = np.longdouble if has_long else np.float64
         a, b = decode(x, self._a, wide), decode(y, self._b, wide)
         if a.size < b.size:
             a = _with_zeros(a)
@@ -294,69 +261,35 @@ class Comparer:
         return a, b
 
 
-@dataclass(frozen=True, slots=True)
-class _Odd:
-    """Counts of what is not finite."""
-
-    nan_a: int = 0
-    nan_b: int = 0
-    inf_a: int = 0
-    inf_b: int = 0
-
-
-def _set_aside(a: Array, b: Array) -> _Odd:
-    """Count NaN and infinities, and write zeros where both sides have the same one."""
+def _set_aside(a: Array, b: Array) -> dict[str, int]:
+    """Count NaN and infinities by field, and write zeros where both sides have the same one."""
     import numpy as np
 
     nan_a, nan_b, inf_a, inf_b = np.isnan(a), np.isnan(b), np.isinf(a), np.isinf(b)
     equal = (nan_a & nan_b) | (inf_a & (a == b))
     a[equal] = 0
     b[equal] = 0
-    return _Odd(*(int(np.count_nonzero(v)) for v in (nan_a, nan_b, inf_a, inf_b)))
+    masks = {"nan_a": nan_a, "nan_b": nan_b, "inf_a": inf_a, "inf_b": inf_b}
+    return {name: int(np.count_nonzero(mask)) for name, mask in masks.items()}
 
 
 def _is_accurate(aa: float, bb: float, dd: float, count: int, unequal: int) -> bool:
-    """Whether sums by way of float32 are good: finite, not so small that bits were lost, norms not
-    far apart.
-    """
+    """Whether float32 sums are good: finite, no bits lost to small values, norms of one order."""
     least = count * _TINY
     if not math.isfinite(aa + bb + dd) or aa < least or bb < least or (unequal and dd < least):
         return False
     return _LOPSIDED * max(aa, bb) < min(aa, bb)
 
 
-def _has_long(dtype: DType) -> bool:
-    return dtype.kind == "int" and dtype.itemsize == 8
-
-
-def decode(block: memoryview, dtype: DType, wide: Any) -> Array:
-    """The values of a block as a new array of `wide`; complex numbers as pairs."""
-    import numpy as np
-
-    name = _PAIRS.get(dtype.name, dtype.name)
-    if name == "bfloat16":
-        bits = np.frombuffer(block, "<u2").astype("<u4") << 16
-        return np.asarray(bits.view("<f4"), wide)
-    if name == "bool":
-        return np.asarray(np.frombuffer(block, "u1") != 0, wide)
-    if dtype.kind == "low":
-        from ema_ckpt.reading.decode import table
-
-        return np.asarray(table(name)[np.frombuffer(block, "u1")].reshape(-1), wide)
-    codes: dict[str, str] = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
-    values: Array = np.frombuffer(block, codes.get(name, dtype.numpy)).astype(wide)
-    return values
-
-
 def _with_zeros(real: Array) -> Array:
-    """Real numbers as complex pairs."""
+    """Turn real numbers into complex pairs."""
     import numpy as np
 
     return np.stack([real, np.zeros_like(real)], axis=1).reshape(-1)
 
 
 def _inner(a: Array, b: Array) -> float:
-    """Inner product in float64, in pieces for which BLAS starts no threads."""
+    """Inner product in float64, in rows so short that BLAS starts no threads."""
     import numpy as np
 
     whole = a.size // _ROW * _ROW

@@ -1,43 +1,40 @@
-"""Values that no weights should have: NaN, infinities, nothing but zeros, absurd magnitudes.
+"""Count values that no weights should have: NaN, infinities, absurd magnitudes, zeros alone.
 
 IEEE types are judged by their bits as unsigned integers with the sign cleared, whose order is that
-of the magnitudes: one pass in cache finds the largest, and only a block that holds NaN or Inf is
-looked at again.
+of the magnitudes: one pass in cache finds the largest, and only a block with NaN or Inf is looked
+at again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ema_ckpt.core.dtypes import DType
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from ema_ckpt.reading.decode import decode, table
 
 ABSURD = 1e30
 """Magnitudes from here on are no weights: sums of their squares leave the range of float32."""
 
-# Bits of the magnitude, of infinity, and the element's parts in a block, for each IEEE type.
+# For each IEEE type: unsigned integer of its size, mask of the magnitude, bits of infinity.
 _IEEE = {
-    "float64": ("<u8", 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000, "<f8"),
-    "float32": ("<u4", 0x7FFF_FFFF, 0x7F80_0000, "<f4"),
-    "bfloat16": ("<u2", 0x7FFF, 0x7F80, "bfloat16"),
-    "float16": ("<u2", 0x7FFF, 0x7C00, "<f2"),
+    "float64": ("<u8", 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    "float32": ("<u4", 0x7FFF_FFFF, 0x7F80_0000),
+    "bfloat16": ("<u2", 0x7FFF, 0x7F80),
+    "float16": ("<u2", 0x7FFF, 0x7C00),
 }
-_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 @dataclass(slots=True)
-class Seen:
-    """What was seen of one tensor; `largest` is the largest finite magnitude."""
+class ValueCounts:
+    """Counts of one tensor or a part of it; `largest` is the largest finite magnitude."""
 
     nan: int = 0
     inf: int = 0
     largest: float = 0.0
 
-    def add(self, other: Seen) -> None:
-        """Take in what was seen of another part."""
+    def add(self, other: ValueCounts) -> None:
+        """Add the counts of another part."""
         self.nan += other.nan
         self.inf += other.inf
         self.largest = max(self.largest, other.largest)
@@ -49,59 +46,50 @@ def has_values(dtype: DType) -> bool:
 
 
 class Scanner:
-    """Looks at blocks of one type; one worker's own."""
+    """Scans blocks of one element type, for one worker."""
 
     def __init__(self, dtype: DType) -> None:
         import numpy as np
 
-        self._table = None
-        name = _PARTS.get(dtype.name, dtype.name)
-        if name in _IEEE:
-            self._unsigned, self._mask, self._infinity, self._float = _IEEE[name]
-            self._scratch = np.empty(0, self._unsigned)
-        else:
-            from ema_ckpt.reading.decode import table
+        self._dtype = dtype.part
+        self._ieee = _IEEE.get(self._dtype.name)
+        self._scratch = np.empty(0, self._ieee[0] if self._ieee else np.uint8)
 
-            self._table = table(dtype.name)
-
-    def scan(self, block: memoryview) -> Seen:
-        """Look at the raw little-endian bytes of whole elements."""
+    def scan(self, block: memoryview) -> ValueCounts:
+        """Count in raw little-endian bytes of whole elements."""
         import numpy as np
 
-        if self._table is not None:
-            return _scan_table(np.frombuffer(block, np.uint8), self._table)
-        bits = np.frombuffer(block, self._unsigned)
+        if self._ieee is None:
+            return _scan_codes(block, self._dtype)
+        unsigned, mask, infinity = self._ieee
+        bits = np.frombuffer(block, unsigned)
         if self._scratch.size < bits.size:
-            self._scratch = np.empty(bits.size, self._unsigned)
-        magnitudes = np.bitwise_and(bits, self._mask, out=self._scratch[: bits.size])
+            self._scratch = np.empty(bits.size, unsigned)
+        magnitudes = np.bitwise_and(bits, mask, out=self._scratch[: bits.size])
         largest = magnitudes.max(initial=0)
-        if largest < self._infinity:
-            return Seen(largest=self._value(largest))
-        found = Seen(
-            int((magnitudes > self._infinity).sum()), int((magnitudes == self._infinity).sum())
+        if largest < infinity:
+            return ValueCounts(largest=self._value(largest))
+        finite = magnitudes[magnitudes < infinity]
+        return ValueCounts(
+            nan=int((magnitudes > infinity).sum()),
+            inf=int((magnitudes == infinity).sum()),
+            largest=self._value(finite.max(initial=0)),
         )
-        finite = magnitudes[magnitudes < self._infinity]
-        found.largest = self._value(finite.max(initial=0))
-        return found
 
     def _value(self, bits: Any) -> float:
-        import numpy as np
-
-        if self._float == "bfloat16":
-            return float(np.array(int(bits) << 16, "<u4").view("<f4"))
-        return float(np.array(bits, self._unsigned).view(self._float))
+        return float(decode(bits.tobytes(), self._dtype, "f8")[0])
 
 
-def _scan_table(codes: NDArray[Any], table: NDArray[Any]) -> Seen:
+def _scan_codes(block: memoryview, dtype: DType) -> ValueCounts:
+    """Count the codes of a small float type, then look each one up once."""
     import numpy as np
 
-    present = np.bincount(codes, minlength=256)
-    parts = table.reshape(256, -1)
-    counts = np.repeat(present, parts.shape[1])
-    values = parts.reshape(-1)
-    finite = np.isfinite(values) & (counts > 0)
-    return Seen(
-        int(counts[np.isnan(values)].sum()),
-        int(counts[np.isinf(values)].sum()),
-        float(np.abs(values[finite]).max(initial=0)),
+    counts = np.bincount(np.frombuffer(block, np.uint8), minlength=256)
+    values = table(dtype.name).reshape(-1)
+    counts = np.repeat(counts, values.size // 256)
+    present = values[np.isfinite(values) & (counts > 0)]
+    return ValueCounts(
+        nan=int(counts[np.isnan(values)].sum()),
+        inf=int(counts[np.isinf(values)].sum()),
+        largest=float(np.abs(present).max(initial=0)),
     )

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ema_ckpt.analysis.compare import decode
 from ema_ckpt.core.box import Box, flat_range_boxes
 from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Tensor
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.cast import Caster
 from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.decode import decode
 from ema_ckpt.reading.overlaps import BoxReader
 from ema_ckpt.reading.streams import Stream, locate
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LIMIT_NBYTES = 512 << 10
-_PAIRED = {"complex64": "float32", "complex128": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +174,7 @@ class WeightedSum:
         return view
 
     def _encoded(self, total: NDArray[Any], tensor: Tensor) -> memoryview:
-        kind = by_name(_PAIRED.get(tensor.dtype.name, tensor.dtype.name))
-        caster = Caster(by_name("float64"), kind)
+        caster = Caster(by_name("float64"), tensor.dtype.part)
         data = caster.cast(total.view("u1"))
         if caster.overflow:
             with self._lock:

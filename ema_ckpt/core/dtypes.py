@@ -36,6 +36,11 @@ class DType:
         return self.kind in ("float", "low")
 
     @property
+    def part(self) -> DType:
+        """Type of the two parts of a complex number; the type itself if it is not complex."""
+        return _BY_NAME[_COMPLEX_PARTS.get(self.name, self.name)]
+
+    @property
     def is_castable(self) -> bool:
         """Types that `--dtype` may change: float64, float32, float16 and bfloat16."""
         return self.kind == "float"
@@ -68,7 +73,9 @@ DTYPES = (
 _FOREIGN = re.compile(
     r"(q?u?int|b?float|b?complex|bits)\d+(_?\w+)?"
 )  # quantized ones, and those of fewer bits
+_COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+DTYPE_NAMES = frozenset(_BY_NAME)
 _BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
 _BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}
 

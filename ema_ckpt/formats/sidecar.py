@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from ema_ckpt.core.catalog import Nesting, Object, Tensor
-from ema_ckpt.core.dtypes import DTYPES, by_name
+from ema_ckpt.core.dtypes import DTYPE_NAMES, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats.pickle.limits import check_expanded_size
@@ -37,7 +37,6 @@ VERSION = 1
 # A list of which a part was selected keeps its places; one far beyond what is there would make
 # whoever rebuilds the list allocate without bound.
 _MAX_INDEX = 1 << 20
-_DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
 
 Path = tuple[str | int, ...]
 
@@ -280,7 +279,7 @@ def _encode(value: object) -> object:
         return {"$complex": [_encode(pair.real), _encode(pair.imag)]}
     if isinstance(value, dict):
         return _encode_dict(value)
-    if isinstance(value, Global) and value.module == "torch" and value.name in _DTYPE_NAMES:
+    if isinstance(value, Global) and value.module == "torch" and value.name in DTYPE_NAMES:
         return {"$dtype": value.name}
     raise TypeError(f"a value of type {kind.__name__} is not plain")
 

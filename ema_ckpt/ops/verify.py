@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ema_ckpt.analysis.audit import Audit, Finding
-from ema_ckpt.analysis.value_scan import ABSURD, Scanner, Seen, has_values
+from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError, counted
 from ema_ckpt.discovery.found import PARTS, SAFETENSORS, TORCH, Location
@@ -201,14 +201,14 @@ _STALE_SUFFIXES = (".distcp", ".safetensors")
 
 def _scan(audit: Audit) -> None:
     """Look at every value of every tensor that can be read."""
-    seen: dict[str, Seen] = {}
+    seen: dict[str, ValueCounts] = {}
     lock = threading.Lock()
 
     def jobs() -> Iterator[Callable[[StreamReader], None]]:
         for tensor in audit.catalog.tensors:
             stream = _readable(audit, tensor)
             if stream is not None:
-                seen[tensor.name] = Seen()
+                seen[tensor.name] = ValueCounts()
                 take = partial(_look, stream, seen[tensor.name], lock)
                 yield from band_jobs(tensor.shape, tensor.dtype.itemsize, _BLOCK_NBYTES, take)
 
@@ -231,21 +231,21 @@ def _readable(audit: Audit, tensor: Tensor) -> Stream | None:
 
 def _look(
     stream: Stream,
-    seen: Seen,
+    seen: ValueCounts,
     lock: threading.Lock,
     reader: StreamReader,
     cutter: RowBlocks,
     first: int,
     stop: int,
 ) -> None:
-    scanner, found = Scanner(stream.tensor.dtype), Seen()
+    scanner, found = Scanner(stream.tensor.dtype), ValueCounts()
     for block in reader.read_bands(0, stream, cutter, first, stop):
         found.add(scanner.scan(block))
     with lock:
         seen.add(found)
 
 
-def _judge(audit: Audit, tensor: Tensor, seen: Seen) -> None:
+def _judge(audit: Audit, tensor: Tensor, seen: ValueCounts) -> None:
     file = tensor.chunks[0].file if tensor.chunks else None
     if seen.nan or seen.inf:
         what = f"{seen.nan} NaN and {seen.inf} infinite of {counted(tensor.numel, 'value')}"

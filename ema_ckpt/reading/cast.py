@@ -1,40 +1,34 @@
-"""Casts between float64, float32, float16 and bfloat16 of raw little-endian bytes, in numpy and
-ml_dtypes.
+"""Cast between float64, float32, float16 and bfloat16, as raw little-endian bytes.
 
 Results equal `torch.Tensor.to` on the CPU bit for bit: round to nearest, ties to even, and from
 float64 to the two 16-bit types by way of float32, as torch does. NaN stays NaN; its bits are those
-of torch's x86 kernels (of float64 → bfloat16, of those that handle 16 elements at a time; the rest
-of a tensor gets another NaN there). Blocks of 256 KiB to 2 MiB keep all passes in the cache.
+of torch's x86 kernels (from float64 to bfloat16, of those that handle 16 elements at a time; the
+rest of a tensor gets another NaN there). Blocks of 256 KiB to 2 MiB keep all passes in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import UsageError
+from ema_ckpt.reading.decode import as_stored, to_float32
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from ema_ckpt.reading.decode import Array, Buffer
 
-    Array = NDArray[Any]
-    Buffer = memoryview | bytes | bytearray | Array
-
-# Elements that one pass handles: 256 KiB of float32, with scratch and result well inside a core's
-# L2 cache.
+# Elements of one pass: 256 KiB of float32, so that scratch and result stay in a core's L2 cache.
 _PASS = 65536
-# The largest float32 that rounds to a finite bfloat16 (bits 0x7F7F7FFF) or float16 (bits
-# 0x477FEFFF).
+# The largest float32 that rounds to a finite bfloat16 (0x7F7F7FFF) or float16 (0x477FEFFF).
 _LARGEST = {"bfloat16": 3.3895312e38, "float16": 65519.996}
 
 
 class Caster:
-    """Casts blocks from one type to another, with buffers allocated once. Not for use by two
-    threads at a time.
+    """Cast blocks from one type to another, with buffers allocated once. For one thread.
 
     Attributes:
-        overflow: how many finite values became infinite so far.
+        overflow: number of finite values that became infinite so far.
     """
 
     def __init__(self, source: DType, target: DType) -> None:
@@ -45,21 +39,17 @@ class Caster:
         """
         for dtype in (source, target):
             if not dtype.is_castable:
-                raise UsageError(
-                    "usage", f"{dtype.name} is not a type that values are cast from or to"
-                )
+                message = f"{dtype.name} is not a type that values are cast from or to"
+                raise UsageError("usage", message)
         self.source = source
         self.target = target
         self.overflow = 0
         self._needs_scratch = "float32" not in (source.name, target.name)
         self._out: Array | None = None
-        self._wide: Array | None = None
+        self._scratch: Array | None = None
 
     def cast(self, block: Buffer) -> memoryview:
-        """Cast a block of whole elements, raw bytes of the source type.
-
-        Returns raw bytes of the target type, valid until the next call.
-        """
+        """Cast whole elements; the result is valid until the next call."""
         import numpy as np
 
         raw = np.frombuffer(block, np.uint8)
@@ -73,78 +63,64 @@ class Caster:
         """Cast `block` into `out`, a writable buffer for as many elements of the target type."""
         import numpy as np
 
-        values = np.frombuffer(block, self.source.numpy or "<u2")
-        results = np.frombuffer(out, self.target.numpy or "<u2")
-        # Without an intermediate type there is no scratch to keep small: fewer, longer passes.
+        values, results = as_stored(block, self.source), as_stored(out, self.target)
+        # Without an intermediate type there is no scratch to keep small: one long pass.
         step = _PASS if self._needs_scratch else max(values.size, 1)
-        if self._wide is None:
-            self._wide = np.empty(_PASS if self._needs_scratch else 0, np.float32)
+        if self._scratch is None:
+            self._scratch = np.empty(_PASS if self._needs_scratch else 0, np.float32)
         with np.errstate(all="ignore"):
             for start in range(0, values.size, step):
-                self._cast(values[start : start + step], results[start : start + step], self._wide)
+                self._cast(values[start : start + step], results[start : start + step])
 
-    def _cast(self, values: Array, out: Array, wide: Array) -> None:
-        """One pass, by way of float32, which holds every value of the 16-bit types."""
+    def _cast(self, values: Array, out: Array) -> None:
+        """Run one pass, by way of float32, which holds every value of the 16-bit types."""
         source, target = self.source.name, self.target.name
-        if source == target:
+        if source == target or self._scratch is None:
             out[:] = values
             return
-        first = out if target == "float32" else wide[: values.size]
-        single = _to_float32(values, source, first)
+        single = to_float32(
+            values, source, out if target == "float32" else self._scratch[: values.size]
+        )
+        if source == "float16" and not _is_finite(single):
+            _quiet_nans(single)
         if target == "bfloat16":
-            clean = _round_to_bfloat16(single, out, 0x7FC0 if source == "float16" else 0xFFFF)
+            is_finite = _round_to_bfloat16(single, out, 0x7FC0 if source == "float16" else 0xFFFF)
         elif target == "float16":
-            clean = _round_to_float16(single, out)
+            is_finite = _round_to_float16(single, out)
         elif target == "float64":
-            clean = True
             out[:] = single
+            is_finite = True
         else:
-            clean = source != "float64" or _all_finite(out)
-        if not clean:
-            self.overflow += _infinities(out, target) - _infinities(values, source)
+            is_finite = source != "float64" or _is_finite(out)
+        if not is_finite:
+            self.overflow += _count_infinities(out, target) - _count_infinities(values, source)
 
 
-def _to_float32(values: Array, source: str, out: Array) -> Array:
-    """`values` as float32, in `out` unless they are."""
+def _quiet_nans(values: Array) -> None:
+    """Make signalling NaNs quiet, as the hardware that torch uses does and numpy does not."""
     import numpy as np
 
-    if source == "float32":
-        return values
-    if source == "bfloat16":  # the upper half of a float32; numpy has no type for it
-        bits = out.view(np.uint32)
-        bits[:] = values
-        np.left_shift(bits, 16, out=bits)
-        return out
-    np.copyto(out, values, casting="same_kind")
-    if source == "float16" and not _all_finite(out):
-        # numpy keeps signalling NaNs as they are; the hardware that torch uses makes them quiet.
-        out.view(np.uint32)[np.isnan(out)] |= 0x400000
-    return out
+    values.view(np.uint32)[np.isnan(values)] |= 0x400000
 
 
 def _round_to_bfloat16(values: Array, out: Array, nan: int) -> bool:
-    """Nearest, ties to even, by the kernel of ml_dtypes; NaN as torch has it.
-
-    Returns whether it is certain that no result is infinite or NaN.
-    """
+    """Round by ml_dtypes, write `nan` for NaN; return whether all results are surely finite."""
     import ml_dtypes
     import numpy as np
 
     np.copyto(out.view(ml_dtypes.bfloat16), values, casting="unsafe")
-    if _within(values, _LARGEST["bfloat16"]):
+    if _is_within(values, _LARGEST["bfloat16"]):
         return True
     out[np.isnan(values)] = nan
     return False
 
 
 def _round_to_float16(values: Array, out: Array) -> bool:
-    """numpy's own rounding, with NaN made quiet as the hardware does. Returns what
-    `_round_to_bfloat16` does.
-    """
+    """Round with numpy, make NaN quiet; return whether all results are surely finite."""
     import numpy as np
 
     np.copyto(out, values, casting="same_kind")
-    if _within(values, _LARGEST["float16"]):
+    if _is_within(values, _LARGEST["float16"]):
         return True
     isnan = np.isnan(values)
     bits = values.view(np.uint32)[isnan]
@@ -152,33 +128,31 @@ def _round_to_float16(values: Array, out: Array) -> bool:
     return False
 
 
-def _within(values: Array, limit: float) -> bool:
+def _is_within(values: Array, limit: float) -> bool:
     return bool(values.max() <= limit and values.min() >= -limit)
 
 
-def _all_finite(values: Array) -> bool:
+def _is_finite(values: Array) -> bool:
     import numpy as np
 
     return bool(np.isfinite(values).all())
 
 
-def _infinities(values: Array, dtype: str) -> int:
+def _count_infinities(values: Array, dtype: str) -> int:
     import numpy as np
 
-    found = (values & 0x7FFF) == 0x7F80 if dtype == "bfloat16" else np.isinf(values)
-    return int(np.count_nonzero(found))
+    is_infinite = (values & 0x7FFF) == 0x7F80 if dtype == "bfloat16" else np.isinf(values)
+    return int(np.count_nonzero(is_infinite))
 
 
 def cast_block(block: Buffer, source: DType, target: DType) -> tuple[memoryview, int]:
-    """Cast one block of raw bytes; returns raw bytes of `target` and how many finite values became
-    infinite.
-    """
+    """Cast one block; return it and the number of finite values that became infinite."""
     caster = Caster(source, target)
     return caster.cast(block), caster.overflow
 
 
 def import_all(casts: Iterable[tuple[DType, DType]]) -> None:
-    """Import numpy and what these casts need, so that copies of this process share it."""
+    """Import numpy and whatever these casts need, so that child processes share the modules."""
     import numpy as np  # noqa: F401
 
     for source, target in set(casts):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from ema_ckpt.core.dtypes import DTYPES
+from ema_ckpt.core.dtypes import DTYPE_NAMES
 
 Maker = Callable[..., object]
 
@@ -76,7 +76,6 @@ _SAFE_BUILTINS = frozenset(
     "KeyboardInterrupt".split()
 )
 _SAFE_BUILTIN_ENDS = ("Error", "Exception", "Warning")
-_DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
 
 
 def is_executor(module: str, name: str) -> bool:
@@ -197,4 +196,4 @@ def opaque_within(value: object) -> str | None:
 
 
 def _is_dtype(found: Global) -> bool:
-    return found.module == "torch" and found.name in _DTYPE_NAMES
+    return found.module == "torch" and found.name in DTYPE_NAMES

@@ -12,13 +12,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ema_ckpt.core.dtypes import DTYPES
+from ema_ckpt.core.dtypes import DTYPE_NAMES
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
 from ema_ckpt.formats.pickle.tensors import TensorRef
 
 _MAX_DEPTH = 200
-_DTYPE_NAMES = frozenset(dtype.name for dtype in DTYPES)
 
 
 def dumps(root: object) -> bytes:
@@ -130,7 +129,7 @@ class _Writer:
         self.out += b"u"
 
     def named(self, value: Global, _depth: int) -> None:
-        if value.module != "torch" or value.name not in _DTYPE_NAMES:
+        if value.module != "torch" or value.name not in DTYPE_NAMES:
             raise TypeError(
                 f"a reference to {value.module}.{value.name} cannot be written so that it loads safely"
             )
