@@ -87,7 +87,7 @@ def linear(offsets: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def is_contiguous_in(inner: Box, outer: Box) -> bool:
-    """Whether the elements of `inner`, inside `outer`, follow one another in its row-major order."""
+    """Whether elements of `inner`, inside `outer`, follow one another in its row-major order."""
     axis, ndim = 0, len(inner.sizes)
     while axis < ndim and inner.sizes[axis] == 1:
         axis += 1
