@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         UnsafeError,
         UsageError,
     )
+    from ema_ckpt.discovery.locate import latest
     from ema_ckpt.ema.manager import ShardedEMA
     from ema_ckpt.ema.offload.optimizer import OffloadedOptimizer, offload_optimizer
     from ema_ckpt.ema.schedules import HalfLife, PowerFunction, Warmup
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.inspect import inspect
     from ema_ckpt.ops.synthesize import synthesize
     from ema_ckpt.ops.verify import verify
-    from ema_ckpt.resume.newest import latest
     from ema_ckpt.resume.report import RestoreReport
     from ema_ckpt.resume.restore import restore
     from ema_ckpt.resume.rng import rng_state
@@ -51,6 +51,7 @@ _MODULES = {
         "UnsafeError",
         "UsageError",
     ),
+    "ema_ckpt.discovery.locate": ("latest",),
     "ema_ckpt.ops.checkpoint": ("Checkpoint", "open"),
     "ema_ckpt.ops.consolidate": ("consolidate",),
     "ema_ckpt.ops.convert": ("convert", "reshard"),
@@ -58,7 +59,6 @@ _MODULES = {
     "ema_ckpt.ops.inspect": ("inspect",),
     "ema_ckpt.ops.synthesize": ("synthesize",),
     "ema_ckpt.ops.verify": ("verify",),
-    "ema_ckpt.resume.newest": ("latest",),
     "ema_ckpt.resume.report": ("RestoreReport",),
     "ema_ckpt.resume.restore": ("restore",),
     "ema_ckpt.resume.rng": ("rng_state",),

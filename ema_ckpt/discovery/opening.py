@@ -1,6 +1,4 @@
-"""From a path to a catalog: find the checkpoint, open it with its format, join parts that belong
-together.
-"""
+"""Open the checkpoint that a path stands for: locate it, read its metadata, join its parts."""
 
 from __future__ import annotations
 
@@ -9,15 +7,22 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ema_ckpt.core.catalog import Catalog, Files
-from ema_ckpt.discovery.found import DCP, PARTS, SAFETENSORS, TORCH, Location
+from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
+from ema_ckpt.discovery.location import (
+    DCP,
+    INDEX_SUFFIX,
+    PARTS,
+    RANK_FILES,
+    SAFETENSORS,
+    Location,
+)
 from ema_ckpt.storage.files import open_files
 
 
 def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Catalog:
-    """Open the checkpoint that `path`, a local path or an fsspec URL, stands for. Reads metadata
-    only.
+    """Open the checkpoint that a local path or fsspec URL stands for; read metadata only.
 
     Which of several checkpoints was chosen, and why, is logged to `ema_ckpt` (level info).
 
@@ -31,16 +36,15 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
         UsageError: `ambiguous-path`.
     """
     text = os.fspath(path)
-    found = locate_checkpoint(text)
-    if found.note:
-        logging.getLogger("ema_ckpt").info(found.note)
-    return open_found(found, text, lenient=lenient)
+    location = locate_checkpoint(text)
+    if location.note:
+        logging.getLogger("ema_ckpt").info(location.note)
+    return open_location(location, text, lenient=lenient)
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[Catalog]:
-    """`open_catalog` for the length of a `with` block: its files are closed at the end, whatever
-    happened.
+    """Open a catalog for the length of a `with` block and close its files at the end.
 
     Raises:
         EmaCkptError: as `open_catalog`.
@@ -52,40 +56,34 @@ def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[C
         catalog.source.close()
 
 
-def open_found(found: Location, path: str, *, lenient: bool = False) -> Catalog:
-    """Open what a search for `path` came upon."""
-    if found.format == PARTS:
-        from ema_ckpt.discovery.joined import join_parts
+def open_location(location: Location, path: str, *, lenient: bool = False) -> Catalog:
+    """Open the checkpoint at `location`; `path` is what the user named.
 
-        parts = [
-            (name, part, open_found(part, path, lenient=lenient)) for name, part in found.parts
-        ]
-        return join_parts(found, path, parts)
-    source = open_files(found.root)
+    Raises:
+        SourceError, UnsafeError: as `open_catalog`.
+    """
+    if location.format == PARTS:
+        parts = [(name, p, open_location(p, path, lenient=lenient)) for name, p in location.parts]
+        return join_parts(location, path, parts)
+    source, names, resolved = open_files(location.root), location.names, location.resolved
     try:
-        return _open(found, path, source, lenient)
+        if location.format == DCP:
+            from ema_ckpt.formats.dcp.reader import open_dcp
+
+            return open_dcp(source, names, path, resolved, location.metadata)
+        if location.format == SAFETENSORS:
+            from ema_ckpt.formats.safetensors.reader import open_safetensors
+
+            return open_safetensors(source, names, path, resolved, lenient=lenient)
+        if location.format == RANK_FILES:
+            from ema_ckpt.formats.rank_files.reader import open_rankfiles
+
+            return open_rankfiles(source, names, path, resolved)
+        if names[0].endswith(INDEX_SUFFIX):
+            return open_torch_index(source, location, path)
+        from ema_ckpt.formats.torch_file.reader import open_torchfile
+
+        return open_torchfile(source, names, path, resolved)
     except BaseException:
         source.close()
         raise
-
-
-def _open(found: Location, path: str, source: Files, lenient: bool) -> Catalog:
-    if found.format == DCP:
-        from ema_ckpt.formats.dcp.reader import open_dcp
-
-        return open_dcp(source, found.names, path, found.resolved)
-    if found.format == SAFETENSORS:
-        from ema_ckpt.formats.safetensors.reader import open_safetensors
-
-        return open_safetensors(source, found.names, path, found.resolved, lenient=lenient)
-    if found.format == TORCH:
-        from ema_ckpt.formats.torch_file.reader import open_torchfile
-
-        if found.names[0].endswith(".index.json"):
-            from ema_ckpt.discovery.joined import open_torch_index
-
-            return open_torch_index(source, found, path)
-        return open_torchfile(source, found.names, path, found.resolved)
-    from ema_ckpt.formats.rank_files.reader import open_rankfiles
-
-    return open_rankfiles(source, found.names, path, found.resolved)

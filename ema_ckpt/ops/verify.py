@@ -11,9 +11,9 @@ from ema_ckpt.analysis.audit import Audit, Finding
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError, counted
-from ema_ckpt.discovery.found import PARTS, SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.locate import locate_checkpoint
-from ema_ckpt.discovery.opening import open_found
+from ema_ckpt.discovery.location import PARTS, SAFETENSORS, TORCH, Location
+from ema_ckpt.discovery.opening import open_location
 from ema_ckpt.ops.results import Problem, VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
 from ema_ckpt.reading.overlaps import RowBlocks
@@ -134,7 +134,7 @@ def _opened(path: str, report: _Report) -> Iterator[tuple[Catalog, bool]]:
 
 def _open_pieces(found: Location, path: str, report: _Report) -> Iterator[Catalog]:
     try:
-        catalog = open_found(found, path, lenient=True)
+        catalog = open_location(found, path, lenient=True)
     except EmaCkptError as error:
         _refuse_trouble(error)
         report.error(error)

@@ -13,8 +13,8 @@ import fsspec
 import pytest
 
 from ema_ckpt.core.errors import EmaCkptError
-from ema_ckpt.discovery.found import Location
 from ema_ckpt.discovery.locate import latest_step, locate_checkpoint, step_number
+from ema_ckpt.discovery.location import Location
 from ema_ckpt.formats.rank_files.names import families, family_of, missing_ranks
 from tests.checkpoints import dcp_at, safetensors_at, torch_at, touch
 

@@ -20,7 +20,7 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.formats.dcp import metadata as dcp_metadata
 from ema_ckpt.formats.dcp.metadata import ItemPlace, parse
 from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
-from ema_ckpt.formats.dcp.reader import open_dcp, required_files
+from ema_ckpt.formats.dcp.reader import open_dcp, read_metadata, required_files
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.storage.files import LocalFiles
 from tests.checkpoints import dcp_at
@@ -178,7 +178,7 @@ def test_strides_come_from_the_item(tmp_path: Path) -> None:
 def test_only_named_files_belong_to_it(tmp_path: Path) -> None:
     source = save(tmp_path, w=torch.ones(3))
     shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "__9_0.distcp")
-    needed = required_files(source, (".metadata",))
+    needed = required_files(read_metadata(source, (".metadata",)))
     assert list(needed) == ["__0_0.distcp"]
     assert needed["__0_0.distcp"] == source.size("__0_0.distcp")
     source.close()

@@ -45,14 +45,22 @@ def is_rank_metadata(name: str) -> bool:
     return _RANK_METADATA.fullmatch(name) is not None
 
 
-def open_dcp(source: Files, names: tuple[str, ...], path: str, resolved: str) -> Catalog:
+def open_dcp(
+    source: Files,
+    names: tuple[str, ...],
+    path: str,
+    resolved: str,
+    parts: Sequence[Metadata] | None = None,
+) -> Catalog:
     """Read the metadata `names` (`.metadata`, or every `__R.metadata`) of the directory `source`.
+
+    `parts` is the content of `names` where it has been parsed before.
 
     Raises:
         UnsafeError: `unsafe-pickle`, `unsafe-path`.
         SourceError: `unreadable`, `out-of-bounds`.
     """
-    parts = _read(source, names)
+    parts = parts or read_metadata(source, names)
     metadata = _by_name(parts)
     tensors, objects, required = [], [], dict[str, int]()
     for name, entries in metadata.items():
@@ -93,13 +101,13 @@ def _find_mismatches(
     source: Files, names: Sequence[str], recorded: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
     """Read once more, since only one verb asks: what the metadata says twice and differently."""
-    return find_mismatches(_read(source, names), recorded)
+    return find_mismatches(read_metadata(source, names), recorded)
 
 
-def required_files(source: Files, names: tuple[str, ...]) -> dict[str, int]:
+def required_files(parts: Iterable[Metadata]) -> dict[str, int]:
     """Every data file that the metadata names, and the least size (bytes) it must have."""
     required: dict[str, int] = {}
-    for part in _read(source, names):
+    for part in parts:
         for place in part.items.values():
             _claim(place, required)
     return required
@@ -119,8 +127,13 @@ def _recorded(source: Files, files: Iterable[str]) -> record.Record:
     )
 
 
-def _read(source: Files, names: Sequence[str]) -> list[Metadata]:
-    """Parse each metadata file."""
+def read_metadata(source: Files, names: Sequence[str]) -> list[Metadata]:
+    """Parse each metadata file.
+
+    Raises:
+        UnsafeError: `unsafe-pickle`, `unsafe-path`.
+        SourceError: `unreadable`, `missing-file`, `missing-metadata`.
+    """
     parts = []
     _refuse_missing_ranks(source, names)
     for file in names:
