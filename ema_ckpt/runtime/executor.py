@@ -1,0 +1,173 @@
+"""The one executor behind all verbs: runs jobs in threads or in forked child processes.
+
+A verb describes its jobs as plain data and hands in a `Work` that knows what they mean. Each worker
+has buffers of its own; what a child process found travels back as bytes and is merged here.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from ema_ckpt.runtime.fork_pool import OnBytes, can_fork, jobs_per_batch, run_forked
+from ema_ckpt.runtime.thread_pool import run_threads
+
+LEAST_FORKED_NBYTES = 64 << 20  # fewer are done sooner than children are forked
+_LAST_JOBS = 8  # of each worker, which are ordered by size
+
+on_job: Callable[[Any], None] | None = None
+"""Called with each job, in the worker that begins it: how tests slow, stop or kill a worker."""
+
+
+class Job(Protocol):
+    """Plain data that describes a piece of work of so many bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the job reads or writes."""
+        ...
+
+
+JobT = TypeVar("JobT", bound=Job)
+WorkJobT = TypeVar("WorkJobT", bound=Job, contravariant=True)
+
+
+class Work(Protocol[WorkJobT]):
+    """What jobs mean, and what they found. Workers of one process share it: it locks."""
+
+    def start_worker(self) -> Callable[[WorkJobT], int]:
+        """Make one worker's buffers; return what does a job and returns the bytes finished."""
+        ...
+
+    def dump(self) -> bytes:
+        """Return what was found in this process since the start or the last `reset`."""
+        ...
+
+    def merge(self, dumped: bytes) -> None:
+        """Add what another process dumped."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was found: all jobs are done again."""
+        ...
+
+
+class Workers(NamedTuple):
+    """How many workers there are, and whether they are child processes instead of threads."""
+
+    count: int
+    processes: bool = False
+
+    @classmethod
+    def fit(cls, threads: int, nbytes: int, budget_nbytes: int, worker_nbytes: int) -> Workers:
+        """Choose child processes if they pay and can be forked, else as many threads.
+
+        Args:
+            nbytes: bytes for which processes are faster than threads.
+            budget_nbytes: bound of all buffers. worker_nbytes: memory of one child process.
+        """
+        children = min(threads, budget_nbytes // worker_nbytes)
+        if children > 1 and nbytes >= LEAST_FORKED_NBYTES and can_fork():
+            return cls(children, True)
+        return cls(threads)
+
+
+def dump_json(value: object) -> bytes:
+    """Encode numbers, strings and lists of them for `Work.dump`; `json.loads` decodes them."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def run(
+    work: Work[JobT],
+    streams: Iterable[Iterable[JobT]],
+    workers: Workers,
+    on_progress: OnBytes | None = None,
+) -> None:
+    """Do all jobs.
+
+    Args:
+        streams: jobs that hinder each other, as writes to one file do, share a stream.
+        on_progress: called with the bytes finished since the last call, by one worker at a time.
+
+    Raises:
+        BaseException: the first that a job raised; the other workers stop after their job.
+    """
+    progress = _Progress(on_progress)
+    if workers.processes:
+        jobs = _interleaved([list(stream) for stream in streams], workers.count)
+        if _run_children(work, jobs, workers.count, progress.add):
+            return
+        work.reset()
+        progress.restart()
+        streams = [jobs]
+
+    def start_worker() -> Callable[[JobT], None]:
+        run_job = work.start_worker()
+
+        def run_and_report(job: JobT) -> None:
+            if on_job is not None:
+                on_job(job)
+            progress.add(run_job(job))
+
+        return run_and_report
+
+    run_threads(start_worker, streams, workers.count)
+
+
+def _run_children(work: Work[JobT], jobs: Sequence[JobT], count: int, on_progress: OnBytes) -> bool:
+    """Do all jobs in child processes; False if one of them failed."""
+
+    def run_jobs(numbers: Iterator[int], on_finished: OnBytes) -> None:
+        run_job = work.start_worker()
+        for number in numbers:
+            if on_job is not None:
+                on_job(jobs[number])
+            on_finished(run_job(jobs[number]))
+
+    results = run_forked(run_jobs, work.dump, len(jobs), count, on_progress)
+    for dumped in results or ():
+        work.merge(dumped)
+    return results is not None
+
+
+def _interleaved(streams: Sequence[Sequence[JobT]], workers: int) -> list[JobT]:
+    """Order jobs so that those taken at once are of different streams, and the last are small."""
+    batch = jobs_per_batch(sum(map(len, streams)))
+    jobs: list[JobT] = []
+    for first in range(0, len(streams), workers):
+        batches = [
+            [stream[start : start + batch] for start in range(0, len(stream), batch)]
+            for stream in streams[first : first + workers]
+        ]
+        for row in zip_longest(*batches, fillvalue=()):
+            for taken in row:
+                jobs += taken
+    last = slice(-_LAST_JOBS * workers * batch, None)
+    jobs[last] = sorted(jobs[last], key=lambda job: job.nbytes, reverse=True)
+    return jobs
+
+
+class _Progress:
+    """Reports finished bytes; after a restart only those beyond what was reported before."""
+
+    def __init__(self, on_progress: OnBytes | None) -> None:
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._finished = 0
+        self._reported = 0
+
+    def restart(self) -> None:
+        self._finished = 0
+
+    def add(self, nbytes: int) -> None:
+        if self._on_progress is None:
+            return
+        with self._lock:
+            self._finished += nbytes
+            news = self._finished - self._reported
+            if news > 0:
+                self._reported = self._finished
+                self._on_progress(news)
