@@ -19,6 +19,7 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
 from ema_ckpt.reading.digests import combined, computed, mixed
 from ema_ckpt.reading.streams import StreamReader, locate
+from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.state_dicts.tree import list_trees
 
 _BLOCK_NBYTES = 512 << 10
@@ -64,9 +65,13 @@ class Audit:
         self._check_names()
         self._check_coverage()
         self._inventory = RecordList(self.catalog, self._sizes, self._unlisted)
-        checksum_all(
-            self.catalog.source, self._inventory.listing(), self.threads, self._summed, self._unread
-        )
+        records = self._inventory.listing()
+        workers = Workers(self.threads)
+        for record, crc in checksum_all(self.catalog.source, records, workers, self._progress):
+            if isinstance(crc, SourceError):
+                self._unread(record, crc)
+            else:
+                self._summed(record, crc)
         self._load_objects()
         reader = StreamReader(_BLOCK_NBYTES)
         self._check_digests(reader)
@@ -178,8 +183,6 @@ class Audit:
         self.report(error.code, f"{error} ({_owner(stored)})", stored.owner or None, stored.file)
 
     def _summed(self, stored: StoredRecord, crc: int) -> None:
-        if self._progress is not None:
-            self._progress(stored.nbytes)
         if stored.is_payload:
             self.crcs[stored.key] = crc
             (self.unchecked if stored.crc is None else self.checked)[stored.key] = stored.nbytes

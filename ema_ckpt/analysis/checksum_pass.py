@@ -1,19 +1,19 @@
-"""CRC-32 of stored records, by several workers in large sequential reads; every one is tried."""
+"""CRC-32 of stored records, read in large pieces; errors are results."""
 
 from __future__ import annotations
 
-import threading
+import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from typing import Any, NamedTuple
 
 from ema_ckpt.analysis.records import StoredRecord
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.checksums import Interval, join_crcs
+from ema_ckpt.runtime import executor
+from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.runtime.page_buffer import buffer
-from ema_ckpt.runtime.thread_pool import run_jobs
 from ema_ckpt.storage.files import is_url
 
 _BLOCK_NBYTES = 512 << 10  # stays in the second-level cache between the read and the checksum
@@ -22,103 +22,111 @@ _SEGMENT_NBYTES = 32 << 20
 _BATCH_NBYTES = 4 << 20
 _MAX_BATCH = 256
 
-OnChecksum = Callable[[StoredRecord, int], None]
-Failed = Callable[[StoredRecord, SourceError], None]
+
+class _ReadRange(NamedTuple):
+    """Bytes [start, stop) of the record with that index."""
+
+    record: int
+    start: int
+    stop: int
 
 
-@dataclass(slots=True)
-class _Long:
-    """A record that several workers share."""
+class _ReadRanges(NamedTuple):
+    """A part of one large record, or a number of small ones: one job."""
 
-    stored: StoredRecord
-    pending: int
-    intervals: list[Interval] = field(default_factory=list)
+    ranges: list[_ReadRange]
 
-
-class _Hand:
-    """One worker's buffer."""
-
-    def __init__(self, source: Files) -> None:
-        self._source = source
-        remote = is_url(source.root)
-        self._block = buffer(_REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES)
-
-    def sum(self, stored: StoredRecord, start: int, stop: int) -> int:
-        """CRC-32 of the bytes [start, stop) of a record."""
-        read_into, block, file, base = (
-            self._source.read_into,
-            self._block,
-            stored.file,
-            stored.offset,
-        )
-        crc = 0
-        for at in range(start, stop, len(block)):
-            view = block[: stop - at]
-            read_into(file, base + at, view)
-            crc = crc32(view, crc)
-        return crc
+    @property
+    def nbytes(self) -> int:
+        return sum(part.stop - part.start for part in self.ranges)
 
 
 def checksum_all(
-    source: Files, records: Iterable[StoredRecord], threads: int, summed: OnChecksum, failed: Failed
-) -> None:
-    """Read every record once and tell its CRC-32 to `summed`, or to `failed` why it cannot be read.
+    source: Files,
+    records: Iterable[StoredRecord],
+    workers: Workers,
+    on_progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[StoredRecord, int | SourceError]]:
+    """Read every record once; yield each with its CRC-32, or with the errors of reading it."""
+    work = _ChecksumPass(source)
+    executor.run(work, [work.jobs(records)], workers, on_progress)
+    for index, record in enumerate(work.records):
+        for error in work.errors.get(index, ()):
+            yield record, error
+        crc = join_crcs(work.crcs.get(index, ()), record.nbytes)
+        if crc is not None and index not in work.errors:
+            yield record, crc
 
-    Both are called by one worker at a time.
-    """
-    _Sums(threads, summed, failed).run(source, records)
 
+class _ChecksumPass:
+    """The work of a pass: CRC-32s of parts of records, and errors, by the record's index."""
 
-class _Sums:
-    def __init__(self, threads: int, summed: OnChecksum, failed: Failed) -> None:
-        self._threads = threads
-        self._summed = summed
-        self._failed = failed
-        self._lock = threading.Lock()
+    def __init__(self, source: Files) -> None:
+        self.records: list[StoredRecord] = []
+        self.crcs: dict[int, list[Interval]] = {}
+        self.errors: dict[int, list[SourceError]] = {}
+        self._source = source
 
-    def run(self, source: Files, records: Iterable[StoredRecord]) -> None:
-        run_jobs(self._jobs(records), self._threads, lambda: _Hand(source))
-
-    def _jobs(self, records: Iterable[StoredRecord]) -> Iterator[Callable[[_Hand], None]]:
-        batch: list[StoredRecord] = []
+    def jobs(self, records: Iterable[StoredRecord]) -> Iterator[_ReadRanges]:
+        """Cut large records into several jobs, and put small ones together."""
+        batch: list[_ReadRange] = []
         total = 0
-        for stored in records:
-            if stored.nbytes > _SEGMENT_NBYTES:
-                cuts = range(0, stored.nbytes, _SEGMENT_NBYTES)
-                long = _Long(stored, len(cuts))
-                for start in cuts:
-                    yield partial(self._segment, long=long, start=start)
+        for index, record in enumerate(records):
+            self.records.append(record)
+            if record.nbytes > _SEGMENT_NBYTES:
+                for start in range(0, record.nbytes, _SEGMENT_NBYTES):
+                    stop = min(start + _SEGMENT_NBYTES, record.nbytes)
+                    yield _ReadRanges([_ReadRange(index, start, stop)])
                 continue
-            batch.append(stored)
-            total += stored.nbytes
+            batch.append(_ReadRange(index, 0, record.nbytes))
+            total += record.nbytes
             if total >= _BATCH_NBYTES or len(batch) >= _MAX_BATCH:
-                yield partial(self._batch, batch=batch)
+                yield _ReadRanges(batch)
                 batch, total = [], 0
         if batch:
-            yield partial(self._batch, batch=batch)
+            yield _ReadRanges(batch)
 
-    def _batch(self, hand: _Hand, batch: list[StoredRecord]) -> None:
-        for stored in batch:
-            try:
-                crc = hand.sum(stored, 0, stored.nbytes)
-            except SourceError as error:
-                with self._lock:
-                    self._failed(stored, error)
-                continue
-            with self._lock:
-                self._summed(stored, crc)
+    def start_worker(self) -> Callable[[_ReadRanges], int]:
+        is_remote = is_url(self._source.root)
+        block = buffer(_REMOTE_BLOCK_NBYTES if is_remote else _BLOCK_NBYTES)
 
-    def _segment(self, hand: _Hand, long: _Long, start: int) -> None:
-        stop = min(start + _SEGMENT_NBYTES, long.stored.nbytes)
-        try:
-            crc = hand.sum(long.stored, start, stop)
-        except SourceError as error:
-            with self._lock:
-                self._failed(long.stored, error)
-            return
-        with self._lock:
-            long.intervals.append((start, stop - start, crc))
-            long.pending -= 1
-            whole = None if long.pending else join_crcs(long.intervals, long.stored.nbytes)
-            if whole is not None:
-                self._summed(long.stored, whole)
+        def read(job: _ReadRanges) -> int:
+            for index, start, stop in job.ranges:
+                try:
+                    crc = self._checksum(self.records[index], start, stop, block)
+                except SourceError as error:
+                    self.errors.setdefault(index, []).append(error)
+                else:
+                    self.crcs.setdefault(index, []).append((start, stop - start, crc))
+            return job.nbytes
+
+        return read
+
+    def _checksum(self, record: StoredRecord, start: int, stop: int, block: memoryview) -> int:
+        crc, read_into = 0, self._source.read_into
+        for position in range(start, stop, len(block)):
+            view = block[: stop - position]
+            read_into(record.file, record.offset + position, view)
+            crc = crc32(view, crc)
+        return crc
+
+    def dump(self) -> bytes:
+        errors = [
+            [index, error.code, str(error), error.tensor, error.file]
+            for index, found in self.errors.items()
+            for error in found
+        ]
+        return dump_json([list(self.crcs.items()), errors])
+
+    def merge(self, dumped: bytes) -> None:
+        crcs: list[Any]
+        crcs, errors = json.loads(dumped)
+        for index, intervals in crcs:
+            self.crcs.setdefault(index, []).extend(map(tuple, intervals))
+        for index, code, message, tensor, file in errors:
+            error = SourceError(code, message, tensor=tensor, file=file)
+            self.errors.setdefault(index, []).append(error)
+
+    def reset(self) -> None:
+        self.crcs.clear()
+        self.errors.clear()

@@ -96,9 +96,9 @@ class Meeting:
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
             errors.append(error)
 
-    def pool(self, part: Any) -> list[Any]:
-        """Everybody's share of a write, in order."""
-        return self.exchange(part)
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, in order."""
+        return self.exchange(data)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,12 @@ weights.
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import cache, partial
+from dataclasses import astuple, replace
+from typing import NamedTuple
 
 from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
 from ema_ckpt.core.catalog import Tensor
@@ -20,10 +19,10 @@ from ema_ckpt.ops.diff_findings import Compared, find
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.present import check_sources
 from ema_ckpt.ops.results import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
-from ema_ckpt.reading.overlaps import RowBlocks
-from ema_ckpt.reading.streams import Stream, StreamReader, band_jobs, locate
-from ema_ckpt.runtime.fork_pool import can_fork, run_forked
-from ema_ckpt.runtime.thread_pool import run_jobs, worker_count
+from ema_ckpt.reading.streams import BlockRange, StreamReader, block_ranges, locate
+from ema_ckpt.runtime import executor
+from ema_ckpt.runtime.executor import Workers, dump_json
+from ema_ckpt.runtime.thread_pool import worker_count
 from ema_ckpt.storage.files import is_url
 
 _MIN_BUDGET_NBYTES = 4 << 20
@@ -33,8 +32,6 @@ _REMOTE_BUDGET_NBYTES = 256 << 20
 # but sums in float32 depend on where blocks end, and the numbers should not depend on who works.
 _BLOCK_NBYTES = 256 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
-_LEAST_FORKED_NBYTES = 64 << 20
-_PACKED = struct.Struct("<q6d6q?")  # place of the pair, then the fields of `PairStats`
 
 
 def diff(
@@ -60,8 +57,8 @@ def diff(
         tree: a's tree. against: b's tree.
         rtol, atol: an element has changed if |a − b| > atol + rtol·|b|, or is infinite.
         html: a file to write a self-contained page to.
-        max_memory: bytes of buffers in flight. progress: is told the bytes that were read of both
-            sides; less than none where they will be read anew.
+        max_memory: bytes of buffers in flight. progress: called with the bytes that were read of
+            both sides since the last call.
 
     Raises:
         EmaCkptError: `ambiguous-tree unknown-tree usage`, `target-is-source` for a page in the
@@ -118,11 +115,14 @@ def compare_trees(
         remote = any(is_url(side.catalog.source.root) for side in (a, b))
         pairing = pair(a.tree, b.tree)
         nbytes = sum(x.nbytes + y.nbytes for _, x, y in pairing.pairs)
-        effort = _Resources.fit(nbytes, worker_count(threads), max_memory, remote)
+        workers, block_nbytes = _resources(nbytes, worker_count(threads), max_memory, remote)
         _check(a, [x for _, x, _ in pairing.pairs])
         _check(b, [y for _, _, y in pairing.pairs])
-        sums = _Pairs(a, b, pairing, rtol, atol, progress).run(effort)
-        compared = Compared(a, b, pairing, sums, is_pair=other is None or against is not None)
+        comparison = _Comparison(a, b, pairing, (rtol, atol), block_nbytes)
+        executor.run(comparison, [comparison.jobs()], workers, progress)
+        compared = Compared(
+            a, b, pairing, comparison.statistics(), is_pair=other is None or against is not None
+        )
         return replace(compared, findings=find(compared))
     finally:
         a.catalog.source.close()
@@ -140,149 +140,110 @@ def _check(side: Side, tensors: Sequence[Tensor]) -> None:
         unknown_objects(side.catalog, side.catalog.objects)
 
 
-@dataclass(frozen=True, slots=True)
-class _Resources:
-    """Workers, whether they are copies of this process rather than threads, and the bytes of one
-    buffer.
-    """
-
-    workers: int
-    forked: bool
-    block_nbytes: int
-
-    @classmethod
-    def fit(
-        cls, nbytes: int, workers: int, max_memory: int | str | None, remote: bool
-    ) -> _Resources:
-        """What suits so many bytes; two buffers and as much scratch for each worker fit
-        `max_memory`.
-
-        Here fewer workers rather than shorter blocks, for blocks change the last digits; behind a
-        URL shorter blocks.
-        """
-        budget = (
-            (_REMOTE_BUDGET_NBYTES if remote else _BUDGET_NBYTES)
-            if max_memory is None
-            else parse_size(max_memory)
-        )
-        if budget < _MIN_BUDGET_NBYTES:
-            raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
-        if remote:
-            return cls(
-                workers,
-                False,
-                max(64 << 10, min(budget // (4 * workers), _REMOTE_BLOCK_NBYTES)) & ~4095,
-            )
-        workers = min(workers, budget // (4 * _BLOCK_NBYTES))
-        return cls(
-            workers, workers > 1 and nbytes >= _LEAST_FORKED_NBYTES and can_fork(), _BLOCK_NBYTES
-        )
+def _resources(
+    nbytes: int, threads: int, max_memory: int | str | None, remote: bool
+) -> tuple[Workers, int]:
+    """Choose workers, and the bytes of one buffer, for a comparison of `nbytes` bytes."""
+    if max_memory is None:
+        budget = _REMOTE_BUDGET_NBYTES if remote else _BUDGET_NBYTES
+    else:
+        budget = parse_size(max_memory)
+    if budget < _MIN_BUDGET_NBYTES:
+        raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
+    # Two buffers and as much scratch for each worker fit the budget. Behind a URL blocks become
+    # shorter; elsewhere fewer workers, because block length changes the rounding in float32.
+    if remote:
+        block_nbytes = min(budget // (4 * threads), _REMOTE_BLOCK_NBYTES)
+        return Workers(threads), max(64 << 10, block_nbytes) & ~4095
+    threads = min(threads, budget // (4 * _BLOCK_NBYTES))
+    return Workers.fit(threads, nbytes, budget, 4 * _BLOCK_NBYTES), _BLOCK_NBYTES
 
 
-class _Pairs:
-    """Streams all pairs through the workers and collects what each segment gave."""
+class _CompareBlocks(NamedTuple):
+    """Compare blocks of the pair with that index; `itemsize` is that of both elements together."""
+
+    pair: int
+    itemsize: int
+    range: BlockRange
+
+    @property
+    def nbytes(self) -> int:
+        return self.range.numel * self.itemsize
+
+
+class _Comparison:
+    """The work of comparing pairs of tensors: statistics of parts of each pair."""
 
     def __init__(
-        self,
-        a: Side,
-        b: Side,
-        pairing: Pairing,
-        rtol: float,
-        atol: float,
-        progress: Callable[[int], None] | None,
+        self, a: Side, b: Side, pairing: Pairing, tolerance: tuple[float, float], block_nbytes: int
     ) -> None:
-        self._a = a
-        self._b = b
-        self._pairing = pairing
-        self._rtol = rtol
-        self._atol = atol
-        self._progress = progress
-        self._parts: dict[str, list[PairStats]] = {name: [] for name, _, _ in pairing.pairs}
-        self._lock = threading.Lock()
+        self.a = a
+        self.b = b
+        self.pairs = pairing.pairs
+        self.tolerance = tolerance
+        self.block_nbytes = block_nbytes
+        self._parts: dict[int, list[PairStats]] = {}
 
-    def run(self, effort: _Resources) -> dict[str, PairStats]:
-        """The sums of each pair, by name, in the order of the pairs."""
-        make = partial(_Hand, effort.block_nbytes, self._rtol, self._atol)
-        if not effort.forked or not self._run_forked(
-            effort.workers, list(self._jobs(effort.block_nbytes)), make
-        ):
-            run_jobs(self._jobs(effort.block_nbytes), effort.workers, make)
-        return {name: PairStats.total(parts) for name, parts in self._parts.items()}
-
-    def _run_forked(
-        self, workers: int, jobs: Sequence[Callable[[_Hand], None]], make: Callable[[], _Hand]
-    ) -> bool:
-        """The same by copies of this process; whether they succeeded."""
-        progress, names = self._progress, list(self._parts)
-
-        def work(numbers: Iterator[int], tell: Callable[[int], None]) -> bytes:
-            self._progress, hand = tell, make()
-            for number in numbers:
-                jobs[number](hand)
-            found = enumerate(self._parts.values())
-            return b"".join(
-                _PACKED.pack(place, *astuple(part)) for place, parts in found for part in parts
-            )
-
-        try:
-            results = run_forked(work, len(jobs), workers, progress)
-        finally:
-            self._parts, self._progress = {name: [] for name in names}, progress
-        for place, *numbers in (
-            row for result in results or () for row in _PACKED.iter_unpack(result)
-        ):
-            self._parts[names[place]].append(PairStats(*numbers))
-        return results is not None
-
-    def _jobs(self, block_nbytes: int) -> Iterator[Callable[[_Hand], None]]:
-        for name, a, b in self._pairing.pairs:
+    def jobs(self) -> Iterator[_CompareBlocks]:
+        """Cut all pairs into jobs."""
+        for index, (_, a, b) in enumerate(self.pairs):
             if a.numel:
-                take = partial(self._segment, name, cache(partial(self._located, a, b)))
-                yield from band_jobs(
-                    a.shape, max(a.dtype.itemsize, b.dtype.itemsize), block_nbytes, take
-                )
+                sizes = a.dtype.itemsize, b.dtype.itemsize
+                for blocks in block_ranges(a.shape, max(sizes), self.block_nbytes):
+                    yield _CompareBlocks(index, sum(sizes), blocks)
 
-    def _located(self, a: Tensor, b: Tensor) -> tuple[Stream, Stream]:
-        return locate(self._a.catalog, a), locate(self._b.catalog, b)
+    def statistics(self) -> dict[str, PairStats]:
+        """Return the statistics of each pair, by name, in the order of the pairs."""
+        return {
+            name: PairStats.total(self._parts.get(index, ()))
+            for index, (name, _, _) in enumerate(self.pairs)
+        }
 
-    def _segment(
-        self,
-        name: str,
-        located: Callable[[], tuple[Stream, Stream]],
-        hand: _Hand,
-        cutter: RowBlocks,
-        first: int,
-        stop: int,
-    ) -> None:
-        a, b = located()
-        bands = hand.reader.read_bands
-        blocks = zip(
-            bands(0, a, cutter, first, stop), bands(1, b, cutter, first, stop), strict=True
+    def add(self, index: int, stats: PairStats) -> None:
+        """Add the statistics of a part of a pair; may be called by several threads."""
+        self._parts.setdefault(index, []).append(stats)
+
+    def start_worker(self) -> Callable[[_CompareBlocks], int]:
+        return _CompareWorker(self).compare
+
+    def dump(self) -> bytes:
+        return dump_json(
+            [[index, *astuple(part)] for index, parts in self._parts.items() for part in parts]
         )
-        parts = hand.comparer(a.tensor, b.tensor).compare(blocks, fast=a.tensor.numel >= FAST_NUMEL)
-        (begin, _), (last, numel) = cutter.extent(first), cutter.extent(stop - 1)
-        nbytes = (last + numel - begin) * (a.tensor.dtype.itemsize + b.tensor.dtype.itemsize)
-        found = PairStats.total(parts)
-        with self._lock:
-            self._parts[name].append(found)
-            if self._progress is not None:
-                self._progress(nbytes)
+
+    def merge(self, dumped: bytes) -> None:
+        for index, *numbers in json.loads(dumped):
+            self.add(index, PairStats(*numbers))
+
+    def reset(self) -> None:
+        self._parts.clear()
 
 
-class _Hand:
+class _CompareWorker:
     """One worker's buffers."""
 
-    def __init__(self, block_nbytes: int, rtol: float, atol: float) -> None:
-        self.reader = StreamReader(block_nbytes)
-        self._tolerance = (rtol, atol)
+    def __init__(self, comparison: _Comparison) -> None:
+        self._comparison = comparison
+        self._reader = StreamReader(comparison.block_nbytes)
         self._comparers: dict[tuple[str, str], Comparer] = {}
+        self._pair = -1
 
-    def comparer(self, a: Tensor, b: Tensor) -> Comparer:
-        """The comparer of two element types."""
-        key = (a.dtype.name, b.dtype.name)
+    def compare(self, job: _CompareBlocks) -> int:
+        """Compare the blocks of one job; return their bytes."""
+        comparison = self._comparison
+        if job.pair != self._pair:
+            _, x, y = comparison.pairs[job.pair]
+            self._a, self._b = locate(comparison.a.catalog, x), locate(comparison.b.catalog, y)
+            self._pair = job.pair
+        a, b = self._a, self._b
+        key = (a.tensor.dtype.name, b.tensor.dtype.name)
         if key not in self._comparers:
-            self._comparers[key] = Comparer(a.dtype, b.dtype, *self._tolerance)
-        return self._comparers[key]
+            self._comparers[key] = Comparer(a.tensor.dtype, b.tensor.dtype, *comparison.tolerance)
+        read = self._reader.read_bands
+        blocks = zip(read(0, a, *job.range), read(1, b, *job.range), strict=True)
+        parts = self._comparers[key].compare(blocks, fast=a.tensor.numel >= FAST_NUMEL)
+        comparison.add(job.pair, PairStats.total(parts))
+        return job.nbytes
 
 
 # From sums to numbers.

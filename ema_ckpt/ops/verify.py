@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import astuple
+from typing import NamedTuple
 
 from ema_ckpt.analysis.audit import Audit, Finding
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
@@ -16,9 +18,10 @@ from ema_ckpt.discovery.location import PARTS, SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.opening import open_location
 from ema_ckpt.ops.results import Problem, VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
-from ema_ckpt.reading.overlaps import RowBlocks
-from ema_ckpt.reading.streams import Stream, StreamReader, band_jobs, locate
-from ema_ckpt.runtime.thread_pool import run_jobs, worker_count
+from ema_ckpt.reading.streams import BlockRange, Stream, StreamReader, block_ranges, locate
+from ema_ckpt.runtime import executor
+from ema_ckpt.runtime.executor import Workers, dump_json
+from ema_ckpt.runtime.thread_pool import worker_count
 from ema_ckpt.storage.directories import join, list_folder
 from ema_ckpt.storage.files import is_url
 
@@ -199,23 +202,68 @@ _STALE_SUFFIXES = (".distcp", ".safetensors")
 # Values.
 
 
-def _scan(audit: Audit) -> None:
-    """Look at every value of every tensor that can be read."""
-    seen: dict[str, ValueCounts] = {}
-    lock = threading.Lock()
+class _ScanBlocks(NamedTuple):
+    """Look at the values of blocks of a tensor."""
 
-    def jobs() -> Iterator[Callable[[StreamReader], None]]:
-        for tensor in audit.catalog.tensors:
-            stream = _readable(audit, tensor)
+    stream: Stream
+    range: BlockRange
+
+    @property
+    def nbytes(self) -> int:
+        return self.range.numel * self.stream.tensor.dtype.itemsize
+
+
+class _ValueScan:
+    """The work of looking at every value of every tensor that can be read."""
+
+    def __init__(self, audit: Audit) -> None:
+        self.seen: dict[str, ValueCounts] = {}
+        self._audit = audit
+        self._lock = threading.Lock()
+
+    def jobs(self) -> Iterator[_ScanBlocks]:
+        """Cut all tensors into jobs; report those whose bytes cannot be located."""
+        for tensor in self._audit.catalog.tensors:
+            stream = _readable(self._audit, tensor)
             if stream is not None:
-                seen[tensor.name] = ValueCounts()
-                take = partial(_look, stream, seen[tensor.name], lock)
-                yield from band_jobs(tensor.shape, tensor.dtype.itemsize, _BLOCK_NBYTES, take)
+                for blocks in block_ranges(tensor.shape, tensor.dtype.itemsize, _BLOCK_NBYTES):
+                    yield _ScanBlocks(stream, blocks)
 
-    run_jobs(jobs(), audit.threads, lambda: StreamReader(_BLOCK_NBYTES))
+    def add(self, name: str, part: ValueCounts) -> None:
+        """Add what was seen of a part of a tensor; may be called by several threads."""
+        with self._lock:
+            self.seen.setdefault(name, ValueCounts()).add(part)
+
+    def start_worker(self) -> Callable[[_ScanBlocks], int]:
+        reader = StreamReader(_BLOCK_NBYTES)
+
+        def scan(job: _ScanBlocks) -> int:
+            tensor = job.stream.tensor
+            scanner, part = Scanner(tensor.dtype), ValueCounts()
+            for block in reader.read_bands(0, job.stream, *job.range):
+                part.add(scanner.scan(block))
+            self.add(tensor.name, part)
+            return job.nbytes
+
+        return scan
+
+    def dump(self) -> bytes:
+        return dump_json([[name, *astuple(seen)] for name, seen in self.seen.items()])
+
+    def merge(self, dumped: bytes) -> None:
+        for name, *numbers in json.loads(dumped):
+            self.add(name, ValueCounts(*numbers))
+
+    def reset(self) -> None:
+        self.seen.clear()
+
+
+def _scan(audit: Audit) -> None:
+    scan = _ValueScan(audit)
+    executor.run(scan, [scan.jobs()], Workers(audit.threads))
     for tensor in audit.catalog.tensors:
-        if tensor.name in seen:
-            _judge(audit, tensor, seen[tensor.name])
+        if tensor.name in scan.seen:
+            _judge(audit, tensor, scan.seen[tensor.name])
 
 
 def _readable(audit: Audit, tensor: Tensor) -> Stream | None:
@@ -227,22 +275,6 @@ def _readable(audit: Audit, tensor: Tensor) -> Stream | None:
     except SourceError as error:
         audit.error(error)
         return None
-
-
-def _look(
-    stream: Stream,
-    seen: ValueCounts,
-    lock: threading.Lock,
-    reader: StreamReader,
-    cutter: RowBlocks,
-    first: int,
-    stop: int,
-) -> None:
-    scanner, found = Scanner(stream.tensor.dtype), ValueCounts()
-    for block in reader.read_bands(0, stream, cutter, first, stop):
-        found.add(scanner.scan(block))
-    with lock:
-        seen.add(found)
 
 
 def _judge(audit: Audit, tensor: Tensor, seen: ValueCounts) -> None:

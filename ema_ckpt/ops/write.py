@@ -21,9 +21,11 @@ from ema_ckpt.core.write_plan import OutputTensor, WriteItem, WritePlan
 from ema_ckpt.runtime.thread_pool import worker_count
 from ema_ckpt.state_dicts.selection import Options, options
 from ema_ckpt.storage.files import is_url, local_path
-from ema_ckpt.writing.engine import MIN_BUDGET_NBYTES, Outcome, Settings, run
+from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
 from ema_ckpt.writing.preflight import resolve_target
+from ema_ckpt.writing.run_state import Outcome
+from ema_ckpt.writing.schedule import MIN_BUDGET_NBYTES, Settings
 from ema_ckpt.writing.staging import check_target, stage
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -186,7 +188,8 @@ def write(job: Job, request: Request) -> Outcome | None:
     stamps = _stamps(job.catalog)
     crew = current()
     if crew is not None and crew.rank:
-        return _take_part(job, request, stamps, crew)
+        _take_part(job, request, stamps, crew)
+        return None
     with stage(
         job.out,
         is_directory=job.is_directory,
@@ -207,11 +210,12 @@ def write(job: Job, request: Request) -> Outcome | None:
         )
         _refuse_changed(job.catalog, stamps)
     job.warnings += staged.warnings
-    job.warnings += _overflows(job, outcome)
+    if outcome is not None:
+        job.warnings += _overflows(job, outcome)
     return outcome
 
 
-def _take_part(job: Job, request: Request, stamps: Mapping[str, str], crew: Meeting) -> Outcome:
+def _take_part(job: Job, request: Request, stamps: Mapping[str, str], crew: Meeting) -> None:
     """Write this process' share into the stage that the first one made."""
     identity = _identity(job, stamps)
     (expected, place), *_ = crew.exchange((identity, None))
@@ -225,7 +229,7 @@ def _take_part(job: Job, request: Request, stamps: Mapping[str, str], crew: Meet
     with contextlib.closing(Journal(payload.parent, payload, identity)) as journal:
         # No line is written before everybody has read what an interrupted run left.
         crew.exchange("the journal is open")
-        return run(job.catalog, job.target, payload, _settings(job, request), journal, crew)
+        run(job.catalog, job.target, payload, _settings(job, request), journal, crew)
 
 
 def _overflows(job: Job, outcome: Outcome) -> Iterable[Diagnostic]:

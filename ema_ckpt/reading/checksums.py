@@ -5,7 +5,8 @@ workers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ema_ckpt.core.catalog import Files, Payload
 from ema_ckpt.core.crc import combine_crcs, crc32
@@ -108,15 +109,20 @@ class ChecksumVerifier:
                     raise mismatch(tensor, payload, found)
         self._open.clear()
 
-    def pending(self) -> Pending:
-        """What was read of storages that are not complete yet."""
-        return self._open
+    def dump(self) -> list[object]:
+        """Return what was read of incomplete storages, as plain data for `merge`."""
+        return [[tensor, *rest] for tensor, *rest in self._open.values()]
 
-    def absorb(self, others: Pending) -> None:
-        """Take over what another process read."""
-        for key, (tensor, payload, intervals, total) in others.items():
-            _, _, known, before = self._open.get(key, (tensor, payload, [], 0))
-            self._open[key] = (tensor, payload, known + intervals, before + total)
+    def merge(self, dumped: Sequence[Any]) -> None:
+        """Add what another process read, after JSON."""
+        for tensor, fields, intervals, nbytes in dumped:
+            payload = Payload(*fields)
+            if payload.strides is not None:
+                payload = payload._replace(strides=tuple(payload.strides))
+            key = (payload.file, payload.offset)
+            _, _, own, total = self._open.get(key, (tensor, payload, [], 0))
+            merged = own + [(start, length, crc) for start, length, crc in intervals]
+            self._open[key] = (tensor, payload, merged, total + nbytes)
 
     def _compare(self, tensor: str, payload: Payload, intervals: list[Interval]) -> bool:
         found = join_crcs(intervals, payload.nbytes)

@@ -5,10 +5,9 @@ a time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Catalog, Payload, Tensor
@@ -26,8 +25,6 @@ from ema_ckpt.runtime.page_buffer import buffer
 
 _SEGMENT_NBYTES = 16 << 20
 _begin = attrgetter("dest")
-
-Hand = TypeVar("Hand")
 
 
 class Stream(NamedTuple):
@@ -117,28 +114,27 @@ def _run_with(runs: Sequence[ByteRange], at: int, nbytes: int) -> ByteRange | No
     return run if at + nbytes <= run.dest + run.nbytes else None
 
 
-def band_jobs(
-    shape: Sequence[int],
-    itemsize: int,
-    block_nbytes: int,
-    take: Callable[[Hand, RowBlocks, int, int], None],
-) -> Iterator[Callable[[Hand], None]]:
-    """Jobs that hand all bands of a tensor of `shape` to `take(hand, cutter, first, stop)`, a range
-    at a time.
+class BlockRange(NamedTuple):
+    """Blocks [first, stop) of a tensor that `blocks` cuts."""
+
+    blocks: RowBlocks
+    first: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Count the elements of these blocks."""
+        start, _ = self.blocks.extent(self.first)
+        last, numel = self.blocks.extent(self.stop - 1)
+        return last + numel - start
+
+
+def block_ranges(shape: Sequence[int], itemsize: int, block_nbytes: int) -> Iterator[BlockRange]:
+    """Cut a tensor into ranges of blocks, one for each job.
 
     `itemsize` is that of the widest of the tensors read side by side.
     """
-    cutter = RowBlocks(whole(tuple(shape)), itemsize, block_nbytes)
+    blocks = RowBlocks(whole(tuple(shape)), itemsize, block_nbytes)
     step = max(1, _SEGMENT_NBYTES // block_nbytes)
-    for first in range(0, cutter.count, step):
-        yield partial(_run, take, cutter, first, min(first + step, cutter.count))
-
-
-def _run(
-    take: Callable[[Hand, RowBlocks, int, int], None],
-    cutter: RowBlocks,
-    first: int,
-    stop: int,
-    hand: Hand,
-) -> None:
-    take(hand, cutter, first, stop)
+    for first in range(0, blocks.count, step):
+        yield BlockRange(blocks, first, min(first + step, blocks.count))

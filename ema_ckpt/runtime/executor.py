@@ -32,13 +32,13 @@ class Job(Protocol):
 
 
 JobT = TypeVar("JobT", bound=Job)
-WorkJobT = TypeVar("WorkJobT", bound=Job, contravariant=True)
+JobT_contra = TypeVar("JobT_contra", bound=Job, contravariant=True)
 
 
-class Work(Protocol[WorkJobT]):
+class Work(Protocol[JobT_contra]):
     """What jobs mean, and what they found. Workers of one process share it: it locks."""
 
-    def start_worker(self) -> Callable[[WorkJobT], int]:
+    def start_worker(self) -> Callable[[JobT_contra], int]:
         """Make one worker's buffers; return what does a job and returns the bytes finished."""
         ...
 
@@ -58,7 +58,7 @@ class Work(Protocol[WorkJobT]):
 class Workers(NamedTuple):
     """How many workers there are, and whether they are child processes instead of threads."""
 
-    count: int
+    number: int
     processes: bool = False
 
     @classmethod
@@ -97,8 +97,8 @@ def run(
     """
     progress = _Progress(on_progress)
     if workers.processes:
-        jobs = _interleaved([list(stream) for stream in streams], workers.count)
-        if _run_children(work, jobs, workers.count, progress.add):
+        jobs = _interleaved([list(stream) for stream in streams], workers.number)
+        if _run_children(work, jobs, workers.number, progress.add):
             return
         work.reset()
         progress.restart()
@@ -114,7 +114,7 @@ def run(
 
         return run_and_report
 
-    run_threads(start_worker, streams, workers.count)
+    run_threads(start_worker, streams, workers.number)
 
 
 def _run_children(work: Work[JobT], jobs: Sequence[JobT], count: int, on_progress: OnBytes) -> bool:

@@ -166,7 +166,9 @@ def _end(children: Sequence[_Child]) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
         for child in children:
-            with contextlib.suppress(ChildProcessError):  # somebody else reaps this process' children
+            with contextlib.suppress(
+                ChildProcessError
+            ):  # somebody else reaps this process' children
                 os.waitpid(child.pid, 0)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -41,9 +41,7 @@ class Finished:
 
 
 class Journal:
-    """Append-only record of finished ranges. `done` may be called from several threads, and in
-    copies that `follow`.
-    """
+    """Append-only record of finished ranges, from several threads and forked child processes."""
 
     def __init__(
         self, stage: Path, payload: Path, identity: Mapping[str, str], *, after: float = 0.0
@@ -60,7 +58,7 @@ class Journal:
         _drop_torn_line(self._path)
         self._found = dict(_ranges(self._path))
         self._closed = False
-        self._follows = False
+        self._pid, self._is_child = os.getpid(), False
         self._kept: list[object] = []
         self._due = time.monotonic() + after
         if not after:
@@ -72,13 +70,6 @@ class Journal:
         """Record that `nbytes` bytes at `offset` of `file` are written."""
         entry = [file, offset, nbytes, f"{finished.crc:08x}"]
         self._append([*entry, dict(finished.overflow)] if finished.overflow else entry)
-
-    def follow(self) -> None:
-        """Go on in a copy of the process: lines of its own, behind the first, which the other one
-        writes.
-        """
-        self._follows = True
-        self._kept.clear()
 
     def completed(self) -> dict[Range, Finished]:
         """Ranges of an earlier run that are there and intact. Reads each of them back."""
@@ -106,8 +97,11 @@ class Journal:
         with self._lock:
             if self._closed:
                 raise ValueError("the journal is closed")
+            if os.getpid() != self._pid:  # a child: the parent writes what it has kept
+                self._pid, self._is_child = os.getpid(), True
+                self._kept.clear()
             self._kept.append(entry)
-            if time.monotonic() >= self._due and (not self._follows or self._is_begun()):
+            if time.monotonic() >= self._due and (not self._is_child or self._is_begun()):
                 os.write(self._open(), b"".join(map(_line, self._kept)))
                 self._kept.clear()
 

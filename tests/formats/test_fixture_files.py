@@ -20,7 +20,8 @@ from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file,
 from ema_ckpt.formats.torch_file.reader import open_torchfile
 from ema_ckpt.formats.torch_file.writer import lay_out
 from ema_ckpt.storage.files import LocalFiles
-from ema_ckpt.writing.engine import Settings, run
+from ema_ckpt.writing.engine import run
+from ema_ckpt.writing.schedule import Settings
 from tests.formats.writing import raw_bytes, read
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -18,7 +18,8 @@ from ema_ckpt.formats.dcp.reader import open_dcp
 from ema_ckpt.formats.dcp.writer import lay_out
 from ema_ckpt.formats.safetensors.writer import lay_out_file
 from ema_ckpt.storage.files import LocalFiles
-from ema_ckpt.writing.engine import Settings, run
+from ema_ckpt.writing.engine import run
+from ema_ckpt.writing.schedule import Settings
 from ema_ckpt.writing.journal import Journal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
