@@ -1,16 +1,15 @@
-"""Pickles of state dicts as `torch.save` makes them, written opcode by opcode, without torch.
+"""Pickles written opcode by opcode, without torch and without Python's pickler.
 
-Protocol 2, and no global but those that `torch.load(weights_only=True)` knows
-(`_weights_only_unpickler.py`). A tensor is `_rebuild_tensor_v2(storage, start, shape, strides,
-requires_grad, hooks)`, or `_v3` with a dtype at the end for types that have no storage class of
-their own (`torch/_tensor.py`, `_reduce_ex_internal`).
+Protocol 2 is for state dicts: no global but those that `torch.load(weights_only=True)` knows
+(`_weights_only_unpickler.py`). Protocol 4 is for the metadata of `torch.distributed.checkpoint`,
+with the opcodes of Python's own pickler, so that readers tuned for these are as fast on ours.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from ema_ckpt.core.dtypes import DTYPE_NAMES
 from ema_ckpt.formats.pickle.limits import check_expanded_size
@@ -18,17 +17,41 @@ from ema_ckpt.formats.pickle.safe_globals import Global
 from ema_ckpt.formats.pickle.tensors import TensorRef
 
 _MAX_DEPTH = 200
+_U2, _U4, _I4 = (struct.Struct(layout) for layout in ("<cH", "<cI", "<ci"))
+_SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+
+class Call(NamedTuple):
+    """The result of a call: `module.name(*args)`."""
+
+    module: str
+    name: str
+    args: tuple[object, ...]
+
+
+class Instance(NamedTuple):
+    """An instance of `module.name`, made without arguments and given `state` unless it is None."""
+
+    module: str
+    name: str
+    state: object = None
+
+
+class Pairs(NamedTuple):
+    """A dict whose items are produced while they are written."""
+
+    items: Callable[[], Iterable[tuple[object, object]]]
 
 
 def dumps(root: object) -> bytes:
-    """The pickle of plain values and containers with `TensorRef`s in them.
+    """Write the protocol 2 pickle of plain values and containers, with `TensorRef`s in them.
 
     Raises:
         TypeError: naming the type that cannot be written so that it loads safely.
     """
     check_expanded_size(root)
-    writer = _Writer()
-    writer.value(root, 0)
+    writer = PickleWriter(2)
+    writer.write(root)
     return bytes(writer.out + b".")
 
 
@@ -41,149 +64,199 @@ def is_plain(value: object) -> bool:
     return True
 
 
-class _Writer:
-    """Opcodes so far, and the memo: globals and the words that every storage repeats."""
+class PickleWriter:
+    """Opcodes so far, in `out`, and the memo.
 
-    def __init__(self) -> None:
-        self.out = bytearray(b"\x80\x02")
-        self._memo: dict[tuple[str, str], int] = {}
+    Protocol 4 memoizes every object and refers to strings and globals that were written before;
+    protocol 2 only to globals and to the words that every storage repeats.
+    """
 
-    def value(self, value: Any, depth: int) -> None:
-        """Push `value`."""
-        write = _WRITERS.get(type(value))
-        if write is None:
-            raise TypeError(
-                f"a value of type {type(value).__name__} cannot be written so that it loads safely"
-            )
-        if depth > _MAX_DEPTH:
-            raise TypeError("a value that contains itself, or nests too deeply, cannot be written")
-        write(self, value, depth + 1)
+    def __init__(self, protocol: Literal[2, 4]) -> None:
+        self.out = bytearray((0x80, protocol))
+        self._memoizes_all = protocol == 4
+        self._memo: dict[object, int] = {}
+        self._count = 0
 
-    def none(self, _value: None, _depth: int) -> None:
+    def write(self, value: Any, depth: int = 0) -> None:
+        """Push `value`. Raises TypeError as `dumps`."""
+        _WRITERS[value.__class__](self, value, depth + 1)
+
+    def _none(self, _value: None, _depth: int) -> None:
         self.out += b"N"
 
-    def boolean(self, value: bool, _depth: int) -> None:
+    def _bool(self, value: bool, _depth: int) -> None:
         self.out += b"\x88" if value else b"\x89"
 
-    def integer(self, value: int, _depth: int = 0) -> None:
+    def _int(self, value: int, _depth: int = 0) -> None:
         if 0 <= value < 256:
             self.out += b"K%c" % value
         elif 0 <= value < 65536:
-            self.out += struct.pack("<cH", b"M", value)
+            self.out += _U2.pack(b"M", value)
         elif -(2**31) <= value < 2**31:
-            self.out += struct.pack("<ci", b"J", value)
+            self.out += _I4.pack(b"J", value)
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             if len(data) > 255:
-                raise TypeError(
-                    "a whole number of more than 255 bytes cannot be written so that it loads safely"
-                )
+                raise TypeError("an integer of more than 255 bytes cannot be written")
             self.out += b"\x8a%c" % len(data) + data
 
-    def real(self, value: float, _depth: int) -> None:
+    def _float(self, value: float, _depth: int) -> None:
         self.out += struct.pack(">cd", b"G", value)
 
-    def text(self, value: str, _depth: int = 0) -> None:
-        data = value.encode("utf-8", "surrogatepass")
-        self.out += struct.pack("<cI", b"X", len(data)) + data
+    def _str(self, text: str, _depth: int = 0, *, repeats: bool = False) -> None:
+        memoized = repeats or self._memoizes_all
+        if memoized and self._recall(text):
+            return
+        data = text.encode("utf-8", "surrogatepass")
+        if self._memoizes_all and len(data) < 256:
+            self.out += b"\x8c%c" % len(data)
+        else:
+            self.out += _U4.pack(b"X", len(data))
+        self.out += data
+        if memoized:
+            self._memoize(text)
 
-    def raw(self, value: bytes, depth: int) -> None:
+    def _bytes(self, value: bytes, depth: int) -> None:
         # Protocol 2 has no bytes: Python writes them so, as text in Latin-1.
-        self._global("_codecs", "encode")
-        self.value((value.decode("latin-1"), "latin1"), depth)
-        self.out += b"R"
+        self._call(Call("_codecs", "encode", (value.decode("latin-1"), "latin1")), depth)
 
-    def raw_array(self, value: bytearray, depth: int) -> None:
-        self._global("builtins", "bytearray")
-        self.value((bytes(value),), depth)
-        self.out += b"R"
+    def _items(self, items: Collection[object], depth: int) -> None:
+        if depth > _MAX_DEPTH and items:
+            raise _too_deep()
+        for item in items:
+            _WRITERS[item.__class__](self, item, depth + 1)
 
-    def complex_number(self, value: complex, depth: int) -> None:
-        self._global("builtins", "complex")
-        self.value((value.real, value.imag), depth)
-        self.out += b"R"
-
-    def set_of(self, value: set[object], depth: int) -> None:
-        self._global("builtins", "set")
-        self.value((list(value),), depth)
-        self.out += b"R"
-
-    def tuple_of(self, value: tuple[object, ...], depth: int) -> None:
+    def _tuple(self, value: tuple[object, ...], depth: int) -> None:
         if len(value) > 3:
             self.out += b"("
-        for item in value:
-            self.value(item, depth)
-        self.out += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
+        self._items(value, depth)
+        self.out += b"t" if len(value) > 3 else _SHORT_TUPLES[len(value)]
+        if value:
+            self._memoize()
 
-    def list_of(self, value: list[object], depth: int) -> None:
-        self.out += b"]("
-        for item in value:
-            self.value(item, depth)
+    def _list(self, value: list[object], depth: int) -> None:
+        self.out += b"]"
+        self._memoize()
+        self.out += b"("
+        self._items(value, depth)
         self.out += b"e"
 
-    def dict_of(self, value: dict[object, object], depth: int) -> None:
-        self.out += b"}("
+    def _pairs(self, value: dict[object, object] | Pairs, depth: int) -> None:
+        self.out += b"}"
+        self._memoize()
+        self.out += b"("
+        if depth > _MAX_DEPTH and value:
+            raise _too_deep()
         for key, item in value.items():
-            self.value(key, depth)
-            self.value(item, depth)
+            _WRITERS[key.__class__](self, key, depth + 1)
+            _WRITERS[item.__class__](self, item, depth + 1)
         self.out += b"u"
 
-    def named(self, value: Global, _depth: int) -> None:
+    def _call(self, call: Call, depth: int) -> None:
+        self._global(call.module, call.name)
+        self.write(call.args, depth)
+        self.out += b"R"
+        self._memoize()
+
+    def _instance(self, instance: Instance, depth: int) -> None:
+        self._global(instance.module, instance.name)
+        self.out += b")\x81"
+        self._memoize()
+        if instance.state is not None:
+            self.write(instance.state, depth)
+            self.out += b"b"
+
+    def _dtype(self, value: Global, _depth: int) -> None:
         if value.module != "torch" or value.name not in DTYPE_NAMES:
-            raise TypeError(
-                f"a reference to {value.module}.{value.name} cannot be written so that it loads safely"
-            )
+            named = f"{value.module}.{value.name}"
+            raise TypeError(f"a reference to {named} cannot be written so that it loads safely")
         self._global(value.module, value.name)
 
-    def tensor(self, value: TensorRef, _depth: int) -> None:
-        typed = value.dtype.storage_class
-        self._global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
+    def _tensor(self, value: TensorRef, _depth: int) -> None:
+        # `_rebuild_tensor_v2(storage, start, shape, strides, requires_grad, hooks)`, or `_v3` with
+        # a dtype at the end for types that have no storage class of their own
+        # (`torch/_tensor.py`, `_reduce_ex_internal`).
+        storage_class = value.dtype.storage_class
+        self._global("torch._utils", f"_rebuild_tensor_v{2 if storage_class else 3}")
         self.out += b"(("
-        self._word("storage")
-        self._global(*(("torch", typed) if typed else ("torch.storage", "UntypedStorage")))
-        self.text(value.storage.key)
-        self._word("cpu")
-        self.integer(value.storage.numel)
+        self._str("storage", repeats=True)
+        if storage_class:
+            self._global("torch", storage_class)
+        else:
+            self._global("torch.storage", "UntypedStorage")
+        self._str(value.storage.key)
+        self._str("cpu", repeats=True)
+        self._int(value.storage.numel)
         self.out += b"tQ"
-        self.integer(value.start)
-        self.tuple_of(value.shape, 0)
-        self.tuple_of(value.strides, 0)
+        self._int(value.start)
+        self._tuple(value.shape, 0)
+        self._tuple(value.strides, 0)
         self.out += b"\x89"
         self._global("collections", "OrderedDict")
         self.out += b")R"
-        if not typed:
+        if not storage_class:
             self._global("torch", value.dtype.name)
         self.out += b"tR"
 
     def _global(self, module: str, name: str) -> None:
-        self._once((module, name), lambda: self.out.extend(f"c{module}\n{name}\n".encode()))
-
-    def _word(self, word: str) -> None:
-        self._once(("", word), lambda: self.text(word))
-
-    def _once(self, key: tuple[str, str], write: Callable[[], None]) -> None:
-        index = self._memo.get(key)
-        if index is not None:
-            self.out += b"h%c" % index
+        if self._recall((module, name)):
             return
-        write()
-        self._memo[key] = len(self._memo)
-        self.out += b"q%c" % self._memo[key]
+        if self._memoizes_all:
+            self._str(module)
+            self._str(name)
+            self.out += b"\x93"
+        else:
+            self.out += f"c{module}\n{name}\n".encode()
+        self._memoize((module, name))
+
+    def _recall(self, key: object) -> bool:
+        """Refer to what was memoized as `key`; False if nothing was."""
+        index = self._memo.get(key)
+        if index is None:
+            return False
+        self.out += b"h%c" % index if index < 256 else _U4.pack(b"j", index)
+        return True
+
+    def _memoize(self, key: object = None) -> None:
+        """Number the object on top of the stack, and remember it as `key`."""
+        if self._memoizes_all:
+            self.out += b"\x94"
+        elif key is None:
+            return
+        else:
+            self.out += b"q%c" % self._count
+        self._memo[key] = self._count
+        self._count += 1
 
 
-_WRITERS: dict[type, Callable[[_Writer, Any, int], None]] = {
-    type(None): _Writer.none,
-    bool: _Writer.boolean,
-    int: _Writer.integer,
-    float: _Writer.real,
-    str: _Writer.text,
-    bytes: _Writer.raw,
-    bytearray: _Writer.raw_array,
-    complex: _Writer.complex_number,
-    set: _Writer.set_of,
-    tuple: _Writer.tuple_of,
-    list: _Writer.list_of,
-    dict: _Writer.dict_of,
-    Global: _Writer.named,
-    TensorRef: _Writer.tensor,
-}
+def _too_deep() -> TypeError:
+    return TypeError("a value that contains itself, or nests too deeply, cannot be written")
+
+
+class _Writers(dict[type, Callable[[PickleWriter, Any, int], None]]):
+    def __missing__(self, kind: type) -> NoReturn:
+        message = f"a value of type {kind.__name__} cannot be written so that it loads safely"
+        raise TypeError(message)
+
+
+_WRITERS = _Writers(
+    {
+        type(None): PickleWriter._none,
+        bool: PickleWriter._bool,
+        int: PickleWriter._int,
+        float: PickleWriter._float,
+        str: PickleWriter._str,
+        bytes: PickleWriter._bytes,
+        bytearray: lambda w, v, depth: w._call(Call("builtins", "bytearray", (bytes(v),)), depth),
+        complex: lambda w, v, depth: w._call(Call("builtins", "complex", (v.real, v.imag)), depth),
+        set: lambda w, v, depth: w._call(Call("builtins", "set", (list(v),)), depth),
+        tuple: PickleWriter._tuple,
+        list: PickleWriter._list,
+        dict: PickleWriter._pairs,
+        Pairs: PickleWriter._pairs,
+        Call: PickleWriter._call,
+        Instance: PickleWriter._instance,
+        Global: PickleWriter._dtype,
+        TensorRef: PickleWriter._tensor,
+    }
+)
