@@ -121,5 +121,5 @@ def prose(value: object) -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "cli.md").write_text(reference(), encoding="utf-8")
-    (DOCS / "python.md").write_text(python_reference(), encoding="utf-8")
+    (DOCS / "reference" / "cli.md").write_text(reference(), encoding="utf-8")
+    (DOCS / "reference" / "python.md").write_text(python_reference(), encoding="utf-8")

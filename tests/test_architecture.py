@@ -14,7 +14,7 @@ REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "ema_ckpt"
 
 # The folders of the package, in the order of their layers. A folder imports itself and folders of lower layers,
-# nothing else: not those beside it. docs/architecture.md shows the same table.
+# nothing else: not those beside it. docs/explanation/architecture.md shows the same table.
 FOLDERS = (
     (0, "runtime"),
     (1, "core"),
@@ -144,7 +144,7 @@ def test_imports_point_downwards(path: Path) -> None:
 
 
 def test_the_table_is_the_documented_one() -> None:
-    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (REPO / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     for layer, folder in FOLDERS:
         assert f"| {layer} | `{folder}` |" in text
 

@@ -1,4 +1,4 @@
-"""Errors of the averages against float64, as tables for docs/ema.md.
+"""Errors of the averages against float64, as tables for docs/explanation/ema.md.
 
     python -m tests.bench.ema_numerics
 

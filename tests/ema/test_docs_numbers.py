@@ -1,4 +1,4 @@
-"""The table of errors in docs/ema.md is what `tests/bench/ema_numerics.py` measures."""
+"""The table of errors in docs/explanation/ema.md is what `tests/bench/ema_numerics.py` measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.ema_numerics import DECAYS, FORMS, PATHS, measure
 
-PAGE = Path(__file__).parents[2] / "docs" / "ema.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "ema.md"
 ROW = re.compile(r"^\| (float32|float32, compensated|float16|bfloat16) \| (.+) \|$", re.MULTILINE)
 ROWS = [(form, [tuple(map(float, re.findall(r"[\d.e+-]+", cell))) for cell in cells.split(" | ")])
         for form, cells in ROW.findall(PAGE.read_text(encoding="utf-8"))]  # fmt: skip

@@ -29,7 +29,7 @@ from ema_ckpt.ema.engines.lists import Step, UpdateBatch
 from ema_ckpt.ema.engines.noise import Noise
 
 # By measurement on an H100: larger ones slow down more what runs beside them (three of these fit
-# into its cache), smaller ones take longer to launch (docs/benchmarks-gpu.md).
+# into its cache), smaller ones take longer to launch (docs/about/benchmarks_gpu.md).
 SLOT_NBYTES = 16 << 20
 _SLOTS = 3
 
