@@ -39,7 +39,7 @@ _CASTS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SUGGESTED_FROM = 4000
 
 
-class Options(NamedTuple):
+class SelectionOptions(NamedTuple):
     """What a writer was asked to take and how to name it; see the module's docstring for the
     order.
     """
@@ -110,8 +110,8 @@ def options(
     dtype: str = "keep",
     keep_dtype: Iterable[str] = (),
     keep_prefixes: bool = False,
-) -> Options:
-    """Options as the command line or a caller gives them, checked: `rename` as `OLD=NEW` or as a
+) -> SelectionOptions:
+    """SelectionOptions as the command line or a caller gives them, checked: `rename` as `OLD=NEW` or as a
     mapping.
 
     Raises:
@@ -119,7 +119,9 @@ def options(
     """
     rules = rename.items() if isinstance(rename, Mapping) else map(parse_rename, _many(rename))
     match, exclude, keep_dtype = (tuple(_many(globs)) for globs in (match, exclude, keep_dtype))
-    return Options(match, exclude, tuple(rules), cast_target(dtype), keep_dtype, keep_prefixes)
+    return SelectionOptions(
+        match, exclude, tuple(rules), cast_target(dtype), keep_dtype, keep_prefixes
+    )
 
 
 def _many(values: Iterable[str]) -> Iterable[str]:
@@ -135,7 +137,9 @@ def missing_weights(ema: Tree, live: Tree) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in live.weights.items() if canonical(name) not in present}
 
 
-def select_tree(tree: Tree, chosen: Options, fill: Mapping[str, Tensor] | None = None) -> Selection:
+def select_tree(
+    tree: Tree, chosen: SelectionOptions, fill: Mapping[str, Tensor] | None = None
+) -> Selection:
     """Select from one tree, under names without its prefix; `fill` adds weights that the tree
     lacks.
 
@@ -168,7 +172,7 @@ def select_tree(tree: Tree, chosen: Options, fill: Mapping[str, Tensor] | None =
 def select_all(
     catalog: Catalog,
     known: Sequence[Tree],
-    chosen: Options,
+    chosen: SelectionOptions,
     only: Iterable[str] = (),
     *,
     strip: bool = True,
@@ -269,7 +273,7 @@ class _Globs:
         return idle + [glob for glob, test in self._tests if not any(map(test, names))]
 
 
-def _filter(rows: Sequence[_Row], chosen: Options, where: str) -> list[_Row]:
+def _filter(rows: Sequence[_Row], chosen: SelectionOptions, where: str) -> list[_Row]:
     """Apply `match` and `exclude`."""
     names = [row.name for row in rows]
     refuse_idle("--match", chosen.match, names, where)
@@ -301,11 +305,15 @@ def refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: st
         raise UsageError("empty-selection", message)
 
 
-def _finish(rows: Sequence[_Row], inside: Sequence[_Row], chosen: Options, where: str) -> Selection:
+def _finish(
+    rows: Sequence[_Row], inside: Sequence[_Row], chosen: SelectionOptions, where: str
+) -> Selection:
     return _write(_filter(rows, chosen, where), chosen, inside, where)
 
 
-def _write(kept: Sequence[_Row], chosen: Options, inside: Sequence[_Row], where: str) -> Selection:
+def _write(
+    kept: Sequence[_Row], chosen: SelectionOptions, inside: Sequence[_Row], where: str
+) -> Selection:
     """Apply `keep_dtype` and `rename`, refuse collisions, and build what is written."""
     refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in inside], where)
     spared = _Globs(chosen.keep_dtype)
@@ -322,7 +330,7 @@ def _write(kept: Sequence[_Row], chosen: Options, inside: Sequence[_Row], where:
     return Selection(tuple(entries), tuple(objects), renamed)
 
 
-def _dtype(row: _Row, chosen: Options, spared: _Globs) -> DType | None:
+def _dtype(row: _Row, chosen: SelectionOptions, spared: _Globs) -> DType | None:
     if chosen.dtype is None or not row.castable or not isinstance(row.source, Tensor):
         return None
     return chosen.dtype if row.source.dtype.is_castable and not spared.fits(row.name) else None

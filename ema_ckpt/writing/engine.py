@@ -10,9 +10,10 @@ from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.write_plan import WritePlan, coalesce_headers
 from ema_ckpt.runtime import executor
 from ema_ckpt.writing.journal import Journal
+from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.output_files import OutputFiles
 from ema_ckpt.writing.run_state import Outcome, RunState
-from ema_ckpt.writing.schedule import Schedule, Settings, WriteJob
+from ema_ckpt.writing.schedule import Schedule, WriteJob
 from ema_ckpt.writing.worker import WriteContext, WriteWorker
 
 
@@ -38,7 +39,7 @@ def run(
     catalog: Catalog,
     plan: WritePlan,
     root: Path,
-    settings: Settings,
+    options: WriteOptions,
     journal: Journal | None = None,
     group: WriterGroup | None = None,
 ) -> Outcome | None:
@@ -58,10 +59,10 @@ def run(
     """
     outputs = OutputFiles(root, plan.files)
     try:
-        work = _Writing(catalog, plan, outputs, settings, journal)
+        work = _Writing(catalog, plan, outputs, options, journal)
         rank, ranks = (group.rank, group.size) if group is not None else (0, 1)
         schedule = work.schedule
-        executor.run(work, schedule.streams(rank, ranks), schedule.workers(), settings.progress)
+        executor.run(work, schedule.streams(rank, ranks), schedule.workers(), options.progress)
         if rank:
             outputs.close()  # on a network file system this is what lets the first rank see it
         if group is not None:
@@ -85,11 +86,11 @@ class _Writing:
         catalog: Catalog,
         plan: WritePlan,
         outputs: OutputFiles,
-        settings: Settings,
+        options: WriteOptions,
         journal: Journal | None,
     ) -> None:
-        self.schedule = Schedule(catalog, plan, settings)
-        self.state = RunState(catalog, plan.items, settings.verify)
+        self.schedule = Schedule(catalog, plan, options)
+        self.state = RunState(catalog, plan.items, options.verify)
         self.dump, self.merge, self.reset = self.state.dump, self.state.merge, self.state.reset
         self._context = WriteContext(
             source=catalog.source,
@@ -99,7 +100,7 @@ class _Writing:
             digests=catalog.digests,
             journal=journal,
             finished=journal.completed() if journal else {},
-            durable=settings.durable,
+            durable=options.fsync,
         )
 
     def start_worker(self) -> Callable[[WriteJob], int]:

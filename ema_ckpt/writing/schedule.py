@@ -6,7 +6,7 @@ are cut into segments that any worker may take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -27,15 +27,13 @@ from ema_ckpt.reading.overlaps import (
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.storage.files import is_url
+from ema_ckpt.writing.options import WriteOptions
 
-MIN_BUDGET_NBYTES = 4 << 20
 # What is copied at once stays in the second-level cache between read, checksum and write: it takes
 # a tenth less time than 1.75 MiB would. Blocks are assembled from reads of about `_READ_NBYTES`:
 # with reads of 64 KiB workers wait for each other's Python.
 _COPY_NBYTES = 768 << 10
 _READ_NBYTES = 256 << 10
-_BLOCK_NBYTES = 1792 << 10
-_REMOTE_BLOCK_NBYTES = 8 << 20
 _SEGMENT_NBYTES = 32 << 20
 _MAX_BATCH = 4096
 _MAX_GAP_NBYTES = 4096
@@ -138,16 +136,6 @@ Segment = CopyRange | AssembleBlocks
 WriteJob = CopyBatch | CopyItem | Segment
 
 
-class Settings(NamedTuple):
-    """How to write. `verify`: compare stored checksums; `durable`: the files will be synced."""
-
-    threads: int = 2
-    budget_nbytes: int = 16 << 20
-    verify: bool = True
-    progress: Callable[[int], None] | None = None
-    durable: bool = False
-
-
 class Schedule:
     """A write plan as jobs, located item by item.
 
@@ -156,17 +144,15 @@ class Schedule:
         copy_nbytes: bytes that are copied at once.
     """
 
-    def __init__(self, catalog: Catalog, plan: WritePlan, settings: Settings) -> None:
+    def __init__(self, catalog: Catalog, plan: WritePlan, options: WriteOptions) -> None:
         self.items = plan.items
         self.is_remote = is_url(catalog.source.root)
-        share = max(settings.budget_nbytes, MIN_BUDGET_NBYTES) // (4 * max(settings.threads, 1))
-        largest = _REMOTE_BLOCK_NBYTES if self.is_remote else _BLOCK_NBYTES
-        self.block_nbytes = max(16 << 10, min(share, largest)) & ~15
+        self.block_nbytes = options.block_nbytes(self.is_remote)
         self.copy_nbytes = self.block_nbytes
         if not self.is_remote:
             self.copy_nbytes = min(self.block_nbytes, _COPY_NBYTES)
         self._files = len(plan.files)
-        self._settings = settings
+        self._options = options
         self._reader = catalog.reader
         # A tensor that goes to several files is located once: its items come far apart.
         self._recurs = len({item.output.name for item in self.items}) < len(self.items)
@@ -174,7 +160,7 @@ class Schedule:
 
     def workers(self) -> Workers:
         """Choose the workers: one if Python overhead dominates, else as many as find work."""
-        threads = self._settings.threads
+        threads = self._options.threads
         if self.is_remote:
             return Workers(threads)
         reads = sum(len(item.output.source.chunks) for item in self.items)
@@ -188,7 +174,7 @@ class Schedule:
             # Child processes share what is imported before. numpy may start threads, which forbid
             # children.
             import_all((item.output.source.dtype, item.output.dtype) for item in self.items)
-        return Workers.fit(threads, nbytes, self._settings.budget_nbytes, _CHILD_NBYTES)
+        return Workers.fit(threads, nbytes, self._options.budget(self.is_remote), _CHILD_NBYTES)
 
     def streams(self, rank: int = 0, ranks: int = 1) -> Iterator[Iterator[WriteJob]]:
         """Cut the plan into jobs, one stream for each file; of several ranks each has its share."""

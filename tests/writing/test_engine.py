@@ -19,8 +19,8 @@ from ema_ckpt.formats.dcp.writer import lay_out
 from ema_ckpt.formats.safetensors.writer import lay_out_file
 from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.writing.engine import run
-from ema_ckpt.writing.schedule import Settings
 from ema_ckpt.writing.journal import Journal
+from ema_ckpt.writing.options import WriteOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -60,20 +60,20 @@ def resharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Pat
         catalog,
         lay_out(entries, [], [bool(e.source.shape) for e in entries], 5, source),
         out,
-        Settings(),
+        WriteOptions(),
     )
     source.close()
     return out
 
 
 def consolidated(
-    folder: Path, out: Path, settings: Settings, journal: Journal | None = None
+    folder: Path, out: Path, options: WriteOptions, journal: Journal | None = None
 ) -> dict[str, torch.Tensor]:
     source = LocalFiles(folder)
     try:
         catalog = open_dcp(source, (".metadata",), "p", "p")
         target = lay_out_file([OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors])
-        outcome = run(catalog, target, out, settings, journal)
+        outcome = run(catalog, target, out, options, journal)
     finally:
         source.close()
     found = load_file(out)
@@ -100,7 +100,7 @@ def test_same_bytes_for_any_workers_and_budget(
 ) -> None:
     for folder in (checkpoint, resharded):
         found = consolidated(
-            folder, tmp_path / folder.name, Settings(threads=threads, budget_nbytes=budget)
+            folder, tmp_path / folder.name, WriteOptions(threads=threads, budget_nbytes=budget)
         )
         assert found.keys() == truth.keys()
         for name, tensor in truth.items():
@@ -120,7 +120,7 @@ def test_casts_equal_torchs_and_count_overflow(
         OutputTensor(t.name, t.path, t, half if t.dtype.is_castable else t.dtype)
         for t in catalog.tensors
     ]
-    outcome = run(catalog, lay_out_file(entries), tmp_path / "out", Settings(threads=2))
+    outcome = run(catalog, lay_out_file(entries), tmp_path / "out", WriteOptions(threads=2))
     source.close()
     assert outcome.overflow == {}
     for name, tensor in load_file(tmp_path / "out").items():
@@ -147,7 +147,7 @@ def test_a_flipped_bit_stops_all_workers_and_names_file_and_tensor(
     raw[payload.offset + payload.nbytes // 2] ^= 0x10
     (damaged / payload.file).write_bytes(raw)
     with pytest.raises(SourceError) as caught:
-        consolidated(damaged, tmp_path / "out", Settings(threads=threads))
+        consolidated(damaged, tmp_path / "out", WriteOptions(threads=threads))
     assert (caught.value.code, caught.value.tensor, caught.value.file) == (
         "checksum",
         "large",
@@ -156,8 +156,8 @@ def test_a_flipped_bit_stops_all_workers_and_names_file_and_tensor(
     with pytest.raises(
         AssertionError, match="large"
     ):  # --no-verify copies it; the digest is that of what was written
-        found = consolidated(damaged, tmp_path / "out", Settings(threads=threads, verify=False))
-        original = consolidated(resharded, tmp_path / "good", Settings())
+        found = consolidated(damaged, tmp_path / "out", WriteOptions(threads=threads, verify=False))
+        original = consolidated(resharded, tmp_path / "good", WriteOptions())
         assert torch.equal(found["large"], original["large"]), "large"
 
 
@@ -171,7 +171,7 @@ def test_finished_ranges_are_not_read_again(
     shutil.copytree(checkpoint, source_folder)
     stage.mkdir()
     journal = Journal(stage, stage / "out", {})
-    first = consolidated(source_folder, stage / "out", Settings(threads=2), journal)
+    first = consolidated(source_folder, stage / "out", WriteOptions(threads=2), journal)
     journal.close()
     for file in source_folder.glob("*.distcp"):
         raw = np.fromfile(file, np.uint8)
@@ -185,8 +185,10 @@ def test_finished_ranges_are_not_read_again(
     journal = Journal(stage, stage / "out", {})
     assert journal.completed()
     with pytest.raises(SourceError) as caught:
-        consolidated(source_folder, stage / "out", Settings(threads=2), journal)
+        consolidated(source_folder, stage / "out", WriteOptions(threads=2), journal)
     assert caught.value.code == "checksum"
-    again = consolidated(source_folder, stage / "out", Settings(threads=2, verify=False), journal)
+    again = consolidated(
+        source_folder, stage / "out", WriteOptions(threads=2, verify=False), journal
+    )
     journal.close()
     assert all(torch.equal(again[name], first[name]) for name in truth)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ema_ckpt.writing.partial import PartialItem, PartialResult
 
 from ema_ckpt.core.catalog import Payload
 from ema_ckpt.writing.journal import JOURNAL, Finished, Journal
-from ema_ckpt.writing.partial import PartialItem, PartialResult
 from tests.sharded import Box, rows, save_cut
 
 REPO = Path(__file__).parents[2]

@@ -1,0 +1,137 @@
+"""Options of the writing verbs, checked; limits on workers and memory that all verbs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.text import parse_size
+from ema_ckpt.runtime.thread_pool import worker_count
+from ema_ckpt.state_dicts.selection import SelectionOptions, options
+
+_MIN_BUDGET_NBYTES = 4 << 20
+_LOCAL_BUDGET_NBYTES = 16 << 20
+_REMOTE_BUDGET_NBYTES = 256 << 20
+_BLOCK_NBYTES = 1792 << 10
+_REMOTE_BLOCK_NBYTES = 8 << 20
+
+
+class WriterArgs(TypedDict, total=False):
+    """Keyword arguments of every writing verb, named like the command line's options.
+
+    Attributes:
+        match, exclude, keep_dtype: globs on names as they are written.
+        rename: `OLD=NEW` prefixes, or a mapping.
+        dtype: `keep`, `fp32`, `bf16` or `fp16`, for floating-point tensors of live and EMA trees.
+        threads: maximum number of workers; by default the usable processors, at most 8.
+        max_memory: bytes of buffers in flight, a number or `16MiB`.
+        dry_run: make every check, write nothing.
+        no_verify: do not compare checksums stored in the source.
+        no_fsync: skip fsync (faster; not crash-safe).
+        overwrite: replace a checkpoint at the target.
+        resume: continue a killed run.
+        strict: fail if anything would be left out.
+        expand_ties: write tied weights under every name.
+        keep_prefixes: keep wrapper prefixes of names.
+        progress: called with the bytes finished since the last call; negative if finished bytes
+            must be written again.
+    """
+
+    match: Sequence[str]
+    exclude: Sequence[str]
+    rename: Sequence[str] | Mapping[str, str]
+    dtype: str
+    keep_dtype: Sequence[str]
+    threads: int | None
+    max_memory: int | str | None
+    dry_run: bool
+    no_verify: bool
+    no_fsync: bool
+    overwrite: bool
+    resume: bool
+    strict: bool
+    expand_ties: bool
+    keep_prefixes: bool
+    progress: Callable[[int], None] | None
+
+
+def parse_workers(threads: int | None) -> int:
+    """Return the number of workers. Raises UsageError `usage` below 1."""
+    if threads is not None and threads < 1:
+        raise UsageError("usage", f"--threads {threads}: expected 1 or more")
+    return worker_count(threads)
+
+
+def parse_budget(max_memory: int | str | None) -> int | None:
+    """Parse `--max-memory` into bytes. Raises UsageError `usage` below 4 MiB."""
+    budget = None if max_memory is None else parse_size(max_memory)
+    if budget is not None and budget < _MIN_BUDGET_NBYTES:
+        raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
+    return budget
+
+
+def default_budget(remote: bool) -> int:
+    """Bytes of buffers in flight by default; requests to a URL take longer and so need more."""
+    return _REMOTE_BUDGET_NBYTES if remote else _LOCAL_BUDGET_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """Options of a writing verb; `budget_nbytes` None means the default for the source."""
+
+    selection: SelectionOptions = SelectionOptions()
+    threads: int = 2
+    budget_nbytes: int | None = None
+    dry_run: bool = False
+    verify: bool = True
+    fsync: bool = True
+    overwrite: bool = False
+    resume: bool = False
+    strict: bool = False
+    expand_ties: bool = False
+    progress: Callable[[int], None] | None = None
+
+    @classmethod
+    def parse(cls, args: WriterArgs) -> WriteOptions:
+        """Check the keyword arguments of a writing verb.
+
+        Raises:
+            UsageError: `usage` for fewer than one thread, less than 4 MiB of memory, an unknown
+                dtype, a malformed rename.
+            TypeError: for an unknown argument.
+        """
+        unknown = args.keys() - WriterArgs.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
+        return cls(
+            threads=parse_workers(args.get("threads")),
+            budget_nbytes=parse_budget(args.get("max_memory")),
+            selection=options(
+                match=args.get("match", ()),
+                exclude=args.get("exclude", ()),
+                rename=args.get("rename", ()),
+                dtype=args.get("dtype", "keep"),
+                keep_dtype=args.get("keep_dtype", ()),
+                keep_prefixes=args.get("keep_prefixes", False),
+            ),
+            dry_run=args.get("dry_run", False),
+            verify=not args.get("no_verify", False),
+            fsync=not args.get("no_fsync", False),
+            overwrite=args.get("overwrite", False),
+            resume=args.get("resume", False),
+            strict=args.get("strict", False),
+            expand_ties=args.get("expand_ties", False),
+            progress=args.get("progress"),
+        )
+
+    def budget(self, remote: bool) -> int:
+        """Bytes of buffers in flight."""
+        return self.budget_nbytes or default_budget(remote)
+
+    def block_nbytes(self, remote: bool) -> int:
+        """Bytes of one buffer; each worker needs up to four."""
+        share = max(self.budget(remote), _MIN_BUDGET_NBYTES) // (4 * max(self.threads, 1))
+        largest = _REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES
+        return max(16 << 10, min(share, largest)) & ~15
