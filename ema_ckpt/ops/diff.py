@@ -14,20 +14,17 @@ from typing import NamedTuple
 from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.core.text import parse_size
 from ema_ckpt.ops.diff_findings import Compared, find
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
-from ema_ckpt.ops.present import check_sources
+from ema_ckpt.ops.objects import unknown_objects
 from ema_ckpt.ops.results import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
 from ema_ckpt.reading.streams import BlockRange, StreamReader, block_ranges, locate
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
-from ema_ckpt.runtime.thread_pool import worker_count
 from ema_ckpt.storage.files import is_url
+from ema_ckpt.writing.options import default_budget, parse_budget, parse_workers
+from ema_ckpt.writing.preflight import check_sources
 
-_MIN_BUDGET_NBYTES = 4 << 20
-_BUDGET_NBYTES = 16 << 20
-_REMOTE_BUDGET_NBYTES = 256 << 20
 # Stays in the second-level cache with the differences. Threads would be faster with longer ones,
 # but sums in float32 depend on where blocks end, and the numbers should not depend on who works.
 _BLOCK_NBYTES = 256 << 10
@@ -104,8 +101,7 @@ def compare_trees(
     """
     if not (0 <= rtol < math.inf and 0 <= atol < math.inf):
         raise UsageError("usage", f"--rtol {rtol} --atol {atol}: expected 0 or more")
-    if threads is not None and threads < 1:
-        raise UsageError("usage", f"--threads {threads}: expected 1 or more")
+    workers, budget = parse_workers(threads), parse_budget(max_memory)
     a, b = open_sides(path, other, tree, against)
     try:
         if html is not None:
@@ -115,11 +111,11 @@ def compare_trees(
         remote = any(is_url(side.catalog.source.root) for side in (a, b))
         pairing = pair(a.tree, b.tree)
         nbytes = sum(x.nbytes + y.nbytes for _, x, y in pairing.pairs)
-        workers, block_nbytes = _resources(nbytes, worker_count(threads), max_memory, remote)
+        pool, block_nbytes = _resources(nbytes, workers, budget or default_budget(remote), remote)
         _check(a, [x for _, x, _ in pairing.pairs])
         _check(b, [y for _, _, y in pairing.pairs])
         comparison = _Comparison(a, b, pairing, (rtol, atol), block_nbytes)
-        executor.run(comparison, [comparison.jobs()], workers, progress)
+        executor.run(comparison, [comparison.jobs()], pool, progress)
         compared = Compared(
             a, b, pairing, comparison.statistics(), is_pair=other is None or against is not None
         )
@@ -134,22 +130,11 @@ def _check(side: Side, tensors: Sequence[Tensor]) -> None:
     all the reading.
     """
     check_sources(side.catalog, tensors)
-    if side.catalog.format in ("torch", "rank-files"):
-        from ema_ckpt.ops.objects import unknown_objects
-
-        unknown_objects(side.catalog, side.catalog.objects)
+    unknown_objects(side.catalog)
 
 
-def _resources(
-    nbytes: int, threads: int, max_memory: int | str | None, remote: bool
-) -> tuple[Workers, int]:
+def _resources(nbytes: int, threads: int, budget: int, remote: bool) -> tuple[Workers, int]:
     """Choose workers, and the bytes of one buffer, for a comparison of `nbytes` bytes."""
-    if max_memory is None:
-        budget = _REMOTE_BUDGET_NBYTES if remote else _BUDGET_NBYTES
-    else:
-        budget = parse_size(max_memory)
-    if budget < _MIN_BUDGET_NBYTES:
-        raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
     # Two buffers and as much scratch for each worker fit the budget. Behind a URL blocks become
     # shorter; elsewhere fewer workers, because block length changes the rounding in float32.
     if remote:

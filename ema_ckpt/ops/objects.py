@@ -1,6 +1,4 @@
-"""Objects on their way from one format to another: what can be carried, and what is said of the
-rest.
-"""
+"""Objects and header text: what the output's format can hold, and what is skipped."""
 
 from __future__ import annotations
 
@@ -8,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Object
+from ema_ckpt.core.catalog import Catalog, Diagnostic
 from ema_ckpt.core.errors import UnsafeError, UsageError, counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
-from ema_ckpt.formats import sidecar as record
+from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
 from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.pickle.writer import is_plain
@@ -23,15 +21,15 @@ _RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
 
 
 @dataclass(slots=True)
-class Carried:
-    """Objects to be written, those that are left out, and what to tell."""
+class ObjectPlan:
+    """Objects to write, objects that are skipped, and warnings about both."""
 
-    objects: list[KeptObject] = field(default_factory=list)
+    kept: list[KeptObject] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     warnings: list[Diagnostic] = field(default_factory=list)
 
 
-def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> Carried:
+def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> ObjectPlan:
     """Sort objects by whether `form` (`dcp`, `safetensors`, `torch`) can hold them.
 
     An archive of a DCP source goes to DCP byte for byte, whatever is in it; anything else has to be
@@ -40,85 +38,29 @@ def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> 
     Raises:
         UnsafeError: `unsafe-pickle` if unpickling a selected object would run code.
     """
-    carried = Carried()
-    for held in objects:
+    plan = ObjectPlan()
+    for item in objects:
         try:
-            value = catalog.reader.load(held.source)
+            value = catalog.reader.load(item.source)
         except UnsafeError as error:
-            remedy = f"leave it out with --exclude {held.name!r}"
-            raise error.about(tensor=held.name, kind="object", remedy=remedy) from None
+            remedy = f"leave it out with --exclude {item.name!r}"
+            raise error.about(tensor=item.name, kind="object", remedy=remedy) from None
         opaque = opaque_within(value)
-        if form == "dcp" and not held.source.is_inline:
+        if form == "dcp" and not item.source.is_inline:
+            plan.kept.append(item)
             if opaque is not None:
-                carried.warnings.append(
-                    Diagnostic("opaque", f"{held.name!r} holds a {opaque}; copied as it is")
-                )
-            carried.objects.append(held)
+                message = f"{item.name!r} holds a {opaque}; copied as it is"
+                plan.warnings.append(Diagnostic("opaque", message))
         elif _fits(value, form):
-            source = replace(held.source, inline=value, is_inline=True)
-            carried.objects.append(KeptObject(held.name, held.path, source))
-        else:
-            what = (
-                f"holds a {opaque}"
-                if opaque
-                else f"is a {type(value).__name__} that {form} cannot hold"
+            plan.kept.append(
+                item._replace(source=replace(item.source, inline=value, is_inline=True))
             )
-            carried.skipped.append(Skipped(held.name, held.source.file, what))
-    return carried
-
-
-def header_text(catalog: Catalog) -> dict[str, str]:
-    """What the header of a safetensors source says beside its tensors, ties and format aside."""
-    return {
-        key: text
-        for key, text in catalog.header_text.items()
-        if key != "format" and key not in catalog.ties
-    }
-
-
-def unsupported_metadata(
-    catalog: Catalog, entries: Sequence[OutputTensor], form: str
-) -> Iterator[Skipped]:
-    """What a safetensors header says that the target does not: any text, and names dropped as
-    tied.
-    """
-    dropped, lost = dropped_names(catalog, entries)
-    for name in lost if form == "safetensors" else [*dropped, *lost]:
-        yield Skipped(name, "", "a name that the source dropped as tied; --expand-ties writes it")
-    for key in header_text(catalog) if form != "safetensors" else ():
-        yield Skipped(f"__metadata__.{key}", "", "text of a safetensors header")
-
-
-def unknown_objects(catalog: Catalog, objects: Iterable[Object]) -> list[Skipped]:
-    """Objects of a torch file that hold something of an unknown class.
-
-    Raises:
-        UnsafeError: `unsafe-pickle` if unpickling one would run code.
-    """
-    found = []
-    for held in objects:
-        opaque = opaque_within(catalog.reader.load(held))
-        if opaque is not None:
-            found.append(Skipped(held.name, held.file, f"holds a {opaque}"))
-    return found
-
-
-def refuse_skipped(skipped: Sequence[Skipped], strict: bool) -> None:
-    """With `--strict`, anything left out is an error. Raises UsageError `unsupported`."""
-    if strict and skipped:
-        names = shown([item.name for item in skipped])
-        message = f"--strict: {counted(len(skipped), 'item')} would be left out: {names} ({skipped[0].reason})"
-        raise UsageError("unsupported", message, tensor=skipped[0].name)
-
-
-def rank_keyed(names: Iterable[str]) -> list[Diagnostic]:
-    """A warning if names carry a rank: they will not fit another world size by themselves."""
-    found = [name for name in names if _RANK_KEY.search(name)]
-    return (
-        [Diagnostic("rank-keyed", f"kept, though they belong to single ranks: {shown(found)}")]
-        if found
-        else []
-    )
+        else:
+            reason = f"is a {type(value).__name__} that {form} cannot hold"
+            if opaque:
+                reason = f"holds a {opaque}"
+            plan.skipped.append(Skipped(item.name, item.source.file, reason))
+    return plan
 
 
 def _fits(value: object, form: str) -> bool:
@@ -127,7 +69,60 @@ def _fits(value: object, form: str) -> bool:
     if form in ("torch", "dcp"):
         return is_plain(value)
     try:
-        record.encode(value)
+        sidecar.encode(value)
     except TypeError:
         return False
     return True
+
+
+def unknown_objects(catalog: Catalog) -> list[Skipped]:
+    """List objects of a torch file or of rank files that hold something of an unknown class.
+
+    Raises:
+        UnsafeError: `unsafe-pickle` if unpickling one would run code.
+    """
+    unknown: list[Skipped] = []
+    if catalog.format not in ("torch", "rank-files"):
+        return unknown
+    for item in catalog.objects:
+        opaque = opaque_within(catalog.reader.load(item))
+        if opaque is not None:
+            unknown.append(Skipped(item.name, item.file, f"holds a {opaque}"))
+    return unknown
+
+
+def header_text(catalog: Catalog) -> dict[str, str]:
+    """Return the text of a safetensors header, without its format and ties."""
+    return {
+        key: text
+        for key, text in catalog.header_text.items()
+        if key != "format" and key not in catalog.ties
+    }
+
+
+def unsupported_metadata(
+    catalog: Catalog, tensors: Sequence[OutputTensor], form: str
+) -> Iterator[Skipped]:
+    """List names dropped as tied and header text of the source that `form` cannot record."""
+    dropped, lost = dropped_names(catalog, tensors)
+    for name in lost if form == "safetensors" else [*dropped, *lost]:
+        yield Skipped(name, "", "a name that the source dropped as tied; --expand-ties writes it")
+    if form != "safetensors":
+        for key in header_text(catalog):
+            yield Skipped(f"__metadata__.{key}", "", "text of a safetensors header")
+
+
+def refuse_skipped(skipped: Sequence[Skipped], strict: bool) -> None:
+    """Raise UsageError `unsupported` if `strict` and anything is skipped."""
+    if strict and skipped:
+        names = f"{shown([item.name for item in skipped])} ({skipped[0].reason})"
+        message = f"--strict: {counted(len(skipped), 'item')} would be left out: {names}"
+        raise UsageError("unsupported", message, tensor=skipped[0].name)
+
+
+def rank_keyed(names: Iterable[str]) -> Iterator[Diagnostic]:
+    """Warn of names that carry a rank, as they will not fit another world size by themselves."""
+    matching = [name for name in names if _RANK_KEY.search(name)]
+    if matching:
+        message = f"kept, though they belong to single ranks: {shown(matching)}"
+        yield Diagnostic("rank-keyed", message)

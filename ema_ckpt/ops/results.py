@@ -1,4 +1,4 @@
-"""Results of the verbs: frozen dataclasses that `as_json` turns into what the command line prints."""
+"""Results of the verbs: frozen dataclasses, and their JSON."""
 
 from __future__ import annotations
 

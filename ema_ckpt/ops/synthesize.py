@@ -1,14 +1,12 @@
-"""`synthesize`: an average of another length from snapshots of averages, or any weighted sum of
-checkpoints.
-"""
+"""`synthesize`: a post-hoc EMA from snapshots, or any weighted sum of checkpoints."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from ema_ckpt.analysis.weighted_sum import WeightedSum
@@ -17,8 +15,7 @@ from ema_ckpt.core.errors import UsageError, counted
 from ema_ckpt.core.text import parse_size
 from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem, WritePlan
 from ema_ckpt.ops.objects import refuse_skipped, unknown_objects
-from ema_ckpt.ops.present import check_sources
-from ema_ckpt.ops.results import FileEntry, Skipped, WriteResult
+from ema_ckpt.ops.results import Skipped, WriteResult
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,
@@ -28,20 +25,12 @@ from ema_ckpt.ops.synthesize_inputs import (
     refuse_unsummable,
     weights_for,
 )
-from ema_ckpt.ops.write import (
-    TORCH_SUFFIXES,
-    Job,
-    Request,
-    WriterArgs,
-    destination_of,
-    payload_nbytes,
-    request_of,
-    timer,
-    write,
-)
+from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
 from ema_ckpt.state_dicts.selection import select_tree
 from ema_ckpt.state_dicts.tree import Tree
 from ema_ckpt.storage.files import local_path
+from ema_ckpt.writing.options import WriteOptions, WriterArgs
+from ema_ckpt.writing.preflight import check_sources
 
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -80,199 +69,128 @@ def synthesize(
     Raises:
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
-    request = request_of(args)
+    started = time.perf_counter()
+    options = WriteOptions.parse(args)
     if isinstance(snapshots, (str, os.PathLike)):
         raise UsageError("usage", f"{os.fspath(snapshots)}: one path; give a list of snapshots")
-    place = destination_of(out)
-    order = _Order(place, _form(place, to, world_size), world_size, parse_size(max_shard_size))
+    destination = destination_of(out)
+    form = output_form(destination, to, "safetensors")
+    if world_size < 1 or (world_size > 1 and form != "dcp"):
+        message = f"--world-size {world_size}: goes with --to dcp, and is 1 or more"
+        raise UsageError("usage", message)
+    output = Output(destination, form, world_size, parse_size(max_shard_size))
     if not snapshots:
         raise UsageError("usage", "no snapshots are given")
-    told = {"sigma_rel": sigma_rel, "weights": weights, "sigma_rels": sigma_rels, "steps": steps}
-    form = {"to": to, "world_size": world_size, "max_shard_size": max_shard_size}
-    options = suggested_options({**told, **form, **args}, synthesize.__kwdefaults__)
-    call = (suggested_command("synthesize", *snapshots, out), options)
-    held = open_snapshots(snapshots, (tree,) if isinstance(tree, str) else tree, call)
+    profile = {"sigma_rel": sigma_rel, "weights": weights, "sigma_rels": sigma_rels, "steps": steps}
+    sizes = {"to": to, "world_size": world_size, "max_shard_size": max_shard_size}
+    flags = suggested_options({**profile, **sizes, **args}, synthesize.__kwdefaults__)
+    command = suggested_command("synthesize", *snapshots, out)
+    names = (tree,) if isinstance(tree, str) else tree
+    opened_snapshots = open_snapshots(snapshots, names, (command, flags))
     try:
         factors, warnings = weights_for(
-            held, sigma_rel=sigma_rel, weights=weights, sigma_rels=sigma_rels, steps=steps
+            opened_snapshots,
+            sigma_rel=sigma_rel,
+            weights=weights,
+            sigma_rels=sigma_rels,
+            steps=steps,
         )
-        return _write(held, factors, order, request, warnings)
+        return _write(opened_snapshots, factors, output, options, warnings, started)
     finally:
-        for snapshot in held:
+        for snapshot in opened_snapshots:
             snapshot.catalog.source.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What to make: where, in which form, and the sizes that form asks for."""
-
-    out: Path
-    form: str
-    world_size: int
-    max_shard_nbytes: int
-
-    @property
-    def is_directory(self) -> bool:
-        return self.form != "pt" and self.out.suffix != ".safetensors"
-
-
 def _write(
-    held: Sequence[Snapshot],
+    snapshots: Sequence[Snapshot],
     factors: Sequence[float],
-    order: _Order,
-    request: Request,
+    output: Output,
+    options: WriteOptions,
     warnings: list[Diagnostic],
+    started: float,
 ) -> WriteResult:
-    elapsed = timer()
-    blend = WeightedSum(request.verify)
-    virtual = _virtual(blend, held, match_names(held), factors)
-    last = held[-1].tree
-    average = Tree(
-        last.name,
-        last.role,
-        virtual.tensors,
-        named={tensor.name: tensor for tensor in virtual.tensors},
-    )
-    selection = select_tree(average, request.selection)
+    weighted_sum = WeightedSum(options.verify)
+    catalog = _virtual_catalog(weighted_sum, snapshots, match_names(snapshots), factors)
+    last = snapshots[-1].tree
+    named = {tensor.name: tensor for tensor in catalog.tensors}
+    average = Tree(last.name, last.role, catalog.tensors, named=named)
+    selection = select_tree(average, options.selection)
     refuse_unsummable(selection.entries)
-    skipped = _check(held, request.strict)
-    target = _Checked(_lay_out(selection.entries, order, blend), blend)
-    keep = order.is_directory and order.form == "safetensors"
-    warnings = [*virtual.warnings, *warnings]
-    job = Job(virtual, order.out, order.is_directory, target, keep, warnings, beside=_local(held))
-    write(job, request)
-    job.warnings += _overflows(selection.entries, blend)
-    return WriteResult(
-        source=", ".join(dict.fromkeys(snapshot.catalog.resolved for snapshot in held)),
-        target=str(order.out),
-        tree=", ".join(dict.fromkeys(snapshot.tree.name for snapshot in held)),
-        format="torch" if order.form == "pt" else order.form,
-        files=tuple(
-            FileEntry(name or order.out.name, nbytes) for name, nbytes in target.files.items()
-        ),
-        tensors=len(selection.entries),
-        nbytes=payload_nbytes(selection.entries),
-        seconds=elapsed(),
-        renamed=dict(selection.renamed),
-        skipped=tuple(skipped),
-        warnings=tuple(job.warnings),
-        dry_run=request.dry_run,
-    )
-
-
-def _overflows(entries: Sequence[OutputTensor], blend: WeightedSum) -> Iterator[Diagnostic]:
-    for entry in entries:
-        count = blend.overflow.get(entry.source.name)
-        if count:
-            kind = entry.source.dtype.name
-            message = f"{counted(count, 'finite sum')} of {entry.name!r} became infinite in {kind}; use smaller weights"
-            yield Diagnostic("overflow", message)
-
-
-def _check(held: Sequence[Snapshot], strict: bool) -> list[Skipped]:
-    """Refuse what is incomplete or unsafe; the objects of torch files that are left out."""
     skipped: dict[Skipped, None] = {}
-    for snapshot in held:
+    for snapshot in snapshots:
         check_sources(snapshot.catalog, snapshot.tree.weights.values())
-        if snapshot.catalog.format in ("torch", "rank-files"):
-            skipped |= dict.fromkeys(unknown_objects(snapshot.catalog, snapshot.catalog.objects))
-    refuse_skipped(list(skipped), strict)
-    return list(skipped)
-
-
-def _form(place: Path, to: str | None, world_size: int) -> str:
-    named = (
-        "pt"
-        if place.suffix in TORCH_SUFFIXES
-        else "safetensors"
-        if place.suffix == ".safetensors"
-        else None
+        skipped |= dict.fromkeys(unknown_objects(snapshot.catalog))
+    refuse_skipped(list(skipped), options.strict)
+    split = [bool(tensor.source.shape) for tensor in selection.entries]
+    plan, _ = plan_for(output, catalog, selection.entries, split=split)
+    local_paths = [local_path(snapshot.catalog.resolved) for snapshot in snapshots]
+    job = PlannedWrite(
+        catalog,
+        output,
+        _CheckedPlan(plan, weighted_sum),
+        selection.entries,
+        started,
+        source=", ".join(dict.fromkeys(snapshot.catalog.resolved for snapshot in snapshots)),
+        tree=", ".join(dict.fromkeys(snapshot.tree.name for snapshot in snapshots)),
+        renamed=selection.renamed,
+        skipped=list(skipped),
+        warnings=[*catalog.warnings, *warnings],
+        read_paths=[path for path in local_paths if path is not None],
     )
-    form = to or named or "safetensors"
-    if form not in ("dcp", "safetensors", "pt"):
-        raise UsageError("usage", f"--to {to}: expected dcp, safetensors or pt")
-    if named is not None and named != form:
-        raise UsageError("usage", f"--to {to}: {place.name} has the ending of a {named} file")
-    if form == "pt" and named is None:
-        raise UsageError(
-            "usage", f"--to pt: {place.name} needs the ending .pt, .pth, .bin or .ckpt"
-        )
-    if world_size < 1 or (world_size > 1 and form != "dcp"):
-        raise UsageError(
-            "usage", f"--world-size {world_size}: goes with --to dcp, and is 1 or more"
-        )
-    return form
+    result = finish(job, options)
+    overflows = _overflows(selection.entries, weighted_sum)
+    return replace(result, warnings=(*result.warnings, *overflows))
 
 
-def _virtual(
-    blend: WeightedSum,
-    held: Sequence[Snapshot],
+def _overflows(tensors: Sequence[OutputTensor], weighted_sum: WeightedSum) -> Iterator[Diagnostic]:
+    for tensor in tensors:
+        count = weighted_sum.overflow.get(tensor.source.name)
+        if count:
+            sums = f"{counted(count, 'finite sum')} of {tensor.name!r}"
+            infinite = f"became infinite in {tensor.source.dtype.name}; use smaller weights"
+            yield Diagnostic("overflow", f"{sums} {infinite}")
+
+
+def _virtual_catalog(
+    weighted_sum: WeightedSum,
+    snapshots: Sequence[Snapshot],
     named: Mapping[str, list[Tensor]],
     factors: Sequence[float],
 ) -> Catalog:
-    """The sums as a catalog. Its `files` identify what a killed run would have to be continued
-    with.
-    """
+    """Return the sums as a catalog; its `files` identify the inputs of an interrupted run."""
     tensors = tuple(
-        blend.add(name, parts_of(tensors, held, factors)) for name, tensors in named.items()
+        weighted_sum.add(name, parts_of(inputs, snapshots, factors))
+        for name, inputs in named.items()
     )
-    files = {
-        os.path.join(s.catalog.source.root, file): n
-        for s in held
-        for file, n in s.catalog.files.items()
-    }
-    told = repr((factors, [snapshot.label for snapshot in held]))
-    files[f"weights {hashlib.sha256(told.encode('utf-8', 'surrogatepass')).hexdigest()}"] = 0
-    label = ", ".join(snapshot.label for snapshot in held)
-    warnings: list[Diagnostic] = [
-        warning for snapshot in held for warning in snapshot.catalog.warnings
-    ]
+    files = {}
+    warnings: list[Diagnostic] = []
+    for snapshot in snapshots:
+        warnings += snapshot.catalog.warnings
+        for file, nbytes in snapshot.catalog.files.items():
+            files[os.path.join(snapshot.catalog.source.root, file)] = nbytes
+    labels = [snapshot.label for snapshot in snapshots]
+    weights = repr((factors, labels)).encode("utf-8", "surrogatepass")
+    files[f"weights {hashlib.sha256(weights).hexdigest()}"] = 0
     return Catalog(
-        label,
-        held[-1].catalog.resolved,
-        "safetensors",
-        tensors,
-        (),
-        blend,
-        blend,
-        False,
+        path=", ".join(labels),
+        resolved=snapshots[-1].catalog.resolved,
+        format="safetensors",
+        tensors=tensors,
+        objects=(),
+        source=weighted_sum,
+        reader=weighted_sum,
+        nested=False,
         files=files,
         warnings=tuple(warnings),
     )
 
 
-def _local(held: Sequence[Snapshot]) -> tuple[str, ...]:
-    return tuple(path for s in held if (path := local_path(s.catalog.resolved)) is not None)
-
-
-def _lay_out(entries: Sequence[OutputTensor], order: _Order, blend: WeightedSum) -> WritePlan:
-    if order.form == "dcp":
-        from ema_ckpt.formats.dcp.writer import lay_out
-
-        return lay_out(
-            entries, (), [bool(entry.source.shape) for entry in entries], order.world_size, blend
-        )
-    if order.form == "pt":
-        from ema_ckpt.formats.torch_file import writer as torchfile_target
-
-        return torchfile_target.lay_out(entries)
-    from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file
-
-    return (
-        lay_out_directory(entries, order.max_shard_nbytes)
-        if order.is_directory
-        else lay_out_file(entries)
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Checked:
-    """A target whose frames, which make it complete, are written only once every source matched its
-    checksums.
-    """
+class _CheckedPlan:
+    """A plan whose headers are written only once every source matched its checksums."""
 
     inner: WritePlan
-    blend: WeightedSum
+    weighted_sum: WeightedSum
 
     @property
     def files(self) -> Mapping[str, int]:
@@ -282,6 +200,8 @@ class _Checked:
     def items(self) -> Sequence[WriteItem]:
         return self.inner.items
 
-    def header_bytes(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
-        self.blend.finish()
+    def header_bytes(
+        self, crcs: Sequence[int], digests: Mapping[str, int]
+    ) -> Iterator[HeaderBytes]:
+        self.weighted_sum.finish()
         yield from self.inner.header_bytes(crcs, digests)

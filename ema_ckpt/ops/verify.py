@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ema_ckpt.analysis.audit import Audit, Finding
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
-from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError, counted
+from ema_ckpt.core.errors import EmaCkptError, SourceError, counted
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import PARTS, SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.opening import open_location
@@ -21,9 +21,9 @@ from ema_ckpt.ops.verify_against import compare_with
 from ema_ckpt.reading.streams import BlockRange, Stream, StreamReader, block_ranges, locate
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
-from ema_ckpt.runtime.thread_pool import worker_count
 from ema_ckpt.storage.directories import join, list_folder
 from ema_ckpt.storage.files import is_url
+from ema_ckpt.writing.options import parse_workers
 
 # Opening fails with these where there is no checkpoint to judge, or none that can be judged.
 _TROUBLE = frozenset(
@@ -64,9 +64,7 @@ def verify(
             opened. Damage is a result, and metadata of `path` that is missing, unreadable or
             hostile is damage.
     """
-    if threads is not None and threads < 1:
-        raise UsageError("usage", f"--threads {threads}: expected 1 or more")
-    workers = worker_count(threads)
+    workers = parse_workers(threads)
     report = _Report()
     for catalog, is_whole in _opened(os.fspath(path), report):
         try:

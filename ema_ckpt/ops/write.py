@@ -1,6 +1,4 @@
-"""What every writing verb does once it knows what goes where: check, stage, move, publish,
-report.
-"""
+"""Writing, the same for every writing verb: plan the output, stage it, publish it, report it."""
 
 from __future__ import annotations
 
@@ -8,24 +6,24 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypedDict
 
 from ema_ckpt.comm.launched import Meeting, current
-from ema_ckpt.core.catalog import Catalog, Diagnostic
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError, counted, shown
-from ema_ckpt.core.text import parse_size
-from ema_ckpt.core.write_plan import OutputTensor, WriteItem, WritePlan
-from ema_ckpt.runtime.thread_pool import worker_count
-from ema_ckpt.state_dicts.selection import Options, options
-from ema_ckpt.storage.files import is_url, local_path
+from ema_ckpt.core.write_plan import OutputTensor, WritePlan, keep_first
+from ema_ckpt.ops.objects import header_text
+from ema_ckpt.ops.results import FileEntry, Skipped, WriteResult
+from ema_ckpt.state_dicts.selection import KeptObject
+from ema_ckpt.state_dicts.ties import dropped_names
+from ema_ckpt.storage.files import local_path
 from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
+from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.preflight import resolve_target
 from ema_ckpt.writing.run_state import Outcome
-from ema_ckpt.writing.schedule import MIN_BUDGET_NBYTES, Settings
 from ema_ckpt.writing.staging import check_target, stage
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -34,262 +32,282 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # reached the disk costs tenths of a second where the file system discards freed blocks at once and
 # the disk is busy.
 _JOURNAL_AFTER_SECONDS = 10.0
-_LOCAL_BUDGET_NBYTES = 16 << 20
-_REMOTE_BUDGET_NBYTES = 256 << 20
 
 
-class WriterArgs(TypedDict, total=False):
-    """Keyword arguments of every writing verb: the options of the command line, by the same names.
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Destination of a write, its form (`dcp`, `safetensors` or `pt`), and sizes of that form."""
 
-    Attributes:
-        match, exclude, keep_dtype: globs on names as they are written. rename: `OLD=NEW` prefixes,
-            or a mapping.
-        dtype: `keep`, `fp32`, `bf16` or `fp16`, for floating-point tensors of live and EMA trees.
-        threads: workers; by default the usable processors, at most 8.
-        max_memory: bytes of buffers in flight, a number or `16MiB`.
-        dry_run: make every check, write nothing. no_verify: do not compare checksums stored in the
-            source.
-        no_fsync: do not wait for the disk. overwrite: replace a checkpoint at the target.
-        resume: continue a killed run. strict: fail if anything would be left out.
-        expand_ties: write tied weights under every name. keep_prefixes: keep wrapper prefixes of
-            names.
-        progress: is told the bytes of each finished range; less than none where they will be
-            written anew.
-    """
-
-    match: Sequence[str]
-    exclude: Sequence[str]
-    rename: Sequence[str] | Mapping[str, str]
-    dtype: str
-    keep_dtype: Sequence[str]
-    threads: int | None
-    max_memory: int | str | None
-    dry_run: bool
-    no_verify: bool
-    no_fsync: bool
-    overwrite: bool
-    resume: bool
-    strict: bool
-    expand_ties: bool
-    keep_prefixes: bool
-    progress: Callable[[int], None] | None
-
-
-class Request(NamedTuple):
-    """The arguments of a writing verb, checked. `budget_nbytes` None: what suits the source."""
-
-    selection: Options
-    threads: int
-    budget_nbytes: int | None
-    dry_run: bool
-    verify: bool
-    fsync: bool
-    overwrite: bool
-    resume: bool
-    strict: bool
-    expand_ties: bool
-    progress: Callable[[int], None] | None
-
-
-@dataclass(slots=True)
-class Job:
-    """A write that is laid out: from where, to where, what. `beside` are further local places that
-    are read.
-    """
-
-    catalog: Catalog
-    out: Path
-    is_directory: bool
-    target: WritePlan
-    keep_foreign: bool = False
-    warnings: list[Diagnostic] = field(default_factory=list)
-    beside: Sequence[str] = ()
+    path: Path
+    form: str
+    world_size: int | None = None
+    max_shard_nbytes: int = 5 * 10**9
+    basename: str = "model"
 
     @property
-    def sources(self) -> list[str]:
-        """Local places that are read, which the target may not touch."""
-        read = local_path(self.catalog.resolved)
-        return [*([] if read is None else [read]), *self.beside]
+    def is_directory(self) -> bool:
+        """Whether the destination becomes a directory."""
+        return self.form != "pt" and self.path.suffix != ".safetensors"
 
-
-def request_of(args: WriterArgs) -> Request:
-    """Check the arguments of a writing verb.
-
-    Raises:
-        UsageError: `usage` for less than one thread or 4 MiB of memory, an unknown dtype, a
-            malformed rename.
-        TypeError: for an argument that there is not.
-    """
-    unknown = args.keys() - WriterArgs.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
-    threads, max_memory = args.get("threads"), args.get("max_memory")
-    if threads is not None and threads < 1:
-        raise UsageError("usage", f"--threads {threads}: expected 1 or more")
-    budget = None if max_memory is None else parse_size(max_memory)
-    if budget is not None and budget < MIN_BUDGET_NBYTES:
-        raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
-    return Request(
-        selection=options(
-            match=args.get("match", ()),
-            exclude=args.get("exclude", ()),
-            rename=args.get("rename", ()),
-            dtype=args.get("dtype", "keep"),
-            keep_dtype=args.get("keep_dtype", ()),
-            keep_prefixes=args.get("keep_prefixes", False),
-        ),
-        threads=worker_count(threads),
-        budget_nbytes=budget,
-        dry_run=args.get("dry_run", False),
-        verify=not args.get("no_verify", False),
-        fsync=not args.get("no_fsync", False),
-        overwrite=args.get("overwrite", False),
-        resume=args.get("resume", False),
-        strict=args.get("strict", False),
-        expand_ties=args.get("expand_ties", False),
-        progress=args.get("progress"),
-    )
+    @property
+    def format(self) -> str:
+        """Name of the form in results."""
+        return "torch" if self.form == "pt" else self.form
 
 
 def destination_of(out: str | os.PathLike[str]) -> Path:
-    """The path of a target as it was given.
+    """Return the destination as a path.
 
     Raises:
-        UsageError: `usage` where nothing can be written: URLs, `/`, the current directory, mount
-            points.
+        UsageError: `usage` for URLs, `/`, the current directory and mount points.
     """
     resolve_target(out)  # before a Path takes a slash from a URL
     return Path(out)
 
 
-def payload_nbytes(parts: Iterable[OutputTensor | WriteItem]) -> int:
-    """Bytes of tensor data that will be written: of whole entries, or of the pieces of a target."""
-    return sum(part.nbytes for part in parts)
-
-
-def write(job: Job, request: Request) -> Outcome | None:
-    """Stage the target, move its bytes, switch it in; with `dry_run` make every check and return
-    None.
+def output_form(destination: Path, to: str | None, default: str) -> str:
+    """Return the form to write: `to`, else the one of the destination's suffix, else `default`.
 
     Raises:
-        EmaCkptError: whatever stops the work; nothing of it stays.
+        UsageError: `usage` for an unknown form, or one that contradicts the suffix.
     """
-    nbytes = sum(job.target.files.values())
-    if request.dry_run:
+    implied = None
+    if destination.suffix in TORCH_SUFFIXES:
+        implied = "pt"
+    elif destination.suffix == ".safetensors":
+        implied = "safetensors"
+    if to is None:
+        return implied or default
+    if to not in ("dcp", "safetensors", "pt"):
+        raise UsageError("usage", f"--to {to}: expected dcp, safetensors or pt")
+    if implied is not None and implied != to:
+        message = f"--to {to}: {destination.name} has the ending of a {implied} file"
+        raise UsageError("usage", message)
+    if to == "pt" and implied is None:
+        message = f"--to pt: {destination.name} needs the ending .pt, .pth, .bin or .ckpt"
+        raise UsageError("usage", message)
+    return to
+
+
+def plan_for(
+    output: Output,
+    catalog: Catalog,
+    tensors: Sequence[OutputTensor],
+    *,
+    objects: Sequence[KeptObject] = (),
+    split: Sequence[bool] = (),
+    nesting: Nesting | None = None,
+    expand_ties: bool = False,
+) -> tuple[WritePlan, dict[str, str]]:
+    """Lay out `tensors` of `catalog` in the form of `output`.
+
+    Args:
+        split: for DCP, which of `tensors` are cut into rows.
+        nesting: containers of the paths; None for flat names.
+
+    Returns:
+        The plan, and the ties that it records: dropped name → kept name.
+    """
+    if output.form == "dcp":
+        from ema_ckpt.formats.dcp import writer as dcp_writer
+
+        stored = [dcp_writer.StoredObject(item.name, item.path, item.source) for item in objects]
+        ranks = output.world_size or catalog.world_size or 1
+        plan = dcp_writer.lay_out(tensors, stored, split, ranks, catalog.source, catalog.order)
+        return plan, {}
+    inline = [
+        Object(item.name, item.path, item.source.file, inline=item.source.inline, is_inline=True)
+        for item in objects
+    ]
+    if output.form == "pt":
+        from ema_ckpt.formats.torch_file import writer as torch_writer
+
+        return torch_writer.lay_out(
+            tensors, nesting=nesting, objects=inline, expand_ties=expand_ties
+        ), {}
+    from ema_ckpt.formats.safetensors import writer as safetensors_writer
+
+    ties: dict[str, str] = {}
+    kept = list(tensors)
+    if not expand_ties:
+        kept, ties = keep_first(tensors)
+    dropped, _ = dropped_names(catalog, tensors)
+    text = header_text(catalog) | dropped
+    paths = {tensor.name: tensor.path for tensor in tensors if tensor.name in ties}
+    if output.is_directory:
+        return safetensors_writer.lay_out_directory(
+            kept,
+            output.max_shard_nbytes,
+            output.basename,
+            text,
+            nesting=nesting,
+            objects=inline,
+            ties=ties,
+            tied_paths=paths,
+        ), ties | dropped
+    return safetensors_writer.lay_out_file(
+        kept, text, nesting=nesting, objects=inline, ties=ties, tied_paths=paths
+    ), ties | dropped
+
+
+@dataclass(slots=True)
+class PlannedWrite:
+    """A planned write, and what its result reports; `read_paths` are further places it reads."""
+
+    catalog: Catalog
+    output: Output
+    plan: WritePlan
+    tensors: Sequence[OutputTensor]
+    started: float
+    source: str
+    tree: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    filled: tuple[str, ...] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)
+    skipped: Sequence[Skipped] = ()
+    warnings: list[Diagnostic] = field(default_factory=list)
+    read_paths: Sequence[str] = ()
+
+
+def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
+    """Write a planned output, or with `dry_run` only check it, and report it.
+
+    Raises:
+        EmaCkptError: with the `code` of what is wrong; then nothing was written.
+    """
+    if options.dry_run:
         check_target(
-            job.out,
-            is_directory=job.is_directory,
-            sources=job.sources,
-            overwrite=request.overwrite,
-            keep_foreign=job.keep_foreign,
-            nbytes=nbytes,
+            job.output.path,
+            is_directory=job.output.is_directory,
+            sources=_sources(job),
+            overwrite=options.overwrite,
+            keep_foreign=_keeps_foreign(job.output),
+            nbytes=sum(job.plan.files.values()),
         )
-        return None
-    stamps = _stamps(job.catalog)
-    crew = current()
-    if crew is not None and crew.rank:
-        _take_part(job, request, stamps, crew)
-        return None
-    with stage(
-        job.out,
-        is_directory=job.is_directory,
-        sources=job.sources,
-        overwrite=request.overwrite,
-        keep_foreign=job.keep_foreign,
-        nbytes=nbytes,
-        fsync=request.fsync,
-        resume=request.resume,
-        identity=_identity(job, stamps),
-        journal_after=_JOURNAL_AFTER_SECONDS if crew is None else 0.0,
-    ) as staged:
-        if crew is not None:
-            crew.exchange((_identity(job, stamps), str(staged.path)))
-            crew.exchange("the journal is open")
-        outcome = run(
-            job.catalog, job.target, staged.path, _settings(job, request), staged.journal, crew
-        )
-        _refuse_changed(job.catalog, stamps)
-    job.warnings += staged.warnings
-    if outcome is not None:
-        job.warnings += _overflows(job, outcome)
-    return outcome
-
-
-def _take_part(job: Job, request: Request, stamps: Mapping[str, str], crew: Meeting) -> None:
-    """Write this process' share into the stage that the first one made."""
-    identity = _identity(job, stamps)
-    (expected, place), *_ = crew.exchange((identity, None))
-    if identity != expected:
-        message = f"{job.catalog.resolved}: not the same to all processes (is it on a file system that all share?)"
-        raise SourceError("source-changed", message)
-    payload = Path(place)
-    if not payload.parent.exists():
-        message = f"{payload.parent}: made by the first process, not there for this one; all must share the file system"
-        raise TargetError("not-found", message, file=place)
-    with contextlib.closing(Journal(payload.parent, payload, identity)) as journal:
-        # No line is written before everybody has read what an interrupted run left.
-        crew.exchange("the journal is open")
-        run(job.catalog, job.target, payload, _settings(job, request), journal, crew)
-
-
-def _overflows(job: Job, outcome: Outcome) -> Iterable[Diagnostic]:
-    names = (
-        dict.fromkeys(piece.output.name for piece in job.target.items) if outcome.overflow else {}
+    else:
+        _write(job, options)
+    return WriteResult(
+        source=job.source,
+        target=str(job.output.path),
+        tree=job.tree,
+        format=job.output.format,
+        files=tuple(
+            FileEntry(name or job.output.path.name, nbytes)
+            for name, nbytes in job.plan.files.items()
+        ),
+        tensors=len(job.tensors),
+        nbytes=sum(item.nbytes for item in job.plan.items),
+        seconds=time.perf_counter() - job.started,
+        renamed=dict(job.renamed),
+        filled=job.filled,
+        ties=job.ties,
+        skipped=tuple(job.skipped),
+        warnings=tuple(job.warnings),
+        dry_run=options.dry_run,
     )
-    for name in names:  # workers end in any order, the warnings stand in that of the tensors
+
+
+def _sources(job: PlannedWrite) -> list[str]:
+    """Local places that are read, which the destination may not touch."""
+    source = local_path(job.catalog.resolved)
+    return [*([] if source is None else [source]), *job.read_paths]
+
+
+def _keeps_foreign(output: Output) -> bool:
+    # A Hugging Face directory also holds a tokenizer, a config, a model card.
+    return output.is_directory and output.form == "safetensors"
+
+
+def _write(job: PlannedWrite, options: WriteOptions) -> None:
+    stamps = _stamps(job.catalog)
+    identity = _identity(job, stamps)
+    group = current()
+    if group is not None and group.rank:
+        _write_share(job, options, identity, group)
+        return
+    with stage(
+        job.output.path,
+        is_directory=job.output.is_directory,
+        sources=_sources(job),
+        overwrite=options.overwrite,
+        keep_foreign=_keeps_foreign(job.output),
+        nbytes=sum(job.plan.files.values()),
+        fsync=options.fsync,
+        resume=options.resume,
+        identity=identity,
+        journal_after=_JOURNAL_AFTER_SECONDS if group is None else 0.0,
+    ) as staged:
+        if group is not None:
+            group.exchange((identity, str(staged.path)))
+            group.exchange("the journal is open")
+        outcome = run(job.catalog, job.plan, staged.path, options, staged.journal, group)
+        _refuse_changed(job.catalog, stamps)
+    job.warnings += [*staged.warnings, *_overflows(job.plan, outcome)]
+
+
+def _write_share(
+    job: PlannedWrite, options: WriteOptions, identity: Mapping[str, str], group: Meeting
+) -> None:
+    """Write this process' share into the staging directory of the first process."""
+    (expected, stage_path), *_ = group.exchange((identity, None))
+    if identity != expected:
+        hint = "is it on a file system that all share?"
+        message = f"{job.catalog.resolved}: not the same to all processes ({hint})"
+        raise SourceError("source-changed", message)
+    root = Path(stage_path)
+    if not root.parent.exists():
+        hint = "all must share the file system"
+        message = f"{root.parent}: made by the first process, not there for this one; {hint}"
+        raise TargetError("not-found", message, file=stage_path)
+    with contextlib.closing(Journal(root.parent, root, identity)) as journal:
+        # No line is written before every process has read what an interrupted run left.
+        group.exchange("the journal is open")
+        run(job.catalog, job.plan, root, options, journal, group)
+
+
+def _overflows(plan: WritePlan, outcome: Outcome | None) -> Iterator[Diagnostic]:
+    if outcome is None or not outcome.overflow:
+        return
+    # Workers end in any order; the warnings come in the order of the tensors.
+    for name in dict.fromkeys(item.output.name for item in plan.items):
         if name in outcome.overflow:
             values = counted(outcome.overflow[name], "finite value")
-            yield Diagnostic(
-                "overflow", f"{values} of {name!r} became infinite in the cast; keep its dtype"
-            )
+            message = f"{values} of {name!r} became infinite in the cast; keep its dtype"
+            yield Diagnostic("overflow", message)
 
 
-def _settings(job: Job, request: Request) -> Settings:
-    default = _REMOTE_BUDGET_NBYTES if is_url(job.catalog.source.root) else _LOCAL_BUDGET_NBYTES
-    budget = request.budget_nbytes or default
-    return Settings(
-        request.threads, budget, request.verify, request.progress, durable=request.fsync
-    )
+# Identity of a run.
 
 
-def _identity(job: Job, stamps: Mapping[str, str]) -> dict[str, str]:
-    """What is written from what: an interrupted run is continued only if both are the same."""
-    source = hashlib.sha256()
+def _identity(job: PlannedWrite, stamps: Mapping[str, str]) -> dict[str, str]:
+    """Digests of source and plan; an interrupted run is continued only if both are the same."""
+    source, plan = hashlib.sha256(), hashlib.sha256()
     for file, stamp in stamps.items():
         source.update(f"{file}\0{stamp}\0".encode("utf-8", "surrogatepass"))
-    return {"source": source.hexdigest(), "plan": _plan_hash(job.target)}
+    for item in job.plan.items:
+        tensor = item.output
+        names = f"{tensor.name}\0{tensor.source.name}\0{tensor.dtype.name}"
+        line = f"{names}\0{item.file}\0{item.offset}\0{item.box}\n"
+        plan.update(line.encode("utf-8", "surrogatepass"))
+    return {"source": source.hexdigest(), "plan": plan.hexdigest()}
 
 
 def _stamps(catalog: Catalog) -> dict[str, str]:
-    """Size and time of change of every file of the source."""
-    return {file: _stamp(catalog.source.root, file) for file in sorted(catalog.files)}
+    """Size and modification time of every file of the source."""
+    stamps = {}
+    for file in sorted(catalog.files):
+        try:
+            status = os.stat(os.path.join(catalog.source.root, file))
+        except OSError:
+            stamps[file] = "?"
+        else:
+            stamps[file] = f"{status.st_size} {status.st_mtime_ns}"
+    return stamps
 
 
 def _refuse_changed(catalog: Catalog, before: Mapping[str, str]) -> None:
     changed = [file for file, stamp in _stamps(catalog).items() if stamp != before[file]]
     if changed:
-        message = f"{catalog.resolved}: {shown(changed)} changed while being read; let the writer finish and try again"
+        hint = "changed while being read; let the writer finish and try again"
+        message = f"{catalog.resolved}: {shown(changed)} {hint}"
         raise SourceError("source-changed", message, file=changed[0])
-
-
-def _stamp(root: str, file: str) -> str:
-    try:
-        status = os.stat(os.path.join(root, file))
-    except OSError:
-        return "?"
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def _plan_hash(target: WritePlan) -> str:
-    known = hashlib.sha256()
-    for piece in target.items:
-        entry = piece.output
-        line = f"{entry.name}\0{entry.source.name}\0{entry.dtype.name}\0{piece.file}\0{piece.offset}\0{piece.box}\n"
-        known.update(line.encode("utf-8", "surrogatepass"))
-    return known.hexdigest()
-
-
-def timer() -> Callable[[], float]:
-    """Seconds since the call."""
-    start = time.perf_counter()
-    return lambda: time.perf_counter() - start

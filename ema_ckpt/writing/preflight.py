@@ -8,12 +8,14 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from ema_ckpt.core.errors import TargetError, UsageError, shown
+from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.errors import SourceError, TargetError, UsageError, shown
 from ema_ckpt.storage.files import is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import stage_path
 
@@ -254,3 +256,54 @@ def _foreign(path: Path, names: list[str]) -> TargetError:
         "foreign-files",
         f"{path}: --overwrite would delete what is no checkpoint: {shown(names)}; move it away or name another path",
     )
+
+
+# Sources.
+
+
+def check_sources(catalog: Catalog, tensors: Iterable[Tensor]) -> None:
+    """Check that every tensor is covered, and that its files are present and long enough.
+
+    Raises:
+        SourceError: `hole overlap out-of-bounds incomplete missing-file truncated-file`, naming
+            tensor and file.
+    """
+    users: dict[str, dict[str, None]] = {}
+    for tensor in tensors:
+        for index in prove(tensor):
+            users.setdefault(tensor.chunks[index].file, {})[tensor.name] = None
+    sizes: dict[str, int] = {}
+    errors: dict[str, SourceError] = {}
+    for file in users:
+        try:
+            sizes[file] = catalog.source.size(file)
+        except SourceError as error:
+            errors[file] = error
+    missing = [file for file, error in errors.items() if error.code == "missing-file"]
+    if missing:
+        raise _missing(catalog, missing, users)
+    for file, tensors_of_file in users.items():
+        names = list(tensors_of_file)
+        if file in errors:
+            cause = errors[file]
+            message = f"{cause}; it holds {shown(names)}"
+            raise type(cause)(cause.code, message, tensor=names[0], file=file)
+        expected = catalog.files.get(file, 0)
+        if sizes[file] < expected:
+            sized = f"expected at least {expected} bytes, found {sizes[file]}"
+            message = f"{file}: {sized}: the file is truncated; it holds {shown(names)}"
+            raise SourceError("truncated-file", message, tensor=names[0], file=file)
+
+
+def _missing(
+    catalog: Catalog, files: Sequence[str], users: Mapping[str, Iterable[str]]
+) -> SourceError:
+    """Return one error for all missing files: nodes with disks of their own each have a part."""
+    names = list(dict.fromkeys(name for file in files for name in users[file]))
+    what = f"{files[0]}: no such file in {catalog.resolved}"
+    if len(files) > 1:
+        count = f"{len(files)} of {len(users)} files are missing"
+        what = f"{catalog.resolved}: {count}: {shown(files)}"
+    hint = "copy all files of the checkpoint into one directory (each node may have saved its own)"
+    message = f"{what}, with parts of {shown(names)}; {hint}"
+    return SourceError("missing-file", message, tensor=names[0], file=files[0])
