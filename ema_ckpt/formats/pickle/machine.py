@@ -1,10 +1,9 @@
-"""A pickle reader that cannot run anything: an opcode interpreter over a closed set of
-constructors.
+"""Interpret pickles over a closed set of constructors, so that nothing in them can run.
 
 Python's own unpickler imports and calls what the data names; a memo opcode of nine bytes makes its
-C form take gigabytes. Here no global is ever imported. A caller lists the globals it knows with the
-function that stands in for each; every other global is a name. Calling an unlisted one is refused,
-making an instance of one gives an `Opaque` placeholder. Opcodes:
+C form take gigabytes. Here no global is ever imported. A caller lists the globals it knows, each
+with the function that replaces it; every other global is only a name. A call of an unlisted one is
+rejected, an instance of one becomes an `Opaque` placeholder. Opcodes:
 https://docs.python.org/3/library/pickletools.html
 """
 
@@ -12,23 +11,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
-from ema_ckpt.formats.pickle.opcodes import MARK, TABLE, Mark
-from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, is_executor
+from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement, is_executor
 
 Allowed = Mapping[tuple[str, str], Maker]
-
-
-UNBUILT = Mark()
+MARK = object()  # on the stack: where a tuple, list or dict begins
+UNBUILT = object()  # in the memo: an object that a shortcut has skipped
 
 
 class Machine:
     """The state of one interpretation: data, position, stack, memo.
 
-    `memo` is a list: real pickles number their entries in order. Entries far ahead go to `sparse`,
-    so that a huge index costs nothing. `UNBUILT` in `memo` is an entry that a shortcut did not
-    build.
+    `memo` is a list, for real pickles number their objects in order. Indices far ahead go to
+    `sparse`, so that a huge index costs no memory.
     """
 
     def __init__(
@@ -52,7 +49,7 @@ class Machine:
 
     def run(self) -> object:
         """Interpret up to STOP and return the value."""
-        data, table = self.data, TABLE
+        data, table = self.data, _TABLE
         while True:
             op = data[self.pos]
             self.pos += 1
@@ -60,8 +57,8 @@ class Machine:
                 return self.stack.pop()
             table[op](self)
 
-    def take(self, nbytes: int) -> bytes:
-        """The next `nbytes` bytes of the stream."""
+    def read(self, nbytes: int) -> bytes:
+        """Read the next `nbytes` bytes."""
         end = self.pos + nbytes
         if nbytes < 0 or end > len(self.data):
             raise ValueError("the pickle ends inside an opcode")
@@ -69,23 +66,23 @@ class Machine:
         self.pos = end
         return part
 
-    def line(self, encoding: str = "utf-8") -> str:
-        """The next line of a text opcode."""
+    def read_line(self, encoding: str = "utf-8") -> str:
+        """Read the line that a text opcode takes."""
         end = self.data.index(b"\n", self.pos)
         part = self.data[self.pos : end]
         self.pos = end + 1
         return part.decode(encoding)
 
-    def popmark(self) -> list[object]:
-        """Everything above the topmost mark, which is removed too."""
+    def pop_mark(self) -> list[object]:
+        """Pop everything above the topmost mark, and the mark."""
         stack = self.stack
-        at = len(stack) - 1
-        while stack[at] is not MARK:
-            at -= 1
-            if at < 0:
+        index = len(stack) - 1
+        while stack[index] is not MARK:
+            index -= 1
+            if index < 0:
                 raise ValueError("a mark is missing")
-        items = stack[at + 1 :]
-        del stack[at:]
+        items = stack[index + 1 :]
+        del stack[index:]
         return items
 
     def put(self, index: int) -> None:
@@ -101,7 +98,7 @@ class Machine:
             self.sparse[index] = top
 
     def get(self, index: int) -> None:
-        """Push a memoized value; try the shortcut of a global."""
+        """Push a memoized object; try the shortcut of a global."""
         value = self.memo[index] if index < len(self.memo) else self.sparse[index]
         if value is UNBUILT:
             raise _ShortcutMissedError
@@ -109,38 +106,276 @@ class Machine:
         if value.__class__ is Global and value.shortcut is not None:
             value.shortcut(self)
 
-    def find(self, module: str, name: str) -> Global:
-        """The global of that name, one object for each name."""
-        found = self.globals.get((module, name))
-        if found is None:
-            found = self.globals[module, name] = Global(
-                module, name, self.allowed.get((module, name))
-            )
+    def find_global(self, module: str, name: str) -> Global:
+        """Return the one `Global` of that name."""
+        named = self.globals.get((module, name))
+        if named is None:
+            named = Global(module, name, self.allowed.get((module, name)))
+            self.globals[module, name] = named
             if self.prepare is not None:
-                self.prepare(found)
-        return found
+                self.prepare(named)
+        return named
 
-    def call(self, function: object, args: object, calls: bool) -> object:
-        """What `REDUCE` (calls) or `NEWOBJ` of a global gives here."""
+    def call(self, function: object, args: object, calls: bool) -> None:
+        """Push the result of a call (`calls`: REDUCE and its like), or a new instance (NEWOBJ)."""
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise ValueError("something that is no global is called")
+        module, name = function.module, function.name
         if function.make is not None:
-            return function.make(*args)
-        if is_executor(function.module, function.name) or (calls and self.strict):
-            raise _refused(function)
-        return Opaque(function.module, function.name, args, calls)
+            self.stack.append(function.make(*args))
+        elif is_executor(module, name) or (calls and self.strict):
+            raise UnsafeError(
+                "unsafe-pickle",
+                f"unpickling would call {module}.{name}, "
+                "which is not on the list of harmless globals",
+            )
+        else:
+            self.stack.append(Opaque(module, name, args, calls))
 
 
 class _ShortcutMissedError(Exception):
-    """A memo entry that a shortcut left out is asked for: interpret again without shortcuts."""
+    """A memo entry that a shortcut skipped is needed: interpret again without shortcuts."""
 
 
-def _refused(found: Global) -> UnsafeError:
-    where = f"{found.module}.{found.name}"
-    return UnsafeError(
-        "unsafe-pickle",
-        f"unpickling would call {where}, which is not on the list of harmless globals",
-    )
+Read = Callable[[Machine], object]
+
+
+def _push(read: Read) -> Callable[[Machine], None]:
+    def op(machine: Machine) -> None:
+        machine.stack.append(read(machine))
+
+    return op
+
+
+def _constant(value: object) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+def _number(layout: str) -> Callable[[Machine], int]:
+    unpack, nbytes = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def read(machine: Machine) -> int:
+        (value,) = unpack(machine.data, machine.pos)
+        machine.pos += nbytes
+        return value  # type: ignore[no-any-return]
+
+    return read
+
+
+_U1, _U2, _U4, _I4, _U8, _F8 = (_number(layout) for layout in ("B", "<H", "<I", "<i", "<q", ">d"))
+
+
+def _text(size: Callable[[Machine], int]) -> Read:
+    return lambda machine: machine.read(size(machine)).decode("utf-8", "surrogatepass")
+
+
+def _bytes(size: Callable[[Machine], int]) -> Read:
+    return lambda machine: machine.read(size(machine))
+
+
+def _long(size: Callable[[Machine], int]) -> Read:
+    return lambda machine: int.from_bytes(machine.read(size(machine)), "little", signed=True)
+
+
+def _int_line(machine: Machine) -> object:
+    text = machine.read_line()
+    return {"00": False, "01": True}[text] if text in ("00", "01") else int(text)
+
+
+def _quoted_line(machine: Machine) -> object:
+    text = machine.read_line("latin-1")
+    if "\\" in text:
+        raise SourceError("unsupported", "a text of pickle protocol 0 has escapes")
+    return text[1:-1]
+
+
+def _tuple(size: int) -> Callable[[Machine], None]:
+    def op(machine: Machine) -> None:
+        stack = machine.stack
+        if len(stack) < size:
+            raise ValueError("the stack is too short")
+        stack[-size:] = [tuple(stack[-size:])]
+
+    return op
+
+
+def _proto(machine: Machine) -> None:
+    version = _U1(machine)
+    if version > 5:
+        raise SourceError("unsupported", f"pickle protocol {version} is newer than 5")
+
+
+def _stack_global(machine: Machine) -> object:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(name, str) or not isinstance(module, str):
+        raise ValueError("the name of a global is no text")
+    return machine.find_global(module, name)
+
+
+def _reduce(machine: Machine) -> None:
+    args, function = machine.stack.pop(), machine.stack.pop()
+    machine.call(function, args, calls=True)
+
+
+def _newobj(machine: Machine) -> None:
+    args, function = machine.stack.pop(), machine.stack.pop()
+    machine.call(function, args, calls=False)
+
+
+def _newobj_ex(machine: Machine) -> None:
+    keywords, args, function = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    if keywords:
+        raise SourceError("unsupported", "a pickled object is made with keyword arguments")
+    machine.call(function, args, calls=False)
+
+
+def _inst(machine: Machine) -> None:
+    function = machine.find_global(machine.read_line(), machine.read_line())
+    machine.call(function, tuple(machine.pop_mark()), calls=True)
+
+
+def _obj(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.call(items[0], tuple(items[1:]), calls=True)
+
+
+def _build(machine: Machine) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    if isinstance(target, Replacement):
+        target.setstate(state)
+    elif not isinstance(target, dict):  # the attributes of an OrderedDict hold nothing needed
+        raise ValueError(f"a {type(target).__name__} is given a state")
+
+
+def _key(key: object) -> object:
+    # A tuple of tuples can be small here and take forever to hash: each level may repeat the one
+    # below.
+    for part in key if isinstance(key, tuple) else ():
+        if not isinstance(part, tuple):
+            continue
+        if len(part) > 64 or any(isinstance(inner, tuple) for inner in part):
+            message = "a pickled dict or set has a deeply nested tuple as its key"
+            raise SourceError("unsupported", message)
+    return key
+
+
+def _set_items(machine: Machine, items: list[object]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, dict):
+        for index in range(0, len(items), 2):
+            target[_key(items[index])] = items[index + 1]
+    elif isinstance(target, Opaque):
+        target.entries.extend(items)
+    else:
+        raise ValueError(f"a {type(target).__name__} is given items")
+
+
+def _set_item(machine: Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _set_items(machine, [key, value])
+
+
+def _dict(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.stack.append({})
+    _set_items(machine, items)
+
+
+def _extend(machine: Machine, items: list[object]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, list):
+        target.extend(items)
+    elif isinstance(target, set):
+        target.update(map(_key, items))
+    elif isinstance(target, Opaque):
+        target.entries.extend(items)
+    else:
+        raise ValueError(f"a {type(target).__name__} is given items")
+
+
+def _persistent_id(machine: Machine) -> object:
+    if machine.persistent is None:
+        message = "the pickle refers to something outside itself (a persistent id)"
+        raise UnsafeError("unsafe-pickle", message)
+    return machine.persistent(machine.stack.pop())
+
+
+def _extension(_machine: Machine) -> NoReturn:
+    raise UnsafeError("unsafe-pickle", "the pickle calls through copyreg's extension registry")
+
+
+def _unknown(machine: Machine) -> NoReturn:
+    op = machine.data[machine.pos - 1]
+    raise SourceError("unreadable", f"not a pickle: opcode 0x{op:02x} at byte {machine.pos - 1}")
+
+
+_OPCODES: dict[bytes, Callable[[Machine], object]] = {
+    b"\x80": _proto,
+    b"\x95": lambda m: m.read(8),  # FRAME
+    b"\x94": lambda m: m.put(len(m.memo)),
+    b"q": lambda m: m.put(_U1(m)),
+    b"r": lambda m: m.put(_U4(m)),
+    b"p": lambda m: m.put(int(m.read_line())),
+    b"h": lambda m: m.get(_U1(m)),
+    b"j": lambda m: m.get(_U4(m)),
+    b"g": lambda m: m.get(int(m.read_line())),
+    b"K": _push(_U1),
+    b"M": _push(_U2),
+    b"J": _push(_I4),
+    b"G": _push(_F8),
+    b"\x8a": _push(_long(_U1)),
+    b"\x8b": _push(_long(_I4)),
+    b"I": _push(_int_line),
+    b"L": _push(lambda m: int(m.read_line().rstrip("L"))),
+    b"F": _push(lambda m: float(m.read_line())),
+    b"\x8c": _push(_text(_U1)),
+    b"X": _push(_text(_U4)),
+    b"\x8d": _push(_text(_U8)),
+    b"C": _push(_bytes(_U1)),
+    b"B": _push(_bytes(_U4)),
+    b"\x8e": _push(_bytes(_U8)),
+    b"\x96": _push(lambda m: bytearray(m.read(_U8(m)))),
+    b"T": _push(_bytes(_I4)),
+    b"U": _push(_bytes(_U1)),
+    b"S": _push(_quoted_line),
+    b"V": _push(lambda m: m.read_line("raw-unicode-escape")),
+    b"N": _constant(None),
+    b"\x88": _constant(True),
+    b"\x89": _constant(False),
+    b")": _constant(()),
+    b"(": _constant(MARK),
+    b"]": lambda m: m.stack.append([]),
+    b"}": lambda m: m.stack.append({}),
+    b"\x8f": lambda m: m.stack.append(set()),
+    b"\x85": _tuple(1),
+    b"\x86": _tuple(2),
+    b"\x87": _tuple(3),
+    b"t": _push(lambda m: tuple(m.pop_mark())),
+    b"l": _push(lambda m: m.pop_mark()),
+    b"d": _dict,
+    b"\x91": _push(lambda m: frozenset(map(_key, m.pop_mark()))),
+    b"c": _push(lambda m: m.find_global(m.read_line(), m.read_line())),
+    b"\x93": _push(_stack_global),
+    b"R": _reduce,
+    b"\x81": _newobj,
+    b"\x92": _newobj_ex,
+    b"i": _inst,
+    b"o": _obj,
+    b"b": _build,
+    b"s": _set_item,
+    b"u": lambda m: _set_items(m, m.pop_mark()),
+    b"a": lambda m: _extend(m, [m.stack.pop()]),
+    b"e": lambda m: _extend(m, m.pop_mark()),
+    b"\x90": lambda m: _extend(m, m.pop_mark()),
+    b"0": lambda m: m.stack.pop(),
+    b"1": lambda m: m.pop_mark(),
+    b"2": _push(lambda m: m.stack[-1]),
+    b"Q": _push(_persistent_id),
+    b"\x82": _extension,
+    b"\x83": _extension,
+    b"\x84": _extension,
+}
+_TABLE = [_OPCODES.get(bytes([op]), _unknown) for op in range(256)]
 
 
 def loads(
@@ -156,12 +391,12 @@ def loads(
 
     Args:
         data: the pickle.
-        allowed: (module, name) of every global that may be called, and what to call in its place.
+        allowed: (module, name) of every global that may be called, and the function called instead.
         where: file and record, for messages.
-        persistent: gives the value for a persistent id (torch's storages).
-        strict: whether a call of any unlisted global is refused. If not, only known executors are,
-            and the rest become `Opaque`.
-        prepare: is shown each `Global` when it is first named, and may give it a `shortcut` that
+        persistent: returns the value of a persistent id (torch's storages).
+        strict: reject a call of any unlisted global. If not, reject known executors only; the rest
+            become `Opaque`.
+        prepare: called with each `Global` when it is first named; may give it a `shortcut` that
             reads a whole instance at once.
 
     Raises:
@@ -176,11 +411,10 @@ def loads(
     except EmaCkptError as error:
         raise type(error)(error.code, f"{where}: {error}", file=where) from None
     except RecursionError:
-        raise SourceError(
-            "unreadable", f"{where}: the pickle is nested too deeply", file=where
-        ) from None
+        problem = "the pickle is nested too deeply"
     except (IndexError, struct.error) as error:
-        message = f"{where}: a damaged pickle, or one cut short at {len(data)} bytes ({error}); use another copy"
-        raise SourceError("unreadable", message, file=where) from None
+        cut = f"cut short at {len(data)} bytes ({error})"
+        problem = f"a damaged pickle, or one {cut}; use another copy"
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise SourceError("unreadable", f"{where}: damaged pickle ({error})", file=where) from None
+        problem = f"damaged pickle ({error})"
+    raise SourceError("unreadable", f"{where}: {problem}", file=where)

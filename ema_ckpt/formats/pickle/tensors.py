@@ -15,6 +15,8 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque
 
+Ints = tuple[int, ...]
+
 _UNSUPPORTED = (
     "_rebuild_wrapper_subclass",
     "_rebuild_sparse_tensor",
@@ -29,8 +31,10 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage: the record `data/<key>` of its archive. `dtype` is None for an untyped one;
-    `numel` counts elements of that dtype, or bytes."""
+    """A storage: the record `data/<key>` of its archive.
+
+    `dtype` is None for an untyped storage; `numel` counts elements of that dtype, or bytes.
+    """
 
     key: str
     dtype: DType | None
@@ -49,40 +53,38 @@ class TensorRef:
     storage: StorageRef
     dtype: DType
     start: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Ints
+    strides: Ints
 
 
 def _bad(why: str) -> SourceError:
     return SourceError("unreadable", why)
 
 
-def _ints(value: object) -> tuple[int, ...]:
+def _ints(value: object) -> Ints:
     if isinstance(value, tuple) and all(type(part) is int for part in value):
         return value
     raise _bad(f"a shape or stride is {brief(value)}")
 
 
 def _view(
+    dtype: DType | None,
     storage: object,
     start: object,
     shape: object,
     strides: object,
-    dtype: DType | None,
-    flags: object,
+    bits: object,
 ) -> TensorRef:
     if not isinstance(storage, StorageRef) or type(start) is not int or start < 0:
         raise _bad("a tensor is built from something that is no storage")
-    kind = dtype or storage.dtype
-    if kind is None:
+    dtype = dtype or storage.dtype
+    if dtype is None:
         raise _bad("an untyped storage is used without a dtype")
-    if flags:
-        names = ", ".join(sorted(map(str, flags))) if isinstance(flags, Mapping) else repr(flags)
-        raise SourceError(
-            "unsupported",
-            f"a tensor is stored with the lazy bits {names}; resolve them before saving",
-        )
-    ref = TensorRef(storage, kind, start, _ints(shape), _ints(strides))
+    if bits:
+        names = ", ".join(sorted(map(str, bits))) if isinstance(bits, Mapping) else repr(bits)
+        message = f"a tensor is stored with the lazy bits {names}; resolve them before saving"
+        raise SourceError("unsupported", message)
+    ref = TensorRef(storage, dtype, start, _ints(shape), _ints(strides))
     if len(ref.shape) != len(ref.strides) or min((*ref.shape, *ref.strides), default=0) < 0:
         raise _bad("a tensor has impossible strides")
     _check_extent(ref)
@@ -90,43 +92,27 @@ def _view(
 
 
 def _check_extent(ref: TensorRef) -> None:
-    """Refuse views that reach beyond their storage."""
-    if 0 in ref.shape:
+    if 0 in ref.shape:  # a view without elements reaches nowhere
         return
-    last = ref.start + sum(
-        (size - 1) * stride for size, stride in zip(ref.shape, ref.strides, strict=True)
-    )
+    last = ref.start
+    for size, stride in zip(ref.shape, ref.strides, strict=True):
+        last += (size - 1) * stride
     if (last + 1) * ref.dtype.itemsize > ref.storage.nbytes:
-        raise SourceError(
-            "out-of-bounds", f"a tensor of shape {list(ref.shape)} reaches beyond its storage"
-        )
+        message = f"a tensor of shape {list(ref.shape)} reaches beyond its storage"
+        raise SourceError("out-of-bounds", message)
 
 
-def _rebuild_v2(
-    storage: object,
-    start: object,
-    shape: object,
-    strides: object,
-    _grad: object,
-    _hooks: object,
-    flags: object = None,
-) -> TensorRef:
-    return _view(storage, start, shape, strides, None, flags)
+def _rebuild_v2(*args: object) -> TensorRef:
+    storage, start, shape, strides, _grad, _hooks, bits = args if len(args) > 6 else (*args, None)
+    return _view(None, storage, start, shape, strides, bits)
 
 
-def _rebuild_v3(
-    storage: object,
-    start: object,
-    shape: object,
-    strides: object,
-    _grad: object,
-    _hooks: object,
-    dtype: object,
-    flags: object = None,
-) -> TensorRef:
+def _rebuild_v3(*args: object) -> TensorRef:
+    args = args if len(args) > 7 else (*args, None)
+    storage, start, shape, strides, _grad, _hooks, dtype, bits = args
     if not isinstance(dtype, Global) or dtype.module != "torch":
         raise _bad("a dtype is missing")
-    return _view(storage, start, shape, strides, by_name(dtype.name), flags)
+    return _view(by_name(dtype.name), storage, start, shape, strides, bits)
 
 
 def _rebuild_parameter(data: object, *_rest: object) -> object:
@@ -134,40 +120,27 @@ def _rebuild_parameter(data: object, *_rest: object) -> object:
 
 
 def _rebuild_from_type(function: object, _kind: object, args: object, _state: object) -> object:
-    # The subclass is only named, never imported: the strided data under it is what is wanted.
-    if (
-        isinstance(function, Global)
-        and function.make in (_rebuild_v2, _rebuild_v3)
-        and isinstance(args, tuple)
-    ):
-        return function.make(*args)
+    # The subclass is only named, never imported: the strided data under it is read.
+    make = function.make if isinstance(function, Global) else None
+    if (make is _rebuild_v2 or make is _rebuild_v3) and isinstance(args, tuple):
+        return make(*args)
     raise SourceError("unsupported", f"a tensor subclass is built by {function!r}")
 
 
 def _unsupported(name: str) -> Maker:
-    def refuse(*_args: object) -> object:
-        raise SourceError(
-            "unsupported",
-            f"a tensor is stored by torch._utils.{name}, which ema_ckpt does not read",
-        )
+    def reject(*_args: object) -> object:
+        message = f"a tensor is stored by torch._utils.{name}, which ema_ckpt does not read"
+        raise SourceError("unsupported", message)
 
-    return refuse
+    return reject
 
 
-def _as_dict(*args: object) -> dict[object, object]:
+def _dict(*args: object) -> dict[object, object]:
     return dict(args[0]) if args else {}  # type: ignore[call-overload]
-
-
-def _default_dict(_factory: object = None, *args: object) -> dict[object, object]:
-    return _as_dict(*args)
 
 
 def _path(*parts: object) -> str:
     return "/".join(map(str, parts)).replace("//", "/")
-
-
-def _encode(text: str, _encoding: str) -> bytes:
-    return text.encode("latin-1")
 
 
 def _bytes(data: object = b"", encoding: object = "latin-1") -> bytes:
@@ -179,24 +152,19 @@ def _bytes(data: object = b"", encoding: object = "latin-1") -> bytes:
     raise _bad("bytes are made of something else than bytes")
 
 
-def _bytearray(data: object = b"", encoding: object = "latin-1") -> bytearray:
-    return bytearray(_bytes(data, encoding))
-
-
+_BUILTINS: dict[str, Maker] = {
+    "set": set,
+    "frozenset": frozenset,
+    "complex": complex,
+    "bytes": _bytes,
+    "bytearray": lambda *args: bytearray(_bytes(*args)),
+}
 PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
-    ("collections", "OrderedDict"): _as_dict,
-    ("collections", "defaultdict"): _default_dict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-    ("builtins", "bytes"): _bytes,
-    ("builtins", "bytearray"): _bytearray,
-    ("__builtin__", "set"): set,
-    ("__builtin__", "frozenset"): frozenset,
-    ("__builtin__", "complex"): complex,
-    ("__builtin__", "bytes"): _bytes,
-    ("__builtin__", "bytearray"): _bytearray,
-    ("_codecs", "encode"): _encode,
+    **{("builtins", name): make for name, make in _BUILTINS.items()},
+    **{("__builtin__", name): make for name, make in _BUILTINS.items()},
+    ("collections", "OrderedDict"): _dict,
+    ("collections", "defaultdict"): lambda _factory=None, *args: _dict(*args),
+    ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
     ("torch", "Size"): lambda *args: tuple(args[0]) if args else (),
     ("torch", "device"): lambda *args: ":".join(map(str, args)),
     ("torch.serialization", "_get_layout"): lambda name: name,
@@ -217,40 +185,35 @@ TENSOR_GLOBALS: dict[tuple[str, str], Maker] = {
 
 
 def _storage(pid: object) -> StorageRef:
-    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-        raise _bad(f"a storage has the persistent id {brief(pid)}")
-    _, kind, key, _location, numel = pid
-    if (
-        not isinstance(kind, Global)
-        or not isinstance(key, str)
-        or type(numel) is not int
-        or numel < 0
-    ):
-        raise _bad(f"a storage has the persistent id {brief(pid)}")
-    if (kind.module, kind.name) == ("torch.storage", "UntypedStorage"):
+    match pid:
+        case ("storage", Global() as storage_class, str() as key, _, numel) if (
+            isinstance(pid, tuple) and type(numel) is int and numel >= 0
+        ):
+            module, name = storage_class.module, storage_class.name
+        case _:
+            raise _bad(f"a storage has the persistent id {brief(pid)}")
+    if (module, name) == ("torch.storage", "UntypedStorage"):
         return StorageRef(key, None, numel)
-    dtype = by_storage_class(kind.name) if kind.module == "torch" else None
+    dtype = by_storage_class(name) if module == "torch" else None
     if dtype is None:
-        raise SourceError(
-            "unsupported",
-            f"a storage of class {kind.module}.{kind.name} is not one that ema_ckpt reads",
-        )
+        message = f"a storage of class {module}.{name} is not one that ema_ckpt reads"
+        raise SourceError("unsupported", message)
     return StorageRef(key, dtype, numel)
 
 
 def load_tensor(data: bytes, where: str) -> TensorRef:
-    """The one tensor of a `data.pkl`.
+    """Read a `data.pkl` that holds one tensor.
 
     Raises:
         UnsafeError: `unsafe-pickle` if anything unlisted would be called.
         SourceError: `unsupported` for subclasses that wrap other tensors, `unreadable` for anything
             else.
     """
-    value = loads(data, TENSOR_GLOBALS, where=where, persistent=_storage)
+    value = load_value(data, where, strict=True)
     if isinstance(value, TensorRef):
         return value
-    what = repr(value) if isinstance(value, Opaque) else f"a {type(value).__name__}"
-    raise SourceError("unsupported", f"{where}: expected a tensor, found {what}", file=where)
+    kind = repr(value) if isinstance(value, Opaque) else f"a {type(value).__name__}"
+    raise SourceError("unsupported", f"{where}: expected a tensor, found {kind}", file=where)
 
 
 def load_value(
@@ -260,10 +223,9 @@ def load_value(
     strict: bool = False,
     prepare: Callable[[Global], None] | None = None,
 ) -> object:
-    """Any `data.pkl`: plain values and containers, `TensorRef` for tensors, `Opaque` for unknown
-    classes.
+    """Read any `data.pkl`, with `TensorRef` for tensors and `Opaque` for unknown classes.
 
-    `prepare` is shown each global when it is first named, and may put another stand-in for it.
+    `prepare` is called with each global when it is first named, and may replace its `make`.
 
     Raises:
         UnsafeError: `unsafe-pickle` for known executors, and with `strict` for any unlisted call.
