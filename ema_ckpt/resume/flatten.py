@@ -1,8 +1,7 @@
-"""A training state as a list of leaves: tensors in pieces, and pickled objects, each under its
-path.
+"""Flatten a training state into leaves: this rank's shards of tensors, and pickled objects.
 
 Nesting is flattened as `torch.distributed.checkpoint` does it (`_traverse.py`, since torch 2.4), so
-that what is written can be read with plain `dcp.load` and has the tree structure in its metadata.
+that plain `dcp.load` reads what is written and the metadata has the tree structure.
 """
 
 from __future__ import annotations
@@ -25,32 +24,29 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """What this rank holds of one tensor: boxes in elements of the global shape, with the local
-    elements of each.
-    """
+class LocalShards:
+    """This rank's shards of one tensor: boxes in elements of the global shape, and their views."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    held: tuple[tuple[Box, torch.Tensor], ...]
+    shards: tuple[tuple[Box, torch.Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """One entry of a flattened state: its dotted name, its path, and a tensor or a pickled object.
+    """One entry of a flattened state under its dotted name and its path.
 
-    `mark` is equal for objects that print alike: pickles of equal values may differ.
+    `fingerprint` is equal for objects that print alike: pickles of equal values may differ.
     """
 
     name: str
     path: Path
-    value: Pieces | bytes
-    mark: int = 0
+    value: LocalShards | bytes
+    fingerprint: int = 0
 
 
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of a nested state in order; objects are pickled now, tensors keep sharing their
-    memory.
+    """Flatten a nested state in order: objects are pickled now, tensors keep sharing their memory.
 
     Raises:
         UsageError: `name-collision` if two paths join to one dotted name.
@@ -59,117 +55,90 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
     for path, value in _walk((), state):
         name = ".".join(map(str, path))
         if name in leaves:
-            raise UsageError(
-                "name-collision",
-                f"two entries of the state are called {name!r}; rename one of them",
-            )
-        if isinstance(value, Shard):
-            leaves[name] = Leaf(name, path, shard_pieces(value))
-        elif isinstance(value, torch.Tensor):
-            leaves[name] = Leaf(name, path, pieces(value))
-        else:
-            leaves[name] = Leaf(
-                name, path, _pickled(name, value), _mark(value) if path[0] == "extra" else 0
-            )
+            message = f"two entries of the state are called {name!r}; rename one of them"
+            raise UsageError("name-collision", message)
+        if isinstance(value, LocalShards | Shard | torch.Tensor):
+            leaves[name] = Leaf(name, path, local_shards(value))
+            continue
+        fingerprint = 0
+        if path[0] == "extra" and " at 0x" not in (text := repr(value)):
+            fingerprint = zlib.crc32(text.encode())
+        leaves[name] = Leaf(name, path, _pickle(name, value), fingerprint)
     return list(leaves.values())
 
 
-def pieces(tensor: torch.Tensor) -> Pieces:
-    """What this rank holds of a tensor of a state: published, distributed, sharded or whole."""
-    held = _sharded(tensor) if hasattr(tensor, "local_shards") else pieces_of(tensor)
-    return _pieces(tuple(tensor.shape), tensor.dtype, held)
-
-
-def shard_pieces(shard: Shard) -> Pieces:
-    """What this rank holds of a live parameter or buffer."""
-    return _pieces(
-        shard.shape, shard.dtype, zip(shard.boxes, box_views(shard.boxes, shard.local), strict=True)
-    )
-
-
-def _pieces(
-    shape: tuple[int, ...], dtype: torch.dtype, held: Iterable[tuple[Box, torch.Tensor]]
-) -> Pieces:
+def local_shards(tensor: torch.Tensor | Shard | LocalShards) -> LocalShards:
+    """List this rank's shards of a tensor: a live shard, or one that is distributed or whole."""
+    if isinstance(tensor, LocalShards):
+        return tensor
+    shards: Iterable[tuple[Box, torch.Tensor]]
+    if isinstance(tensor, Shard):
+        shards = zip(tensor.boxes, box_views(tensor.boxes, tensor.local), strict=True)
+    elif hasattr(tensor, "local_shards"):  # a ShardedTensor, as in FSDP1's sharded state dicts
+        parts = [part for part in tensor.local_shards() if part.tensor.numel()]
+        places = [part.metadata for part in parts]
+        boxes = [Box(tuple(place.shard_offsets), tuple(place.shard_sizes)) for place in places]
+        shards = zip(boxes, [part.tensor for part in parts], strict=True)
+    else:
+        shards = pieces_of(tensor)
+    shape = tuple(tensor.shape)
     if 0 in shape:
         # Kept on every rank, so that its shape survives whichever rank writes it.
-        held = [(whole(shape), torch.empty(shape, dtype=dtype))]
-    return Pieces(shape, dtype, tuple((box, view.detach()) for box, view in held))
-
-
-def _sharded(tensor: Any) -> tuple[tuple[Box, torch.Tensor], ...]:
-    """Pieces of a `ShardedTensor`, which FSDP1 puts into its sharded state dicts."""
-    return tuple(
-        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
-        for shard in tensor.local_shards()
-        if shard.tensor.numel()
-    )
+        shards = [(whole(shape), torch.empty(shape, dtype=tensor.dtype))]
+    return LocalShards(shape, tensor.dtype, tuple((box, view.detach()) for box, view in shards))
 
 
 def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping) and not _is_one_value(path, value):
+    if isinstance(value, Mapping) and not _is_leaf(path, value):
         for key, inner in value.items():
             yield from _walk((*path, str(key)), inner)
-    elif isinstance(value, list) and not _is_terminal(value):
+    elif isinstance(value, list) and _holds_tensor_or_dict(value):
         for index, inner in enumerate(value):
             yield from _walk((*path, index), inner)
     else:
         yield path, value
 
 
-def _is_one_value(path: Path, value: Mapping[Any, Any]) -> bool:
-    """Whether a dict among the user's own values would not come back the same from its flattened
-    entries.
+def _is_leaf(path: Path, value: Mapping[Any, Any]) -> bool:
+    """Whether a dict of the user's would not come back the same from flattened entries.
 
-    torch turns keys into text and drops empty dicts; `MultiStepLR` for one keeps its milestones
-    under numbers.
+    torch turns keys into text and drops empty dicts; `MultiStepLR` keeps its milestones by number.
     """
-    if len(path) < 2 or not (
-        path[0] == "extra" or any(str(part).endswith("_extra_state") for part in path)
-    ):
+    is_extra = path[:1] == ("extra",) or any(str(part).endswith("_extra_state") for part in path)
+    if len(path) < 2 or not is_extra:
         return False
     if value and all(isinstance(key, str) for key in value):
         return False
     if _holds_shards(value):
         raise UsageError(
             "usage",
-            f"{'.'.join(map(str, path))!r}: a dict with keys that are no text holds sharded tensors, which could not be"
-            " put back under their keys; an optimizer belongs in save(optimizer=…)",
+            f"{'.'.join(map(str, path))!r}: a dict with keys that are no text holds sharded"
+            " tensors, which could not be put back under their keys; an optimizer belongs in"
+            " save(optimizer=…)",
         )
     return True
 
 
 def _holds_shards(value: Any) -> bool:
-    inner = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    shards = isinstance(value, DTensor | LocalShardsTensor) or hasattr(value, "local_shards")
-    return shards or any(map(_holds_shards, inner))
-
-
-def _is_terminal(value: Any) -> bool:
-    """Whether a list holds neither tensors nor dicts, at any depth of lists."""
     if isinstance(value, Mapping):
-        return False
-    if not isinstance(value, list):
-        return not isinstance(value, torch.Tensor | DTensor | LocalShardsTensor)
-    return all(_is_terminal(item) for item in value)
+        return any(map(_holds_shards, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_shards, value))
+    return isinstance(value, DTensor | LocalShardsTensor) or hasattr(value, "local_shards")
 
 
-def _mark(value: Any) -> int:
-    text = repr(value)
-    return 0 if " at 0x" in text else zlib.crc32(text.encode())
+def _holds_tensor_or_dict(value: Any) -> bool:
+    """Whether a list, at any depth of lists, holds a tensor or a dict."""
+    if isinstance(value, list):
+        return any(map(_holds_tensor_or_dict, value))
+    return isinstance(value, Mapping | torch.Tensor)
 
 
-def _pickled(name: str, value: Any) -> bytes:
+def _pickle(name: str, value: Any) -> bytes:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
     except Exception as error:
-        raise UsageError(
-            "usage", f"{name!r} of type {type(value).__name__} cannot be pickled: {error}"
-        ) from error
+        message = f"{name!r} of type {type(value).__name__} cannot be pickled: {error}"
+        raise UsageError("usage", message) from error
     return stream.getvalue()

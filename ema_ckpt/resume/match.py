@@ -1,6 +1,4 @@
-"""Which stored tensor goes where: names, shapes and dtypes compared before anything is read or
-written.
-"""
+"""Pair live tensors with stored ones by name, shape and dtype, before any is read."""
 
 from __future__ import annotations
 
@@ -10,19 +8,17 @@ from dataclasses import dataclass, field
 import torch
 
 from ema_ckpt.core.catalog import Tensor
+from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import canonical
-from ema_ckpt.resume.flatten import Pieces
+from ema_ckpt.resume.flatten import LocalShards
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreTarget:
-    """A tensor to restore into: its names (several if it is tied), its tree, and what this rank
-    holds of it.
-    """
+    """A live tensor to restore into: its names (several if it is tied) and this rank's shards."""
 
     names: tuple[str, ...]
-    pieces: Pieces
-    needed: bool = True  # whether a source without it is incomplete
+    value: LocalShards
 
 
 @dataclass(slots=True, eq=False)
@@ -35,56 +31,80 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
-    casts: dict[str, list[str]] = field(default_factory=dict)  # what changes, and of which names
+    casts: dict[str, list[str]] = field(default_factory=dict)  # names by kind of cast
 
-    def full(self, target: RestoreTarget) -> str:
-        """The full name of a target."""
+    def full_name(self, target: RestoreTarget) -> str:
+        """Name of a target with its tree's."""
         return f"{self.tree}.{target.names[0]}"
+
+    def refuse(self, path: str, *, strict: bool, allowed: Iterable[str] = ()) -> None:
+        """Refuse misfits, and under `strict` missing and unexpected names.
+
+        Args:
+            path: the checkpoint, for messages.
+            allowed: names of targets that may be missing.
+
+        Raises:
+            SourceError: `index-mismatch` or `incomplete`.
+        """
+        if self.misfits:
+            more = f" and {len(self.misfits) - 10} more" if len(self.misfits) > 10 else ""
+            message = f"{path}: nothing was restored: {'; '.join(self.misfits[:10])}{more}"
+            raise SourceError("index-mismatch", message)
+        if not strict:
+            return
+        missing = [
+            self.full_name(target) for target in self.missing if target.names[0] not in allowed
+        ]
+        reasons = []
+        if missing:
+            reasons.append(f"it lacks {shown(missing)}")
+        if self.unexpected:
+            reasons.append(f"it has {shown(self.unexpected)}, which this state has not")
+        if reasons:
+            message = f"{path}: nothing was restored: {' and '.join(reasons)}"
+            raise SourceError("incomplete", f"{message}; strict=False restores the rest")
 
 
 def match(
     tree: str,
     targets: Iterable[RestoreTarget],
-    sources: Mapping[str, Tensor],
+    stored: Mapping[str, Tensor],
     *,
     strict: bool,
-    elsewhere: frozenset[str] = frozenset(),
+    remote_names: frozenset[str] = frozenset(),
 ) -> Match:
-    """Pair targets with the stored tensors of one tree, by name or, failing that, by name without
-    wrapper prefixes.
+    """Pair targets with the stored tensors of one tree, by name or else without wrapper prefixes.
 
     Args:
-        elsewhere: names that only other ranks have, which are not unexpected here.
+        remote_names: names that only other ranks have, which are not unexpected here.
     """
-    found = Match(tree)
-    plain = _canonical_names(sources)
-    used: set[str] = set()
-    theirs = elsewhere.union(plain[name] for name in elsewhere if name in plain)
+    result = Match(tree)
+    unwrapped = _unwrapped_names(stored)
+    used = set(remote_names)
+    used.update(unwrapped[name] for name in remote_names if name in unwrapped)
     for target in targets:
-        name = next((n for n in target.names if n in sources), None)
-        if name is None:
-            name = next((plain[n] for n in target.names if n in plain), None)
-            if name is not None:
-                found.renamed[sources[name].name] = found.full(target)
-        used.update((*target.names, *(plain[n] for n in target.names if n in plain)))
-        if name is None:
-            if target.needed:
-                found.missing.append(target)
+        exact = [name for name in target.names if name in stored]
+        wrapped = [unwrapped[name] for name in target.names if name in unwrapped]
+        used.update(exact, wrapped)
+        if not exact and not wrapped:
+            result.missing.append(target)
             continue
-        problem = _misfit(found, target, sources[name], strict=strict)
-        if problem:
-            found.misfits.append(problem)
+        source = stored[exact[0] if exact else wrapped[0]]
+        if not exact:
+            result.renamed[source.name] = result.full_name(target)
+        misfit = _compare(result, target, source, strict=strict)
+        if misfit is None:
+            result.pairs.append((target, source))
         else:
-            found.pairs.append((target, sources[name]))
-    found.unexpected = [
-        tensor.name for name, tensor in sources.items() if name not in used and name not in theirs
-    ]
-    return found
+            result.misfits.append(misfit)
+    result.unexpected = [tensor.name for name, tensor in stored.items() if name not in used]
+    return result
 
 
-def _misfit(found: Match, target: RestoreTarget, source: Tensor, *, strict: bool) -> str | None:
-    """Why a stored tensor cannot go into its target, or None; casts are noted."""
-    name, shape, dtype = found.full(target), target.pieces.shape, target.pieces.dtype
+def _compare(result: Match, target: RestoreTarget, source: Tensor, *, strict: bool) -> str | None:
+    """Why a stored tensor cannot go into its target, or None; a cast is noted in `result`."""
+    name, shape, dtype = result.full_name(target), target.value.shape, target.value.dtype
     here, there = str(dtype).removeprefix("torch."), source.dtype.name
     if source.shape != shape:
         return f"{name!r} has shape {list(source.shape)} there and {list(shape)} here"
@@ -93,19 +113,16 @@ def _misfit(found: Match, target: RestoreTarget, source: Tensor, *, strict: bool
     both_floating = dtype.is_floating_point and source.dtype.is_castable
     widens = both_floating and torch.promote_types(dtype, getattr(torch, there)) is dtype
     if not widens and (strict or not both_floating):
-        return f"{name!r} is {there} there and {here} here, which would lose values; strict=False casts it"
-    change = f"{there} there, cast to {here}" + ("" if widens else " with loss")
-    found.casts.setdefault(change, []).append(target.names[0])
+        loss = "which would lose values; strict=False casts it"
+        return f"{name!r} is {there} there and {here} here, {loss}"
+    cast = f"{there} there, cast to {here}" + ("" if widens else " with loss")
+    result.casts.setdefault(cast, []).append(target.names[0])
     return None
 
 
-def _canonical_names(sources: Mapping[str, Tensor]) -> dict[str, str]:
-    """Stored names by what they are without wrapper prefixes, where that is unambiguous and
-    different.
-    """
-    found: dict[str, list[str]] = {}
-    for name in sources:
-        found.setdefault(canonical(name), []).append(name)
-    return {
-        plain: names[0] for plain, names in found.items() if len(names) == 1 and names[0] != plain
-    }
+def _unwrapped_names(stored: Mapping[str, Tensor]) -> dict[str, str]:
+    """Stored names by their form without wrapper prefixes, where unambiguous and different."""
+    names: dict[str, list[str]] = {}
+    for name in stored:
+        names.setdefault(canonical(name), []).append(name)
+    return {bare: group[0] for bare, group in names.items() if len(group) == 1 and group[0] != bare}

@@ -1,265 +1,238 @@
-"""The state of optimizers as a tree in torch's nested form, saved from and restored into without a
-collective.
+"""Optimizer state as a tree in torch's nested form, saved and restored without a collective.
 
 The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`:
-`{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, …], option: value}]}`. State that
-has a parameter's shape is sharded as the parameter is. Nothing here steps an optimizer: torch's own
-functions run a dummy step with learning rate 0 to make the state of a fresh one, and that step
-fires hooks.
+`{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, …], option: value}]}`. State of a
+parameter's shape is sharded as the parameter is. Nothing here steps an optimizer: torch's own
+functions run a dummy step with learning rate 0 to create the state, and that step fires hooks.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ema_ckpt.core.errors import UsageError, shown
-from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor
-from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.ema.model.shards import Shard, TrackedShard
+from ema_ckpt.ema.checkpoint.local_shards_tensor import box_views
+from ema_ckpt.ema.model.shards import ModelShards, Shard, TrackedShard
 from ema_ckpt.ema.offload.optimizer import handle_of
 from ema_ckpt.ema.offload.state_slabs import local_of
+from ema_ckpt.resume.flatten import LocalShards
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class Blank:
-    """A tensor of optimizer state to be made: its global shape and dtype."""
+class EmptyState:
+    """A tensor of optimizer state to allocate: its global shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stepped:
-    """A tensor that an optimizer steps, and the parameters in it: several in a flat parameter of
-    FSDP1.
-    """
+class SteppedTensor:
+    """A tensor that an optimizer steps, and its parameters: FSDP1's flat parameter has several."""
 
     optimizer: Optimizer
     tensor: torch.Tensor
-    parts: tuple[TrackedShard, ...]
+    parameters: Sequence[TrackedShard]
 
     def is_idle(self) -> bool:
-        """Whether this rank has nothing of a parameter that others step: under FSDP1 it gets no
-        gradient here.
+        """Whether this rank holds nothing of a parameter, so that FSDP1 gives no gradient here.
 
-        State of it would stay at the step at which it was made, and a save might take that for
-        everybody's.
+        Its state would keep the step count it was created with, and a save might take that.
         """
-        is_empty = not self.tensor.numel() and not isinstance(self.tensor, DTensor)
-        return is_empty and any(prod(held.shard.shape) for held in self.parts)
+        if self.tensor.numel() or isinstance(self.tensor, DTensor):
+            return False
+        return any(prod(tracked.shard.shape) for tracked in self.parameters)
+
+    def part_of(self, value: Any, shard: Shard) -> Any:
+        """Cut a state value for one parameter: sharded as it is if it has its shape, else as is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        local = local_of(value)
+        if isinstance(self.tensor, FlatParameter) and local.dim() == 1:
+            local = self._slice(local, shard)
+        elif local.shape != shard.local.shape:
+            return value
+        views = box_views(shard.boxes, local)
+        return LocalShards(shard.shape, local.dtype, tuple(zip(shard.boxes, views, strict=True)))
+
+    def _slice(self, local: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """Elements of a flat parameter's state that belong to one of its parameters."""
+        numel = shard.local.numel()
+        if not numel:
+            return local[:0]
+        locals_ = [tracked.shard.local for tracked in self.parameters]
+        first = min(other.storage_offset() for other in locals_ if other.numel())
+        start = shard.local.storage_offset() - first
+        return local[start : start + numel]
 
 
-def listed(optimizers: Optimizers) -> list[Optimizer]:
-    """The optimizers as a list."""
+def as_list(optimizers: Optimizers) -> list[Optimizer]:
+    """Return one optimizer or several as a list."""
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def optimizer_tree(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """State and options of `optimizers` under the model's canonical names; tensors share the
-    optimizers' memory.
+def stepped_groups(
+    model: ModelShards, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[dict[str, Any], list[SteppedTensor]]]:
+    """Yield each parameter group with its tensors, in order.
 
     Raises:
-        UsageError: an optimizer steps a tensor that is no parameter of `model`, or keeps state that
-            is not one entry for each of its parameters.
+        UsageError: an optimizer steps a tensor that is no parameter of the model.
     """
-    known = _by_owner(model)
+    by_owner: dict[int, list[TrackedShard]] = {}
+    for tracked in model.parameters:
+        by_owner.setdefault(id(tracked.owner), []).append(tracked)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            stepped = []
+            for tensor in group["params"]:
+                if id(tensor) not in by_owner:
+                    raise UsageError(
+                        "usage",
+                        f"the optimizer steps a tensor of shape {list(tensor.shape)} that is no"
+                        " parameter of the model; make the optimizer after the last wrapper"
+                        " (fully_shard, FSDP, .to())",
+                    )
+                stepped.append(SteppedTensor(optimizer, tensor, by_owner[id(tensor)]))
+            yield group, stepped
+
+
+def optimizer_tree(model: ModelShards, optimizers: Optimizers) -> dict[str, Any]:
+    """Return state and options under the model's canonical names; tensors share their memory.
+
+    Raises:
+        UsageError: an optimizer steps a tensor that is no parameter of the model, or keeps state
+            that is not one entry for each of its parameters.
+    """
+    saved = as_list(optimizers)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    saved = listed(optimizers)
     for optimizer in saved:
         offloaded = handle_of(optimizer)
         if offloaded is not None:
             offloaded.wait()
-        _refuse_hidden(optimizer, saved)
-        for group in optimizer.param_groups:
-            stepped = [
-                _Stepped(optimizer, tensor, _parts(known, tensor)) for tensor in group["params"]
-            ]
-            fqns = [held.shard.fqn for one in stepped for held in one.parts]
-            groups.append(
-                {name: value for name, value in group.items() if name != "params"}
-                | {"params": fqns}
-            )
-            for one in stepped:
-                for fqn, values in _state_of(one):
-                    if fqn in state:
-                        message = (
-                            f"two optimizers keep state of {fqn!r}: save one of them under extra"
-                        )
-                        raise UsageError("unsupported", message, tensor=fqn)
-                    state[fqn] = values
+        _refuse_hidden_state(optimizer, saved)
+    for group, stepped in stepped_groups(model, saved):
+        options = {name: value for name, value in group.items() if name != "params"}
+        names = [tracked.shard.fqn for one in stepped for tracked in one.parameters]
+        groups.append({**options, "params": names})
+        for one in stepped:
+            values = one.optimizer.state.get(one.tensor, {})
+            if not values or one.is_idle():
+                continue
+            for tracked in one.parameters:
+                fqn = tracked.shard.fqn
+                if fqn in state:
+                    message = f"two optimizers keep state of {fqn!r}: save one of them under extra"
+                    raise UsageError("unsupported", message, tensor=fqn)
+                state[fqn] = {
+                    name: one.part_of(value, tracked.shard) for name, value in values.items()
+                }
     return {"state": state, "param_groups": groups}
 
 
-def make_state(
-    model: nn.Module, optimizers: Optimizers, wanted: Mapping[str, Mapping[str, Any]]
+def allocate_state(
+    model: ModelShards, optimizers: Optimizers, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Give every parameter the state entries it lacks and `wanted` has, so that `optimizer_tree`
-    shows them all.
+    """Give every parameter the entries of `state` that it lacks.
 
     Args:
-        wanted: per fqn and state name, a `Blank` to allocate, or any other value to set as it is.
+        state: per fqn and state name, an `EmptyState` to allocate, or any other value to set.
     """
-    known = _by_owner(model)
-    for optimizer in listed(optimizers):
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                one = _Stepped(optimizer, tensor, _parts(known, tensor))
-                _make(one, wanted)
+    for group, stepped in stepped_groups(model, as_list(optimizers)):
+        for one in stepped:
+            if not one.is_idle():
+                _allocate_missing(one, group, state)
 
 
-def fill(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
+def _allocate_missing(
+    one: SteppedTensor, group: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    entries, offloaded = one.optimizer.state[one.tensor], handle_of(one.optimizer)
+    zeros_like = torch.zeros_like if offloaded is None else offloaded.zeros
+    # Step counts live on the host unless the kernel reads them on the device.
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    for tracked in one.parameters:
+        for name, value in state.get(tracked.shard.fqn, {}).items():
+            if name in entries:
+                continue
+            if not isinstance(value, EmptyState):
+                entries[name] = value
+            elif value.shape == tracked.shard.shape != ():
+                zeros = zeros_like(one.tensor, dtype=value.dtype)
+                entries[name] = zeros.requires_grad_(False)
+            else:
+                device = one.tensor.device if on_device or name != "step" else "cpu"
+                entries[name] = torch.zeros(value.shape, dtype=value.dtype, device=device)
+    if not entries:
+        del one.optimizer.state[one.tensor]
+
+
+def set_options(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
     """Set the options of all parameter groups, in order; tensors are filled in place."""
-    live = [group for optimizer in listed(optimizers) for group in optimizer.param_groups]
-    held = Counter(
-        id(value) for group in live for value in group.values() if isinstance(value, torch.Tensor)
-    )
+    live = [group for optimizer in as_list(optimizers) for group in optimizer.param_groups]
+    tensors = [id(v) for group in live for v in group.values() if isinstance(v, torch.Tensor)]
+    uses = Counter(tensors)
     for group, saved in zip(live, groups, strict=True):
         for name, value in saved.items():
             if name in ("params", "param_names"):
                 continue
-            there = group.get(name)
-            if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor):
-                if held[id(there)] > 1:  # one default learning rate for all groups
-                    group[name] = there = there.clone()
-                there.copy_(value)
+            current = group.get(name)
+            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+                if uses[id(current)] > 1:  # one default learning rate for all groups
+                    group[name] = current = current.clone()
+                current.copy_(value)
             else:
                 group[name] = value
 
 
-def _refuse_hidden(optimizer: Optimizer, saved: list[Optimizer]) -> None:
-    """Refuse an optimizer whose state is not that of the tensors it steps: it would be lost.
+def _refuse_hidden_state(optimizer: Optimizer, saved: list[Optimizer]) -> None:
+    """Refuse an optimizer with state outside the tensors it steps: it would be lost.
 
     Raises:
         UsageError: `unsupported`.
     """
     stepped = {tensor for group in optimizer.param_groups for tensor in group["params"]}
-    others = [
-        key for key in optimizer.state if not isinstance(key, torch.Tensor) or key not in stepped
-    ]
+    others = []
+    keys: Iterable[object] = optimizer.state
+    for key in keys:
+        if not isinstance(key, torch.Tensor):
+            others.append(str(key))
+        elif key not in stepped:
+            others.append(f"a tensor of shape {list(key.shape)}")
     if others:
-        names = [
-            f"a tensor of shape {list(k.shape)}" if isinstance(k, torch.Tensor) else str(k)
-            for k in others
-        ]
-        message = f"state under {shown(names)}, which is not in its parameter groups"
-    elif _keeps_state_elsewhere(optimizer, saved):
+        message = f"state under {shown(others)}, which is not in its parameter groups"
+    elif _has_inner_optimizer(optimizer, saved):
         message = "state in optimizers of its own"
     elif getattr(optimizer, "param_groups_master", None):
         message = "master weights in param_groups_master"
     else:
         return
-    raise UsageError(
-        "unsupported", f"{type(optimizer).__name__} keeps {message}: save it under extra"
-    )
+    kind = type(optimizer).__name__
+    raise UsageError("unsupported", f"{kind} keeps {message}: save it under extra")
 
 
-def _keeps_state_elsewhere(optimizer: Optimizer, saved: list[Optimizer]) -> bool:
+def _has_inner_optimizer(optimizer: Optimizer, saved: list[Optimizer]) -> bool:
+    """Whether an optimizer inside this one keeps state that is saved nowhere else."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return True
-    # A wrapper that shows the state of the one inside (accelerate's) is saved as that one.
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    return any(
-        one.state and one.state is not optimizer.state and all(one is not other for other in saved)
-        for one in inner
-    )
-
-
-def _by_owner(model: nn.Module) -> dict[int, tuple[TrackedShard, ...]]:
-    owners: dict[int, list[TrackedShard]] = {}
-    for held in scan_model(model).parameters:
-        owners.setdefault(id(held.owner), []).append(held)
-    return {owner: tuple(parts) for owner, parts in owners.items()}
-
-
-def _parts(
-    known: Mapping[int, tuple[TrackedShard, ...]], tensor: torch.Tensor
-) -> tuple[TrackedShard, ...]:
-    parts = known.get(id(tensor))
-    if parts is None:
-        raise UsageError(
-            "usage",
-            f"the optimizer steps a tensor of shape {list(tensor.shape)} that is no parameter of the model; make the "
-            "optimizer after the last wrapper (fully_shard, FSDP, .to())",
-        )
-    return parts
-
-
-def _state_of(one: _Stepped) -> Iterator[tuple[str, dict[str, Any]]]:
-    values = one.optimizer.state.get(one.tensor, {})
-    if not values or one.is_idle():
-        return
-    for held in one.parts:
-        yield (
-            held.shard.fqn,
-            {name: _part_of(value, one, held.shard) for name, value in values.items()},
-        )
-
-
-def _part_of(value: Any, one: _Stepped, shard: Shard) -> Any:
-    """One state entry as it concerns one parameter: sharded like it if it has its shape, else as it
-    is.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    local = local_of(value)
-    if isinstance(one.tensor, FlatParameter) and local.dim() == 1:
-        local = _slice(local, one, shard)
-    elif local.shape != shard.local.shape:
-        return value
-    return as_global_tensor(shard.boxes, shard.shape, local)
-
-
-def _slice(local: torch.Tensor, one: _Stepped, shard: Shard) -> torch.Tensor:
-    """The elements of a flat parameter's state that belong to one of its parameters."""
-    if not shard.local.numel():
-        return local[:0]
-    first = min(held.shard.local.storage_offset() for held in one.parts if held.shard.local.numel())
-    start = shard.local.storage_offset() - first
-    return local[start : start + shard.local.numel()]
-
-
-def _make(one: _Stepped, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-    if one.is_idle():
-        return
-    state, offloaded = one.optimizer.state[one.tensor], handle_of(one.optimizer)
-    make = torch.zeros_like if offloaded is None else offloaded.zeros
-    for held in one.parts:
-        for name, value in wanted.get(held.shard.fqn, {}).items():
-            if name in state:
-                continue
-            if not isinstance(value, Blank):
-                state[name] = value
-            elif value.shape == held.shard.shape != ():
-                state[name] = make(one.tensor, dtype=value.dtype).requires_grad_(False)
-            else:
-                state[name] = torch.zeros(
-                    value.shape, dtype=value.dtype, device=_device_of(one, name)
-                )
-    if not state:
-        del one.optimizer.state[one.tensor]
-
-
-def _device_of(one: _Stepped, name: str) -> torch.device:
-    """Where an optimizer keeps what has no parameter's shape: step counts on the host, unless told
-    otherwise.
-    """
-    group = next(
-        g for g in one.optimizer.param_groups if any(tensor is one.tensor for tensor in g["params"])
-    )
-    on_device = bool(group.get("capturable") or group.get("fused"))
-    return one.tensor.device if on_device or name != "step" else torch.device("cpu")
+    for inner in vars(optimizer).values():
+        if not isinstance(inner, Optimizer) or any(inner is other for other in saved):
+            continue
+        # A wrapper that shows the state of the one inside (accelerate's) is saved as that one.
+        if inner.state and inner.state is not optimizer.state:
+            return True
+    return False

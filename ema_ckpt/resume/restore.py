@@ -1,13 +1,12 @@
-"""`restore`: everything is compared and read on all ranks before the first value is written on
-any.
-"""
+"""Restore a training state: everything is compared and read on all ranks before any is written."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,20 +19,53 @@ from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import UsageError, shown
 from ema_ckpt.ema.model.live import tensor_names
 from ema_ckpt.ema.model.scan import reshard, scan_model
+from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.swap import refuse_inside
 from ema_ckpt.resume.optimizer_state import Optimizers
-from ema_ckpt.resume.report import RestoreReport
-from ema_ckpt.resume.restore_ema import EmaRestorer
-from ema_ckpt.resume.restore_extra import ExtraRestorer
-from ema_ckpt.resume.restore_model import ModelRestorer, Restorer
-from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
-from ema_ckpt.resume.save_async import settle
-from ema_ckpt.resume.sources import Checkpoint
+from ema_ckpt.resume.restore_ema import compare_averages
+from ema_ckpt.resume.restore_extra import compare_extra
+from ema_ckpt.resume.restore_model import compare_model
+from ema_ckpt.resume.restore_optimizer import compare_optimizers
+from ema_ckpt.resume.restorer import Findings, RestoreContext, Restorer
+from ema_ckpt.resume.save_async import wait_for_background_save
+from ema_ckpt.resume.tensor_source import CheckpointReader
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
 
 _CALL = "restore"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """Results of a `restore`. Names are full: `model.layer.weight`, `ema.weights.layer.weight`.
+
+    Attributes:
+        path: the checkpoint that was read. world_size: of the run that wrote it, if recorded.
+        trees: every tree of the checkpoint by name, `"restored"` or `"ignored"`.
+        loaded: names of this state that were restored.
+        missing: names of this state that the checkpoint lacks, and that were left as they were.
+        unexpected: names of the checkpoint, in restored trees, that this state lacks.
+        seeded: averages that the checkpoint lacks and that were set to the restored live weights.
+        filled: averages that `ema_path` lacks and that were taken from the live weights there.
+        renamed: names in the checkpoint that differ by wrapper prefixes, and the names here.
+        changed_settings: settings of averages that differ from the saved run's: (saved, now).
+        extra: the restored values of `extra`, by name; objects restored in place are themselves.
+        warnings: all warnings, also those that were not issued through `warnings`.
+    """
+
+    path: Path
+    world_size: int | None
+    trees: Mapping[str, str] = field(default_factory=dict)
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    seeded: tuple[str, ...] = ()
+    filled: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    changed_settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def restore(
@@ -78,149 +110,123 @@ def restore(
     if missing_ema not in ("error", "seed"):
         raise UsageError("usage", f"missing_ema is 'error' or 'seed'; found {missing_ema!r}")
     meet(_CALL, timeout)
-    settle()
-    ours = open_channel("save")
-    opened = run_on_all_ranks(ours, _CALL, lambda: _opened(path, ema_path))
-    try:
-        _check_same(opened, ours)
-        elsewhere = _names_elsewhere(
-            run_on_all_ranks(ours, _CALL, lambda: tensor_names(scan_model(model))), ours
-        )
-        wanted = _Wanted(model, ema, optimizer, extra, strict, missing_ema, elsewhere)
-        parts = run_on_all_ranks(ours, _CALL, lambda: _parts(opened, wanted))
-        run_on_all_ranks(ours, _CALL, lambda: _read(parts))
-    finally:
-        for checkpoint in opened:
-            checkpoint.close()
-    try:
-        run_on_all_ranks(ours, _CALL, lambda: _hand_over(parts))
-    except BaseException:
-        for part in parts:
-            part.take_back()
-        raise
-    with torch.inference_mode(False):  # what is made here is trained with
-        run_on_all_ranks(ours, _CALL, lambda: _write(model, parts))
-    return _report(opened[0], parts)
+    wait_for_background_save()
+    ranks = open_channel("save")
+    with ExitStack() as stack:
+
+        def open_readers() -> list[CheckpointReader]:
+            paths = [path] if ema_path is None else [path, ema_path]
+            return [stack.enter_context(closing(CheckpointReader(os.fspath(p)))) for p in paths]
+
+        readers = run_on_all_ranks(ranks, _CALL, open_readers)
+        _check_same_content(readers, ranks)
+        context = _scan(model, strict, ranks)
+
+        def compare() -> list[Restorer]:
+            return _compare(readers, context, ema, optimizer, extra, seed=missing_ema == "seed")
+
+        restorers = run_on_all_ranks(ranks, _CALL, compare)
+
+        def read() -> None:
+            for restorer in restorers:
+                restorer.read()
+
+        run_on_all_ranks(ranks, _CALL, read)
+    _write(model, restorers, ranks)
+    return _report(readers[0], restorers)
 
 
-def _opened(
-    path: str | os.PathLike[str], ema_path: str | os.PathLike[str] | None
-) -> list[Checkpoint]:
-    opened = [Checkpoint(os.fspath(path))]
-    if ema_path is not None:
-        try:
-            opened.append(Checkpoint(os.fspath(ema_path)))
-        except BaseException:
-            opened[0].close()
-            raise
-    return opened
-
-
-def _check_same(opened: list[Checkpoint], ours: Channel) -> None:
-    """All ranks must read one checkpoint: a parent directory may have got a new step in between."""
-    mine = [
-        [checkpoint.where, len(checkpoint.catalog.tensors), checkpoint.catalog.files]
-        for checkpoint in opened
-    ]
-    everyone = ours.exchange(mine)
-    names = sorted({" and ".join(place for place, _, _ in one) for one in everyone})
+def _check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:
+    """Refuse ranks that read different checkpoints: a new step may have come in between."""
+    mine = [[r.path, len(r.catalog.tensors), r.catalog.files] for r in readers]
+    everyone = ranks.exchange(mine)
+    names = sorted({" and ".join(path for path, _, _ in one) for one in everyone})
     if len(names) > 1:
         raise UsageError("usage", f"restore: the ranks name different checkpoints: {shown(names)}")
     if any(one != everyone[0] for one in everyone):
         raise UsageError("usage", f"restore: the ranks find different content under {names[0]}")
 
 
-def _names_elsewhere(mine: frozenset[str], ours: Channel) -> frozenset[str]:
-    """Names of tensors that only other ranks have, as the stages of a pipeline do."""
-    everyone = ours.exchange_if_different(sorted(mine))
-    return frozenset(name for names in everyone for name in names) - mine
+def _scan(model: nn.Module, strict: bool, ranks: Channel) -> RestoreContext:
+    """Scan the model, and exchange the names that only other ranks have."""
+
+    def scan() -> ModelShards:
+        refuse_inside(model, "restore()")
+        reshard(model)
+        return scan_model(model)
+
+    shards = run_on_all_ranks(ranks, _CALL, scan)
+    mine = tensor_names(shards)
+    everyone = ranks.exchange_if_different(sorted(mine))
+    remote_names = frozenset(name for names in everyone for name in names) - mine
+    return RestoreContext(model, shards, strict, remote_names)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wanted:
-    """What this rank restores, and how; see `restore`."""
-
-    model: nn.Module
-    ema: ShardedEMA | Mapping[str, ShardedEMA] | None
-    optimizer: Optimizers | None
-    extra: Mapping[str, Any] | None
-    strict: bool
-    missing_ema: str
-    elsewhere: frozenset[str]
-
-
-def _parts(opened: list[Checkpoint], wanted: _Wanted) -> list[Restorer]:
-    """What is to be restored, compared with what there is; in the order of writing."""
-    model, ema, strict, elsewhere = wanted.model, wanted.ema, wanted.strict, wanted.elsewhere
-    refuse_inside(model, "restore()")
-    reshard(model)
-    managers = ema if isinstance(ema, Mapping) else {} if ema is None else {"": ema}
-    seed, foreign = wanted.missing_ema == "seed", len(opened) > 1
-    parts: list[Restorer] = [
-        EmaRestorer(
-            opened[-1],
-            manager,
-            name,
-            foreign=foreign,
-            strict=strict,
-            seed=seed,
-            elsewhere=elsewhere,
+def _compare(
+    readers: list[CheckpointReader],
+    context: RestoreContext,
+    ema: ShardedEMA | Mapping[str, ShardedEMA] | None,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    seed: bool,
+) -> list[Restorer]:
+    """Compare every part with the checkpoint, in the order of writing."""
+    managers = {} if ema is None else ema if isinstance(ema, Mapping) else {"": ema}
+    separate = len(readers) > 1
+    restorers: list[Restorer] = []
+    for name, manager in managers.items():
+        restorers.append(
+            compare_averages(readers[-1], context, manager, name, separate=separate, seed=seed)
         )
-        for name, manager in managers.items()
-    ]
-    parts.append(ModelRestorer(opened[0], model, strict=strict, elsewhere=elsewhere))
-    if wanted.optimizer is not None:
-        parts.append(
-            OptimizerRestorer(
-                opened[0], model, wanted.optimizer, strict=strict, elsewhere=elsewhere
-            )
-        )
-    if wanted.extra is not None:
-        parts.append(ExtraRestorer(opened[0], wanted.extra, strict=strict))
-    return parts
+    restorers.append(compare_model(readers[0], context))
+    if optimizer is not None:
+        restorers.append(compare_optimizers(readers[0], context, optimizer))
+    if extra is not None:
+        restorers.append(compare_extra(readers[0], extra, strict=context.strict))
+    return restorers
 
 
-def _read(parts: list[Restorer]) -> None:
-    for part in parts:
-        part.read()
+def _write(model: nn.Module, restorers: list[Restorer], ranks: Channel) -> None:
+    def apply_user_state() -> None:
+        for restorer in restorers:
+            restorer.apply_user_state()
+
+    def write() -> None:
+        reshard(model)
+        for restorer in restorers:
+            restorer.write()
+        for restorer in restorers:
+            restorer.finish()
+
+    try:
+        run_on_all_ranks(ranks, _CALL, apply_user_state)
+    except BaseException:
+        for restorer in restorers:
+            restorer.rollback_user_state()
+        raise
+    with torch.inference_mode(False):  # what is made here is trained with
+        run_on_all_ranks(ranks, _CALL, write)
 
 
-def _hand_over(parts: list[Restorer]) -> None:
-    for part in parts:
-        part.hand_over()
-
-
-def _write(model: nn.Module, parts: list[Restorer]) -> None:
-    reshard(model)
-    for part in parts:
-        part.write()
-    # Averages without a source of their own come last, from live weights that are in place by then.
-    for part in parts:
-        part.finish()
-
-
-def _report(checkpoint: Checkpoint, parts: list[Restorer]) -> RestoreReport:
-    report = RestoreReport(Path(checkpoint.where), checkpoint.catalog.world_size)
-    restored = {tree for part in parts for tree in part.trees}
-    notes = [note for part in parts for note in part.warnings]
-    for note in notes:
-        warnings.warn(note, stacklevel=3)
-    notes += [note for part in parts for note in part.notes]
-    return replace(
-        report,
-        trees={
-            tree.name: "restored" if tree.name in restored else "ignored"
-            for tree in checkpoint.trees
-        },
-        loaded=tuple(name for part in parts for name in part.loaded),
-        missing=tuple(name for part in parts for name in part.missing),
-        unexpected=tuple(name for part in parts for name in part.unexpected),
-        seeded=tuple(name for part in parts for name in part.seeded),
-        filled=tuple(name for part in parts for name in part.filled),
-        renamed={old: new for part in parts for old, new in part.renamed.items()},
-        changed_settings={
-            name: change for part in parts for name, change in part.changed_settings.items()
-        },
-        extra={name: value for part in parts for name, value in part.extra.items()},
-        warnings=tuple(notes),
+def _report(reader: CheckpointReader, restorers: list[Restorer]) -> RestoreReport:
+    findings = Findings()
+    for restorer in restorers:
+        findings.merge(restorer.findings)
+    for warning in findings.warnings:
+        warnings.warn(warning, stacklevel=3)
+    trees = [tree.name for tree in reader.trees]
+    return RestoreReport(
+        Path(reader.path),
+        reader.catalog.world_size,
+        {name: "restored" if name in findings.trees else "ignored" for name in trees},
+        tuple(findings.loaded),
+        tuple(findings.missing),
+        tuple(findings.unexpected),
+        tuple(findings.seeded),
+        tuple(findings.filled),
+        findings.renamed,
+        findings.changed_settings,
+        findings.extra,
+        (*findings.warnings, *findings.notes),
     )

@@ -1,271 +1,270 @@
-"""Restoring averages: from weights of their own, or from the restored live weights where there are
-none.
-"""
+"""Restore averages: from weights of their own, or from the restored live weights without any."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ema_ckpt.core.catalog import Object, Tensor
+from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, canonical
 from ema_ckpt.ema.checkpoint.state import parse_config
-from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.ema.shadows import seed
-from ema_ckpt.resume.flatten import pieces
-from ema_ckpt.resume.foreign import named_by_model
+from ema_ckpt.ema.model.shards import ModelShards
+from ema_ckpt.ema.shadows import seed as seed_shadow
+from ema_ckpt.resume.flatten import local_shards
 from ema_ckpt.resume.match import Match, RestoreTarget, match
-from ema_ckpt.resume.restore_model import Restorer, Staged, put, refuse_unfit, stage_pairs
-from ema_ckpt.resume.sources import (
-    Checkpoint,
+from ema_ckpt.resume.restorer import (
+    Findings,
+    RestoreContext,
+    Restorer,
+    StagedTensors,
+    read_pairs,
+    write_staged,
+)
+from ema_ckpt.resume.tensor_source import (
+    CheckpointReader,
     average_tree,
     average_weights,
     live_weights,
-    loaded,
     nested,
-    setting,
     tensors_of,
 )
-from ema_ckpt.state_dicts.ema_layouts import is_setting
+from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen
+from ema_ckpt.state_dicts.ema_layouts import find_averages, is_setting, name_averages
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
     from ema_ckpt.state_dicts.tree import Tree
 
-_COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
-_COMPARED = (
-    "schedule",
-    "decay",
-    "every",
-    "dtype",
-    "compensate",
-    "rounding",
-    "buffers",
-    "seed",
-    "nonfinite",
-)
+_COMPARED_SETTINGS = (
+    "schedule", "decay", "every", "dtype", "compensate", "rounding", "buffers", "seed", "nonfinite",
+)  # fmt: skip
 
 
-class EmaRestorer(Restorer):
-    """The averages of one manager. `name` is that among several managers, or empty."""
+@dataclass(slots=True, eq=False)
+class EmaSeeder(Restorer):
+    """Averages that the checkpoint lacks altogether: they start from the restored live weights."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        manager: ShardedEMA,
-        name: str,
-        *,
-        foreign: bool,
-        strict: bool,
-        seed: bool,
-        elsewhere: frozenset[str] = frozenset(),
-    ) -> None:
-        self._label = f"ema.{name}" if name else "ema"
-        tree = average_tree(checkpoint, self._label, foreign=foreign)
-        super().__init__([] if tree is None or foreign else [tree.name])
-        self._checkpoint, self._manager, self._tree = checkpoint, manager, tree
-        self._state = manager.state_dict()
-        self._weights, self._residuals = (
-            Match(f"{self._label}.weights"),
-            Match(f"{self._label}.residual"),
-        )
-        self._staged: Staged = []
-        self._settings: Mapping[str, Any] = {}
-        if tree is None:
-            self._refuse_unless(seed)
-        else:
-            self._compare(tree, foreign=foreign, strict=strict, elsewhere=elsewhere)
-
-    def _refuse_unless(self, seed: bool) -> None:
-        where = self._checkpoint.where
-        if not seed:
-            raise SourceError(
-                "unknown-tree",
-                f"{where}: holds no averages {self._label!r}; its trees are "
-                f"{shown([tree.name for tree in self._checkpoint.trees])}. Pass ema_path=, or missing_ema='seed' to "
-                "start from the restored live weights",
-            )
-        self.seeded += [
-            f"{self._label}.weights.{slot.shard.fqn}" for slot in self._manager.averages.shadows
-        ]
-        self.warnings.append(
-            f"{where} holds no averages {self._label!r}: they start from the restored live weights"
-        )
-
-    def _compare(
-        self, tree: Tree, *, foreign: bool, strict: bool, elsewhere: frozenset[str]
-    ) -> None:
-        loose = {} if tree.role == EMA else _loose_settings(self._checkpoint)
-        self._settings = _settings(self._checkpoint, tree.settings or loose)
-        if not self._settings["is_counted"] and self._manager.settings.schedule.kind in (
-            "warmup",
-            "power-function",
-        ):
-            self.notes.append(
-                f"{self._checkpoint.where} does not tell how many updates its averages have had: {self._label} counts"
-                f" from 0, and with {self._manager.settings.schedule} the first update replaces them. Use a constant"
-                " decay, or a checkpoint with the counter"
-            )
-        ordered = self._checkpoint.catalog.format != "safetensors"
-        named = named_by_model(tree, self._manager.model, ordered=ordered)
-        stored, targets = average_weights(self._checkpoint, named), self._targets("weights")
-        wanted = {name for target in targets for name in target.names}
-        stored = {
-            name: t for name, t in stored.items() if name not in loose or canonical(name) in wanted
-        }
-        stored |= self._untied(stored, wanted)
-        self._weights = match(
-            self._weights.tree, targets, stored, strict=strict, elsewhere=elsewhere
-        )
-        if foreign and not strict:
-            self._fill()
-        # Buffers that are not averaged have no value of their own here: the live ones count.
-        buffers = {name for h in scan_model(self._manager.model).buffers for name in h.shard.names}
-        own = {stored[name].name for name in stored if canonical(name) in buffers}
-        self._weights.unexpected = [name for name in self._weights.unexpected if name not in own]
-        inside = {
-            name.removeprefix("residual."): t
-            for name, t in tensors_of(tree).items()
-            if name.startswith("residual.")
-        }
-        inside |= self._untied(inside, wanted)
-        self._residuals = match(
-            self._residuals.tree, self._targets("residual"), inside, strict=strict
-        )
-        excused = buffers if self._weights.missing and self._began_anew() else set()
-        for found in (self._weights, self._residuals):
-            found.unexpected = found.unexpected if found is self._weights else []
-            due = [target for target in found.missing if target.names[0] not in excused]
-            refuse_unfit(
-                self._checkpoint.where,
-                replace(found, missing=due),
-                strict=strict and found is self._weights,
-            )
-            self.note(found)
-        self.seeded += [self._weights.full(target) for target in self._weights.missing]
-
-    def _untied(self, stored: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
-        """What the saved model had tied, under the names that are separate here."""
-        tied = self._settings["config"].get("tied")
-        pairs = tied.items() if isinstance(tied, Mapping) else ()
-        return {
-            alias: stored[first]
-            for first, aliases in pairs
-            for alias in aliases
-            if first in stored and alias in wanted and alias not in stored
-        }
-
-    def _fill(self) -> None:
-        """Take averages that a separate file lacks from the live weights beside them there."""
-        if not any(tree.role == LIVE for tree in self._checkpoint.trees):
-            return
-        beside = match(
-            self._weights.tree, self._weights.missing, live_weights(self._checkpoint), strict=False
-        )
-        self._weights.pairs += beside.pairs
-        self._weights.missing = beside.missing
-        self._weights.misfits += beside.misfits
-        self.filled += [beside.full(target) for target, _ in beside.pairs]
-
-    def _began_anew(self) -> bool:
-        """Whether the saved run is known to have averaged no buffers: those averaged here start
-        from the live ones.
-        """
-        mode = self._settings["config"].get("buffers")
-        return mode is not None and mode != "average"
-
-    def _targets(self, part: str) -> list[RestoreTarget]:
-        values = self._state.get(part, {})
-        shards = [slot.shard for slot in self._manager.averages.shadows if slot.shard.fqn in values]
-        return [RestoreTarget(shard.names, pieces(values[shard.fqn])) for shard in shards]
-
-    def read(self) -> None:
-        """Read averages and residuals, and compare the settings."""
-        if self._tree is None:
-            return
-        self._staged = [
-            pair
-            for found in (self._weights, self._residuals)
-            for pair in stage_pairs(self._checkpoint, found)
-        ]
-        now, then = json.loads(self._state["config"]), self._settings["config"]
-        changed = {
-            key: (then[key], now[key])
-            for key in _COMPARED
-            if key in then and then[key] != now.get(key)
-        }
-        self.changed_settings.update(
-            {f"{self._label}.{key}": values for key, values in changed.items()}
-        )
-
-    def write(self) -> None:
-        """Write averages and counter."""
-        if self._tree is None:
-            return
-        put(self._staged)
-        found = {target.names[0] for target, _ in self._residuals.pairs}
-        residual = {
-            fqn: value for fqn, value in self._state.get("residual", {}).items() if fqn in found
-        }
-        config = {
-            "counter": self._settings["config"].get("counter", {})
-        }  # names are those of this model by now
-        tree = {
-            **self._settings,
-            "config": config,
-            "weights": self._state["weights"],
-            "residual": residual,
-        }
-        self._manager.load_state_dict(tree)
+    manager: ShardedEMA
 
     def finish(self) -> None:
-        """Begin what has no averages with the values that they follow, which are in place by
-        now.
-        """
-        if self._tree is None:
-            self._manager.reset()
-        missing = {target.names[0] for target in self._weights.missing}
+        self.manager.reset()
+
+
+@dataclass(slots=True, eq=False)
+class EmaRestorer(Restorer):
+    """The averages of one manager."""
+
+    reader: CheckpointReader
+    manager: ShardedEMA
+    state: Mapping[str, Any]  # live
+    settings: Mapping[str, Any]  # stored
+    weights: Match
+    residuals: Match
+    staged: StagedTensors = field(default_factory=list)
+
+    def read(self) -> None:
+        self.staged = read_pairs(self.reader, self.weights)
+        self.staged += read_pairs(self.reader, self.residuals)
+
+    def write(self) -> None:
+        write_staged(self.staged)
+        restored = {target.names[0] for target, _ in self.residuals.pairs}
+        residuals = self.state.get("residual", {})
+        state = {
+            "num_updates": self.settings["num_updates"],
+            "samples_seen": self.settings["samples_seen"],
+            # Without the ties of the saved model: names are those of this one by now.
+            "config": {"counter": self.settings["config"].get("counter", {})},
+            "weights": self.state["weights"],
+            "residual": {fqn: value for fqn, value in residuals.items() if fqn in restored},
+        }
+        self.manager.load_state_dict(state)
+
+    def finish(self) -> None:
+        missing = {target.names[0] for target in self.weights.missing}
+        averages = self.manager.averages
         with torch.no_grad():
-            for slot, held in zip(
-                self._manager.averages.shadows, self._manager.averages.tracked, strict=True
-            ):
-                if slot.shard.fqn in missing:
-                    seed(slot, held, self._manager.settings.source)
+            for shadow, tracked in zip(averages.shadows, averages.tracked, strict=True):
+                if shadow.shard.fqn in missing:
+                    seed_shadow(shadow, tracked, self.manager.settings.source)
 
 
-def _loose_settings(checkpoint: Checkpoint) -> dict[str, Tensor | Object]:
-    """Counters beside the weights of a separate file that no tree's name tells to be averages:
-    `n_averaged`.
+def compare_averages(
+    reader: CheckpointReader,
+    context: RestoreContext,
+    manager: ShardedEMA,
+    name: str,
+    *,
+    separate: bool,
+    seed: bool,
+) -> Restorer:
+    """Compare the averages of one manager with the checkpoint's.
+
+    Args:
+        name: of the manager among several, or empty.
+        separate: the checkpoint was given for its averages, in whatever form.
+        seed: start from the live weights if the checkpoint has no averages.
+
+    Raises:
+        SourceError: `unknown-tree`, `incomplete`, `index-mismatch`, or `unsupported`: the model's
+            parameters do not name averages that are stored by position or without dots.
     """
-    inner = [
-        item
-        for tree in checkpoint.trees
-        if tree.role != OPTIMIZER
-        for item in tensors_of(tree).items()
-    ]
-    return {name: tensor for name, tensor in inner if is_setting(name, tensor)}
+    label = f"ema.{name}" if name else "ema"
+    tree = average_tree(reader, label, separate=separate)
+    state = manager.state_dict()
+    if tree is None:
+        return _seed_all(reader, manager, label, seed=seed)
+    strict, model = context.strict, context.shards_of(manager.model)
+    findings = Findings([] if separate else [tree.name])
+    loose = {} if tree.role == EMA else _loose_settings(reader)
+    settings = _read_settings(reader, replace(tree, settings=tree.settings or loose))
+    _compare_settings(reader, manager, label, state, settings, findings)
+
+    targets = _targets(manager, state["weights"])
+    names = {name for target in targets for name in target.names}
+    stored = average_weights(reader, _named_by_model(reader, tree, model))
+    stored = {n: t for n, t in stored.items() if n not in loose or canonical(n) in names}
+    stored |= _tied_tensors(settings, stored, names)
+    weights = match(
+        f"{label}.weights", targets, stored, strict=strict, remote_names=context.remote_names
+    )
+    if separate and not strict and any(tree.role == LIVE for tree in reader.trees):
+        beside = match(weights.tree, weights.missing, live_weights(reader), strict=False)
+        weights.pairs += beside.pairs
+        weights.missing = beside.missing
+        weights.misfits += beside.misfits
+        findings.filled += [beside.full_name(target) for target, _ in beside.pairs]
+    # Buffers that are not averaged have no value of their own here: the live ones count.
+    buffers = {name for tracked in model.buffers for name in tracked.shard.names}
+    own = {tensor.name for name, tensor in stored.items() if canonical(name) in buffers}
+    weights.unexpected = [name for name in weights.unexpected if name not in own]
+    # A run known to have averaged no buffers: those averaged here start from the live ones.
+    starts_buffers = settings["config"].get("buffers") not in (None, "average")
+    weights.refuse(reader.path, strict=strict, allowed=buffers if starts_buffers else ())
+    findings.add_match(weights)
+    findings.seeded += [weights.full_name(target) for target in weights.missing]
+
+    tensors = tensors_of(tree).items()
+    stored = {n.removeprefix("residual."): t for n, t in tensors if n.startswith("residual.")}
+    stored |= _tied_tensors(settings, stored, names)
+    residual_targets = _targets(manager, state.get("residual", {}))
+    residuals = match(f"{label}.residual", residual_targets, stored, strict=strict)
+    residuals.unexpected = []
+    residuals.refuse(reader.path, strict=False)
+    findings.add_match(residuals)
+    return EmaRestorer(findings, reader, manager, state, settings, weights, residuals)
 
 
-def _settings(checkpoint: Checkpoint, settings: Mapping[str, Tensor | Object]) -> dict[str, Any]:
-    """Counter and configuration, as far as the source has them; a configuration that is a dict was
-    flattened.
+def _seed_all(
+    reader: CheckpointReader, manager: ShardedEMA, label: str, *, seed: bool
+) -> EmaSeeder:
+    if not seed:
+        trees = shown([tree.name for tree in reader.trees])
+        raise SourceError(
+            "unknown-tree",
+            f"{reader.path}: holds no averages {label!r}; its trees are {trees}. Pass ema_path=,"
+            " or missing_ema='seed' to start from the restored live weights",
+        )
+    seeded = [f"{label}.weights.{shadow.shard.fqn}" for shadow in manager.averages.shadows]
+    start = "they start from the restored live weights"
+    warning = f"{reader.path} holds no averages {label!r}: {start}"
+    return EmaSeeder(Findings(seeded=seeded, warnings=[warning]), manager)
+
+
+def _targets(manager: ShardedEMA, values: Mapping[str, torch.Tensor]) -> list[RestoreTarget]:
+    shards = [shadow.shard for shadow in manager.averages.shadows if shadow.shard.fqn in values]
+    return [RestoreTarget(shard.names, local_shards(values[shard.fqn])) for shard in shards]
+
+
+def _tied_tensors(
+    settings: Mapping[str, Any], stored: Mapping[str, Tensor], names: set[str]
+) -> dict[str, Tensor]:
+    """Tensors that the saved model had tied, under the names that are separate here."""
+    ties = settings["config"].get("tied")
+    tensors: dict[str, Tensor] = {}
+    for first, aliases in ties.items() if isinstance(ties, Mapping) else ():
+        if first in stored:
+            missing = [name for name in aliases if name in names and name not in stored]
+            tensors |= dict.fromkeys(missing, stored[first])
+    return tensors
+
+
+def _named_by_model(
+    reader: CheckpointReader, tree: Tree, model: ModelShards
+) -> Mapping[str, Tensor]:
+    """Name averages by the model's parameters where the checkpoint itself cannot.
+
+    diffusers and torch_ema store `shadow_params.N` in the order of `model.parameters()`, LitEma
+    names without dots.
+
+    Raises:
+        SourceError: `unsupported`: the model's parameters fit neither by shape nor by name.
     """
-    config = parse_config(setting(checkpoint.source, settings, "config"))
-    entries = [
-        (name.split(".")[1:], item) for name, item in settings.items() if name.startswith("config.")
-    ]
-    config |= {str(name): loaded(checkpoint.source, item) for name, item in nested(entries).items()}
-    count = setting(checkpoint.source, settings, *_COUNTERS)
-    told = config.get("num_updates", config.get("decay_steps")) if count is None else count
-    seen = setting(checkpoint.source, settings, "samples_seen")
+    if tree.problem is None and any("." in name for name in tree.named):
+        return tree.named
+    live = {}
+    for tracked in model.parameters:
+        fqn, dtype = tracked.shard.fqn, by_name(str(tracked.shard.dtype))
+        live[fqn] = Tensor(fqn, (fqn,), tracked.shard.shape, dtype, ())
+    trained = {tracked.shard.fqn for tracked in model.parameters if tracked.requires_grad}
+    prefix = f"{tree.name}." if tree.name else ""
+    objects = [item.name.removeprefix(prefix) for item in tree.objects]
+    averages = find_averages(tree.name, list(tensors_of(tree).items()), objects)
+    # safetensors files sort their tensors.
+    ordered = reader.catalog.format != "safetensors"
+    named = name_averages(tree.name, averages, live, trained, ordered=ordered)
+    if named.problem is not None:
+        raise named.problem
+    return named.tensors
+
+
+def _loose_settings(reader: CheckpointReader) -> dict[str, Tensor | Object]:
+    """Settings beside weights that no tree's name marks as averages: `n_averaged`."""
+    settings: dict[str, Tensor | Object] = {}
+    for tree in reader.trees:
+        if tree.role != OPTIMIZER:
+            tensors = tensors_of(tree).items()
+            settings |= {name: tensor for name, tensor in tensors if is_setting(name, tensor)}
+    return settings
+
+
+def _read_settings(reader: CheckpointReader, tree: Tree) -> dict[str, Any]:
+    """Read counters and configuration, as far as the tree has them."""
+    recorded = read_ema_config(reader.catalog, tree)
+    entries = [(key.split("."), value) for key, value in recorded.raw.items()]
+    config = nested(entries)  # a configuration that is a dict was flattened
+    if not config:
+        parse_config(reader.setting(tree.settings, "config"))  # refuses what is no JSON document
     return {
-        "num_updates": int(told or 0),
-        "samples_seen": int(seen or 0),
+        "num_updates": recorded.num_updates or 0,
+        "samples_seen": read_samples_seen(reader.catalog, tree) or 0,
         "config": config,
-        "is_counted": told is not None,
+        "is_counted": recorded.num_updates is not None,
     }
+
+
+def _compare_settings(
+    reader: CheckpointReader,
+    manager: ShardedEMA,
+    label: str,
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    findings: Findings,
+) -> None:
+    saved, current = settings["config"], json.loads(state["config"])
+    for key in _COMPARED_SETTINGS:
+        if key in saved and saved[key] != current.get(key):
+            findings.changed_settings[f"{label}.{key}"] = (saved[key], current[key])
+    schedule = manager.settings.schedule
+    if not settings["is_counted"] and schedule.kind in ("warmup", "power-function"):
+        findings.notes.append(
+            f"{reader.path} does not tell how many updates its averages have had: {label} counts"
+            f" from 0, and with {schedule} the first update replaces them. Use a constant decay,"
+            " or a checkpoint with the counter"
+        )

@@ -1,11 +1,10 @@
-"""Restoring whatever else was saved: plain values come back in the report, stateful objects take
-theirs in place.
-"""
+"""Restore `extra`: stateful objects in place, plain values through the report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,80 +12,76 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.errors import SourceError, shown
-from ema_ckpt.resume.restore_model import Restorer
+from ema_ckpt.resume.restorer import Findings, Restorer
 from ema_ckpt.resume.rng import RngState
-from ema_ckpt.resume.sources import Checkpoint, loaded, nested
+from ema_ckpt.resume.tensor_source import CheckpointReader, Nested, nested
 
 
+@dataclass(slots=True, eq=False)
 class ExtraRestorer(Restorer):
     """The values under `extra`."""
 
-    def __init__(self, checkpoint: Checkpoint, extra: Mapping[str, Any], *, strict: bool) -> None:
-        super().__init__(["extra"])
-        self._checkpoint, self._wanted = checkpoint, extra
-        items: list[Tensor | Object] = [*checkpoint.catalog.tensors, *checkpoint.catalog.objects]
-        self._stored = nested(
-            [
-                (item.path[1:], item)
-                for item in items
-                if item.path[0] == "extra" and len(item.path) > 1
-            ]
-        )
-        empty = [name for name in extra if name not in self._stored]
-        if empty and strict:
-            raise SourceError(
-                "incomplete",
-                f"{checkpoint.where}: nothing was restored: it lacks {shown([f'extra.{name}' for name in empty])}; "
-                "strict=False restores the rest",
-            )
-        self.missing += [f"extra.{name}" for name in empty]
-        self.unexpected += [f"extra.{name}" for name in self._stored if name not in extra]
-        self._values: dict[str, Any] = {}
-        self._former: dict[str, Any] = {}
+    reader: CheckpointReader
+    requested: Mapping[str, Any]
+    stored: Nested
+    values: dict[str, Any] = field(default_factory=dict)
+    former: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Read the values that were asked for."""
-        for name, value in self._wanted.items():
-            if name not in self._stored:
+        for name, current in self.requested.items():
+            if name not in self.stored:
                 continue
-            stored = self._stored[name]
-            if isinstance(value, RngState):
-                dropped = value.dropped(stored)
-                self.unexpected += [f"extra.{name}.{key}" for key in dropped]
-                self.warnings += value.warnings(name, stored)
-            self._values[name] = loaded(self._checkpoint.source, stored)
-            self.loaded.append(f"extra.{name}")
+            stored = self.stored[name]
+            if isinstance(current, RngState):
+                dropped = current.dropped(stored)
+                self.findings.unexpected += [f"extra.{name}.{key}" for key in dropped]
+                self.findings.warnings += current.warnings(name, stored)
+            self.values[name] = self.reader.load(stored)
+            self.findings.loaded.append(f"extra.{name}")
 
-    def hand_over(self) -> None:
-        """Hand values to stateful objects, the rest to the report."""
-        for name, value in self._values.items():
-            wanted = self._wanted[name]
-            if hasattr(wanted, "load_state_dict"):
-                former = wanted.state_dict() if hasattr(wanted, "state_dict") else {}
-                self._former[name] = deepcopy(former)
-                wanted.load_state_dict(_cut_like(former, value))
-                self.extra[name] = wanted
-            else:
-                self.extra[name] = value
+    def apply_user_state(self) -> None:
+        for name, value in self.values.items():
+            current = self.requested[name]
+            if not hasattr(current, "load_state_dict"):
+                self.findings.extra[name] = value
+                continue
+            former = current.state_dict() if hasattr(current, "state_dict") else {}
+            self.former[name] = deepcopy(former)
+            current.load_state_dict(_distribute_like(former, value))
+            self.findings.extra[name] = current
 
-    def take_back(self) -> None:
-        """Give the objects the state that they had."""
-        for name, value in self._former.items():
+    def rollback_user_state(self) -> None:
+        for name, value in self.former.items():
             if value:
-                self._wanted[name].load_state_dict(value)
+                self.requested[name].load_state_dict(value)
 
 
-def _cut_like(former: Any, value: Any) -> Any:
-    """Whole tensors as DTensors where the object has DTensors under the same names; no
-    communication.
+def compare_extra(
+    reader: CheckpointReader, extra: Mapping[str, Any], *, strict: bool
+) -> ExtraRestorer:
+    """Compare the names under `extra` with the checkpoint's.
+
+    Raises:
+        SourceError: `incomplete` under `strict` if a name is missing.
     """
+    items: list[Tensor | Object] = [*reader.catalog.tensors, *reader.catalog.objects]
+    extra_items = [item for item in items if item.path[0] == "extra" and len(item.path) > 1]
+    stored = nested((item.path[1:], item) for item in extra_items)
+    missing = [f"extra.{name}" for name in extra if name not in stored]
+    if missing and strict:
+        message = f"{reader.path}: nothing was restored: it lacks {shown(missing)}"
+        raise SourceError("incomplete", f"{message}; strict=False restores the rest")
+    unexpected = [f"extra.{name}" for name in stored if name not in extra]
+    findings = Findings(["extra"], missing=missing, unexpected=unexpected)
+    return ExtraRestorer(findings, reader, extra, stored)
+
+
+def _distribute_like(former: Any, value: Any) -> Any:
+    """Cut whole tensors into DTensors where an object has DTensors by the same names, locally."""
     if isinstance(value, dict) and isinstance(former, Mapping):
-        return {key: _cut_like(former.get(key), inner) for key, inner in value.items()}
-    if (
-        isinstance(former, DTensor)
-        and isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-    ):
+        return {key: _distribute_like(former.get(key), inner) for key, inner in value.items()}
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if isinstance(former, DTensor) and is_whole:
         local = value.to(former.device)
         return distribute_tensor(local, former.device_mesh, former.placements, src_data_rank=None)
     return value

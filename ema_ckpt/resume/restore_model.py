@@ -1,188 +1,85 @@
-"""What all parts of a training state have in common when they are restored, and the part of live
-weights.
-"""
+"""Restore parameters, persistent buffers and extra state of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
-
 from ema_ckpt.core.catalog import Object, Tensor
-from ema_ckpt.core.errors import SourceError, shown
 from ema_ckpt.ema.model.live import extra_state, set_extra_state
-from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.resume.flatten import shard_pieces
+from ema_ckpt.ema.model.shards import ModelShards
+from ema_ckpt.resume.flatten import local_shards
 from ema_ckpt.resume.match import Match, RestoreTarget, match
-from ema_ckpt.resume.sources import Checkpoint, live_tree_of, live_weights, loaded, nested
-from ema_ckpt.state_dicts.tree import Tree
+from ema_ckpt.resume.restorer import (
+    Findings,
+    RestoreContext,
+    Restorer,
+    StagedTensors,
+    read_pairs,
+    write_staged,
+)
+from ema_ckpt.resume.tensor_source import CheckpointReader, live_tree, live_weights, nested
 
-Staged = list[tuple[torch.Tensor, torch.Tensor]]  # live view, host value
 
+@dataclass(slots=True, eq=False)
+class ModelRestorer(Restorer):
+    """The live weights."""
 
-class Restorer:
-    """One part of the state. Making it compares; `read` stages values; `write` and `finish` put
-    them in place.
-
-    What user code takes (`load_state_dict` of an object, `set_extra_state` of a module) may be
-    refused by it. It is handed over before anything is written, and taken back if any of it is
-    refused on any rank.
-    """
-
-    def __init__(self, trees: Iterable[str] = ()) -> None:
-        self.trees = list(trees)
-        self.loaded: list[str] = []
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.seeded: list[str] = []
-        self.filled: list[str] = []
-        self.renamed: dict[str, str] = {}
-        self.changed_settings: dict[str, tuple[Any, Any]] = {}
-        self.extra: dict[str, Any] = {}
-        self.warnings: list[str] = []
-        self.notes: list[str] = []  # for the report alone
+    reader: CheckpointReader
+    model: ModelShards
+    pairs: Match
+    stored_extra: dict[str, Any]  # of `get_extra_state`, by its name in the state dict
+    staged: StagedTensors = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    former_extra: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Read what this rank needs into host memory."""
+        self.staged = read_pairs(self.reader, self.pairs)
+        self.extra = {name: self.reader.load(item) for name, item in self.stored_extra.items()}
 
-    def hand_over(self) -> None:
-        """Pass values to user code."""
+    def apply_user_state(self) -> None:
+        if self.extra:
+            self.former_extra = deepcopy(extra_state(self.model))
+        set_extra_state(self.model, self.extra)
 
-    def take_back(self) -> None:
-        """Undo `hand_over`, as far as it came."""
+    def rollback_user_state(self) -> None:
+        set_extra_state(self.model, self.former_extra)
 
     def write(self) -> None:
-        """Put what was read in place."""
-
-    def finish(self) -> None:
-        """What can only be done when all parts are in place."""
-
-    def note(self, found: Match) -> None:
-        """Take a comparison's findings into the report."""
-        self.loaded += [found.full(target) for target, _ in found.pairs]
-        self.unexpected += found.unexpected
-        self.renamed.update(found.renamed)
-        self.warnings += [
-            f"{found.tree}: {shown(names)} {'was' if len(names) == 1 else 'were'} {change}"
-            for change, names in found.casts.items()
-        ]
+        write_staged(self.staged)
 
 
-def refuse_unfit(where: str, found: Match, *, strict: bool) -> None:
-    """Refuse a comparison with misfits, or under `strict` with missing or unexpected names.
+def compare_model(reader: CheckpointReader, context: RestoreContext) -> ModelRestorer:
+    """Compare the live weights with the checkpoint's.
 
     Raises:
         SourceError: `index-mismatch` or `incomplete`.
+        UsageError: `unknown-tree` or `ambiguous-tree`.
     """
-    if found.misfits:
-        more = f" and {len(found.misfits) - 10} more" if len(found.misfits) > 10 else ""
-        raise SourceError(
-            "index-mismatch",
-            f"{where}: nothing was restored: {'; '.join(found.misfits[:10])}{more}",
+    tree = live_tree(reader)
+    shards = [tracked.shard for tracked in context.shards.tensors if tracked.persistent]
+    targets = [RestoreTarget(shard.names, local_shards(shard)) for shard in shards]
+    weights = live_weights(reader)
+    stored = {name: tensor for name, tensor in weights.items() if not _is_extra_state(tensor)}
+    pairs = match(
+        "model", targets, stored, strict=context.strict, remote_names=context.remote_names
+    )
+    pairs.refuse(reader.path, strict=context.strict)
+    findings = Findings([tree.name])
+    findings.add_match(pairs)
+    findings.missing += [pairs.full_name(target) for target in pairs.missing]
+    if reader.is_swapped:
+        findings.warnings.append(
+            f"{reader.path} is marked as swapped: it was saved with averages in the model's place,"
+            " and its trees were exchanged back"
         )
-    if not strict or not (found.missing or found.unexpected):
-        return
-    missing = [found.full(target) for target in found.missing]
-    said = [f"it lacks {shown(missing)}"] if missing else []
-    said += (
-        [f"it has {shown(found.unexpected)}, which this state has not"] if found.unexpected else []
-    )
-    raise SourceError(
-        "incomplete",
-        f"{where}: nothing was restored: {' and '.join(said)}; strict=False restores the rest",
-    )
-
-
-def stage_pairs(checkpoint: Checkpoint, found: Match) -> Staged:
-    """Read the boxes that this rank holds of every pair."""
-    staged: Staged = []
-    for target, tensor in found.pairs:
-        boxes = [box for box, _ in target.pieces.held]
-        values = checkpoint.source.read(tensor, boxes)
-        staged += [
-            (view, value) for (_, view), value in zip(target.pieces.held, values, strict=True)
-        ]
-    return staged
-
-
-def put(staged: Staged) -> None:
-    """Copy staged values into place."""
-    with torch.no_grad():
-        for view, value in staged:
-            view.copy_(value)
-
-
-class ModelRestorer(Restorer):
-    """Parameters, persistent buffers and extra state of the model."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model: nn.Module,
-        *,
-        strict: bool,
-        elsewhere: frozenset[str] = frozenset(),
-    ) -> None:
-        tree = live_tree_of(checkpoint)
-        super().__init__([tree.name])
-        self._checkpoint, self._model = checkpoint, model
-        found = scan_model(model)
-        held = [h for h in (*found.parameters, *found.buffers) if h.persistent]
-        targets = [RestoreTarget(h.shard.names, shard_pieces(h.shard)) for h in held]
-        extra_state = _extra_state_of(tree)
-        sources = {
-            name: t for name, t in live_weights(checkpoint).items() if not _is_extra_state(t)
-        }
-        self._match = match("model", targets, sources, strict=strict, elsewhere=elsewhere)
-        refuse_unfit(checkpoint.where, self._match, strict=strict)
-        self.note(self._match)
-        self.missing += [self._match.full(target) for target in self._match.missing]
-        if checkpoint.is_exchanged:
-            self.warnings.append(
-                f"{checkpoint.where} is marked as swapped: it was saved with averages in the model's place, and its "
-                "trees were exchanged back"
-            )
-        self._extra_state = extra_state
-        self._staged: Staged = []
-        self._values: dict[str, Any] = {}
-        self._former: dict[str, Any] = {}
-
-    def read(self) -> None:
-        """Read the live weights."""
-        self._staged = stage_pairs(self._checkpoint, self._match)
-        self._values = {
-            name: loaded(self._checkpoint.source, item) for name, item in self._extra_state.items()
-        }
-
-    def hand_over(self) -> None:
-        """Pass extra state to the modules."""
-        if self._values:
-            self._former = deepcopy(extra_state(scan_model(self._model)))
-        set_extra_state(scan_model(self._model), self._values)
-
-    def take_back(self) -> None:
-        """Give the modules the extra state that they had."""
-        set_extra_state(scan_model(self._model), self._former)
-
-    def write(self) -> None:
-        """Write the live weights."""
-        put(self._staged)
+    depth = len(tree.name.split(".")) if tree.name else 0
+    items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
+    extra = nested((item.path[depth:], item) for item in items if _is_extra_state(item))
+    named = {str(name): item for name, item in extra.items()}
+    return ModelRestorer(findings, reader, context.shards, pairs, named)
 
 
 def _is_extra_state(item: Tensor | Object) -> bool:
     return any(isinstance(part, str) and part.endswith("_extra_state") for part in item.path)
-
-
-def _extra_state_of(tree: Tree) -> dict[str, Any]:
-    """What modules returned from `get_extra_state`, by its name in the state dict; dicts among it
-    were flattened.
-    """
-    depth = len(tree.name.split(".")) if tree.name else 0
-    items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
-    return {
-        str(k): v
-        for k, v in nested([(i.path[depth:], i) for i in items if _is_extra_state(i)]).items()
-    }

@@ -1,8 +1,9 @@
-"""The random number generators of each rank, as something to pass under `extra`."""
+"""Random number generators of each rank, as an object to pass under `extra`."""
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,89 +14,79 @@ from ema_ckpt.core.text import format_ranks
 
 
 class RngState:
-    """Saves and restores this rank's generators: Python's, NumPy's if it is loaded, torch's on host
-    and devices.
+    """State of this rank's generators: Python's, NumPy's if it is loaded, torch's on host and CUDA.
 
     Every rank's are kept apart under `rank_N`. With another world size, ranks without a saved state
     keep theirs.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the generators now."""
+        """Return the present state of the generators."""
         version, numbers, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": {"version": version, "state": torch.tensor(numbers), "gauss": gauss},
             "torch": torch.get_rng_state(),
         }
-        numpy = _loaded_numpy()
+        numpy = sys.modules.get("numpy")
         if numpy is not None:
             kind, keys, position, has_gauss, cached = numpy.random.get_state()
             keys = torch.from_numpy(keys.astype("int64"))
             state["numpy"] = {"kind": kind, "keys": keys, "rest": [position, has_gauss, cached]}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = torch.cuda.get_rng_state()
-        return {_key(): state}
+        return {_rank_key(): state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the generators to what this rank saved; nothing if it has saved nothing."""
-        state = state_dict.get(_key())
+        state = state_dict.get(_rank_key())
         if state is None:
             return
         python = state["python"]
         random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
         torch.set_rng_state(state["torch"])
-        numpy = _loaded_numpy()
+        numpy = sys.modules.get("numpy")
         if numpy is not None and "numpy" in state:
             saved = state["numpy"]
-            numpy.random.set_state(
-                (saved["kind"], saved["keys"].numpy().astype("uint32"), *saved["rest"])
-            )
+            keys = saved["keys"].numpy().astype("uint32")
+            numpy.random.set_state((saved["kind"], keys, *saved["rest"]))
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
 
     def dropped(self, saved: Iterable[object]) -> list[str]:
-        """Which of the saved states no rank of this run takes."""
-        return [str(key) for key in saved if _rank(key) >= _world_size()]
+        """List the saved states that no rank of this run takes."""
+        return [str(key) for key in saved if _rank_of(key) >= _world_size()]
 
     def warnings(self, name: str, saved: Iterable[object]) -> list[str]:
-        """What a change of the world size means for the generators."""
-        ranks = {_rank(key) for key in saved}
+        """Say which generators a change of the world size drops, and which it leaves alone."""
+        ranks = {_rank_of(key) for key in saved}
         dropped = sorted(rank for rank in ranks if rank >= _world_size())
         absent = sorted(set(range(_world_size())) - ranks)
-        notes = (
-            [
-                f"rank-keyed: extra.{name} of {format_ranks(dropped)} is dropped: there is no such rank now"
-            ]
-            if dropped
-            else []
-        )
+        warnings = []
+        if dropped:
+            reason = "is dropped: there is no such rank now"
+            warnings.append(f"rank-keyed: extra.{name} of {format_ranks(dropped)} {reason}")
         if absent:
-            notes.append(
-                f"rank-keyed: extra.{name} holds nothing for {format_ranks(absent)}, whose generators stay as they are"
-            )
-        return notes
+            reason = "whose generators stay as they are"
+            holds = f"extra.{name} holds nothing for {format_ranks(absent)}"
+            warnings.append(f"rank-keyed: {holds}, {reason}")
+        return warnings
 
 
 def rng_state() -> RngState:
-    """The random number generators of every rank: pass it as `extra={"rng": rng_state()}` to `save`
-    and `restore`.
+    """Make an object that saves and restores the random number generators of every rank.
+
+    Pass it as `extra={"rng": rng_state()}` to `save` and `restore`.
     """
     return RngState()
 
 
-def _key() -> str:
+def _rank_key() -> str:
     return f"rank_{dist.get_rank() if dist.is_initialized() else 0}"
+
+
+def _rank_of(key: object) -> int:
+    return int(str(key).removeprefix("rank_"))
 
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank(key: object) -> int:
-    return int(str(key).removeprefix("rank_"))
-
-
-def _loaded_numpy() -> Any:
-    import sys
-
-    return sys.modules.get("numpy")

@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -24,10 +23,10 @@ from ema_ckpt.core.errors import TargetError, UsageError, shown
 from ema_ckpt.ema.model.live import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.swap import refuse_inside
-from ema_ckpt.resume.flatten import Leaf, Pieces, flatten
+from ema_ckpt.resume.flatten import Leaf, flatten
 from ema_ckpt.resume.optimizer_state import Optimizers, optimizer_tree
-from ema_ckpt.resume.save_async import run_in_background, settle
-from ema_ckpt.resume.save_plan import Plan, plan
+from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save
+from ema_ckpt.resume.save_plan import plan_save
 from ema_ckpt.resume.save_write import write
 from ema_ckpt.resume.tensor_source import load_plain
 from ema_ckpt.writing.preflight import resolve_target
@@ -110,123 +109,126 @@ def save(
         StateError: inside `swap()`; or the ranks' pieces of some tensor do not make it whole.
     """
     meet(_CALL, timeout)
-    settle()
-    ours = open_channel("save")
-    target = _agreed_target(path, ours)
-    state = run_on_all_ranks(ours, _CALL, lambda: _state(model, ema, optimizer, extra))
-    _join_groups(state.get("optimizer", {}).get("param_groups", []), ours)
-    leaves = run_on_all_ranks(ours, _CALL, lambda: flatten(state))
-    if not ours.rank:
-        _warn_of_unreadable(leaves)
-    loose = _buffer_names(model, ema) | {leaf.name for leaf in leaves if leaf.path[0] == "extra"}
-    _warn_of_drift(
-        [leaf for leaf in leaves if check_replicas or leaf.name in loose or _is_small(leaf)], ours
+    wait_for_background_save()
+    ranks = open_channel("save")
+    target = _agree_on_target(path, ranks)
+    state, own = run_on_all_ranks(
+        ranks, _CALL, lambda: _collect_state(model, ema, optimizer, extra)
     )
-    planned = plan(leaves, loose, ours, _CALL)
+    _merge_group_parameters(state.get("optimizer", {}).get("param_groups", []), ranks)
+    leaves = run_on_all_ranks(ranks, _CALL, lambda: flatten(state))
+    own = own.union(leaf.name for leaf in leaves if leaf.path[0] == "extra")
+    if not ranks.rank:
+        _warn_of_unsafe_extra(leaves)
+    if ranks.size > 1:
+        _warn_of_drift(
+            [leaf for leaf in leaves if check_replicas or leaf.name in own or _is_small(leaf)],
+            ranks,
+        )
+    plan = plan_save(leaves, own, ranks, _CALL)
     if not async_save:
-        return write(target, planned, ours, _CALL, overwrite=overwrite)
-    planned = run_on_all_ranks(ours, _CALL, lambda: _on_host(planned))
-    return run_in_background(lambda: write(target, planned, ours, _CALL, overwrite=overwrite))
+        return write(target, plan, ranks, _CALL, overwrite=overwrite)
+    plan = run_on_all_ranks(ranks, _CALL, plan.on_host)
+    return run_in_background(lambda: write(target, plan, ranks, _CALL, overwrite=overwrite))
 
 
-def _agreed_target(path: str | os.PathLike[str], ours: Channel) -> Path:
-    """The place to write to, the same on all ranks; rank 0 makes its parent."""
-    target = run_on_all_ranks(ours, _CALL, lambda: resolve_target(path))
-    asked = sorted(set(ours.exchange(str(target))))
-    if len(asked) > 1:
-        raise UsageError("usage", f"save: the ranks name different targets: {shown(asked)}")
-    run_on_all_ranks(ours, _CALL, lambda: None if ours.rank else _make(target.parent))
+def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path:
+    """Resolve the path to write to, the same on all ranks; rank 0 makes its parent."""
+    target = run_on_all_ranks(ranks, _CALL, lambda: resolve_target(path))
+    targets = sorted(set(ranks.exchange(str(target))))
+    if len(targets) > 1:
+        raise UsageError("usage", f"save: the ranks name different targets: {shown(targets)}")
+
+    def make_parent() -> None:
+        if ranks.rank:
+            return
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"{target.parent}: cannot be made: {error.strerror}"
+            raise TargetError("not-found", message, file=str(target.parent)) from error
+
+    run_on_all_ranks(ranks, _CALL, make_parent)
     return target
 
 
-def _make(parent: Path) -> None:
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TargetError(
-            "not-found", f"{parent}: cannot be made: {error.strerror}", file=str(parent)
-        ) from error
-
-
-def _state(
+def _collect_state(
     model: nn.Module,
     ema: ShardedEMA | Mapping[str, ShardedEMA] | None,
     optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the state to save, and the names of buffers in it: each rank has its own."""
     refuse_inside(model, "save()")
-    state: dict[str, Any] = {"model": live_shards(scan_model(model))}
+    shards = scan_model(model)
+    state: dict[str, Any] = {"model": live_shards(shards)}
+    weights = ["model"]
     if isinstance(ema, Mapping):
         state["ema"] = {name: manager.state_dict() for name, manager in ema.items()}
+        weights += [f"ema.{name}.weights" for name in ema]
     elif ema is not None:
         state["ema"] = ema.state_dict()
+        weights.append("ema.weights")
     if optimizer is not None:
-        state["optimizer"] = optimizer_tree(model, optimizer)
+        state["optimizer"] = optimizer_tree(shards, optimizer)
     if extra is not None:
         state["extra"] = {
             name: value.state_dict() if hasattr(value, "state_dict") else value
             for name, value in extra.items()
         }
-    return state
+    return state, frozenset(f"{tree}.{name}" for tree in weights for name in buffer_names(shards))
 
 
-def _join_groups(groups: Sequence[dict[str, Any]], ours: Channel) -> None:
-    """Name in each parameter group what any rank has in it: ranks differ in that as the stages of a
-    pipeline do.
-    """
-    everyone = ours.exchange_if_different([group["params"] for group in groups])
+def _merge_group_parameters(groups: Sequence[dict[str, Any]], ranks: Channel) -> None:
+    """List in each parameter group the parameters of all ranks, as stages of a pipeline differ."""
+    everyone = ranks.exchange_if_different([group["params"] for group in groups])
     for index, group in enumerate(groups if everyone else ()):
-        listed = [name for lists in everyone if index < len(lists) for name in lists[index]]
-        group["params"] = list(dict.fromkeys(listed))
+        lists = [lists[index] for lists in everyone if index < len(lists)]
+        group["params"] = list(dict.fromkeys(name for names in lists for name in names))
 
 
-def _buffer_names(
-    model: nn.Module, ema: ShardedEMA | Mapping[str, ShardedEMA] | None
-) -> frozenset[str]:
-    """Full names of buffers wherever they are saved."""
-    trees = ["model"]
-    if isinstance(ema, Mapping):
-        trees += [f"ema.{name}.weights" for name in ema]
-    elif ema is not None:
-        trees.append("ema.weights")
-    names = buffer_names(scan_model(model))
-    return frozenset(f"{tree}.{name}" for tree in trees for name in names)
-
-
-def _warn_of_drift(leaves: Sequence[Leaf], ours: Channel) -> None:
-    """Compare, by CRC-32, what several ranks hold; rank 0 warns by name of what differs."""
-    if ours.size == 1:
+def _warn_of_drift(leaves: Sequence[Leaf], ranks: Channel) -> None:
+    """Compare the CRC-32s of what several ranks hold; on rank 0, warn by name of what differs."""
+    mine = [[leaf.name, _fingerprints(leaf)] for leaf in leaves]
+    if not ranks.exchange_if_different(hashlib.sha256(json.dumps(mine).encode()).hexdigest()):
         return
-    mine = [[leaf.name, _marks(leaf)] for leaf in leaves]
-    if not ours.exchange_if_different(hashlib.sha256(json.dumps(mine).encode()).hexdigest()):
-        return
-    found: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-    for data in ours.gather(json.dumps(mine).encode()):
-        for name, held in json.loads(data):
-            for offsets, crc in held:
-                found.setdefault((name, tuple(offsets)), set()).add(crc)
-    differing = sorted({name for (name, _), crcs in found.items() if len(crcs) > 1})
+    crcs: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for data in ranks.gather(json.dumps(mine).encode()):
+        for name, fingerprints in json.loads(data):
+            for offsets, crc in fingerprints:
+                crcs.setdefault((name, tuple(offsets)), set()).add(crc)
+    differing = sorted({name for (name, _), values in crcs.items() if len(values) > 1})
     if differing:
         warnings.warn(
-            f"replicas-differ: ranks hold different values of {shown(differing)}; one rank's are saved, of buffers and"
-            " extra the lowest one's. What each has of its own goes into extra under names that tell the rank",
+            f"replicas-differ: ranks hold different values of {shown(differing)}; one rank's are"
+            " saved, of buffers and extra the lowest one's. What each has of its own goes into"
+            " extra under names that tell the rank",
             stacklevel=3,
         )
 
 
+def _fingerprints(leaf: Leaf) -> list[tuple[tuple[int, ...], int]]:
+    """Return offsets and CRC-32 of each shard of a tensor, or the fingerprint of an object."""
+    if isinstance(leaf.value, bytes):
+        return [((), leaf.fingerprint)]
+    fingerprints = []
+    for box, view in leaf.value.shards:
+        data: Any = view.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        fingerprints.append((box.offsets, crc32(data)))
+    return fingerprints
+
+
 def _is_small(leaf: Leaf) -> bool:
-    """Whether this is optimizer state, or an option, that a rank has whole: one per layer, say, and
-    not per weight.
-    """
+    """Whether a rank has it whole, as options and optimizer state of one value per layer are."""
     if leaf.path[0] != "optimizer":
         return False
-    held = leaf.value.held if isinstance(leaf.value, Pieces) else ()
-    return isinstance(leaf.value, bytes) or all(
-        box.numel <= _SMALL_NUMEL and box == whole(leaf.value.shape) for box, _ in held
-    )
+    if isinstance(leaf.value, bytes):
+        return True
+    boxes, shape = [box for box, _ in leaf.value.shards], leaf.value.shape
+    return all(box.numel <= _SMALL_NUMEL and box == whole(shape) for box in boxes)
 
 
-def _warn_of_unreadable(leaves: Sequence[Leaf]) -> None:
+def _warn_of_unsafe_extra(leaves: Sequence[Leaf]) -> None:
     """Warn of objects under `extra` that `restore` will refuse, since they are no plain values."""
     for leaf in leaves:
         if leaf.path[0] != "extra" or not isinstance(leaf.value, bytes):
@@ -235,30 +237,8 @@ def _warn_of_unreadable(leaves: Sequence[Leaf]) -> None:
             load_plain(leaf.value)
         except Exception:  # noqa: BLE001  # torch has no class of its own for it
             warnings.warn(
-                f"unsafe-pickle: {leaf.name!r} holds more than plain values: it is saved, but restore() refuses it"
-                " unless torch.serialization.add_safe_globals() lists its classes; pass its state_dict() instead",
+                f"unsafe-pickle: {leaf.name!r} holds more than plain values: it is saved, but"
+                " restore() refuses it unless torch.serialization.add_safe_globals() lists its"
+                " classes; pass its state_dict() instead",
                 stacklevel=3,
             )
-
-
-def _marks(leaf: Leaf) -> list[tuple[tuple[int, ...], int]]:
-    """Offsets and CRC-32 of each piece; of an object its mark."""
-    if isinstance(leaf.value, Pieces):
-        return [(box.offsets, _crc(view)) for box, view in leaf.value.held]
-    return [((), leaf.mark)]
-
-
-def _crc(view: torch.Tensor) -> int:
-    data: Any = view.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return crc32(data)
-
-
-def _on_host(planned: Plan) -> Plan:
-    """The plan with a copy of every tensor, so that training may go on."""
-    items = tuple(
-        item
-        if isinstance(item.data, bytes)
-        else replace(item, data=item.data.detach().to("cpu", copy=True))
-        for item in planned.items
-    )
-    return replace(planned, items=items)

@@ -38,7 +38,7 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
     return saving
 
 
-def settle() -> None:
+def wait_for_background_save() -> None:
     """Wait for the save in the background, if there is one; warn if it failed and nobody has
     asked.
     """

@@ -1,67 +1,108 @@
-"""Boxes of stored tensors, and stored objects, as host values: whatever the format, and without
-running code.
-"""
+"""Read the trees, tensors and objects of a checkpoint as host values, without running its code."""
 
 from __future__ import annotations
 
 import datetime
 import io
 import pathlib
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import starmap
 from typing import Any
 
 import torch
 
 from ema_ckpt.core.box import Box, whole
-from ema_ckpt.core.catalog import Catalog, Object, Tensor
+from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import SourceError, UsageError, shown
+from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
+from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, contiguous_ranges, find_overlaps
+from ema_ckpt.state_dicts.ema_config import swap_marks
+from ema_ckpt.state_dicts.ema_layouts import is_weight
+from ema_ckpt.state_dicts.tree import Tree, list_trees
 
-_BAND_NBYTES = 8 << 20
+Nested = dict[str | int, Any]
+
+_BLOCK_NBYTES = 8 << 20
 
 
-class Source:
-    """A catalog from which tensors are read box by box. Whatever is read whole is compared with its
-    checksum.
+class CheckpointReader:
+    """Reader of one opened checkpoint; storages that are read whole are compared with their CRC-32.
+
+    Attributes:
+        path: the checkpoint as messages name it.
+        trees: its trees, in stored order.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self._checks = ChecksumVerifier(catalog.source, enabled=True)
-        self._bands = BoxReader(catalog.source, self._checks, _BAND_NBYTES)
+    def __init__(self, path: str) -> None:
+        self.catalog = open_catalog(path)
+        self.path = self.catalog.resolved
+        self.trees = list_trees(self.catalog)
+        self._verifier = ChecksumVerifier(self.catalog.source, enabled=True)
+        self._boxes = BoxReader(self.catalog.source, self._verifier, _BLOCK_NBYTES)
+
+    def close(self) -> None:
+        """Close the files of the checkpoint."""
+        self.catalog.source.close()
+
+    @cached_property
+    def is_swapped(self) -> bool:
+        """Whether the checkpoint is marked as saved with averages and live weights exchanged."""
+        marks = swap_marks(self.catalog, self.trees)
+        return any(bool(self.setting({item.name: item}, item.name)) for item in marks)
 
     def read(self, tensor: Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-        """One host tensor for each box, in the stored dtype.
+        """Read one host tensor for each box, in the stored dtype.
 
         Raises:
             SourceError: `missing-file truncated-file checksum hole …`, naming tensor and file.
         """
-        kind = dtype_of(tensor)
-        found = [torch.empty(box.sizes, dtype=kind) for box in boxes]
+        dtype = torch_dtype(tensor)
+        values = [torch.empty(box.sizes, dtype=dtype) for box in boxes]
         if any(box.numel for box in boxes):
             picked = prove(tensor)
             payloads = self.catalog.reader.payloads(tensor)
-            for box, into in zip(boxes, found, strict=True):
+            for box, value in zip(boxes, values, strict=True):
                 if box.numel:
-                    self._fill(
-                        tensor, find_overlaps(tensor, payloads, picked, box), box, _bytes_of(into)
-                    )
-        return found
+                    overlaps = find_overlaps(tensor, payloads, picked, box)
+                    data: Any = value.view(-1).view(torch.uint8).numpy()
+                    self._fill(tensor, overlaps, box, memoryview(data))
+        return values
 
     def read_whole(self, tensor: Tensor) -> torch.Tensor:
-        """The whole tensor on the host."""
+        """Read the whole tensor."""
         return self.read(tensor, [whole(tensor.shape)])[0]
 
-    def load(self, item: Object) -> Any:
-        """A stored object.
+    def load(self, stored: Tensor | Object | Nested) -> Any:
+        """Read a tensor, an object, or what `nested` arranged; dicts keyed by indices become lists.
 
         Raises:
-            SourceError: `unsafe-pickle` if it needs more than plain values and tensors.
+            SourceError: `unsafe-pickle` if an object needs more than plain values and tensors.
         """
+        if isinstance(stored, Tensor):
+            return self.read_whole(stored)
+        if isinstance(stored, Object):
+            return self._load_object(stored)
+        values = {key: self.load(item) for key, item in stored.items()}
+        if values and all(isinstance(key, int) for key in values):
+            return [values[key] for key in sorted(values)]
+        return values
+
+    def setting(self, settings: Mapping[str, Tensor | Object], *names: str) -> Any:
+        """Read the first of the named settings of an EMA as a plain value, or None."""
+        for name in names:
+            entry = settings.get(name)
+            if isinstance(entry, Tensor):
+                return self.read_whole(entry).reshape(-1)[0].item() if entry.numel else None
+            if entry is not None:
+                return self.load(entry)
+        return None
+
+    def _load_object(self, item: Object) -> Any:
         if item.is_inline:
             return item.inline
         if self.catalog.format != "dcp":
@@ -77,36 +118,35 @@ class Source:
                 file=item.file,
             ) from error
 
-    def _fill(self, tensor: Tensor, shares: Sequence[Any], box: Box, out: memoryview) -> None:
+    def _fill(self, tensor: Tensor, overlaps: Sequence[Any], box: Box, out: memoryview) -> None:
         itemsize = tensor.dtype.itemsize
-        runs = contiguous_ranges(shares, box, itemsize)
-        if runs is None:
-            cutter, at = RowBlocks(box, itemsize, _BAND_NBYTES), 0
-            for index in range(cutter.count):
-                band = cutter.band(index)
-                nbytes = band.numel * itemsize
-                self._bands.read(tensor, shares, band, out[at : at + nbytes])
-                at += nbytes
+        byte_ranges = contiguous_ranges(overlaps, box, itemsize)
+        if byte_ranges is None:
+            blocks, start = RowBlocks(box, itemsize, _BLOCK_NBYTES), 0
+            for index in range(blocks.count):
+                block = blocks.band(index)
+                stop = start + block.numel * itemsize
+                self._boxes.read(tensor, overlaps, block, out[start:stop])
+                start = stop
             return
-        for run in runs:
-            part = out[run.dest : run.dest + run.nbytes]
-            self.catalog.source.read_into(run.payload.file, run.payload.offset + run.start, part)
-            self._checks.read(tensor.name, run.payload, run.start, run.nbytes, crc32(part))
+        for part in byte_ranges:
+            view = out[part.dest : part.dest + part.nbytes]
+            self.catalog.source.read_into(part.payload.file, part.payload.offset + part.start, view)
+            self._verifier.read(tensor.name, part.payload, part.start, part.nbytes, crc32(view))
 
 
 def load_plain(data: bytes) -> Any:
-    """What `torch.save` wrote, if it is made of plain values: those of torch's own list, of NumPy
-    and of time.
+    """Load what `torch.save` wrote if it is plain values: torch's own list, NumPy's, times, paths.
 
     Raises:
-        Exception: of whatever class torch chose: it needs anything else.
+        Exception: of a class that torch chooses, if it holds anything else.
     """
-    with torch.serialization.safe_globals(_harmless()):
+    with torch.serialization.safe_globals(_harmless_constructors()):
         return torch.load(io.BytesIO(data), weights_only=True)
 
 
 @cache
-def _harmless() -> list[Any]:
+def _harmless_constructors() -> list[Any]:
     """Constructors that make a value of their arguments and do nothing else."""
     import numpy
 
@@ -119,22 +159,116 @@ def _harmless() -> list[Any]:
     return [rebuild, scalar, numpy.ndarray, numpy.dtype, *dtypes, *paths, *times, io.BytesIO]
 
 
-def dtype_of(tensor: Tensor) -> torch.dtype:
-    """The torch type of a stored tensor.
+def torch_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the torch dtype of a stored tensor.
 
     Raises:
-        SourceError: `unsupported`: this release of torch has no such type.
+        SourceError: `unsupported`: this release of torch has no such dtype.
     """
-    found = getattr(torch, tensor.dtype.name, None)
-    if not isinstance(found, torch.dtype):
-        raise SourceError(
-            "unsupported",
-            f"{tensor.name!r}: this torch has no {tensor.dtype.name}",
-            tensor=tensor.name,
-        )
-    return found
+    dtype = getattr(torch, tensor.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        message = f"{tensor.name!r}: this torch has no {tensor.dtype.name}"
+        raise SourceError("unsupported", message, tensor=tensor.name)
+    return dtype
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    data: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(data)
+def live_tree(reader: CheckpointReader) -> Tree:
+    """Select the tree of live weights: `model`, or the only one.
+
+    Raises:
+        UsageError: `unknown-tree` or `ambiguous-tree`.
+    """
+    candidates = [tree for tree in reader.trees if tree.role == LIVE]
+    return _select(reader, candidates, "model", "live weights")
+
+
+def live_weights(reader: CheckpointReader) -> dict[str, Tensor]:
+    """Stored live tensors by name; of a swapped checkpoint those in the averages' place."""
+    tree = live_tree(reader)
+    weights = {**tensors_of(tree), **tree.weights}
+    if reader.is_swapped:
+        averages = average_tree(reader, "ema", separate=False)
+        if averages is not None:
+            weights |= {n: tensor for n, tensor in averages.weights.items() if n in weights}
+    return weights
+
+
+def average_weights(reader: CheckpointReader, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stored averages by name; of a swapped checkpoint those in the live weights' place."""
+    weights = dict(named)
+    if reader.is_swapped:
+        live = live_tree(reader).weights
+        weights |= {name: tensor for name, tensor in live.items() if name in weights}
+    return weights
+
+
+def average_tree(reader: CheckpointReader, name: str, *, separate: bool) -> Tree | None:
+    """Select the tree of averages called `name`, or the only one; None if there are no averages.
+
+    Args:
+        separate: the checkpoint was given for its averages: without any, its only weights count.
+
+    Raises:
+        UsageError: `ambiguous-tree`.
+    """
+    averages = [tree for tree in reader.trees if tree.role == EMA]
+    if averages:
+        is_named = any(tree.name == name for tree in averages)
+        if not separate and "." in name and not is_named:
+            return None
+        return _select(reader, averages, name, "averages")
+    if not separate:
+        return None
+    trees = [tree for tree in reader.trees if tree.role != OPTIMIZER]
+    candidates = [tree for tree in trees if any(starmap(is_weight, tensors_of(tree).items()))]
+    return _select(reader, candidates, name, "weights")
+
+
+def _select(reader: CheckpointReader, candidates: Sequence[Tree], name: str, content: str) -> Tree:
+    """Select the candidate called `name`, or the only one."""
+    for tree in candidates:
+        if tree.name == name:
+            return tree
+    if len(candidates) == 1:
+        return candidates[0]
+    names = shown([tree.name for tree in (candidates or reader.trees)])
+    if not candidates:
+        message = f"{reader.path}: holds no {content}; its trees are {names or 'none'}"
+        raise UsageError("unknown-tree", message)
+    message = f"{reader.path}: {names} all hold {content}, and none is called {name!r}"
+    raise UsageError("ambiguous-tree", message)
+
+
+def tensors_of(tree: Tree) -> dict[str, Tensor]:
+    """Every tensor of a tree by its name inside."""
+    prefix = f"{tree.name}." if tree.name else ""
+    return {tensor.name.removeprefix(prefix): tensor for tensor in tree.tensors}
+
+
+def optimizer_entries(reader: CheckpointReader) -> Nested:
+    """Stored tensors and objects of the optimizer's tree, nested as they were saved.
+
+    Raises:
+        UsageError: `unknown-tree`: there is no optimizer state in torch's nested form.
+    """
+    for tree in reader.trees:
+        if tree.role == OPTIMIZER:
+            depth = len(tree.name.split("."))
+            items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
+            entries = nested((item.path[depth:], item) for item in items)
+            if "state" in entries or "param_groups" in entries:
+                return entries
+    names = shown([tree.name for tree in reader.trees])
+    message = f"{reader.path}: holds no optimizer state of torch's form; its trees are {names}"
+    raise UsageError("unknown-tree", message)
+
+
+def nested(entries: Iterable[tuple[Sequence[str | int], Any]]) -> Nested:
+    """Nest values by their paths as dicts in dicts; list indices are int keys."""
+    root: Nested = {}
+    for path, value in entries:
+        inner = root
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+    return root

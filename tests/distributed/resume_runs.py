@@ -14,8 +14,8 @@ from torch import nn
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.schedules import Warmup
-from ema_ckpt.resume.flatten import pieces
-from ema_ckpt.resume.optimizer_state import _by_owner, _part_of, _Stepped
+from ema_ckpt.resume.flatten import local_shards
+from ema_ckpt.resume.optimizer_state import stepped_groups
 from tests.distributed.layouts import (
     LAYOUTS,
     OTHERS,
@@ -80,14 +80,13 @@ def gradient(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
 
 
 def set_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    known = _by_owner(model)
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            one = _Stepped(optimizer, tensor, known[id(tensor)])
-            tensor.grad = torch.zeros_like(tensor, requires_grad=False)
-            for held in one.parts:
-                full = gradient(held.shard.fqn, held.shard.shape, step)
-                for box, view in pieces(_part_of(tensor.grad, one, held.shard)).held:
+    for _, stepped in stepped_groups(scan_model(model), [optimizer]):
+        for one in stepped:
+            one.tensor.grad = torch.zeros_like(one.tensor, requires_grad=False)
+            for tracked in one.parameters:
+                full = gradient(tracked.shard.fqn, tracked.shard.shape, step)
+                part = local_shards(one.part_of(one.tensor.grad, tracked.shard))
+                for box, view in part.shards:
                     view.copy_(full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
 
 
@@ -155,7 +154,7 @@ def check(tree: dict[str, Any], whole: dict[str, Any], where: str) -> None:
         if isinstance(value, dict):
             check(tree.get(name, {}), value, f"{where}.{name}")
         elif name in tree:
-            for box, view in pieces(tree[name]).held:
+            for box, view in local_shards(tree[name]).shards:
                 expected = value[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))]
                 assert torch.equal(view, expected), (
                     f"{where}.{name} at {box}: {view} is not {expected}"

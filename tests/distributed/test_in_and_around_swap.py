@@ -19,14 +19,17 @@ from ema_ckpt.core.errors import CollectiveError, StateError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.model.live import live_tree
 from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.resume.flatten import pieces
+from ema_ckpt.resume.flatten import local_shards
 from tests.distributed.launcher import run
 
 
 def _held(model: nn.Module, ema: ShardedEMA) -> list[Any]:
     trees = [live_tree(scan_model(model)), ema.state_dict()["weights"]]
     return [
-        view.tolist() for tree in trees for value in tree.values() for _, view in pieces(value).held
+        view.tolist()
+        for tree in trees
+        for value in tree.values()
+        for _, view in local_shards(value).shards
     ]
 
 

@@ -74,7 +74,11 @@ def restore_one(name: str, path: str) -> None:
         expected = truth(family, steps)
         check(live_tree(scan_model(one.model)), expected.weights, "model")
         check(one.ema.state_dict()["weights"], expected.average, "ema")
-        check(optimizer_tree(one.model, one.optimizer)["state"], expected.moments, "optimizer")
+        check(
+            optimizer_tree(scan_model(one.model), one.optimizer)["state"],
+            expected.moments,
+            "optimizer",
+        )
         assert one.ema.num_updates == steps
         assert one.ema.current_decay == expected.decay
     for key, value in whole_live(one.model).items():

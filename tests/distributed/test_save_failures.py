@@ -33,7 +33,7 @@ from ema_ckpt.discovery.locate import check_complete, locate_checkpoint
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.model.live import live_tree
 from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.resume.flatten import pieces
+from ema_ckpt.resume.flatten import local_shards
 from ema_ckpt.resume.optimizer_state import optimizer_tree
 from tests.distributed.launcher import run
 
@@ -55,10 +55,13 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer, ema: ShardedEMA) ->
     trees = [
         live_tree(scan_model(model)),
         ema.state_dict()["weights"],
-        *optimizer_tree(model, optimizer)["state"].values(),
+        *optimizer_tree(scan_model(model), optimizer)["state"].values(),
     ]
     found = [
-        view.tolist() for tree in trees for value in tree.values() for _, view in pieces(value).held
+        view.tolist()
+        for tree in trees
+        for value in tree.values()
+        for _, view in local_shards(value).shards
     ]
     return [*found, ema.num_updates, ema.current_decay]
 

@@ -42,6 +42,8 @@ def dump_metadata(
     entries: Mapping[str, StoredTensor | None],
     items: Mapping[str, tuple[StoredItem, ...]],
     paths: Mapping[str, tuple[str | int, ...]],
+    checkpoint_id: str | None = None,
+    save_id: str | None = None,
 ) -> bytes:
     """Write the pickle of a `Metadata`.
 
@@ -49,11 +51,12 @@ def dump_metadata(
         entries: tensors, or None for an object, by flat name in the order of the state dict.
         items: where the chunks (or the object) of each name lie.
         paths: the path of each name in the nested state dict.
+        checkpoint_id, save_id: name of the checkpoint and id of the save, where they are known.
     """
-    # torch notes the path of the training job here; a checkpoint that is passed on should not.
     storage_meta: dict[str, object] = {
-        "checkpoint_id": None,
-        "save_id": None,
+        # Never the path of the training job, which torch notes here.
+        "checkpoint_id": checkpoint_id,
+        "save_id": save_id,
         "load_id": None,
         "modules": [],
     }
