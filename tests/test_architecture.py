@@ -275,11 +275,27 @@ def public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.ClassDef]:
             yield node
 
 
+def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    return (node for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+# Methods of the package's protocols: documented there, and not again in each class that has them.
+PROTOCOL_METHODS = {
+    method.name
+    for path in MODULES
+    for node in classes(tree_of(path))
+    if any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+    for method in public(node.body)
+    if ast.get_docstring(method) is not None
+}
+
+
 def undocumented(tree: ast.Module) -> Iterator[str]:
     if ast.get_docstring(tree) is None:
         yield "the module"
     for node in public(tree.body):
         members = public(node.body) if isinstance(node, ast.ClassDef) else []
+        members = [member for member in members if member.name not in PROTOCOL_METHODS]
         yield from (
             f"{node.name}.{member.name}" for member in members if ast.get_docstring(member) is None
         )

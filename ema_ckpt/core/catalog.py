@@ -204,7 +204,7 @@ class Catalog:
             are told by name.
         files: every data file the metadata names, with the least size it must have.
         digests: recorded CRC-32 of logical row-major bytes, by full stored tensor name.
-        nesting: dict keys and tuples that paths leave open, or None if the format has no nesting.
+        nesting: dict keys and tuples that paths leave open.
         ties: names that the source dropped as tied, each with the name that was kept.
         order: names in the order of the state dict, where `tensors` and `objects` cannot tell it.
         header_text: text beside the tensors in safetensors headers (`__metadata__`), by key.
@@ -227,7 +227,7 @@ class Catalog:
     files: Mapping[str, int] = field(default_factory=dict)
     digests: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[Diagnostic, ...] = ()
-    nesting: Nesting | None = None
+    nesting: Nesting = field(default_factory=Nesting)
     ties: Mapping[str, str] = field(default_factory=dict)
     order: tuple[str, ...] = ()
     header_text: Mapping[str, str] = field(default_factory=dict)

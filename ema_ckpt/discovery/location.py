@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ema_ckpt.core.errors import SourceError, UsageError, shown
@@ -103,7 +103,7 @@ def locate_directory(folder: Folder) -> Location | None:
 
 
 def loose_files(folder: Folder) -> list[Location]:
-    """List files that are checkpoints by themselves; optimizer files only if there are no others."""
+    """List files that are checkpoints by themselves; those of optimizers only if alone."""
     names = _candidates(folder)
     locations = []
     in_families = set()
@@ -210,26 +210,28 @@ def _candidates(folder: Folder) -> list[str]:
 
 
 def _parts(folder: Folder) -> list[tuple[str, Location]]:
-    root = folder.root
     parts: list[tuple[str, Location]] = []
     for name in folder.folders:
-        location = _part_in(join(root, name)) if part_role(name) else None
+        location = _part_in(join(folder.root, name)) if part_role(name) else None
         if location is not None:
             parts.append((name, location))
-    candidates = _candidates(folder)
-    for family, files in families(candidates).items():
-        if part_role(family.name):
-            location = Location(RANK_FILES, root, tuple(files), join(root, files[0]))
-            parts.append((family.name, location))
-    for file in candidates:
-        name = file.removesuffix(".safetensors")
-        if name != file and part_role(name):
-            parts.append((name, Location(SAFETENSORS, root, (file,), join(root, file))))
+    parts += _part_files(folder)
     names = [name for name, _ in parts]
     twice = [location.resolved for name, location in parts if names.count(name) > 1]
     if twice:
-        raise ambiguous(root, twice)
+        raise ambiguous(folder.root, twice)
     return parts
+
+
+def _part_files(folder: Folder) -> Iterator[tuple[str, Location]]:
+    root, candidates = folder.root, _candidates(folder)
+    for family, files in families(candidates).items():
+        if part_role(family.name):
+            yield family.name, Location(RANK_FILES, root, tuple(files), join(root, files[0]))
+    for file in candidates:
+        name = file.removesuffix(".safetensors")
+        if name != file and part_role(name):
+            yield name, Location(SAFETENSORS, root, (file,), join(root, file))
 
 
 def _part_in(root: str) -> Location | None:
