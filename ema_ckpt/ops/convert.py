@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Unpack
 
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Tensor
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import SourceError, UsageError, counted
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import parse_size
@@ -139,7 +139,7 @@ def _transfer(
             tensors,
             objects=objects.kept,
             split=split,
-            nesting=catalog.nesting or Nesting(),
+            nesting=catalog.nesting,
             expand_ties=options.expand_ties,
         )
         job = PlannedWrite(
