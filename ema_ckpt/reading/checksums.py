@@ -1,6 +1,4 @@
-"""Stored checksums, compared as the bytes pass: ranges may be read in any order, by several
-workers.
-"""
+"""Compare stored checksums with what is read: in any order of ranges, by several workers."""
 
 from __future__ import annotations
 
@@ -19,46 +17,36 @@ Pending = dict[tuple[str, int], tuple[str, Payload, list[Interval], int]]
 """Storages read in part, by file and offset: tensor, payload, what was read, and how many bytes that is."""
 
 
-def mismatch(tensor: str, payload: Payload, found: int) -> SourceError:
-    """The error for a storage whose bytes are not those that were written."""
-    expected = payload.crc or 0
-    message = (
-        f"expected CRC-32 {expected:08x}, found {found:08x}: the file is damaged; use another copy"
-    )
-    return SourceError(
-        "checksum",
-        f"{payload.file}: tensor {tensor!r}: {message}",
-        tensor=tensor,
-        file=payload.file,
-    )
+def mismatch(tensor: str, payload: Payload, crc: int) -> SourceError:
+    """The error for a storage that has another CRC-32 than the checkpoint records."""
+    expected = f"expected CRC-32 {payload.crc or 0:08x}, found {crc:08x}"
+    message = f"{payload.file}: tensor {tensor!r}: {expected}: the file is damaged; use another copy"
+    return SourceError("checksum", message, tensor=tensor, file=payload.file)
 
 
 def join_crcs(intervals: Iterable[Interval], nbytes: int) -> int | None:
     """CRC-32 of `nbytes` bytes from those of intervals that tile them, or None if they do not."""
-    crc, at = 0, 0
+    crc, end = 0, 0
     for start, length, part in sorted(set(intervals)):
-        if start != at:
+        if start != end:
             return None
-        crc, at = combine_crcs(crc, part, length) if at else part, at + length
-    return crc if at == nbytes else None
+        crc = combine_crcs(crc, part, length) if end else part
+        end += length
+    return crc if end == nbytes else None
 
 
-def storage_crc(source: Files, payload: Payload) -> int:
-    """CRC-32 of a whole storage, read in blocks."""
-    memory = buffer(min(_BLOCK_NBYTES, payload.nbytes))
-    crc, at = 0, 0
-    while at < payload.nbytes:
-        block = memory[: payload.nbytes - at]
-        source.read_into(payload.file, payload.offset + at, block)
-        crc = crc32(block, crc)
-        at += len(block)
+def range_crc(source: Files, file: str, offset: int, nbytes: int, block: memoryview) -> int:
+    """CRC-32 of a range of a file, read through `block`."""
+    crc = 0
+    for position in range(0, nbytes, len(block)):
+        view = block[: nbytes - position]
+        source.read_into(file, offset + position, view)
+        crc = crc32(view, crc)
     return crc
 
 
 class ChecksumVerifier:
-    """Collects the CRC-32s of ranges that were read, and compares each storage once it is
-    complete.
-    """
+    """Collects CRC-32s of ranges that are read, and compares each storage once it is complete."""
 
     def __init__(self, source: Files, enabled: bool) -> None:
         self._source = source
@@ -66,9 +54,8 @@ class ChecksumVerifier:
         self._lock = threading.Lock()
         self._open: Pending = {}
 
-    def read(self, tensor: str, payload: Payload, start: int, nbytes: int, crc: int) -> None:
-        """Tell that `nbytes` bytes from `start` (relative to the storage) were read and have this
-        CRC-32.
+    def record(self, tensor: str, payload: Payload, start: int, nbytes: int, crc: int) -> None:
+        """Record the CRC-32 of `nbytes` bytes from `start`, relative to the storage.
 
         Raises:
             SourceError: `checksum` if that completes the storage and it does not match.
@@ -86,27 +73,27 @@ class ChecksumVerifier:
             self._open[key] = (tensor, payload, intervals, total + nbytes)
             complete = total + nbytes >= payload.nbytes
         if complete and self._compare(tensor, payload, intervals):
-            self._close(key)
+            with self._lock:
+                self._open.pop(key, None)
 
-    def partly(self, tensor: str, payload: Payload) -> None:
-        """Tell that bytes were read in no useful order: the storage will be read whole at the
-        end.
-        """
+    def require_full_read(self, tensor: str, payload: Payload) -> None:
+        """Mark a storage whose ranges cannot be joined into one CRC; `finish` reads it in full."""
         if payload.crc is not None and self._enabled:
             with self._lock:
                 self._open.setdefault((payload.file, payload.offset), (tensor, payload, [], 0))
 
     def finish(self) -> None:
-        """Read and compare every storage of which only a part was used.
+        """Read and compare every storage of which only a part was read.
 
         Raises:
             SourceError: `checksum`.
         """
+        block = buffer(_BLOCK_NBYTES)
         for tensor, payload, intervals, _ in list(self._open.values()):
             if not self._compare(tensor, payload, intervals):
-                found = storage_crc(self._source, payload)
-                if found != payload.crc:
-                    raise mismatch(tensor, payload, found)
+                crc = range_crc(self._source, payload.file, payload.offset, payload.nbytes, block)
+                if crc != payload.crc:
+                    raise mismatch(tensor, payload, crc)
         self._open.clear()
 
     def dump(self) -> list[object]:
@@ -125,11 +112,10 @@ class ChecksumVerifier:
             self._open[key] = (tensor, payload, merged, total + nbytes)
 
     def _compare(self, tensor: str, payload: Payload, intervals: list[Interval]) -> bool:
-        found = join_crcs(intervals, payload.nbytes)
-        if found is not None and found != payload.crc:
-            raise mismatch(tensor, payload, found)
-        return found is not None
+        """Compare a storage if its intervals tile it; return whether they do."""
+        crc = join_crcs(intervals, payload.nbytes)
+        if crc is not None and crc != payload.crc:
+            raise mismatch(tensor, payload, crc)
+        return crc is not None
 
-    def _close(self, key: tuple[str, int]) -> None:
-        with self._lock:
-            self._open.pop(key, None)
+    read, partly = record, require_full_read  # until callers are switched

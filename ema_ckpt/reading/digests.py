@@ -1,8 +1,7 @@
-"""The digest of a tensor: CRC-32 of its logical row-major little-endian bytes, however it is
-stored.
+"""Digest of a tensor: CRC-32 of its logical row-major little-endian bytes, however it is stored.
 
-It is taken from what is known (a recorded digest, checksums of chunks that are whole rows) where
-that is enough, and else from the bytes, band by band.
+It comes from recorded checksums (its digest, or those of chunks that are whole rows) where they
+suffice, and otherwise from the bytes.
 """
 
 from __future__ import annotations
@@ -14,67 +13,62 @@ from ema_ckpt.core.catalog import Catalog, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.formats.sidecar import SIDECAR
+from ema_ckpt.reading.box_reader import BoxReader, LocatedBox
 from ema_ckpt.reading.checksums import Interval, join_crcs
 from ema_ckpt.reading.overlaps import RowBlocks, row_ranges
-from ema_ckpt.reading.streams import Stream, StreamReader
-
-Cast = Callable[[memoryview], memoryview]
 
 
-def mixed(catalog: Catalog) -> str:
-    """Why a recorded digest may differ although every storage matches its checksum, and what to
-    do.
-    """
+def explain_mismatch(catalog: Catalog) -> str:
+    """Say why a digest can differ although every storage matches its checksum, and what to do."""
     message = "these are not the bytes that were saved (files swapped, mixed or changed); use another copy"
     if SIDECAR not in catalog.source.listing():
         return message
     return f"{message}, or, if another checkpoint was saved over this one, delete {SIDECAR}"
 
 
-def combined(
+def join_storage_crcs(
     tensor: Tensor,
     payloads: Sequence[Payload],
-    picked: Sequence[int],
+    chunks: Sequence[int],
     crc_of: Callable[[Payload], int | None],
 ) -> int | None:
-    """The digest from the CRC-32s of whole storages, or None if they do not follow one another in
-    the tensor.
-    """
-    runs = row_ranges(tensor, payloads, picked, whole(tensor.shape))
-    if runs is None:
+    """Digest from the CRC-32s of whole storages; None unless they tile the tensor in order."""
+    ranges = row_ranges(tensor, payloads, chunks, whole(tensor.shape))
+    if ranges is None:
         return None
     intervals: list[Interval] = []
-    for run in runs:
-        crc = crc_of(run.payload)
-        if crc is None or run.start or run.nbytes != run.payload.nbytes:
+    for byte_range in ranges:
+        payload = byte_range.payload
+        crc = crc_of(payload)
+        if crc is None or byte_range.start or byte_range.nbytes != payload.nbytes:
             return None
-        intervals.append((run.dest, run.nbytes, crc))
+        intervals.append((byte_range.dest, byte_range.nbytes, crc))
     return join_crcs(intervals, tensor.nbytes)
 
 
-def stored_digest(catalog: Catalog, tensor: Tensor) -> int | None:
-    """The digest as the checkpoint records it, as a digest or in the checksums of its chunks; None
-    if it does not.
-    """
+def recorded_digest(catalog: Catalog, tensor: Tensor) -> int | None:
+    """Digest that the checkpoint records, itself or by checksums of chunks; None if it does not."""
     recorded = catalog.digests.get(tensor.name)
     if recorded is not None or not tensor.nbytes:
         return recorded or 0
-    return combined(
-        tensor, catalog.reader.payloads(tensor), prove(tensor), lambda payload: payload.crc
-    )
+    payloads = catalog.reader.payloads(tensor)
+    return join_storage_crcs(tensor, payloads, prove(tensor), lambda payload: payload.crc)
 
 
-def computed(stream: Stream, reader: StreamReader, cast: Cast | None = None) -> int:
-    """The digest computed from the tensor's bytes, or from what `cast` makes of each block of them.
+def compute_digest(
+    located: LocatedBox,
+    reader: BoxReader,
+    cast: Callable[[memoryview], memoryview] | None = None,
+) -> int:
+    """Compute the digest from the bytes, or from what `cast` makes of each block of them.
 
     Raises:
         SourceError: whatever keeps the bytes from being read.
     """
-    crc, tensor = 0, stream.tensor
+    crc, tensor = 0, located.tensor
     if not tensor.nbytes:
         return crc
-    cutter = RowBlocks(whole(tensor.shape), tensor.dtype.itemsize, reader.block_nbytes)
-    for index in range(cutter.count):
-        block = reader.read(0, stream, cutter.band(index))
+    blocks = RowBlocks(located.box, tensor.dtype.itemsize, reader.block_nbytes)
+    for block in reader.blocks(located, blocks):
         crc = crc32(block if cast is None else cast(block), crc)
     return crc

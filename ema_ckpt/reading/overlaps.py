@@ -1,10 +1,4 @@
-"""Reading a box of a tensor, row-major, from the chunks that hold it.
-
-Two ways. Where a chunk's share of the box is one run of bytes both in the file and in the result
-(row shards, whole tensors), the bytes are moved as they are. Otherwise the box is cut into bands:
-runs of the result of some hundred KiB, each put together in a small buffer from all chunks that
-touch it.
-"""
+"""Find where the bytes of a box lie: pure geometry of chunks, byte ranges and blocks of rows."""
 
 from __future__ import annotations
 
@@ -24,15 +18,14 @@ from ema_ckpt.storage.files import is_url
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
+
 # numpy types of the same size as an element: bytes are moved, never interpreted.
 UNITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-_GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
 
 
 class Overlap(NamedTuple):
-    """The part of a box that one chunk holds: in tensor coordinates, with the chunk's own box,
-    payload and strides.
-    """
+    """Part of a box that one chunk holds; `box` and `chunk` are in tensor coordinates."""
 
     box: Box
     chunk: Box
@@ -40,13 +33,17 @@ class Overlap(NamedTuple):
     strides: tuple[int, ...]
 
     def start(self, box: Box) -> int:
-        """Element of the storage at which a box begins."""
-        at = self.payload.start
+        """Element of the storage at which `box`, inside the overlap, begins."""
+        element = self.payload.start
         for offset, corner, stride in zip(
             box.offsets, self.chunk.offsets, self.strides, strict=True
         ):
-            at += (offset - corner) * stride
-        return at
+            element += (offset - corner) * stride
+        return element
+
+    def is_contiguous(self, box: Box) -> bool:
+        """Whether the elements of `box`, inside the overlap, follow one another in the storage."""
+        return self.payload.strides is None and is_contiguous_in(box, self.chunk)
 
 
 class ByteRange(NamedTuple):
@@ -59,114 +56,109 @@ class ByteRange(NamedTuple):
 
 
 def find_overlaps(
-    tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[int], box: Box
+    tensor: Tensor, payloads: Sequence[Payload], chunks: Sequence[int], box: Box
 ) -> list[Overlap]:
-    """What each of the `picked` chunks holds of `box`, empty shares left out."""
-    shares = []
+    """Overlaps of `box` with the chunks of the given indices, empty ones left out."""
+    overlaps = []
     first, stop = (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
-    for index in picked:
-        chunk = tensor.chunks[index]
+    for index in chunks:
+        chunk, payload = tensor.chunks[index], payloads[index]
         if chunk.sizes and (chunk.offsets[0] >= stop or chunk.offsets[0] + chunk.sizes[0] <= first):
             continue  # most are other rows
         common = intersect(chunk.box, box)
         if common is not None:
-            strides = payloads[index].strides or row_major_strides(chunk.sizes)
-            shares.append(Overlap(common, chunk.box, payloads[index], strides))
-    return shares
+            strides = payload.strides or row_major_strides(chunk.sizes)
+            overlaps.append(Overlap(common, chunk.box, payload, strides))
+    return overlaps
 
 
-def contiguous_ranges(shares: Sequence[Overlap], box: Box, itemsize: int) -> list[ByteRange] | None:
-    """The shares as runs in the order of the result, or None if one of them is no single run."""
-    runs = []
-    for share in shares:
-        row_major = share.payload.strides is None
-        if not (
-            row_major
-            and is_contiguous_in(share.box, box)
-            and is_contiguous_in(share.box, share.chunk)
-        ):
+def contiguous_ranges(
+    overlaps: Sequence[Overlap], box: Box, itemsize: int
+) -> list[ByteRange] | None:
+    """Overlaps as byte ranges in the order of the result; None if one is no single range."""
+    ranges = []
+    for overlap in overlaps:
+        if not overlap.is_contiguous(overlap.box) or not is_contiguous_in(overlap.box, box):
             return None
-        start = share.start(share.box)
-        dest = linear(share.box.within(box).offsets, box.sizes)
-        runs.append(
-            ByteRange(dest * itemsize, start * itemsize, share.box.numel * itemsize, share.payload)
-        )
-    runs.sort(key=lambda run: run.dest)
-    return runs
+        dest = linear(overlap.box.within(box).offsets, box.sizes) * itemsize
+        start, nbytes = overlap.start(overlap.box) * itemsize, overlap.box.numel * itemsize
+        ranges.append(ByteRange(dest, start, nbytes, overlap.payload))
+    ranges.sort(key=lambda byte_range: byte_range.dest)
+    return ranges
 
 
 def row_ranges(
-    tensor: Tensor, payloads: Sequence[Payload], picked: Sequence[int], box: Box
+    tensor: Tensor, payloads: Sequence[Payload], chunks: Sequence[int], box: Box
 ) -> list[ByteRange] | None:
-    """The runs of a whole tensor stored as rows in order, found without intersecting boxes; None
-    otherwise.
-    """
+    """Byte ranges of a whole tensor stored as rows in order, without intersections; else None."""
     if box.sizes != tensor.shape:
         return None
-    runs, dest, itemsize, rest = [], 0, tensor.dtype.itemsize, tensor.shape[1:]
-    for index in picked:
+    ranges, dest, itemsize, inner = [], 0, tensor.dtype.itemsize, tensor.shape[1:]
+    row_nbytes = prod(inner) * itemsize
+    for index in chunks:
         chunk, payload = tensor.chunks[index], payloads[index]
-        if payload.strides is not None or chunk.sizes[1:] != rest or any(chunk.offsets[1:]):
+        if payload.strides is not None or chunk.sizes[1:] != inner or any(chunk.offsets[1:]):
+            return None
+        if chunk.offsets and chunk.offsets[0] * row_nbytes != dest:
             return None
         nbytes = prod(chunk.sizes) * itemsize
-        if chunk.offsets and chunk.offsets[0] * prod(rest) * itemsize != dest:
-            return None
-        runs.append(ByteRange(dest, payload.start * itemsize, nbytes, payload))
+        ranges.append(ByteRange(dest, payload.start * itemsize, nbytes, payload))
         dest += nbytes
-    return runs
+    return ranges
 
 
 class RowBlocks:
-    """Cuts a box into bands of at most `nbytes` bytes (one element at least) that are runs of its
-    row-major order.
+    """Cuts a box into blocks of at most `nbytes` bytes (one element at least).
+
+    The elements of each block follow one another in row-major order of the box. A block consists of
+    rows along `axis`, of which the outer axes have one index each.
     """
 
     def __init__(self, box: Box, itemsize: int, nbytes: int) -> None:
         self.box = box
-        axis, inner = len(box.sizes), itemsize
-        while axis > 0 and inner * box.sizes[axis - 1] <= nbytes:
+        axis, inner_nbytes = len(box.sizes), itemsize
+        while axis > 0 and inner_nbytes * box.sizes[axis - 1] <= nbytes:
             axis -= 1
-            inner *= box.sizes[axis]
+            inner_nbytes *= box.sizes[axis]
         self.axis = max(axis - 1, 0)
         rows = box.sizes[self.axis] if box.sizes else 1
-        self._below = prod(box.sizes[self.axis + 1 :])
-        self._step = max(1, min(rows, nbytes // max(self._below * itemsize, 1)))
+        self._row_numel = prod(box.sizes[self.axis + 1 :])
+        self._step = max(1, min(rows, nbytes // max(self._row_numel * itemsize, 1)))
         self._per_outer = -(-rows // self._step)
         self.count = prod(box.sizes[: self.axis]) * self._per_outer
 
     def rows(self, index: int) -> tuple[int, int]:
-        """Where the band with that index begins on `axis`, relative to the box, and how many rows
-        it has.
-        """
+        """First row, relative to the box, and number of rows of a block along `axis`."""
         first = index % self._per_outer * self._step
         return first, min(self._step, self.box.sizes[self.axis] - first)
 
     def extent(self, index: int) -> tuple[int, int]:
-        """Where the band with that index begins in the box' row-major order, and how long it is, in
-        elements.
-        """
+        """First element, in row-major order of the box, and number of elements of a block."""
         if not self.box.sizes:
             return 0, 1
         first, rows = self.rows(index)
         before = index // self._per_outer * self.box.sizes[self.axis]
-        return (before + first) * self._below, rows * self._below
+        return (before + first) * self._row_numel, rows * self._row_numel
 
-    def band(self, index: int) -> Box:
-        """The band with that index, in tensor coordinates."""
-        box, axis = self.box, self.axis
+    def block(self, index: int) -> Box:
+        """The block with that index, in tensor coordinates."""
+        box = self.box
         if not box.sizes:
             return box
-        outer, part = divmod(index, self._per_outer)
+        first, rows = self.rows(index)
+        outer = index // self._per_outer
         offsets, sizes = list(box.offsets), list(box.sizes)
-        for at in range(axis - 1, -1, -1):
-            outer, position = divmod(outer, box.sizes[at])
-            offsets[at], sizes[at] = box.offsets[at] + position, 1
-        first = part * self._step
-        offsets[axis], sizes[axis] = (
-            box.offsets[axis] + first,
-            min(self._step, box.sizes[axis] - first),
-        )
+        for axis in range(self.axis - 1, -1, -1):
+            outer, position = divmod(outer, box.sizes[axis])
+            offsets[axis], sizes[axis] = box.offsets[axis] + position, 1
+        offsets[self.axis] += first
+        sizes[self.axis] = rows
         return Box(tuple(offsets), tuple(sizes))
+
+    band = block  # until callers are switched
+
+
+# The class below goes once its last users read through `box_reader`.
 
 
 class BoxReader:

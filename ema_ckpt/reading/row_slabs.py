@@ -1,10 +1,9 @@
-"""Bands put together from lanes: the quick way where every chunk holds whole rows of its part of a
-box.
+"""Read blocks of interleaved rows: the fast path where every chunk holds whole rows of its part.
 
-Column shards, FSDP2 × TP and rows that two chunks share are all of this kind: on the axis along
-which bands are cut, a chunk's part of the box is one run of bytes from row to row. What a band
-takes from a lane is then a multiplication away, and what one job reads of a lane is one interval of
-its storage, with one CRC-32.
+Column shards, FSDP2 × TP and rows that two chunks share are of this kind: along the axis of the
+blocks, the overlap of a chunk with the box is one byte range from row to row. What a block needs of
+a slab is then a multiplication away, and what one job reads of a slab is one interval of its
+storage, with one CRC-32.
 """
 
 from __future__ import annotations
@@ -13,20 +12,18 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ema_ckpt.core.catalog import Files
+from ema_ckpt.core.catalog import Files, Payload
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.reading.overlaps import UNITS, Overlap, RowBlocks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ema_ckpt.core.catalog import Payload
     from ema_ckpt.reading.checksums import ChecksumVerifier
 
 
 class RowSlab(NamedTuple):
-    """What a chunk holds of a box: the rows [first, stop) of the bands' axis, each of `row_nbytes`
-    bytes.
+    """Rows [first, stop) of the blocks' axis that one chunk holds, each of `row_nbytes` bytes.
 
     `start` is where row `first` begins, in bytes of the storage; `inner` is where the rows lie on
     the axes that follow, of sizes `sizes`; `full` if they are as wide as the box.
@@ -43,95 +40,91 @@ class RowSlab(NamedTuple):
 
 
 def find_row_slabs(
-    shares: Sequence[Overlap], cutter: RowBlocks, itemsize: int
+    overlaps: Sequence[Overlap], blocks: RowBlocks, itemsize: int
 ) -> list[RowSlab] | None:
-    """The shares of a box as lanes of its bands, or None if one is no lane or bands begin anew in
-    outer axes.
-    """
-    box, axis = cutter.box, cutter.axis
+    """Overlaps of a box as row slabs of its blocks; None if one is none, or if outer axes count."""
+    box, axis = blocks.box, blocks.axis
     if not box.sizes or prod(box.sizes[:axis]) != 1:
         return None
-    lanes = []
-    for share in shares:
-        sizes = share.box.sizes[axis + 1 :]
-        if share.payload.strides is not None or sizes != share.chunk.sizes[axis + 1 :]:
+    slabs = []
+    for overlap in overlaps:
+        sizes = overlap.box.sizes[axis + 1 :]
+        if overlap.payload.strides is not None or sizes != overlap.chunk.sizes[axis + 1 :]:
             return None
-        where = share.box.within(box)
-        inner = tuple(
-            [slice(o, o + s) for o, s in zip(where.offsets[axis + 1 :], sizes, strict=True)]
+        part = overlap.box.within(box)
+        first = part.offsets[axis]
+        slab = RowSlab(
+            payload=overlap.payload,
+            first=first,
+            stop=first + part.sizes[axis],
+            start=overlap.start(overlap.box) * itemsize,
+            row_nbytes=prod(sizes) * itemsize,
+            inner=part.slices()[axis + 1 :],
+            sizes=sizes,
+            full=sizes == box.sizes[axis + 1 :],
         )
-        first = where.offsets[axis]
-        lanes.append(
-            RowSlab(
-                share.payload,
-                first,
-                first + where.sizes[axis],
-                share.start(share.box) * itemsize,
-                prod(sizes) * itemsize,
-                inner,
-                sizes,
-                sizes == box.sizes[axis + 1 :],
-            )
-        )
-    return lanes
+        slabs.append(slab)
+    return slabs
 
 
 class RowSlabReader:
-    """Puts the bands of one job together; the lanes' checksums are told at its end."""
+    """Reads the blocks of one job, in order; the slabs' checksums are reported at its end."""
 
     def __init__(
-        self, source: Files, lanes: Sequence[RowSlab], cutter: RowBlocks, itemsize: int
+        self, source: Files, slabs: Sequence[RowSlab], blocks: RowBlocks, itemsize: int
     ) -> None:
         self._source = source
-        self._lanes = lanes
-        self._cutter = cutter
+        self._slabs = slabs
+        self._blocks = blocks
         self._unit = UNITS[itemsize]
-        self._inner = cutter.box.sizes[cutter.axis + 1 :]
+        self._inner = blocks.box.sizes[blocks.axis + 1 :]
         self._row_nbytes = prod(self._inner) * itemsize
-        self._crcs = [0] * len(lanes)
+        self._crcs = [0] * len(slabs)
         self._begun: dict[int, int] = {}
-        self._rows = 0
+        self._stop = 0
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of the longest block."""
+        return self._blocks.rows(0)[1] * self._row_nbytes
 
     def read(self, index: int, block: memoryview, scratch: memoryview) -> memoryview:
-        """Fill the beginning of `block` with a band, by way of `scratch` where lanes interleave;
-        return that part.
-        """
-        first, count = self._cutter.rows(index)
-        stop = self._rows = first + count
-        band = block[: count * self._row_nbytes]
-        target: NDArray[Any] | None = None
-        for number, lane in enumerate(self._lanes):
-            low, high = max(first, lane.first), min(stop, lane.stop)
+        """Fill the beginning of `block`, by way of `scratch` where slabs interleave; return it."""
+        first, count = self._blocks.rows(index)
+        self._stop = first + count
+        out = block[: count * self._row_nbytes]
+        rows: NDArray[Any] | None = None
+        for number, slab in enumerate(self._slabs):
+            low, high = max(first, slab.first), min(first + count, slab.stop)
             if low >= high:
                 continue
             self._begun.setdefault(number, low)
-            nbytes = (high - low) * lane.row_nbytes
-            part = (
-                band[(low - first) * nbytes // (high - low) :][:nbytes]
-                if lane.full
-                else scratch[:nbytes]
-            )
-            payload = lane.payload
-            at = payload.offset + lane.start + (low - lane.first) * lane.row_nbytes
-            self._source.read_into(payload.file, at, part)
-            self._crcs[number] = crc32(part, self._crcs[number])
-            if not lane.full:
+            nbytes = (high - low) * slab.row_nbytes
+            view = scratch[:nbytes]
+            if slab.full:
+                view = out[(low - first) * slab.row_nbytes :][:nbytes]
+            offset = slab.payload.offset + slab.start + (low - slab.first) * slab.row_nbytes
+            self._source.read_into(slab.payload.file, offset, view)
+            self._crcs[number] = crc32(view, self._crcs[number])
+            if not slab.full:
                 import numpy as np
 
-                if target is None:
-                    target = np.frombuffer(band, self._unit).reshape(count, *self._inner)
-                rows = np.frombuffer(part, self._unit).reshape(high - low, *lane.sizes)
-                target[(slice(low - first, high - first), *lane.inner)] = rows
-        return band
+                if rows is None:
+                    rows = np.frombuffer(out, self._unit).reshape(count, *self._inner)
+                part = np.frombuffer(view, self._unit).reshape(high - low, *slab.sizes)
+                rows[(slice(low - first, high - first), *slab.inner)] = part
+        return out
 
-    def tell(self, tensor: str, checks: ChecksumVerifier) -> None:
-        """Tell what was read.
+    def report_checksums(self, tensor: str, verifier: ChecksumVerifier) -> None:
+        """Report what was read of each slab.
 
         Raises:
             SourceError: `checksum`.
         """
         for number, low in self._begun.items():
-            lane = self._lanes[number]
-            nbytes = (min(self._rows, lane.stop) - low) * lane.row_nbytes
-            start = lane.start + (low - lane.first) * lane.row_nbytes
-            checks.read(tensor, lane.payload, start, nbytes, self._crcs[number])
+            slab = self._slabs[number]
+            nbytes = (min(self._stop, slab.stop) - low) * slab.row_nbytes
+            start = slab.start + (low - slab.first) * slab.row_nbytes
+            verifier.record(tensor, slab.payload, start, nbytes, self._crcs[number])
+
+    tell = report_checksums  # until callers are switched

@@ -1,0 +1,288 @@
+"""Read a box of a tensor, row-major, from the chunks that hold it.
+
+Where the box consists of byte ranges of the storages (row shards, whole tensors), their bytes are
+read as they are. Otherwise blocks of it are assembled: each is put together from all chunks that
+hold a part of it. Rows of column shards have a fast path of their own (`row_slabs`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import product
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ema_ckpt.core.box import Box, flat_range_boxes, intersect, whole
+from ema_ckpt.core.catalog import Catalog, Files, Payload, Tensor
+from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.crc import crc32
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.overlaps import (
+    UNITS,
+    ByteRange,
+    Overlap,
+    RowBlocks,
+    contiguous_ranges,
+    find_overlaps,
+    row_ranges,
+)
+from ema_ckpt.reading.row_slabs import RowSlabReader, find_row_slabs
+from ema_ckpt.runtime.page_buffer import buffer
+from ema_ckpt.storage.files import is_url
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
+_dest = attrgetter("dest")
+
+
+class LocatedBox(NamedTuple):
+    """A box of a tensor whose bytes are located.
+
+    Attributes:
+        ranges: the byte ranges that the box consists of, in row-major order, or None if it must be
+            assembled.
+        overlaps: the parts of the box that chunks hold; may be empty where there are `ranges`.
+    """
+
+    source: Files
+    tensor: Tensor
+    box: Box
+    ranges: Sequence[ByteRange] | None
+    overlaps: Sequence[Overlap]
+
+
+def locate(
+    catalog: Catalog,
+    tensor: Tensor,
+    payloads: Sequence[Payload] | None = None,
+    box: Box | None = None,
+) -> LocatedBox:
+    """Locate the bytes of a box, by default of the whole tensor. Reads headers only.
+
+    `payloads` are those of the tensor's chunks, if they are known.
+
+    Raises:
+        SourceError: `hole overlap out-of-bounds incomplete missing-file bad-header …`, naming the
+            tensor.
+    """
+    chunks = prove(tensor)
+    if payloads is None:
+        payloads = catalog.reader.payloads(tensor) if chunks else ()
+    if box is None:
+        box = whole(tensor.shape)
+    overlaps: Sequence[Overlap] = ()
+    ranges = row_ranges(tensor, payloads, chunks, box)
+    if ranges is None:
+        overlaps = find_overlaps(tensor, payloads, chunks, box)
+        ranges = contiguous_ranges(overlaps, box, tensor.dtype.itemsize)
+    return LocatedBox(catalog.source, tensor, box, ranges, overlaps)
+
+
+class BoxReader:
+    """Reads located boxes; its buffers serve one worker.
+
+    Args:
+        block_nbytes: bytes of a block, which bound each buffer.
+        verifier: gets the checksums of what is read; without it none are computed.
+    """
+
+    def __init__(self, block_nbytes: int, verifier: ChecksumVerifier | None = None) -> None:
+        self.block_nbytes = block_nbytes
+        self._verifier = verifier
+        self._buffers: dict[str, memoryview] = {}
+
+    def read(self, located: LocatedBox, out: memoryview, start: int = 0) -> None:
+        """Fill `out` with the bytes of the box in row-major order, from byte `start` on.
+
+        Raises:
+            SourceError: `truncated-file checksum out-of-bounds …`.
+        """
+        if located.ranges is not None:
+            self._read_ranges(located, located.ranges, out, start)
+            return
+        itemsize, corner = located.tensor.dtype.itemsize, located.box.offsets
+        done, first = 0, start // itemsize
+        for part in flat_range_boxes(located.box.sizes, first, first + len(out) // itemsize):
+            offsets = [o + c for o, c in zip(part.offsets, corner, strict=True)]
+            blocks = RowBlocks(Box(tuple(offsets), part.sizes), itemsize, self.block_nbytes)
+            for index in range(blocks.count):
+                block = blocks.block(index)
+                nbytes = block.numel * itemsize
+                self._assemble(located, block, out[done : done + nbytes])
+                done += nbytes
+
+    def blocks(
+        self, located: LocatedBox, blocks: RowBlocks, first: int = 0, stop: int | None = None
+    ) -> Iterator[memoryview]:
+        """Yield the bytes of blocks [first, stop), each valid until the next is asked for.
+
+        Raises:
+            SourceError: as `read`; the checksums of interleaved rows are compared at the end.
+        """
+        itemsize = located.tensor.dtype.itemsize
+        stop = blocks.count if stop is None else stop
+        if located.ranges is None:
+            slabs = find_row_slabs(located.overlaps, blocks, itemsize)
+            if slabs is not None:
+                yield from self._read_slabs(
+                    located, RowSlabReader(located.source, slabs, blocks, itemsize), first, stop
+                )
+                return
+        for index in range(first, stop):
+            start, numel = blocks.extent(index)
+            view = self._buffer("block", numel * itemsize)
+            self.read(located, view, start * itemsize)
+            yield view
+
+    def _read_slabs(
+        self, located: LocatedBox, reader: RowSlabReader, first: int, stop: int
+    ) -> Iterator[memoryview]:
+        block = self._buffer("block", reader.block_nbytes)
+        scratch = self._buffer("scratch", reader.block_nbytes)
+        for index in range(first, stop):
+            yield reader.read(index, block, scratch)
+        if self._verifier is not None:
+            reader.report_checksums(located.tensor.name, self._verifier)
+
+    def _buffer(self, name: str, nbytes: int) -> memoryview:
+        memory = self._buffers.get(name)
+        if memory is None or len(memory) < nbytes:
+            memory = self._buffers[name] = buffer(max(nbytes, self.block_nbytes))
+        return memory if len(memory) == nbytes else memory[:nbytes]
+
+    def _read_ranges(
+        self, located: LocatedBox, ranges: Sequence[ByteRange], out: memoryview, start: int
+    ) -> None:
+        done, index = 0, bisect_right(ranges, start, key=_dest) - 1
+        while done < len(out):
+            byte_range = ranges[index]
+            skipped = start + done - byte_range.dest
+            part = out[done : done + byte_range.nbytes - skipped]
+            self._read_range(located, byte_range.payload, byte_range.start + skipped, part)
+            done += len(part)
+            index += 1
+
+    def _read_range(
+        self, located: LocatedBox, payload: Payload, start: int, out: memoryview
+    ) -> None:
+        """Fill `out` from byte `start` of a storage; report its checksum."""
+        source, offset, verifier = located.source, payload.offset + start, self._verifier
+        if verifier is None or payload.crc is None:
+            source.read_into(payload.file, offset, out)
+            return
+        crc = 0
+        for position in range(0, len(out), self.block_nbytes):
+            view = out[position : position + self.block_nbytes]
+            source.read_into(payload.file, offset + position, view)
+            crc = crc32(view, crc)
+        verifier.record(located.tensor.name, payload, start, len(out), crc)
+
+    def _assemble(self, located: LocatedBox, block: Box, out: memoryview) -> None:
+        """Fill `out` with one block, from all chunks that hold a part of it."""
+        import numpy as np
+
+        itemsize = located.tensor.dtype.itemsize
+        values = np.frombuffer(out, UNITS[itemsize]).reshape(block.sizes)
+        for overlap in located.overlaps:
+            part = intersect(overlap.box, block)
+            if part is None:
+                continue
+            target = values[part.within(block).slices()]
+            if not overlap.is_contiguous(part):
+                self._read_strided(located, overlap, part, target)
+                continue
+            view = out
+            if part != block:
+                view = self._buffer("scratch", target.nbytes)
+            self._read_range(located, overlap.payload, overlap.start(part) * itemsize, view)
+            if part != block:
+                target[...] = np.frombuffer(view, target.dtype).reshape(part.sizes)
+
+    def _read_strided(
+        self, located: LocatedBox, overlap: Overlap, box: Box, target: NDArray[Any]
+    ) -> None:
+        tensor, payload, itemsize = located.tensor, overlap.payload, located.tensor.dtype.itemsize
+        if self._verifier is not None:
+            self._verifier.require_full_read(tensor.name, payload)
+        last = overlap.start(box)
+        for size, stride in zip(box.sizes, overlap.strides, strict=True):
+            last += (size - 1) * stride
+        if (last + 1) * itemsize > payload.nbytes:
+            message = f"{payload.file}: tensor {tensor.name!r} reaches beyond its storage"
+            raise SourceError("out-of-bounds", message, tensor=tensor.name, file=payload.file)
+        gap = self.block_nbytes if is_url(located.source.root) else _GAP_NBYTES
+        for tile in _tiles(box, overlap.strides, itemsize, self.block_nbytes, gap):
+            values = self._read_tile(located.source, overlap, tile, target.dtype)
+            target[tile.box.within(box).slices()] = values
+
+    def _read_tile(
+        self, source: Files, overlap: Overlap, tile: _Tile, dtype: Any
+    ) -> NDArray[Any]:
+        """Read a tile into scratch, its reads one behind the other; return a strided view of it."""
+        import numpy as np
+
+        payload, itemsize, strides = overlap.payload, dtype.itemsize, list(overlap.strides)
+        start, nbytes = overlap.start(tile.box), tile.span * itemsize
+        step = strides[tile.axis] if tile.reads > 1 else 0
+        scratch = self._buffer("scratch", tile.reads * nbytes)
+        for index in range(tile.reads):
+            offset = payload.offset + (start + index * step) * itemsize
+            view = scratch[index * nbytes : (index + 1) * nbytes]
+            source.read_into(payload.file, offset, view)
+        if tile.reads > 1:
+            strides[tile.axis] = tile.span
+        steps = tuple([stride * itemsize for stride in strides])
+        values = np.frombuffer(scratch, dtype)
+        return np.lib.stride_tricks.as_strided(values, tile.box.sizes, steps, writeable=False)
+
+
+class _Tile(NamedTuple):
+    """Part of a strided box: one read of `span` elements, or `reads` of them along `axis`."""
+
+    box: Box
+    span: int
+    axis: int
+    reads: int
+
+
+def _tiles(
+    box: Box, strides: Sequence[int], itemsize: int, limit: int, gap: int
+) -> Iterator[_Tile]:
+    """Cut a strided box into tiles of at most `limit` bytes of reading (one element at least).
+
+    Axes are added from the smallest stride on. As long as at most `gap` bytes lie between two steps
+    of an axis they are read over, which costs less than another read; from there on, every step is
+    a read.
+    """
+    axes = sorted(range(len(strides)), key=lambda axis: strides[axis])
+    span = 1
+    while axes:
+        stride = strides[axes[0]]
+        wider = span + (box.sizes[axes[0]] - 1) * stride
+        if wider > span and ((stride - span) * itemsize > gap or wider * itemsize > limit):
+            break
+        span = wider
+        axes.pop(0)
+    if not axes:
+        yield _Tile(box, span, 0, 1)
+        return
+    axis, *outer = axes
+    stride, room = strides[axis], limit // itemsize
+    reads_over = (stride - span) * itemsize <= gap
+    step = max(1, (room - span) // stride + 1 if reads_over else room // span)
+    for corner in product(*(range(box.sizes[other]) for other in outer)):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        for other, position in zip(outer, corner, strict=True):
+            offsets[other], sizes[other] = offsets[other] + position, 1
+        for first in range(0, box.sizes[axis], step):
+            count = min(step, box.sizes[axis] - first)
+            offsets[axis], sizes[axis] = box.offsets[axis] + first, count
+            part = Box(tuple(offsets), tuple(sizes))
+            if reads_over:
+                yield _Tile(part, span + (count - 1) * stride, axis, 1)
+            else:
+                yield _Tile(part, span, axis, count)
