@@ -17,8 +17,8 @@ from ema_ckpt.core.catalog import Catalog, Chunk, Diagnostic, Object, Payload, T
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError, shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
-from ema_ckpt.reading.digests import combined, computed, mixed
-from ema_ckpt.reading.streams import StreamReader, locate
+from ema_ckpt.reading.box_reader import BoxReader, locate
+from ema_ckpt.reading.digests import compute_digest, explain_mismatch, join_storage_crcs
 from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.state_dicts.tree import list_trees
 
@@ -73,7 +73,7 @@ class Audit:
             else:
                 self._summed(record, crc)
         self._load_objects()
-        reader = StreamReader(_BLOCK_NBYTES)
+        reader = BoxReader(_BLOCK_NBYTES)
         self._check_digests(reader)
         self._compare_replicas(reader)
 
@@ -219,7 +219,7 @@ class Audit:
 
     # Digests and replicas.
 
-    def _check_digests(self, reader: StreamReader) -> None:
+    def _check_digests(self, reader: BoxReader) -> None:
         """Compare the recorded digest of each tensor whose bytes are otherwise in order."""
         for tensor in self.catalog.tensors:
             expected = self.catalog.digests.get(tensor.name)
@@ -237,20 +237,18 @@ class Audit:
         known = self._inventory.payloads.get(tensor.name, ()) if self._inventory else ()
         return None if None in known else cast("tuple[Payload, ...]", known)
 
-    def digest(
-        self, tensor: Tensor, payloads: Sequence[Payload], reader: StreamReader
-    ) -> int | None:
+    def digest(self, tensor: Tensor, payloads: Sequence[Payload], reader: BoxReader) -> int | None:
         """The tensor's digest, from checksums of this pass where they suffice; None, and a problem,
         on failure.
         """
         try:
-            known = combined(
+            known = join_storage_crcs(
                 tensor, payloads, prove(tensor), lambda p: self.crcs.get((p.file, p.offset))
             )
             return (
                 known
                 if known is not None
-                else computed(locate(self.catalog, tensor, payloads), reader)
+                else compute_digest(locate(self.catalog, tensor, payloads), reader)
             )
         except SourceError as error:
             self.error(error)
@@ -269,12 +267,12 @@ class Audit:
         files = list(dict.fromkeys(payload.file for payload in payloads))
         message = f"expected the digest crc32:{expected:08x}, found crc32:{found:08x}"
         where = ", ".join(files[:3])
-        why = mixed(self.catalog)
+        why = explain_mismatch(self.catalog)
         self.report(
             "checksum", f"{where}: tensor {tensor.name!r}: {message}: {why}", tensor.name, files[0]
         )
 
-    def _compare_replicas(self, reader: StreamReader) -> None:
+    def _compare_replicas(self, reader: BoxReader) -> None:
         for tensor in self.catalog.tensors:
             payloads = self.payloads_of(tensor)
             boxes: dict[tuple[object, object], list[int]] = {}
@@ -288,7 +286,7 @@ class Audit:
                     self._compare(tensor, [(tensor.chunks[i], payloads[i]) for i in copies], reader)
 
     def _compare(
-        self, tensor: Tensor, copies: Sequence[tuple[Chunk, Payload]], reader: StreamReader
+        self, tensor: Tensor, copies: Sequence[tuple[Chunk, Payload]], reader: BoxReader
     ) -> None:
         crcs: dict[int, list[str]] = {}
         for chunk, payload in copies:
@@ -296,7 +294,7 @@ class Audit:
                 tensor, shape=chunk.sizes, chunks=(chunk._replace(offsets=(0,) * len(chunk.sizes)),)
             )
             try:
-                crc = computed(locate(self.catalog, alone, (payload,)), reader)
+                crc = compute_digest(locate(self.catalog, alone, (payload,)), reader)
                 crcs.setdefault(crc, []).append(chunk.file)
             except SourceError as error:
                 self.error(error)

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
-from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Catalog, Tensor
-from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import UsageError, shown
 from ema_ckpt.core.names import nearest
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.results import TreeEntry
+from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksums import ChecksumVerifier
-from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, find_overlaps
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.selection import cast_target
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, list_trees
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-_BAND_NBYTES = 4 << 20
+_BLOCK_NBYTES = 4 << 20
 
 
 def tree_entry(tree: Tree) -> TreeEntry:
@@ -151,17 +149,9 @@ class Checkpoint:
         if not tensor.numel:
             return torch.empty(tensor.shape, dtype=kind)
         data = bytearray(tensor.nbytes)
-        checks = ChecksumVerifier(self._catalog.source, enabled=True)
-        reader = BoxReader(self._catalog.source, checks, _BAND_NBYTES)
-        picked, box = prove(tensor), whole(tensor.shape)
-        shares = find_overlaps(tensor, self._catalog.reader.payloads(tensor), picked, box)
-        cutter, view, at = RowBlocks(box, tensor.dtype.itemsize, _BAND_NBYTES), memoryview(data), 0
-        for index in range(cutter.count):
-            band = cutter.band(index)
-            nbytes = band.numel * tensor.dtype.itemsize
-            reader.read(tensor, shares, band, view[at : at + nbytes])
-            at += nbytes
-        checks.finish()
+        verifier = ChecksumVerifier(self._catalog.source, enabled=True)
+        BoxReader(_BLOCK_NBYTES, verifier).read(locate(self._catalog, tensor), memoryview(data))
+        verifier.finish()
         return torch.frombuffer(data, dtype=kind).reshape(tensor.shape)
 
     def close(self) -> None:

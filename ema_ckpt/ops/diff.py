@@ -18,7 +18,8 @@ from ema_ckpt.ops.diff_findings import Compared, find
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.objects import unknown_objects
 from ema_ckpt.ops.results import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
-from ema_ckpt.reading.streams import BlockRange, StreamReader, block_ranges, locate
+from ema_ckpt.reading.box_reader import BoxReader, locate
+from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.storage.files import is_url
@@ -209,7 +210,8 @@ class _CompareWorker:
 
     def __init__(self, comparison: _Comparison) -> None:
         self._comparison = comparison
-        self._reader = StreamReader(comparison.block_nbytes)
+        self._reader_a = BoxReader(comparison.block_nbytes)
+        self._reader_b = BoxReader(comparison.block_nbytes)
         self._comparers: dict[tuple[str, str], Comparer] = {}
         self._pair = -1
 
@@ -224,8 +226,9 @@ class _CompareWorker:
         key = (a.tensor.dtype.name, b.tensor.dtype.name)
         if key not in self._comparers:
             self._comparers[key] = Comparer(a.tensor.dtype, b.tensor.dtype, *comparison.tolerance)
-        read = self._reader.read_bands
-        blocks = zip(read(0, a, *job.range), read(1, b, *job.range), strict=True)
+        blocks_a = self._reader_a.blocks(a, *job.range)
+        blocks_b = self._reader_b.blocks(b, *job.range)
+        blocks = zip(blocks_a, blocks_b, strict=True)
         parts = self._comparers[key].compare(blocks, fast=a.tensor.numel >= FAST_NUMEL)
         comparison.add(job.pair, PairStats.total(parts))
         return job.nbytes

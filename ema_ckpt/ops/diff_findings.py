@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ema_ckpt.analysis.compare import PairStats
-from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
 from ema_ckpt.core.errors import counted, shown
 from ema_ckpt.core.names import EMA, LIVE
 from ema_ckpt.ops.diff_pairing import Pairing, Side
-from ema_ckpt.reading.streams import StreamReader, locate
+from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.state_dicts.ema_config import read_ema_config, swap_marks
 
 _UNRELATED_COSINE = 0.5
@@ -76,8 +75,9 @@ def _is_set(catalog: Catalog, item: Tensor | Object) -> bool:
         return item.is_inline and bool(item.inline)  # objects of a DCP are not opened here
     if item.numel != 1:
         return False
-    reader = StreamReader(max(item.nbytes, 16))
-    return any(reader.read(0, locate(catalog, item), whole(item.shape)))
+    data = bytearray(item.nbytes)
+    BoxReader(item.nbytes).read(locate(catalog, item), memoryview(data))
+    return any(data)
 
 
 def _unrelated(compared: Compared) -> Iterator[Diagnostic]:

@@ -18,7 +18,8 @@ from ema_ckpt.discovery.location import PARTS, SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.opening import open_location
 from ema_ckpt.ops.results import Problem, VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
-from ema_ckpt.reading.streams import BlockRange, Stream, StreamReader, block_ranges, locate
+from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
+from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.storage.directories import join, list_folder
@@ -203,12 +204,12 @@ _STALE_SUFFIXES = (".distcp", ".safetensors")
 class _ScanBlocks(NamedTuple):
     """Look at the values of blocks of a tensor."""
 
-    stream: Stream
+    located: LocatedBox
     range: BlockRange
 
     @property
     def nbytes(self) -> int:
-        return self.range.numel * self.stream.tensor.dtype.itemsize
+        return self.range.numel * self.located.tensor.dtype.itemsize
 
 
 class _ValueScan:
@@ -222,10 +223,10 @@ class _ValueScan:
     def jobs(self) -> Iterator[_ScanBlocks]:
         """Cut all tensors into jobs; report those whose bytes cannot be located."""
         for tensor in self._audit.catalog.tensors:
-            stream = _readable(self._audit, tensor)
-            if stream is not None:
+            located = _readable(self._audit, tensor)
+            if located is not None:
                 for blocks in block_ranges(tensor.shape, tensor.dtype.itemsize, _BLOCK_NBYTES):
-                    yield _ScanBlocks(stream, blocks)
+                    yield _ScanBlocks(located, blocks)
 
     def add(self, name: str, part: ValueCounts) -> None:
         """Add what was seen of a part of a tensor; may be called by several threads."""
@@ -233,12 +234,12 @@ class _ValueScan:
             self.seen.setdefault(name, ValueCounts()).add(part)
 
     def start_worker(self) -> Callable[[_ScanBlocks], int]:
-        reader = StreamReader(_BLOCK_NBYTES)
+        reader = BoxReader(_BLOCK_NBYTES)
 
         def scan(job: _ScanBlocks) -> int:
-            tensor = job.stream.tensor
+            tensor = job.located.tensor
             scanner, part = Scanner(tensor.dtype), ValueCounts()
-            for block in reader.read_bands(0, job.stream, *job.range):
+            for block in reader.blocks(job.located, *job.range):
                 part.add(scanner.scan(block))
             self.add(tensor.name, part)
             return job.nbytes
@@ -264,7 +265,7 @@ def _scan(audit: Audit) -> None:
             _judge(audit, tensor, scan.seen[tensor.name])
 
 
-def _readable(audit: Audit, tensor: Tensor) -> Stream | None:
+def _readable(audit: Audit, tensor: Tensor) -> LocatedBox | None:
     payloads = audit.payloads_of(tensor)
     if not tensor.numel or not has_values(tensor.dtype) or payloads is None:
         return None

@@ -18,9 +18,9 @@ from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import EmaCkptError, counted, shown
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.discovery.opening import open_catalog
+from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster
-from ema_ckpt.reading.digests import computed, stored_digest
-from ema_ckpt.reading.streams import StreamReader, locate
+from ema_ckpt.reading.digests import compute_digest, recorded_digest
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees
@@ -56,7 +56,7 @@ class _Comparison:
     def __init__(self, audit: Audit, origin: Catalog) -> None:
         self._audit = audit
         self._origin = origin
-        self._reader = StreamReader(_BLOCK_NBYTES)
+        self._reader = BoxReader(_BLOCK_NBYTES)
         self._origin_digests: dict[tuple[str, str], int | None] = {}
 
     def run(self) -> None:
@@ -113,15 +113,15 @@ class _Comparison:
         """The digest in the source, of the bytes as they are or as a cast to `dtype` makes them."""
         try:
             if dtype == tensor.dtype:
-                recorded = stored_digest(self._origin, tensor)
+                recorded = recorded_digest(self._origin, tensor)
                 return (
                     recorded
                     if recorded is not None
-                    else computed(locate(self._origin, tensor), self._reader)
+                    else compute_digest(locate(self._origin, tensor), self._reader)
                 )
             if not (dtype.is_castable and tensor.dtype.is_castable):
                 return None
-            return computed(
+            return compute_digest(
                 locate(self._origin, tensor), self._reader, Caster(tensor.dtype, dtype).cast
             )
         except EmaCkptError as error:

@@ -56,14 +56,9 @@ class LocatedBox(NamedTuple):
 
 
 def locate(
-    catalog: Catalog,
-    tensor: Tensor,
-    payloads: Sequence[Payload] | None = None,
-    box: Box | None = None,
+    catalog: Catalog, tensor: Tensor, payloads: Sequence[Payload] | None = None
 ) -> LocatedBox:
-    """Locate the bytes of a box, by default of the whole tensor. Reads headers only.
-
-    `payloads` are those of the tensor's chunks, if they are known.
+    """Locate the bytes of a tensor; reads headers only, unless the chunks' `payloads` are given.
 
     Raises:
         SourceError: `hole overlap out-of-bounds incomplete missing-file bad-header …`, naming the
@@ -72,14 +67,19 @@ def locate(
     chunks = prove(tensor)
     if payloads is None:
         payloads = catalog.reader.payloads(tensor) if chunks else ()
-    if box is None:
-        box = whole(tensor.shape)
+    return locate_box(catalog.source, tensor, payloads, chunks, whole(tensor.shape))
+
+
+def locate_box(
+    source: Files, tensor: Tensor, payloads: Sequence[Payload], chunks: Sequence[int], box: Box
+) -> LocatedBox:
+    """Locate a box in the payloads of a tensor; `chunks` are the indices that `prove` returns."""
     overlaps: Sequence[Overlap] = ()
     ranges = row_ranges(tensor, payloads, chunks, box)
     if ranges is None:
         overlaps = find_overlaps(tensor, payloads, chunks, box)
         ranges = contiguous_ranges(overlaps, box, tensor.dtype.itemsize)
-    return LocatedBox(catalog.source, tensor, box, ranges, overlaps)
+    return LocatedBox(source, tensor, box, ranges, overlaps)
 
 
 class BoxReader:
@@ -95,15 +95,16 @@ class BoxReader:
         self._verifier = verifier
         self._buffers: dict[str, memoryview] = {}
 
-    def read(self, located: LocatedBox, out: memoryview, start: int = 0) -> None:
+    def read(self, located: LocatedBox, out: memoryview, start: int = 0) -> int | None:
         """Fill `out` with the bytes of the box in row-major order, from byte `start` on.
+
+        Returns the CRC-32 of `out` if it was computed on the way.
 
         Raises:
             SourceError: `truncated-file checksum out-of-bounds …`.
         """
         if located.ranges is not None:
-            self._read_ranges(located, located.ranges, out, start)
-            return
+            return self._read_ranges(located, located.ranges, out, start)
         itemsize, corner = located.tensor.dtype.itemsize, located.box.offsets
         done, first = 0, start // itemsize
         for part in flat_range_boxes(located.box.sizes, first, first + len(out) // itemsize):
@@ -114,6 +115,7 @@ class BoxReader:
                 nbytes = block.numel * itemsize
                 self._assemble(located, block, out[done : done + nbytes])
                 done += nbytes
+        return None
 
     def blocks(
         self, located: LocatedBox, blocks: RowBlocks, first: int = 0, stop: int | None = None
@@ -156,30 +158,34 @@ class BoxReader:
 
     def _read_ranges(
         self, located: LocatedBox, ranges: Sequence[ByteRange], out: memoryview, start: int
-    ) -> None:
-        done, index = 0, bisect_right(ranges, start, key=_dest) - 1
+    ) -> int | None:
+        done, crc, index = 0, None, bisect_right(ranges, start, key=_dest) - 1
         while done < len(out):
             byte_range = ranges[index]
             skipped = start + done - byte_range.dest
             part = out[done : done + byte_range.nbytes - skipped]
-            self._read_range(located, byte_range.payload, byte_range.start + skipped, part)
+            crc = self._read_range(located, byte_range.payload, byte_range.start + skipped, part)
             done += len(part)
             index += 1
+            if len(part) < len(out):
+                crc = None
+        return crc
 
     def _read_range(
         self, located: LocatedBox, payload: Payload, start: int, out: memoryview
-    ) -> None:
-        """Fill `out` from byte `start` of a storage; report its checksum."""
+    ) -> int | None:
+        """Fill `out` from byte `start` of a storage; record and return its CRC-32 if it matters."""
         source, offset, verifier = located.source, payload.offset + start, self._verifier
         if verifier is None or payload.crc is None:
             source.read_into(payload.file, offset, out)
-            return
+            return None
         crc = 0
         for position in range(0, len(out), self.block_nbytes):
             view = out[position : position + self.block_nbytes]
             source.read_into(payload.file, offset + position, view)
             crc = crc32(view, crc)
         verifier.record(located.tensor.name, payload, start, len(out), crc)
+        return crc
 
     def _assemble(self, located: LocatedBox, block: Box, out: memoryview) -> None:
         """Fill `out` with one block, from all chunks that hold a part of it."""
@@ -219,9 +225,7 @@ class BoxReader:
             values = self._read_tile(located.source, overlap, tile, target.dtype)
             target[tile.box.within(box).slices()] = values
 
-    def _read_tile(
-        self, source: Files, overlap: Overlap, tile: _Tile, dtype: Any
-    ) -> NDArray[Any]:
+    def _read_tile(self, source: Files, overlap: Overlap, tile: _Tile, dtype: Any) -> NDArray[Any]:
         """Read a tile into scratch, its reads one behind the other; return a strided view of it."""
         import numpy as np
 

@@ -20,7 +20,9 @@ Pending = dict[tuple[str, int], tuple[str, Payload, list[Interval], int]]
 def mismatch(tensor: str, payload: Payload, crc: int) -> SourceError:
     """The error for a storage that has another CRC-32 than the checkpoint records."""
     expected = f"expected CRC-32 {payload.crc or 0:08x}, found {crc:08x}"
-    message = f"{payload.file}: tensor {tensor!r}: {expected}: the file is damaged; use another copy"
+    message = (
+        f"{payload.file}: tensor {tensor!r}: {expected}: the file is damaged; use another copy"
+    )
     return SourceError("checksum", message, tensor=tensor, file=payload.file)
 
 
@@ -117,5 +119,3 @@ class ChecksumVerifier:
         if crc is not None and crc != payload.crc:
             raise mismatch(tensor, payload, crc)
         return crc is not None
-
-    read, partly = record, require_full_read  # until callers are switched

@@ -126,5 +126,3 @@ class RowSlabReader:
             nbytes = (min(self._stop, slab.stop) - low) * slab.row_nbytes
             start = slab.start + (low - slab.first) * slab.row_nbytes
             verifier.record(tensor, slab.payload, start, nbytes, self._crcs[number])
-
-    tell = report_checksums  # until callers are switched

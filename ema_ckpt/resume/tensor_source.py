@@ -15,12 +15,11 @@ import torch
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError, UsageError, shown
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
 from ema_ckpt.discovery.opening import open_catalog
+from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.checksums import ChecksumVerifier
-from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, contiguous_ranges, find_overlaps
 from ema_ckpt.state_dicts.ema_config import swap_marks
 from ema_ckpt.state_dicts.ema_layouts import is_weight
 from ema_ckpt.state_dicts.tree import Tree, list_trees
@@ -43,7 +42,7 @@ class CheckpointReader:
         self.path = self.catalog.resolved
         self.trees = list_trees(self.catalog)
         self._verifier = ChecksumVerifier(self.catalog.source, enabled=True)
-        self._boxes = BoxReader(self.catalog.source, self._verifier, _BLOCK_NBYTES)
+        self._boxes = BoxReader(_BLOCK_NBYTES, self._verifier)
 
     def close(self) -> None:
         """Close the files of the checkpoint."""
@@ -64,13 +63,13 @@ class CheckpointReader:
         dtype = torch_dtype(tensor)
         values = [torch.empty(box.sizes, dtype=dtype) for box in boxes]
         if any(box.numel for box in boxes):
-            picked = prove(tensor)
+            chunks = prove(tensor)
             payloads = self.catalog.reader.payloads(tensor)
             for box, value in zip(boxes, values, strict=True):
                 if box.numel:
-                    overlaps = find_overlaps(tensor, payloads, picked, box)
                     data: Any = value.view(-1).view(torch.uint8).numpy()
-                    self._fill(tensor, overlaps, box, memoryview(data))
+                    located = locate_box(self.catalog.source, tensor, payloads, chunks, box)
+                    self._boxes.read(located, memoryview(data))
         return values
 
     def read_whole(self, tensor: Tensor) -> torch.Tensor:
@@ -117,22 +116,6 @@ class CheckpointReader:
                 f"{item.file}: object {item.name!r} holds more than plain values: {reason}",
                 file=item.file,
             ) from error
-
-    def _fill(self, tensor: Tensor, overlaps: Sequence[Any], box: Box, out: memoryview) -> None:
-        itemsize = tensor.dtype.itemsize
-        byte_ranges = contiguous_ranges(overlaps, box, itemsize)
-        if byte_ranges is None:
-            blocks, start = RowBlocks(box, itemsize, _BLOCK_NBYTES), 0
-            for index in range(blocks.count):
-                block = blocks.band(index)
-                stop = start + block.numel * itemsize
-                self._boxes.read(tensor, overlaps, block, out[start:stop])
-                start = stop
-            return
-        for part in byte_ranges:
-            view = out[part.dest : part.dest + part.nbytes]
-            self.catalog.source.read_into(part.payload.file, part.payload.offset + part.start, view)
-            self._verifier.read(tensor.name, part.payload, part.start, part.nbytes, crc32(view))
 
 
 def load_plain(data: bytes) -> Any:

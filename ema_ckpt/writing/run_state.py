@@ -12,7 +12,7 @@ from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import WriteItem
 from ema_ckpt.reading.checksums import ChecksumVerifier, Interval, join_crcs
-from ema_ckpt.reading.digests import mixed
+from ema_ckpt.reading.digests import explain_mismatch
 from ema_ckpt.runtime.executor import dump_json
 
 
@@ -95,7 +95,7 @@ class RunState:
             return
         file = tensor.chunks[0].file if tensor.chunks else ""
         values = f"expected the digest crc32:{expected:08x}, found crc32:{digest:08x}"
-        message = f"{file}: tensor {tensor.name!r}: {values}: {mixed(self._catalog)}"
+        message = f"{file}: tensor {tensor.name!r}: {values}: {explain_mismatch(self._catalog)}"
         raise SourceError("checksum", message, tensor=tensor.name, file=file)
 
     def add_overflow(self, counts: Mapping[str, int]) -> None:

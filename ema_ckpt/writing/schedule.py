@@ -15,15 +15,9 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Catalog, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.write_plan import WriteItem, WritePlan
+from ema_ckpt.reading.box_reader import LocatedBox, locate_box
 from ema_ckpt.reading.cast import import_all
-from ema_ckpt.reading.overlaps import (
-    ByteRange,
-    Overlap,
-    RowBlocks,
-    contiguous_ranges,
-    find_overlaps,
-    row_ranges,
-)
+from ema_ckpt.reading.overlaps import RowBlocks
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.storage.files import is_url
@@ -50,14 +44,12 @@ class LocatedItem:
 
     Attributes:
         index: its place in the plan.
-        byte_ranges: what it consists of, if these are copied as they are; otherwise None.
-        overlaps: the chunks that it is assembled from.
+        box: its box of the source; copied as it is if it has `ranges`, else assembled.
     """
 
     index: int
     item: WriteItem
-    byte_ranges: list[ByteRange] | None
-    overlaps: Sequence[Overlap]
+    box: LocatedBox
 
     @property
     def tensor(self) -> Tensor:
@@ -154,6 +146,7 @@ class Schedule:
         self._files = len(plan.files)
         self._options = options
         self._reader = catalog.reader
+        self._source = catalog.source
         # A tensor that goes to several files is located once: its items come far apart.
         self._recurs = len({item.output.name for item in self.items}) < len(self.items)
         self._payloads: dict[str, tuple[tuple[Payload, ...], list[int]]] = {}
@@ -225,7 +218,7 @@ class Schedule:
 
     def segments(self, located: LocatedItem) -> Iterator[Segment]:
         """Cut an item into segments that any worker may take."""
-        if located.byte_ranges is not None:
+        if located.box.ranges is not None:
             nbytes = located.source_nbytes
             for start in range(0, nbytes, _SEGMENT_NBYTES):
                 yield CopyRange(located, start, min(start + _SEGMENT_NBYTES, nbytes))
@@ -242,7 +235,7 @@ class Schedule:
             return self.block_nbytes
         box = located.item.box
         abreast = 0
-        for overlap in located.overlaps:
+        for overlap in located.box.overlaps:
             abreast += overlap.box.offsets[:1] == box.offsets[:1]
         wanted = max(self.copy_nbytes // 2, _READ_NBYTES * abreast)
         row_nbytes = prod(box.sizes[1:]) * located.tensor.dtype.itemsize
@@ -260,9 +253,6 @@ class Schedule:
             if self._recurs:
                 self._payloads[tensor.name] = found
         payloads, picked = found
-        overlaps: list[Overlap] = []
-        byte_ranges = row_ranges(tensor, payloads, picked, item.box)
-        if byte_ranges is None:
-            overlaps = find_overlaps(tensor, payloads, picked, item.box)
-            byte_ranges = contiguous_ranges(overlaps, item.box, tensor.dtype.itemsize)
-        return LocatedItem(index, item, byte_ranges, overlaps)
+        return LocatedItem(
+            index, item, locate_box(self._source, tensor, payloads, picked, item.box)
+        )

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ema_ckpt.core.box import Box
 from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.crc import combine_crcs, crc32
+from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.reading.box_reader import BoxReader
 from ema_ckpt.reading.checksums import Interval, join_crcs
-from ema_ckpt.reading.overlaps import BoxReader
-from ema_ckpt.reading.row_slabs import RowSlabReader, find_row_slabs
 from ema_ckpt.runtime.page_buffer import buffer
 from ema_ckpt.writing.journal import Finished, Journal, Range
 from ema_ckpt.writing.output_files import OutputFiles, write_end
@@ -62,7 +60,7 @@ class WriteWorker:
         self._source = context.source
         self._schedule = context.schedule
         self._block = buffer(self._schedule.block_nbytes)
-        self._reader = BoxReader(self._source, self._verifier, self._schedule.block_nbytes)
+        self._reader = BoxReader(self._schedule.block_nbytes, self._verifier)
         self._second: memoryview | None = None
         self._casters: dict[tuple[str, str], Caster] = {}
         self._overflow: dict[str, int] = {}  # of the range at hand
@@ -118,11 +116,11 @@ class WriteWorker:
         start, stop = 0, located.source_nbytes
         if isinstance(job, CopyRange):
             start, stop = job.start, job.stop
-        for run in located.byte_ranges or ():
+        for run in located.box.ranges or ():
             if run.dest < stop and run.dest + run.nbytes > start:
-                self._verifier.partly(located.tensor.name, run.payload)
-        for overlap in located.overlaps if located.byte_ranges is None else ():
-            self._verifier.partly(located.tensor.name, overlap.payload)
+                self._verifier.require_full_read(located.tensor.name, run.payload)
+        for overlap in located.box.overlaps if located.box.ranges is None else ():
+            self._verifier.require_full_read(located.tensor.name, overlap.payload)
 
     # Copying.
 
@@ -132,7 +130,7 @@ class WriteWorker:
         source, outputs, item = self._source, self._context.outputs, located.item
         crc, sources = 0, list[Interval]()
         begin, end = start, self._block_end(located, start, stop)
-        for run in located.byte_ranges or ():
+        for run in located.box.ranges or ():
             first, last = max(run.dest, start), min(run.dest + run.nbytes, stop)
             if first >= last:
                 continue
@@ -150,7 +148,7 @@ class WriteWorker:
                     outputs.write(item.file, item.offset + located.to_output(begin), view)
                     begin, end = end, self._block_end(located, end, stop)
             sources.append((first, last - first, run_crc))
-            self._verifier.read(
+            self._verifier.record(
                 located.tensor.name,
                 run.payload,
                 first - run.dest + run.start,
@@ -175,61 +173,20 @@ class WriteWorker:
     # Assembling.
 
     def _assemble(self, job: AssembleBlocks, offset: int) -> tuple[int, list[Interval]]:
-        """Write assembled blocks; return their CRC-32, and those of the bytes before a cast."""
-        located, blocks = job.located, job.blocks
-        itemsize = located.tensor.dtype.itemsize
-        slabs = find_row_slabs(located.overlaps, blocks, itemsize)
-        source_start = located.to_source(offset - located.item.offset)
-        indices = range(job.first, job.stop)
-        if slabs is not None:
-            reader = RowSlabReader(self._source, slabs, blocks, itemsize)
-            return self._assemble_slabs(located, reader, indices, offset, source_start)
-        crc, sources = 0, list[Interval]()
-        for index in indices:
-            box = blocks.band(index)
-            data, part, source_crc = self._assemble_box(located, box)
-            self._context.outputs.write(located.item.file, offset, data)
-            crc = combine_crcs(crc, part, len(data))
-            offset += len(data)
-            sources.append((source_start, box.numel * itemsize, source_crc))
-            source_start += box.numel * itemsize
-        return crc, sources
-
-    def _assemble_slabs(
-        self,
-        located: LocatedItem,
-        reader: RowSlabReader,
-        indices: range,
-        offset: int,
-        source_start: int,
-    ) -> tuple[int, list[Interval]]:
-        """Assemble blocks where each chunk holds whole rows of its part: one CRC-32 for all."""
+        """Write assembled blocks; return their CRC-32, and that of the bytes before a cast."""
+        located = job.located
+        start = located.to_source(offset - located.item.offset)
         crc, source_crc, source_nbytes = 0, 0, 0
-        scratch = self._second_buffer()
-        for index in indices:
-            view = reader.read(index, self._block, scratch)
+        is_compared = located.casts and located.tensor.name in self._context.digests
+        for view in self._reader.blocks(located.box, job.blocks, job.first, job.stop):
             source_nbytes += len(view)
-            if located.casts:
+            if is_compared:
                 source_crc = crc32(view, source_crc)
-                view = self._cast(located, view)
-            crc = crc32(view, crc)
-            self._context.outputs.write(located.item.file, offset, view)
-            offset += len(view)
-        reader.tell(located.tensor.name, self._verifier)
-        return crc, [(source_start, source_nbytes, source_crc)]
-
-    def _assemble_box(self, located: LocatedItem, box: Box) -> tuple[memoryview, int, int]:
-        """Read a box and cast it; return its bytes, their CRC-32, and that before the cast."""
-        tensor = located.tensor
-        view = self._block[: box.numel * tensor.dtype.itemsize]
-        crc = self._reader.read(tensor, located.overlaps, box, view)
-        source_crc = 0
-        if not located.casts or tensor.name in self._context.digests:
-            source_crc = crc32(view) if crc is None else crc
-        if not located.casts:
-            return view, source_crc, source_crc
-        data = self._cast(located, view)
-        return data, crc32(data), source_crc
+            data = self._cast(located, view) if located.casts else view
+            crc = crc32(data, crc)
+            self._context.outputs.write(located.item.file, offset, data)
+            offset += len(data)
+        return crc, [(start, source_nbytes, source_crc)]
 
     def _cast(self, located: LocatedItem, view: memoryview) -> memoryview:
         """Cast a block; the result is valid until the next cast."""
@@ -280,22 +237,13 @@ class WriteWorker:
         """Fill `view` with a small item; return its CRC-32, and that of its bytes before a cast."""
         if not view:
             return 0, 0
-        if located.byte_ranges is None:
-            data, crc, source_crc = self._assemble_box(located, located.item.box)
-            view[:] = data
-            return crc, source_crc
-        target = self._block[: located.source_nbytes] if located.casts else view
-        crc = 0
-        for run in located.byte_ranges:
-            part = target[run.dest : run.dest + run.nbytes]
-            self._source.read_into(run.payload.file, run.payload.offset + run.start, part)
-            crc = crc32(part)
-            self._verifier.read(located.tensor.name, run.payload, run.start, run.nbytes, crc)
-        if len(located.byte_ranges) > 1:
-            crc = crc32(target)
+        out = self._block[: located.source_nbytes] if located.casts else view
+        crc = self._reader.read(located.box, out)
+        if crc is None:
+            crc = crc32(out)
         if not located.casts:
             return crc, crc
-        view[:] = self._cast(located, target)
+        view[:] = self._cast(located, out)
         return crc32(view), crc
 
     def _second_buffer(self) -> memoryview:

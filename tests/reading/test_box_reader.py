@@ -1,4 +1,4 @@
-"""Reading boxes from chunks: any grid of chunks, axis orders, slack, band sizes, against numpy."""
+"""Reading boxes from chunks: any grid of chunks, axis orders, slack, block sizes, against numpy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ema_ckpt.core.catalog import Chunk, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.reading.overlaps import (
-    BoxReader,
     RowBlocks,
     contiguous_ranges,
     find_overlaps,
@@ -78,9 +78,9 @@ def stored(
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None
 )
-@given(case=stored(), band_nbytes=st.integers(1, 300), limit=st.integers(16, 400), data=st.data())
-def test_bands_equal_numpy(
-    tmp_path: Path, case, band_nbytes: int, limit: int, data: st.DataObject
+@given(case=stored(), block_nbytes=st.integers(1, 300), limit=st.integers(16, 400), data=st.data())
+def test_blocks_equal_numpy(
+    tmp_path: Path, case, block_nbytes: int, limit: int, data: st.DataObject
 ) -> None:
     values, chunks, payloads, raw, dtype = case
     (tmp_path / "data").write_bytes(raw)
@@ -91,26 +91,32 @@ def test_bands_equal_numpy(
         tuple(data.draw(st.integers(1, n - o)) for n, o in zip(tensor.shape, offsets, strict=True)),
     )
     source = LocalFiles(tmp_path)
-    checks = ChecksumVerifier(source, enabled=True)
-    reader = BoxReader(source, checks, limit)
-    shares = find_overlaps(tensor, payloads, prove(tensor), box)
-    cutter = RowBlocks(box, tensor.dtype.itemsize, band_nbytes)
+    verifier = ChecksumVerifier(source, enabled=True)
+    reader = BoxReader(limit, verifier)
+    located = locate_box(source, tensor, payloads, prove(tensor), box)
     expected = cut_out(values, box).tobytes()
-    out, filled = bytearray(len(expected)), 0
-    for index in range(cutter.count):
-        band = cutter.band(index)
-        at = linear(band.within(box).offsets, box.sizes) * tensor.dtype.itemsize
-        nbytes = band.numel * tensor.dtype.itemsize
-        assert nbytes <= max(band_nbytes, tensor.dtype.itemsize)
-        view = memoryview(out)[at : at + nbytes]
-        crc = reader.read(tensor, shares, band, view)
-        assert crc is None or crc == zlib.crc32(view)
-        filled += nbytes
-    assert filled == len(out)
-    assert bytes(out) == expected
-    checks.finish()
+    itemsize = tensor.dtype.itemsize
+    blocks = RowBlocks(box, itemsize, block_nbytes)
+    first = data.draw(st.integers(0, blocks.count - 1))
+    out = b""
+    for part in (range(first), range(first, blocks.count)):
+        for view, index in zip(reader.blocks(located, blocks, part.start, part.stop), part):
+            block = blocks.block(index)
+            assert linear(block.within(box).offsets, box.sizes) * itemsize == len(out)
+            assert len(view) == block.numel * itemsize <= max(block_nbytes, itemsize)
+            out += view
+    assert out == expected
+    # Any range of elements, read at once.
+    start = data.draw(st.integers(0, box.numel)) * itemsize
+    stop = data.draw(st.integers(start // itemsize, box.numel)) * itemsize
+    ranged = bytearray(stop - start)
+    crc = reader.read(located, memoryview(ranged), start)
+    assert ranged == expected[start:stop]
+    assert crc is None or crc == zlib.crc32(ranged)
+    verifier.finish()
     source.close()
-    runs = contiguous_ranges(shares, box, tensor.dtype.itemsize)
+    overlaps = find_overlaps(tensor, payloads, prove(tensor), box)
+    runs = contiguous_ranges(overlaps, box, itemsize)
     if runs is not None:
         starts = [r.payload.offset + r.start for r in runs]
         assert (
@@ -138,17 +144,12 @@ def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(
     (tmp_path / "data").write_bytes(damaged)
     tensor = Tensor("t", ("t",), values.shape, by_name(dtype), tuple(chunks))
     source = LocalFiles(tmp_path)
-    checks = ChecksumVerifier(source, enabled=True)
-    reader = BoxReader(source, checks, 64)
-    shares = find_overlaps(tensor, payloads, prove(tensor), whole(tensor.shape))
-    cutter = RowBlocks(whole(tensor.shape), tensor.dtype.itemsize, 40)
+    verifier = ChecksumVerifier(source, enabled=True)
+    reader = BoxReader(64, verifier)
+    located = locate_box(source, tensor, payloads, prove(tensor), whole(tensor.shape))
     with pytest.raises(SourceError) as caught:
-        for index in range(cutter.count):
-            band = cutter.band(index)
-            reader.read(
-                tensor, shares, band, memoryview(bytearray(band.numel * tensor.dtype.itemsize))
-            )
-        checks.finish()
+        reader.read(located, memoryview(bytearray(tensor.nbytes)))
+        verifier.finish()
     assert (caught.value.code, caught.value.tensor, caught.value.file) == ("checksum", "t", "data")
     source.close()
 
@@ -157,7 +158,7 @@ def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
 )
 @given(case=stored(row_major=True), rows=st.integers(1, 4), data=st.data())
-def test_lanes_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject) -> None:
+def test_slabs_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject) -> None:
     values, chunks, payloads, raw, dtype = case
     (tmp_path / "data").write_bytes(raw)
     tensor = Tensor("t", ("t",), values.shape, by_name(dtype), tuple(chunks))
@@ -166,22 +167,22 @@ def test_lanes_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject)
     if tensor.shape:
         box = Box(box.offsets, (tensor.shape[0] - start, *tensor.shape[1:]))
     itemsize = tensor.dtype.itemsize
-    cutter = RowBlocks(box, itemsize, rows * int(np.prod(tensor.shape[1:])) * itemsize)
-    lanes = find_row_slabs(find_overlaps(tensor, payloads, prove(tensor), box), cutter, itemsize)
-    if lanes is None:
-        assert cutter.axis > 0 or not tensor.shape
+    blocks = RowBlocks(box, itemsize, rows * int(np.prod(tensor.shape[1:])) * itemsize)
+    slabs = find_row_slabs(find_overlaps(tensor, payloads, prove(tensor), box), blocks, itemsize)
+    if slabs is None:
+        assert blocks.axis > 0 or not tensor.shape
         return
     checks = ChecksumVerifier(LocalFiles(tmp_path), enabled=True)
-    out, half = bytearray(), cutter.count // 2
-    for job in (range(half), range(half, cutter.count)):
-        reader = RowSlabReader(LocalFiles(tmp_path), lanes, cutter, itemsize)
+    out, half = bytearray(), blocks.count // 2
+    for job in (range(half), range(half, blocks.count)):
+        reader = RowSlabReader(LocalFiles(tmp_path), slabs, blocks, itemsize)
         for index in job:
             block, scratch = (
                 memoryview(bytearray(len(raw) + 16)),
                 memoryview(bytearray(len(raw) + 16)),
             )
             out += reader.read(index, block, scratch)
-        reader.tell("t", checks)
+        reader.report_checksums("t", checks)
     assert bytes(out) == cut_out(values, box).tobytes()
     checks.finish()
 
@@ -192,15 +193,15 @@ def test_lanes_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject)
     itemsize=st.sampled_from([1, 2, 4, 8]),
     nbytes=st.integers(1, 400),
 )
-def test_the_extent_of_a_band_is_where_its_elements_are(
+def test_the_extent_of_a_block_is_where_its_elements_are(
     sizes: list[int], corner: list[int], itemsize: int, nbytes: int
 ) -> None:
     box = Box(tuple(corner[: len(sizes)]), tuple(sizes))
-    cutter = RowBlocks(box, itemsize, nbytes)
+    blocks = RowBlocks(box, itemsize, nbytes)
     at = 0
-    for index in range(cutter.count):
-        band = cutter.band(index)
-        assert cutter.extent(index) == (at, band.numel)
-        assert linear(band.within(box).offsets, box.sizes) == at or not band.numel
-        at += band.numel
+    for index in range(blocks.count):
+        block = blocks.block(index)
+        assert blocks.extent(index) == (at, block.numel)
+        assert linear(block.within(box).offsets, box.sizes) == at or not block.numel
+        at += block.numel
     assert at == box.numel

@@ -1,4 +1,4 @@
-"""Strided storages read band by band, against torch's own views."""
+"""Strided storages read block by block, against torch's own views."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ema_ckpt.core.box import Box, whole
+from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Chunk, Payload, Tensor
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import ChecksumVerifier
-from ema_ckpt.reading.overlaps import BoxReader, RowBlocks, find_overlaps
+from ema_ckpt.reading.box_reader import BoxReader, locate_box
+from ema_ckpt.reading.overlaps import RowBlocks
 from ema_ckpt.storage.files import LocalFiles
 from tests.formats.writing import raw_bytes
 
@@ -34,7 +34,7 @@ class CountingFiles(LocalFiles):
 
 
 def assembled(folder: Path, view: torch.Tensor, limit: int) -> tuple[bytes, CountingFiles]:
-    """A strided view, stored at an odd place of a file and read back in bands of `limit` bytes."""
+    """A strided view, stored at an odd place of a file and read back in blocks of `limit` bytes."""
     storage = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
     prefix = os.urandom(13)
     (folder / "f").write_bytes(prefix + raw_bytes(storage))
@@ -48,18 +48,12 @@ def assembled(folder: Path, view: torch.Tensor, limit: int) -> tuple[bytes, Coun
     )
     payload = Payload("f", len(prefix), storage.nbytes, tuple(view.stride()), view.storage_offset())
     source = CountingFiles(folder)
-    reader = BoxReader(source, ChecksumVerifier(source, False), limit)
-    box = whole(tensor.shape)
-    cutter = RowBlocks(box, dtype.itemsize, limit)
-    shares = find_overlaps(tensor, [payload], [0], box)
-    result = bytearray()
-    for index in range(cutter.count if tensor.numel else 0):
-        band = cutter.band(index)
-        out = bytearray(band.numel * dtype.itemsize)
-        reader.read(tensor, shares, band, memoryview(out))
-        result += out
+    reader, box = BoxReader(limit), whole(tensor.shape)
+    located = locate_box(source, tensor, [payload], [0], box)
+    blocks = RowBlocks(box, dtype.itemsize, limit)
+    result = b"".join(map(bytes, reader.blocks(located, blocks)))
     source.close()
-    return bytes(result), source
+    return result, source
 
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
@@ -117,9 +111,7 @@ def test_a_view_beyond_its_storage_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(bytes(40))
     tensor = Tensor("t", ("t",), (2, 4), by_name("float32"), (Chunk((0, 0), (2, 4), "f", 0, 0),))
     source = LocalFiles(tmp_path)
-    shares = find_overlaps(tensor, [Payload("f", 0, 40, (7, 1))], [0], whole((2, 4)))
+    located = locate_box(source, tensor, [Payload("f", 0, 40, (7, 1))], [0], whole((2, 4)))
     with pytest.raises(SourceError, match="'t' reaches beyond") as caught:
-        BoxReader(source, ChecksumVerifier(source, False), 1000).read(
-            tensor, shares, Box((0, 0), (2, 4)), memoryview(bytearray(32))
-        )
+        BoxReader(1000).read(located, memoryview(bytearray(32)))
     assert caught.value.code == "out-of-bounds"
