@@ -15,7 +15,8 @@ from ema_ckpt.analysis.checksum_pass import checksum_all
 from ema_ckpt.analysis.records import RecordList, StoredRecord
 from ema_ckpt.core.catalog import Catalog, Chunk, Diagnostic, Object, Payload, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.errors import EmaCkptError, SourceError, shown
+from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.digests import compute_digest, explain_mismatch, join_storage_crcs

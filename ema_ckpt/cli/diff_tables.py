@@ -13,7 +13,7 @@ from rich.tree import Tree as Drawn
 
 from ema_ckpt.analysis.compare import PairStats
 from ema_ckpt.cli.text import clean, terminal
-from ema_ckpt.core.errors import counted
+from ema_ckpt.core.text import counted
 from ema_ckpt.ops.diff_findings import Compared
 from ema_ckpt.ops.results import DiffResult, DiffTensor
 

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.tree import Tree as Drawn
 
 from ema_ckpt.cli.text import clean, terminal
-from ema_ckpt.core.errors import counted
-from ema_ckpt.core.text import format_size
+from ema_ckpt.core.text import counted, format_size
 from ema_ckpt.ops.results import InspectResult, TensorEntry, TreeEntry
 
 _MAX_ROWS = 200

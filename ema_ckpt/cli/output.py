@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.core.catalog import Diagnostic
-from ema_ckpt.core.errors import counted
-from ema_ckpt.core.text import format_size
+from ema_ckpt.core.text import counted, format_size
 from ema_ckpt.ops.results import WriteResult, as_json
 
 if TYPE_CHECKING:

@@ -36,13 +36,6 @@ class Box(NamedTuple):
                 return False
         return True
 
-    def contains(self, other: Box) -> bool:
-        """Whether `other`, a box of the same tensor, lies inside this one."""
-        for o, s, p, t in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            if p < o or p + t > o + s:
-                return False
-        return True
-
     def within(self, outer: Box) -> Box:
         """The same box in coordinates relative to `outer`'s corner."""
         offsets = [o - p for o, p in zip(self.offsets, outer.offsets, strict=True)]

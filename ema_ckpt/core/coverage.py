@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ema_ckpt.core.box import first_overlap
 from ema_ckpt.core.catalog import Chunk, Tensor
-from ema_ckpt.core.errors import SourceError, counted
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import counted
 
 
 def unique_chunks(tensor: Tensor) -> list[int]:

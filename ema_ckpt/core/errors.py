@@ -11,10 +11,7 @@ EmaCkptError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self
-
-_SHOWN_NAMES = 10
 
 
 class EmaCkptError(Exception):
@@ -83,26 +80,10 @@ class CollectiveError(EmaCkptError):
 
 
 class StateError(EmaCkptError):
-    """A training-side call came at the wrong moment, or its model is not the one it was made
-    for.
-    """
+    """A training-side call came at the wrong moment, or with the wrong model."""
 
 
 def _rebuild(
     kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None
 ) -> EmaCkptError:
     return kind(code, message, tensor=tensor, file=file)
-
-
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """A number and what is counted, in the form that messages use: `1 tensor`, `1,200 tensors`."""
-    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
-
-
-def shown(names: Sequence[str]) -> str:
-    """At most ten names and, if there are more, how many: the form in which messages list
-    tensors.
-    """
-    head = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
-    rest = len(names) - _SHOWN_NAMES
-    return f"{head} and {rest} more" if rest > 0 else head

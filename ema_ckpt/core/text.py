@@ -1,4 +1,4 @@
-"""Sizes as people write them: `5GB` is 5 × 1000³ bytes, `16MiB` is 16 × 1024² bytes."""
+"""Sizes, counts, names and ranks, as people write and read them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ema_ckpt.core.errors import UsageError
 
+_SHOWN_NAMES = 10
 _UNITS = {
     "": 1,
     "b": 1,
@@ -21,41 +22,32 @@ _UNITS = {
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes meant by `text`: digits, perhaps a fraction, perhaps one of `B kB MB GB TB KiB MiB GiB
-    TiB`.
-
-    Units are read without regard to case. A number alone is bytes.
+    """Parse a size: a number of bytes, or with a unit, as `5GB` (1000³) or `16MiB` (1024²).
 
     Raises:
         UsageError: `usage` if `text` is no size, or less than one byte.
     """
     if isinstance(text, int):
-        return _positive(text, str(text))
-    stripped = text.strip()
-    digits = stripped.rstrip("abgikmtABGIKMT ")
-    scale = _UNITS.get(stripped[len(digits) :].strip().lower())
-    whole, dot, fraction = digits.partition(".")
-    plain = (
-        (whole + fraction).isascii()
-        and (whole + fraction).isdigit()
-        and (bool(fraction) or not dot)
-    )
-    if scale is None or not plain or len(digits) > 30:
-        raise UsageError(
-            "usage",
-            f"{text!r} is not a size: write a number and kB, MB, GB, KiB, MiB or GiB, like 5GB",
-        )
-    return _positive(int(whole + fraction) * scale // 10 ** len(fraction), text)
-
-
-def _positive(nbytes: int, text: str) -> int:
+        nbytes = text
+    else:
+        stripped = text.strip()
+        digits = stripped.rstrip("abgikmtABGIKMT ")
+        scale = _UNITS.get(stripped[len(digits) :].strip().lower())
+        whole, dot, fraction = digits.partition(".")
+        number = whole + fraction
+        is_number = number.isascii() and number.isdigit() and not (dot and not fraction)
+        if scale is None or not is_number or len(digits) > 30:
+            expected = "write a number and kB, MB, GB, KiB, MiB or GiB, like 5GB"
+            raise UsageError("usage", f"{text!r} is not a size: {expected}")
+        nbytes = int(number) * scale // 10 ** len(fraction)
     if nbytes < 1:
-        raise UsageError("usage", f"{text!r} is not a size: it must be at least one byte")
+        message = f"{str(text)!r} is not a size: it must be at least one byte"
+        raise UsageError("usage", message)
     return nbytes
 
 
 def format_size(nbytes: int) -> str:
-    """`nbytes` with three significant digits and a power-of-1000 unit, for people to read."""
+    """Format bytes with three significant digits and a power-of-1000 unit."""
     if nbytes < 1000:
         return f"{nbytes} B"
     value, unit = float(nbytes), "B"
@@ -66,13 +58,25 @@ def format_size(nbytes: int) -> str:
     return f"{value:.3g} {unit}"
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Format a count: `1 tensor`, `1,200 tensors`."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def shown(names: Sequence[str]) -> str:
+    """List at most ten names, and how many more there are."""
+    head = ", ".join(map(repr, names[:_SHOWN_NAMES]))
+    rest = len(names) - _SHOWN_NAMES
+    return f"{head} and {rest} more" if rest > 0 else head
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as messages name them: `rank 1`, `ranks 1–3`, `ranks 0, 2–5`."""
+    """Format ranks: `rank 1`, `ranks 1–3`, `ranks 0, 2–5`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans)
+    text = ", ".join([str(a) if a == b else f"{a}–{b}" for a, b in spans])
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

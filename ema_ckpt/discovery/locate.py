@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError, counted, shown
+from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.names import LIVE, part_role
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.location import (
     DCP,
     INDEX_SUFFIX,

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from ema_ckpt.core.errors import SourceError, UsageError, shown
+from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.names import OPTIMIZER, OTHER, part_role
+from ema_ckpt.core.text import shown
 from ema_ckpt.formats.rank_files.names import families, family_of
 from ema_ckpt.storage.directories import Folder, base_name, join, list_folder, parent_of
 from ema_ckpt.storage.stage_names import is_stage_name

@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 import torch
 
 from ema_ckpt.core.box import Box, whole
-from ema_ckpt.core.errors import StateError, UsageError, shown
+from ema_ckpt.core.errors import StateError, UsageError
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.placement import replica_part
 from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, Shadow, TrackedShard
 from ema_ckpt.ema.offload.pinned import pinned_zeros

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ema_ckpt.core.errors import StateError, shown
+from ema_ckpt.core.errors import StateError
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.replicas import gather, meet_replicas
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import Shadow, Shard

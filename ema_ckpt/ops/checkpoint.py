@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from ema_ckpt.core.catalog import Catalog, Tensor
-from ema_ckpt.core.errors import UsageError, shown
+from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import nearest
+from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.results import TreeEntry
 from ema_ckpt.reading.box_reader import BoxReader, locate

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
-from ema_ckpt.core.errors import SourceError, UsageError, counted
+from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
-from ema_ckpt.core.text import parse_size
+from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.locate import step_number
 from ema_ckpt.discovery.opening import opened

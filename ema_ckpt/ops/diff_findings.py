@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ema_ckpt.analysis.compare import PairStats
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
-from ema_ckpt.core.errors import counted, shown
 from ema_ckpt.core.names import EMA, LIVE
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.ops.diff_pairing import Pairing, Side
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.state_dicts.ema_config import read_ema_config, swap_marks

@@ -15,7 +15,8 @@ from html import escape
 from pathlib import Path
 
 from ema_ckpt.core.catalog import Catalog
-from ema_ckpt.core.errors import TargetError, UsageError, counted
+from ema_ckpt.core.errors import TargetError, UsageError
+from ema_ckpt.core.text import counted
 from ema_ckpt.ops.diff_html_charts import Curve, curves, depth_chart, histogram
 from ema_ckpt.ops.results import DiffResult, DiffTensor
 from ema_ckpt.storage.files import local_path

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ema_ckpt.core.errors import counted
+from ema_ckpt.core.text import counted
 from ema_ckpt.ops.results import DiffTensor
 
 _WIDTH, _HEIGHT = 760, 260

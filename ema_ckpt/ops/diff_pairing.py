@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.catalog import Catalog, Tensor
-from ema_ckpt.core.errors import UsageError, shown
+from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, canonical
+from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.suggest import suggested_command
 from ema_ckpt.state_dicts.ema_config import with_tied_names

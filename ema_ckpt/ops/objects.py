@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic
-from ema_ckpt.core.errors import UnsafeError, UsageError, counted, shown
+from ema_ckpt.core.errors import UnsafeError, UsageError
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within

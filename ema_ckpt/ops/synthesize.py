@@ -11,8 +11,8 @@ from typing import Unpack
 
 from ema_ckpt.analysis.weighted_sum import WeightedSum
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
-from ema_ckpt.core.errors import UsageError, counted
-from ema_ckpt.core.text import parse_size
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem, WritePlan
 from ema_ckpt.ops.objects import refuse_skipped, unknown_objects
 from ema_ckpt.ops.results import Skipped, WriteResult

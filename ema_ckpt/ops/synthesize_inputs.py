@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ema_ckpt.analysis.phema import Profile, mismatch, solve
 from ema_ckpt.analysis.weighted_sum import Part
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
-from ema_ckpt.core.errors import EmaCkptError, UsageError, counted, shown
+from ema_ckpt.core.errors import EmaCkptError, UsageError
 from ema_ckpt.core.names import canonical
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from ema_ckpt.analysis.audit import Audit, Finding
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
-from ema_ckpt.core.errors import EmaCkptError, SourceError, counted
+from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.text import counted
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import PARTS, SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.opening import open_location

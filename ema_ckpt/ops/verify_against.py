@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from ema_ckpt.analysis.audit import Audit
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.dtypes import DType
-from ema_ckpt.core.errors import EmaCkptError, counted, shown
+from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.core.names import EMA, canonical
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ema_ckpt.comm.launched import Meeting, current
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
-from ema_ckpt.core.errors import SourceError, TargetError, UsageError, counted, shown
+from ema_ckpt.core.errors import SourceError, TargetError, UsageError
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.objects import header_text
 from ema_ckpt.ops.results import FileEntry, Skipped, WriteResult

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ema_ckpt.core.catalog import Tensor
-from ema_ckpt.core.errors import SourceError, shown
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import canonical
+from ema_ckpt.core.text import shown
 from ema_ckpt.resume.flatten import LocalShards
 
 

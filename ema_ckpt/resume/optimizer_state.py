@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ema_ckpt.core.errors import UsageError, shown
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.local_shards_tensor import box_views
 from ema_ckpt.ema.model.shards import ModelShards, Shard, TrackedShard
 from ema_ckpt.ema.offload.optimizer import handle_of

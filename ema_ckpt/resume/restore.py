@@ -16,7 +16,8 @@ from torch import nn
 from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
-from ema_ckpt.core.errors import UsageError, shown
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.live import tensor_names
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards

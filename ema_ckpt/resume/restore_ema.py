@@ -11,8 +11,9 @@ import torch
 
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.dtypes import by_name
-from ema_ckpt.core.errors import SourceError, shown
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, canonical
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.state import parse_config
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.shadows import seed as seed_shadow

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ema_ckpt.core.catalog import Object, Tensor
-from ema_ckpt.core.errors import SourceError, shown
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import shown
 from ema_ckpt.resume.restorer import Findings, Restorer
 from ema_ckpt.resume.rng import RngState
 from ema_ckpt.resume.tensor_source import CheckpointReader, Nested, nested

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Tensor
-from ema_ckpt.core.errors import SourceError, shown
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import LIVE
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.shards import Shard
 from ema_ckpt.ema.offload.optimizer import handle_of
 from ema_ckpt.resume.flatten import local_shards

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ema_ckpt.core.errors import shown
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.resume.match import Match

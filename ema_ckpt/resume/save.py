@@ -19,7 +19,8 @@ from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.errors import TargetError, UsageError, shown
+from ema_ckpt.core.errors import TargetError, UsageError
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.live import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.swap import refuse_inside

@@ -15,8 +15,9 @@ import torch
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.errors import SourceError, UsageError, shown
+from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
+from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.checksums import ChecksumVerifier

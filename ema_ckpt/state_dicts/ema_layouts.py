@@ -19,8 +19,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Tensor
-from ema_ckpt.core.errors import EmaCkptError, SourceError, counted, shown
+from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.names import LIVE, SETTINGS, canonical, role_of
+from ema_ckpt.core.text import counted, shown
 
 Inner = Sequence[tuple[str, Tensor]]
 """Names inside a tree (without its prefix) and their tensors, in stored order."""

@@ -13,8 +13,9 @@ from functools import partial
 from itertools import chain
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
-from ema_ckpt.core.errors import SourceError, shown
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER, role_of, tree_role
+from ema_ckpt.core.text import shown
 from ema_ckpt.state_dicts.ema_layouts import find_averages, is_setting, is_weight, matches
 
 

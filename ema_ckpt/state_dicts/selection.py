@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.dtypes import DType, by_name
-from ema_ckpt.core.errors import UsageError, counted, shown
+from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import (
     EMA,
     LIVE,
@@ -29,6 +29,7 @@ from ema_ckpt.core.names import (
     rename_path,
     tree_role,
 )
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.state_dicts.ema_layouts import POSITIONS
 from ema_ckpt.state_dicts.tree import Tree, find_trees

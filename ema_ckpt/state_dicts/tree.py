@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
-from ema_ckpt.core.errors import EmaCkptError, UsageError, counted, shown
+from ema_ckpt.core.errors import EmaCkptError, UsageError
 from ema_ckpt.core.names import (
     EMA,
     LIVE,
@@ -23,6 +23,7 @@ from ema_ckpt.core.names import (
     nearest,
     tree_role,
 )
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.state_dicts.ema_layouts import (
     POSITIONS,
     Averages,

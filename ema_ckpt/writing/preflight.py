@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.errors import SourceError, TargetError, UsageError, shown
+from ema_ckpt.core.errors import SourceError, TargetError, UsageError
+from ema_ckpt.core.text import shown
 from ema_ckpt.storage.files import is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import stage_path
 

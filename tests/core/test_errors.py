@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ema_ckpt.core.errors import counted
+from ema_ckpt.core.text import counted
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import Box
-from ema_ckpt.core.errors import StateError, shown
+from ema_ckpt.core.errors import StateError
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.local_shards_tensor import pieces_of
 from ema_ckpt.ema.model.live import live_tree
 from ema_ckpt.ema.model.scan import scan_model

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ema_ckpt.core.box import Box, intersect
-from ema_ckpt.core.errors import StateError, shown
+from ema_ckpt.core.errors import StateError
+from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor, box_of, pieces_of
 from ema_ckpt.ema.model.shards import Shadow, TrackedShard
 from ema_ckpt.ema.schedules import Constant, Warmup, to_json

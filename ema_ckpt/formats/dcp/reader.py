@@ -23,7 +23,8 @@ from ema_ckpt.core.catalog import (
     Tensor,
     check_geometry,
 )
-from ema_ckpt.core.errors import SourceError, UnsafeError, shown
+from ema_ckpt.core.errors import SourceError, UnsafeError
+from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
 from ema_ckpt.formats.dcp.metadata import ItemPlace, Metadata, TensorEntry, parse

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ema_ckpt.core.box import Box, flat_range_boxes, linear
-from ema_ckpt.core.errors import SourceError, counted, shown
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
 
 Ints = tuple[int, ...]

@@ -26,8 +26,9 @@ from ema_ckpt.core.catalog import (
     check_geometry,
 )
 from ema_ckpt.core.dtypes import by_name
-from ema_ckpt.core.errors import SourceError, shown
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import OTHER, part_role
+from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatPiece, Placed, find_flat, place_flat
 from ema_ckpt.formats.rank_files.names import family_of, missing_ranks

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ema_ckpt.core.box import flat_range_boxes, linear
-from ema_ckpt.core.errors import SourceError, counted
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import counted
 from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatPiece, Leaves, Placed, place_flat
 

@@ -26,7 +26,8 @@ from ema_ckpt.core.catalog import (
     check_geometry,
 )
 from ema_ckpt.core.dtypes import DType, by_safetensors
-from ema_ckpt.core.errors import SourceError, counted, shown
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.storage.files import safe_name
 

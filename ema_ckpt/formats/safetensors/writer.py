@@ -17,7 +17,8 @@ from typing import NamedTuple
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Nesting, Object
 from ema_ckpt.core.dtypes import DType
-from ema_ckpt.core.errors import TargetError, shown
+from ema_ckpt.core.errors import TargetError
+from ema_ckpt.core.text import shown
 from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.safetensors import reader as safetensors

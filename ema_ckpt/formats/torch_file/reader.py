@@ -23,7 +23,8 @@ from ema_ckpt.core.catalog import (
     Tensor,
     check_geometry,
 )
-from ema_ckpt.core.errors import SourceError, UnsafeError, counted, shown
+from ema_ckpt.core.errors import SourceError, UnsafeError
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.nesting import flatten
 from ema_ckpt.formats.pickle.safe_globals import (

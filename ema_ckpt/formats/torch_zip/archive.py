@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.errors import SourceError, shown
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import shown
 
 ALIGNMENT = 64
 _LOCAL = struct.Struct("<4sHHHHHLLLHH")
