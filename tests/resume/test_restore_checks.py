@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ema_ckpt import EmaCkptError, consolidate, convert, reshard
-from ema_ckpt.runtime.thread_pool import run_jobs
+from ema_ckpt.runtime.thread_pool import run_threads
 from tests.checkpoints import save_dcp
 
 
@@ -119,7 +119,7 @@ def test_an_interruption_leaves_no_worker_behind() -> None:
 
     running: list[str] = []
 
-    def slow(_hand: object) -> None:
+    def slow(_job: object) -> None:
         running.append("in")
         time.sleep(0.3)
         running.append("out")
@@ -129,10 +129,9 @@ def test_an_interruption_leaves_no_worker_behind() -> None:
 
     before = signal.signal(signal.SIGALRM, stop)
     try:
-        jobs = iter([slow] * 2)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
-            run_jobs(jobs, 2, object)
+            run_threads(lambda: slow, [[1, 2]], 2)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert running.count("in") - running.count("out") <= 1  # the caller's own job was cut short
