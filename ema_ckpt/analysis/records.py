@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ema_ckpt.core.catalog import Catalog, Chunk, Payload, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError
-from ema_ckpt.formats.torch_zip.archive import Archive, Record, read_archive
+from ema_ckpt.formats.torch_zip.reader import Archive, Record, read_archive
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 

@@ -135,7 +135,7 @@ def _check_torch_file(source: Files, name: str) -> None:
     if not nbytes:
         raise SourceError("truncated-file", f"{name}: the file is empty", file=name)
     if source.read(name, 0, min(4, nbytes)) == b"PK\x03\x04":
-        from ema_ckpt.formats.torch_zip.archive import read_archive
+        from ema_ckpt.formats.torch_zip.reader import read_archive
 
         read_archive(source, name, 0, nbytes)
 

@@ -28,7 +28,7 @@ from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
-from ema_ckpt.formats.torch_zip.archive import read_archive
+from ema_ckpt.formats.torch_zip.reader import read_archive
 from ema_ckpt.resume.save_plan import GlobalListing, Item, SavePlan
 from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.writing.publish import fsync_path

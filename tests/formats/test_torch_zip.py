@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ema_ckpt.core.errors import EmaCkptError, SourceError
-from ema_ckpt.formats.torch_zip.archive import ALIGNMENT, Member, ZipLayout, mould_of, read_archive
+from ema_ckpt.formats.torch_zip.reader import read_archive
+from ema_ckpt.formats.torch_zip.template import template_of
+from ema_ckpt.formats.torch_zip.writer import ALIGNMENT, Member, ZipLayout
 from ema_ckpt.storage.files import LocalFiles
 
 
@@ -30,7 +32,7 @@ def build(layout: ZipLayout, payloads: list[bytes]) -> bytes:
     for member, offset in zip(layout.members, layout.offsets, strict=True):
         if member.data is None:
             out[offset : offset + member.nbytes] = next(given_)
-    for offset, data in layout.frames([zlib.crc32(p) for p in payloads]):
+    for offset, data in layout.header_bytes([zlib.crc32(p) for p in payloads]):
         out[offset : offset + len(data)] = data
     return bytes(out)
 
@@ -59,7 +61,7 @@ def test_checksums_switched_off_are_unknown_not_bad(tmp_path: Path) -> None:
     source = LocalFiles(tmp_path)
     archive = read_archive(source, "file", 0, source.size("file"))
     assert {record.crc for record in archive.records.values()} == {None}
-    assert mould_of(archive, "data/0") is None
+    assert template_of(archive, "data/0") is None
     source.close()
 
 
@@ -147,7 +149,7 @@ def test_records_beyond_four_gigabytes(tmp_path: Path) -> None:
     )
     with (tmp_path / "file").open("wb") as out:
         out.truncate(layout.nbytes)
-        for offset, data in layout.frames([0x12345678, zlib.crc32(bytes(5))]):
+        for offset, data in layout.header_bytes([0x12345678, zlib.crc32(bytes(5))]):
             out.seek(offset)
             out.write(data)
     with zipfile.ZipFile(tmp_path / "file") as oracle:
@@ -165,7 +167,7 @@ def test_records_beyond_four_gigabytes(tmp_path: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200
 )
 @given(data=st.data())
-def test_a_mould_fits_exactly_what_differs_in_payload_and_identity(
+def test_a_template_fits_exactly_what_differs_in_payload_and_identity(
     tmp_path: Path, data: st.DataObject
 ) -> None:
     torch.manual_seed(0)
@@ -173,16 +175,16 @@ def test_a_mould_fits_exactly_what_differs_in_payload_and_identity(
     (tmp_path / "first").write_bytes(first)
     source = LocalFiles(tmp_path)
     archive = read_archive(source, "first", 0, len(first))
-    mould = mould_of(archive, "data/0")
-    assert mould is not None
-    start, nbytes = len(mould.head), mould.record.nbytes
-    assert bytes(second[:start]) == mould.head
-    assert mould.crc(bytes(second[mould.directory_at :])) == zlib.crc32(
+    template = template_of(archive, "data/0")
+    assert template is not None
+    start, nbytes = len(template.head), template.record.nbytes
+    assert bytes(second[:start]) == template.head
+    assert template.crc(bytes(second[template.directory_start :])) == zlib.crc32(
         second[start : start + nbytes]
     )
-    at = data.draw(st.integers(mould.directory_at, len(second) - 1))
+    at = data.draw(st.integers(template.directory_start, len(second) - 1))
     second[at] ^= 1 << data.draw(st.integers(0, 7))
-    crc = mould.crc(bytes(second[mould.directory_at :]))
+    crc = template.crc(bytes(second[template.directory_start :]))
     (tmp_path / "second").write_bytes(second)
     try:
         full = read_archive(source, "second", 0, len(second)).records["data/0"].crc

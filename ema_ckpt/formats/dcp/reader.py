@@ -30,7 +30,8 @@ from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
 from ema_ckpt.formats.dcp.metadata import ItemPlace, Metadata, TensorEntry, parse
 from ema_ckpt.formats.pickle.safe_globals import executor_within
 from ema_ckpt.formats.pickle.tensors import TensorRef, load_tensor, load_value
-from ema_ckpt.formats.torch_zip.archive import Archive, ArchiveTemplate, mould_of, read_archive
+from ema_ckpt.formats.torch_zip.reader import Archive, read_archive
+from ema_ckpt.formats.torch_zip.template import ArchiveTemplate, template_of
 from ema_ckpt.storage.files import safe_name
 
 METADATA_NAME = ".metadata"
@@ -242,7 +243,9 @@ class _Reader:
         self._source = source
         self._transformed = transformed
         self._pickles: dict[bytes, TensorRef] = {}
-        self._moulds: dict[tuple[int, str, tuple[int, ...]], tuple[ArchiveTemplate, Payload]] = {}
+        self._templates: dict[
+            tuple[int, str, tuple[int, ...]], tuple[ArchiveTemplate, Payload]
+        ] = {}
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
         """The payload of each chunk, from its archive's directory and `data.pkl`."""
@@ -254,24 +257,28 @@ class _Reader:
         return self._cast(tensor, chunk) or self._located(tensor, chunk)
 
     def _cast(self, tensor: Tensor, chunk: Chunk) -> Payload | None:
-        """The payload, if the item equals the mould of one of the same shape, its data aside."""
-        known = self._moulds.get((chunk.nbytes, tensor.dtype.name, chunk.sizes))
+        """The payload, if the item equals the template of one of the same shape, its data aside."""
+        known = self._templates.get((chunk.nbytes, tensor.dtype.name, chunk.sizes))
         if known is None or (chunk.file, chunk.offset) in self._transformed:
             return None
-        mould, model = known
+        template, model = known
         read, file, start = self._source.read, chunk.file, chunk.offset
         if start + chunk.nbytes > self._source.size(file):
             return None
         if chunk.nbytes <= _ONE_READ_NBYTES:
             item = read(file, start, chunk.nbytes)
-            head, directory = item[: len(mould.head)], item[mould.directory_at :]
+            head, directory = item[: len(template.head)], item[template.directory_start :]
         else:
-            head = read(file, start, len(mould.head))
-            directory = read(file, start + mould.directory_at, chunk.nbytes - mould.directory_at)
-        crc = mould.crc(directory) if head == mould.head else None
+            head = read(file, start, len(template.head))
+            directory = read(
+                file, start + template.directory_start, chunk.nbytes - template.directory_start
+            )
+        crc = template.crc(directory) if head == template.head else None
         if crc is None:
             return None
-        return Payload(file, start + len(mould.head), model.nbytes, model.strides, model.start, crc)
+        return Payload(
+            file, start + len(template.head), model.nbytes, model.strides, model.start, crc
+        )
 
     def _located(self, tensor: Tensor, chunk: Chunk) -> Payload:
         try:
@@ -296,9 +303,9 @@ class _Reader:
             raise SourceError("bad-header", message).about(tensor=tensor.name, file=chunk.file)
         strides = None if ref.strides == row_major_strides(ref.shape) else _meaningful(ref)
         payload = Payload(chunk.file, stored.offset, stored.nbytes, strides, ref.start, stored.crc)
-        mould = mould_of(archive, stored.name)
-        if mould is not None:
-            self._moulds[chunk.nbytes, tensor.dtype.name, chunk.sizes] = (mould, payload)
+        template = template_of(archive, stored.name)
+        if template is not None:
+            self._templates[chunk.nbytes, tensor.dtype.name, chunk.sizes] = (template, payload)
         return payload
 
     def load(self, item: Object) -> object:

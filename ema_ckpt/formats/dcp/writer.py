@@ -21,7 +21,7 @@ from ema_ckpt.formats.dcp.placement import PlannedItem, idle_homes
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
-from ema_ckpt.formats.torch_zip.archive import Member, ZipLayout
+from ema_ckpt.formats.torch_zip.writer import Member, ZipLayout
 
 _COPY_NBYTES = 1 << 20
 _FOLDER = "archive"
@@ -69,7 +69,7 @@ class DcpWritePlan:
                 yield from self._copied(item, item.copied)
             elif item.zip is not None:
                 given = () if item.piece is None else (crcs[item.piece],)
-                for offset, data in item.zip.frames(given):
+                for offset, data in item.zip.header_bytes(given):
                     yield HeaderBytes(item.file, item.offset + offset, data)
         yield HeaderBytes(record.SIDECAR, 0, _sidecar(self.entries, digests))
         yield HeaderBytes(METADATA_NAME, 0, self.metadata)

@@ -47,7 +47,7 @@ from ema_ckpt.formats.torch_file.reader import (
     unsafe_within,
     view_strides,
 )
-from ema_ckpt.formats.torch_zip.archive import Archive, Record
+from ema_ckpt.formats.torch_zip.reader import Archive, Record
 
 Path = tuple[str | int, ...]
 _FLAT_NAMES = ("_flat_param", "flat_param")

@@ -38,7 +38,7 @@ from ema_ckpt.formats.pickle.safe_globals import (
     within,
 )
 from ema_ckpt.formats.pickle.tensors import TensorRef, load_value
-from ema_ckpt.formats.torch_zip.archive import Archive, read_archive
+from ema_ckpt.formats.torch_zip.reader import Archive, read_archive
 
 Path = tuple[str | int, ...]
 

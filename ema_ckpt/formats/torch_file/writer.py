@@ -20,7 +20,7 @@ from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.nesting import renest
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
-from ema_ckpt.formats.torch_zip.archive import Member, ZipLayout
+from ema_ckpt.formats.torch_zip.writer import Member, ZipLayout
 
 _FOLDER = "archive"
 
@@ -70,7 +70,7 @@ class TorchWritePlan:
         """Local headers, small records and the central directory."""
         own = self._record(digests)
         yield HeaderBytes("", self._zip.offsets[-1], own)
-        for offset, data in self._zip.frames([*crcs, crc32(own)]):
+        for offset, data in self._zip.header_bytes([*crcs, crc32(own)]):
             yield HeaderBytes("", offset, data)
 
     def _record(self, digests: Mapping[str, int]) -> bytes:

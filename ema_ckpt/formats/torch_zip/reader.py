@@ -1,0 +1,218 @@
+"""Read the directory of a zip archive that `torch.save` wrote: where each record's bytes lie.
+
+Records are stored, never deflated, so a tensor's bytes are a range of the file. The central
+directory at the end has sizes and CRC-32s (torch leaves them zero in the local headers); the local
+header says where the bytes begin. Layout of zip and zip64: APPNOTE.TXT 6.3.10, sections 4.3.7 to
+4.3.16.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ema_ckpt.core.catalog import Files
+from ema_ckpt.core.crc import crc32
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import shown
+
+LOCAL = struct.Struct("<4sHHHHHLLLHH")
+CENTRAL = struct.Struct("<4sHHHHHHLLLHHHHHLL")
+END = struct.Struct("<4sHHHHLLH")
+END64 = struct.Struct("<4sQHHLLQQQQ")
+LOCATOR64 = struct.Struct("<4sLQL")
+LOCAL_CRC, CENTRAL_CRC = 14, 16  # byte of the checksum in these records
+MAX_U32, MAX_U16 = 0xFFFFFFFF, 0xFFFF
+_PEEK_NBYTES = 4096
+_MAX_DIRECTORY_NBYTES = 1 << 30
+
+
+class Record(NamedTuple):
+    """One record: its range in the file, and its CRC-32 (None if checksums are switched off)."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int | None
+
+
+class CentralRecord(NamedTuple):
+    """An entry of the central directory; `position` is its first byte in the directory."""
+
+    name: str
+    nbytes: int
+    crc: int
+    header: int
+    flags: int
+    method: int
+    position: int
+
+
+class Window:
+    """A range of a file, read in as few calls as its shape allows: most archives need two."""
+
+    def __init__(self, source: Files, file: str, offset: int, nbytes: int) -> None:
+        self.source = source
+        self.file = file
+        self.offset = offset
+        self.nbytes = nbytes
+        if nbytes <= 2 * _PEEK_NBYTES:
+            self.head = self.tail = source.read(file, offset, nbytes)
+        else:
+            self.tail = source.read(file, offset + nbytes - _PEEK_NBYTES, _PEEK_NBYTES)
+            self.head = source.read(file, offset, _PEEK_NBYTES // 2)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Read bytes at `start` of the window. Raises SourceError `bad-header` outside it."""
+        if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
+            raise self.bad(f"a record lies outside the archive of {self.nbytes} bytes")
+        if start + nbytes <= len(self.head):
+            return self.head[start : start + nbytes]
+        into_tail = start - (self.nbytes - len(self.tail))
+        if into_tail >= 0:
+            return self.tail[into_tail : into_tail + nbytes]
+        return self.source.read(self.file, self.offset + start, nbytes)
+
+    def bad(self, why: str) -> SourceError:
+        """Return the error of a damaged archive."""
+        message = f"{self.file}: damaged zip archive at byte {self.offset}: {why}"
+        return SourceError("bad-header", message, file=self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An archive's records by name, without the folder that torch puts before all of them."""
+
+    file: str
+    records: Mapping[str, Record]
+    window: Window
+
+    def record(self, name: str) -> Record:
+        """Return a record. Raises SourceError `bad-header` if there is none."""
+        record = self.records.get(name)
+        if record is None:
+            raise self.window.bad(f"it has no record {name!r}: not written by torch.save")
+        return record
+
+    def storage(self, key: str, nbytes: int) -> Record:
+        """Return a storage's record. Raises SourceError `bad-header` unless it has `nbytes`."""
+        record = self.record(f"data/{key}")
+        if record.nbytes != nbytes:
+            message = f"its storage has {record.nbytes} bytes, the pickle says {nbytes}"
+            raise SourceError("bad-header", message, file=self.file)
+        return record
+
+    def is_torchs(self) -> bool:
+        """Whether it has the record that torch reads before all others."""
+        return "version" in self.records or ".data/version" in self.records
+
+    def read(self, name: str) -> bytes:
+        """Read a small record. Raises SourceError `checksum` if its bytes do not match."""
+        record = self.record(name)
+        data = self.window.read(record.offset - self.window.offset, record.nbytes)
+        if record.crc is not None and crc32(data) != record.crc:
+            place = f"the record {name!r} at byte {record.offset}"
+            message = f"{self.file}: {place} does not match its CRC-32"
+            raise SourceError("checksum", message, file=self.file)
+        return data
+
+
+def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
+    """Read the directory of the archive that fills `nbytes` bytes of `file` from `offset`.
+
+    Raises:
+        SourceError: `bad-header` for anything that is no whole torch archive, a name that stands
+            twice included; `unsupported` for compressed or encrypted records; `truncated-file`.
+    """
+    window = Window(source, file, offset, nbytes)
+    entries = list(central_records(window))
+    folders = {entry.name.partition("/")[0] for entry in entries}
+    if len(folders) > 1:
+        raise window.bad(f"its records lie in several folders: {shown(sorted(folders))}")
+    has_checksums = any(entry.crc for entry in entries)
+    records: dict[str, Record] = {}
+    for entry in entries:
+        name = entry.name.partition("/")[2] or entry.name
+        if name in records:
+            raise window.bad(f"the record {name!r} stands twice")
+        start = offset + _data_start(window, entry)
+        records[name] = Record(name, start, entry.nbytes, entry.crc if has_checksums else None)
+    return Archive(file, records, window)
+
+
+def directory_span(window: Window) -> tuple[int, int, int]:
+    """Locate the central directory (zip64 followed): its start, size and number of entries."""
+    if window.nbytes < END.size:
+        raise window.bad("it is shorter than an empty zip")
+    end_start = window.nbytes - END.size
+    magic, _, _, _, count, size, start, comment = END.unpack(window.read(end_start, END.size))
+    if magic != b"PK\5\6" or comment != 0:
+        raise window.bad("its end record is missing: not a zip, or truncated")
+    if count == MAX_U16 or MAX_U32 in (size, start):
+        locator = LOCATOR64.unpack(window.read(end_start - LOCATOR64.size, LOCATOR64.size))
+        if locator[0] != b"PK\6\7":
+            raise window.bad("its zip64 locator is missing")
+        end64 = END64.unpack(window.read(locator[2], END64.size))
+        if end64[0] != b"PK\6\6":
+            raise window.bad("its zip64 end record is missing")
+        count, size, start = end64[7:]
+    if size > _MAX_DIRECTORY_NBYTES or count * CENTRAL.size > size:
+        raise window.bad("its directory has an impossible size")
+    return start, size, count
+
+
+def central_records(window: Window) -> Iterator[CentralRecord]:
+    """Iterate over the central directory. Raises SourceError `bad-header` where it is malformed."""
+    start, size, count = directory_span(window)
+    data, position = window.read(start, size), 0
+    for _ in range(count):
+        body = position + CENTRAL.size
+        if body > size:
+            raise window.bad("its directory is cut short")
+        magic, _, _, flags, method, _, _, crc, packed, nbytes, *rest = CENTRAL.unpack_from(
+            data, position
+        )
+        name_nbytes, extra_nbytes, comment_nbytes, _, _, _, header = rest
+        following = body + name_nbytes + extra_nbytes + comment_nbytes
+        if magic != b"PK\1\2" or following > size:
+            raise window.bad("its directory is malformed")
+        name = data[body : body + name_nbytes].decode("utf-8", "backslashreplace")
+        extra = data[body + name_nbytes : body + name_nbytes + extra_nbytes]
+        nbytes, packed, header = _zip64(window, extra, [nbytes, packed, header])
+        if nbytes != packed and not method:
+            raise window.bad(f"the record {name!r} is stored but has two sizes")
+        yield CentralRecord(name, nbytes, crc, header, flags, method, position)
+        position = following
+
+
+def _zip64(window: Window, extra: bytes, fields: list[int]) -> list[int]:
+    # Each 32-bit field that is full stands in the zip64 extra field, in the order of APPNOTE 4.5.3.
+    if MAX_U32 not in fields:
+        return fields
+    position = 0
+    while position + 4 <= len(extra):
+        tag, size = struct.unpack_from("<HH", extra, position)
+        if tag == 1:
+            wide = iter(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
+            return [next(wide, MAX_U32) if field == MAX_U32 else field for field in fields]
+        position += 4 + size
+    raise window.bad("a zip64 field is missing")
+
+
+def _data_start(window: Window, entry: CentralRecord) -> int:
+    """Return where a record's bytes begin, relative to the archive."""
+    magic, _, flags, method, *_, name_nbytes, extra_nbytes = LOCAL.unpack(
+        window.read(entry.header, LOCAL.size)
+    )
+    is_header = magic == b"PK\3\4"
+    if is_header and (method != entry.method or (flags ^ entry.flags) & 1):
+        raise window.bad(f"directory and header of {entry.name!r} disagree on how it is stored")
+    if entry.method or entry.flags & 1:
+        message = f"{window.file}: record {entry.name!r} is compressed or encrypted"
+        raise SourceError("unsupported", message, file=window.file)
+    start: int = entry.header + LOCAL.size + name_nbytes + extra_nbytes
+    if not is_header or start + entry.nbytes > window.nbytes:
+        raise window.bad(f"{entry.name!r} has no local header, or lies outside the archive")
+    return start

@@ -1,0 +1,144 @@
+"""Lay out a zip archive as `torch.save` writes it, before its payloads are known.
+
+Payloads begin at multiples of 64 from the start of the archive, as torch pads them, by an `FB`
+extra field. Layout of zip and zip64: APPNOTE.TXT 6.3.10.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from ema_ckpt.core.crc import crc32
+from ema_ckpt.formats.torch_zip.reader import (
+    CENTRAL,
+    CENTRAL_CRC,
+    END,
+    END64,
+    LOCAL,
+    LOCAL_CRC,
+    LOCATOR64,
+    MAX_U16,
+    MAX_U32,
+)
+
+ALIGNMENT = 64
+_CRC = struct.Struct("<L")
+
+
+class Member(NamedTuple):
+    """A record to be written: its bytes, or None if `nbytes` bytes of payload are copied later."""
+
+    name: str
+    nbytes: int
+    data: bytes | None = None
+
+
+class _Frame(NamedTuple):
+    """Bytes at `offset`; `crcs` holds (place of a checksum in them, number of its payload)."""
+
+    offset: int
+    data: bytes
+    crcs: list[tuple[int, int]]
+
+
+class ZipLayout:
+    """An archive laid out: places first, checksums last.
+
+    Args:
+        folder: the leading folder that torch expects before every name.
+        members: the records in order.
+    """
+
+    def __init__(self, folder: str, members: Sequence[Member]) -> None:
+        self.members = tuple(members)
+        self.offsets: list[int] = []
+        self._headers: list[tuple[bytes, bytes]] = []  # local and central, the checksum blank
+        position = 0
+        for member in self.members:
+            header = _Header(f"{folder}/{member.name}".encode(), member, position)
+            self._headers.append((header.local(), header.central()))
+            position += len(self._headers[-1][0])
+            self.offsets.append(position)
+            position += member.nbytes
+        directory_nbytes = sum(len(central) for _, central in self._headers)
+        self._end = _end(len(self.members), position, directory_nbytes)
+        self._directory_offset = position
+        self.nbytes = position + directory_nbytes + len(self._end)
+
+    def header_bytes(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Iterate over all bytes but the payloads, as (offset in the archive, bytes).
+
+        `crcs` has one CRC-32 for each member without data, in order.
+        """
+        for frame in self._frames:
+            filled = bytearray(frame.data)
+            for position, payload in frame.crcs:
+                _CRC.pack_into(filled, position, crcs[payload])
+            yield frame.offset, bytes(filled)
+
+    @cached_property
+    def _frames(self) -> list[_Frame]:
+        # Kept, with zeros for the checksums of payloads: many items share a layout.
+        frames: list[_Frame] = []
+        offset, data, crcs = 0, bytearray(), list[tuple[int, int]]()
+        directory, directory_crcs, payloads = bytearray(), list[tuple[int, int]](), 0
+        for member, (local, central), start in zip(
+            self.members, self._headers, self.offsets, strict=True
+        ):
+            if member.data is None:
+                crcs.append((len(data) + LOCAL_CRC, payloads))
+                directory_crcs.append((len(directory) + CENTRAL_CRC, payloads))
+                payloads += 1
+                frames.append(_Frame(offset, bytes(data + local), crcs))
+                offset, data, crcs = start + member.nbytes, bytearray(), []
+            else:
+                data += local + member.data
+            directory += central
+        crcs = crcs + [(len(data) + position, payload) for position, payload in directory_crcs]
+        frames.append(_Frame(offset, bytes(data + directory + self._end), crcs))
+        return frames
+
+
+class _Header(NamedTuple):
+    """A member's headers, which begin at `offset`."""
+
+    name: bytes
+    member: Member
+    offset: int
+
+    def local(self) -> bytes:
+        nbytes = self.member.nbytes
+        wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= MAX_U32 else b""
+        # The `FB` field has 4 bytes at least.
+        room = -(self.offset + LOCAL.size + len(self.name) + len(wide)) % ALIGNMENT
+        room = room if room >= 4 else room + ALIGNMENT
+        extra = wide + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
+        version, size, crc = 45 if wide else 0, min(nbytes, MAX_U32), self._crc()
+        lengths = size, size, len(self.name), len(extra)
+        return LOCAL.pack(b"PK\3\4", version, 0x800, 0, 0, 0, crc, *lengths) + self.name + extra
+
+    def central(self) -> bytes:
+        nbytes, offset = self.member.nbytes, self.offset
+        wide = [nbytes, nbytes] if nbytes >= MAX_U32 else []
+        wide += [offset] if offset >= MAX_U32 else []
+        extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+        version, size = 45 if wide else 0, min(nbytes, MAX_U32)
+        fields = version, version, 0x800, 0, 0, 0, self._crc(), size, size
+        lengths = len(self.name), len(extra), 0, 0, 0, 0, min(offset, MAX_U32)
+        return CENTRAL.pack(b"PK\1\2", *fields, *lengths) + self.name + extra
+
+    def _crc(self) -> int:
+        return crc32(self.member.data or b"")
+
+
+def _end(count: int, start: int, size: int) -> bytes:
+    """Return the end record of a directory of `count` entries and `size` bytes from `start`."""
+    wide = b""
+    if start >= MAX_U32 or count >= MAX_U16:
+        wide = END64.pack(b"PK\6\6", END64.size - 12, 45, 45, 0, 0, count, count, size, start)
+        wide += LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
+    entries, size, start = min(count, MAX_U16), min(size, MAX_U32), min(start, MAX_U32)
+    return wide + END.pack(b"PK\5\6", 0, 0, entries, entries, size, start, 0)
