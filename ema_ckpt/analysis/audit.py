@@ -1,19 +1,17 @@
-"""A checkpoint held against all it says about itself: sizes, coverage, checksums, digests,
-replicas.
+"""Check a checkpoint against all that it records: sizes, coverage, checksums, digests, replicas.
 
 Nothing stops at the first problem: every tensor, object and file is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from ema_ckpt.analysis.checksum_pass import checksum_all
 from ema_ckpt.analysis.records import RecordList, StoredRecord
-from ema_ckpt.core.catalog import Catalog, Chunk, Diagnostic, Object, Payload, Tensor
+from ema_ckpt.core.catalog import Catalog, Chunk, Diagnostic, Object, Payload, Problem, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.text import shown
@@ -24,290 +22,271 @@ from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.state_dicts.tree import list_trees
 
 _BLOCK_NBYTES = 512 << 10
+_FILE_CODES = ("missing-file", "truncated-file")
+
+Place = tuple[str, int]  # file and offset
+Spans = dict[str, tuple[int, int]]  # bytes [first, end) in a file, by name
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A problem: its code, the tensor and file it concerns, and a message."""
-
-    code: str
-    tensor: str | None
-    file: str | None
-    message: str
-
-
+@dataclass(slots=True)
 class Audit:
-    """One pass over a checkpoint.
+    """Findings about one checkpoint, in the order in which they were made.
 
     Attributes:
-        problems, warnings: what was found, in the order in which it was found.
-        checked, unchecked: bytes of payload by place (file, offset), with a checksum and without.
+        checked, unchecked: bytes of payload by place, with a checksum and without.
         crcs: CRC-32 of every payload that was read, by place.
+        damaged: tensors with a problem.
+        sizes: bytes of every file that is there.
+        payloads: those of each tensor's chunks; None for one that could not be located.
     """
 
-    def __init__(
-        self, catalog: Catalog, threads: int, progress: Callable[[int], None] | None = None
-    ) -> None:
-        self.catalog = catalog
-        self.threads = threads
-        self._progress = progress
-        self.problems: dict[Finding, None] = {}
-        self.warnings: list[Diagnostic] = []
-        self.checked: dict[tuple[str, int], int] = {}
-        self.unchecked: dict[tuple[str, int], int] = {}
-        self.crcs: dict[tuple[str, int], int] = {}
-        self.damaged: set[str] = set()
-        self._sizes: dict[str, int] = {}
-        self._inventory: RecordList | None = None
-
-    def run(self) -> None:
-        """Do it all, but for values."""
-        self._sizes = self._check_files()
-        self._check_names()
-        self._check_coverage()
-        self._inventory = RecordList(self.catalog, self._sizes, self._unlisted)
-        records = self._inventory.listing()
-        workers = Workers(self.threads)
-        for record, crc in checksum_all(self.catalog.source, records, workers, self._progress):
-            if isinstance(crc, SourceError):
-                self._unread(record, crc)
-            else:
-                self._summed(record, crc)
-        self._load_objects()
-        reader = BoxReader(_BLOCK_NBYTES)
-        self._check_digests(reader)
-        self._compare_replicas(reader)
+    catalog: Catalog
+    problems: dict[Problem, None] = field(default_factory=dict)
+    warnings: list[Diagnostic] = field(default_factory=list)
+    checked: dict[Place, int] = field(default_factory=dict)
+    unchecked: dict[Place, int] = field(default_factory=dict)
+    crcs: dict[Place, int] = field(default_factory=dict)
+    damaged: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    payloads: dict[str, tuple[Payload | None, ...]] = field(default_factory=dict)
 
     def report(
         self, code: str, message: str, tensor: str | None = None, file: str | None = None
     ) -> None:
-        """Note a problem, once."""
-        self.problems[Finding(code, tensor, file, message)] = None
+        """Add a problem, once."""
+        self.problems[Problem(code, tensor, file, message)] = None
         if tensor:
             self.damaged.add(tensor)
 
+    def warn(self, code: str, message: str) -> None:
+        """Add a warning."""
+        self.warnings.append(Diagnostic(code, message))
+
     def error(self, error: EmaCkptError) -> None:
-        """Note a problem that somebody raised."""
+        """Add an error as a problem."""
         self.report(error.code, str(error), error.tensor, error.file)
 
-    # Files and boxes.
-
-    def _check_files(self) -> dict[str, int]:
-        """Sizes of the files that are there."""
-        sizes: dict[str, int] = {}
-        spans = self._spans()
-        for file, expected in self.catalog.files.items():
-            told, names = self._told(file), list(spans.get(file, ()))
-            holds = f"; it holds {shown(names)}" if names else ""
-            try:
-                sizes[file] = self.catalog.source.size(file)
-            except SourceError as error:
-                message = told.message if told else f"{error}{holds}"
-                self.report(error.code, message, names[0] if names else None, file)
-                continue
-            if sizes[file] < expected:
-                self._short(file, expected, sizes[file], spans.get(file, {}))
-            elif (
-                told is not None
-            ):  # cut off within its header, which would have said how long it is
-                self.report(told.code, told.message, None, file)
-        return sizes
-
-    def _told(self, file: str) -> Diagnostic | None:
-        """What the reader said of a file that is missing or cut off; of a part's, the part's name
-        comes first.
-        """
-        starts = (f"{file}: ", f"{file.replace('/', ': ', 1)}: ")
-        said = [
-            w
-            for w in self.catalog.warnings
-            if w.code in _FILE_CODES and w.message.startswith(starts)
-        ]
-        return said[0] if said else None
-
-    def _spans(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """For each file the tensors and objects in it, and of each the bytes [first, end) of its
-        last piece there.
-        """
-        spans: dict[str, dict[str, tuple[int, int]]] = {}
-        pieces = [
-            (tensor.name, chunk) for tensor in self.catalog.tensors for chunk in tensor.chunks
-        ]
-        objects = [(item.name, item) for item in self.catalog.objects if not item.is_inline]
-        for name, piece in chain[tuple[str, Chunk | Object]](pieces, objects):
-            held = spans.setdefault(piece.file, {})
-            span = (piece.offset, piece.offset + piece.nbytes)
-            held[name] = max(held.get(name, span), span, key=lambda one: one[1])
-        return spans
-
-    def _short(
-        self, file: str, expected: int, size: int, spans: Mapping[str, tuple[int, int]]
-    ) -> None:
-        lost = [name for name, (_, end) in spans.items() if end > size]
-        message = f"{file}: expected at least {expected} bytes, found {size}: the file is truncated"
-        if lost:
-            first, end = spans[lost[0]]
-            which = "" if len(lost) == 1 else f"{lost[0]!r} "
-            message += f"; cut off: {shown(lost)} ({which}at bytes {first} to {end})"
-        remedy = "copy the file again, or use another copy of the checkpoint"
-        self.report("truncated-file", f"{message}; {remedy}", lost[0] if lost else None, file)
-
-    def _check_names(self) -> None:
-        try:
-            list_trees(self.catalog)
-        except SourceError as error:
-            self.error(error)
-        for entry in self.catalog.unknown_entries:
-            # An entry without a place has an unknown size: counted as one byte.
-            self.unchecked[entry.file or entry.name, entry.offset] = entry.nbytes or 1
-        for name, message in self.catalog.find_mismatches():
-            self.report("index-mismatch", message, name)
-
-    def _check_coverage(self) -> None:
-        for tensor in self.catalog.tensors:
-            try:
-                prove(tensor)
-            except SourceError as error:
-                self.error(error)
-
-    # Checksums.
-
-    def _unlisted(self, error: EmaCkptError, nbytes: int) -> None:
-        """Something whose bytes cannot be found."""
-        if error.code != "unsupported":
-            self.error(error)
-            return
-        self.unchecked[error.file or "", len(self.unchecked)] = nbytes
-        self.warnings.append(Diagnostic("unchecked", f"{error}: not checked"))
-
-    def _unread(self, stored: StoredRecord, error: SourceError) -> None:
-        self.report(error.code, f"{error} ({_owner(stored)})", stored.owner or None, stored.file)
-
-    def _summed(self, stored: StoredRecord, crc: int) -> None:
-        if stored.is_payload:
-            self.crcs[stored.key] = crc
-            (self.unchecked if stored.crc is None else self.checked)[stored.key] = stored.nbytes
-        if stored.crc is not None and crc != stored.crc:
-            message = f"expected CRC-32 {stored.crc:08x}, found {crc:08x}: the file is damaged; use another copy"
-            self.report(
-                "checksum",
-                f"{stored.file}: {_owner(stored)}: {message}",
-                stored.owner or None,
-                stored.file,
-            )
-
-    def _load_objects(self) -> None:
-        for item in self.catalog.objects:
-            if not item.is_inline and not item.file:
-                self.report("incomplete", f"object {item.name!r}: no file holds it", item.name)
-                continue
-            if not item.is_inline and item.offset + item.nbytes > self._sizes.get(item.file, -1):
-                continue
-            try:
-                opaque = opaque_within(self.catalog.reader.load(item))
-            except SourceError as error:
-                if error.code == "unsupported":
-                    self.warnings.append(Diagnostic("opaque", str(error)))
-                else:
-                    self.report(error.code, str(error), item.name, item.file)
-                continue
-            if (
-                opaque is not None and not item.is_inline
-            ):  # readers tell of values that they read along
-                self.warnings.append(
-                    Diagnostic("opaque", f"{item.name!r} holds a {opaque}, unknown to ema_ckpt")
-                )
-
-    # Digests and replicas.
-
-    def _check_digests(self, reader: BoxReader) -> None:
-        """Compare the recorded digest of each tensor whose bytes are otherwise in order."""
-        for tensor in self.catalog.tensors:
-            expected = self.catalog.digests.get(tensor.name)
-            payloads = self.payloads_of(tensor)
-            if expected is None or payloads is None or tensor.name in self.damaged:
-                continue
-            found = self.digest(tensor, payloads, reader)
-            if found == expected:
-                self.prove(payloads)
-            elif found is not None:
-                self._digest_differs(tensor, payloads, expected, found)
-
     def payloads_of(self, tensor: Tensor) -> tuple[Payload, ...] | None:
-        """Where the tensor's chunks lie, or None if that could not be found."""
-        known = self._inventory.payloads.get(tensor.name, ()) if self._inventory else ()
-        return None if None in known else cast("tuple[Payload, ...]", known)
+        """Payloads of the tensor's chunks, or None if one could not be located."""
+        payloads = self.payloads.get(tensor.name, ())
+        return None if None in payloads else cast("tuple[Payload, ...]", payloads)
 
     def digest(self, tensor: Tensor, payloads: Sequence[Payload], reader: BoxReader) -> int | None:
-        """The tensor's digest, from checksums of this pass where they suffice; None, and a problem,
-        on failure.
-        """
+        """Digest of a tensor, from CRC-32s of this pass if they suffice; None after an error."""
         try:
-            known = join_storage_crcs(
-                tensor, payloads, prove(tensor), lambda p: self.crcs.get((p.file, p.offset))
+            chunks = prove(tensor)
+            digest = join_storage_crcs(
+                tensor, payloads, chunks, lambda p: self.crcs.get((p.file, p.offset))
             )
-            return (
-                known
-                if known is not None
-                else compute_digest(locate(self.catalog, tensor, payloads), reader)
-            )
+            if digest is None:
+                digest = compute_digest(locate(self.catalog, tensor, payloads), reader)
         except SourceError as error:
             self.error(error)
             return None
+        return digest
 
-    def prove(self, payloads: Iterable[Payload]) -> None:
+    def mark_checked(self, payloads: Iterable[Payload]) -> None:
         """Count payloads as checked."""
         for payload in payloads:
             nbytes = self.unchecked.pop((payload.file, payload.offset), None)
             if nbytes is not None:
                 self.checked[payload.file, payload.offset] = nbytes
 
-    def _digest_differs(
-        self, tensor: Tensor, payloads: Sequence[Payload], expected: int, found: int
-    ) -> None:
-        files = list(dict.fromkeys(payload.file for payload in payloads))
-        message = f"expected the digest crc32:{expected:08x}, found crc32:{found:08x}"
-        where = ", ".join(files[:3])
-        why = explain_mismatch(self.catalog)
-        self.report(
-            "checksum", f"{where}: tensor {tensor.name!r}: {message}: {why}", tensor.name, files[0]
-        )
 
-    def _compare_replicas(self, reader: BoxReader) -> None:
-        for tensor in self.catalog.tensors:
-            payloads = self.payloads_of(tensor)
-            boxes: dict[tuple[object, object], list[int]] = {}
-            for index, chunk in enumerate(tensor.chunks):
-                if 0 not in chunk.sizes:
-                    boxes.setdefault((chunk.offsets, chunk.sizes), []).append(index)
-            if not payloads or tensor.name in self.damaged:
+def audit_checkpoint(
+    catalog: Catalog, threads: int, progress: Callable[[int], None] | None = None
+) -> Audit:
+    """Check everything but values; `progress` is called with the bytes that were read."""
+    audit = Audit(catalog)
+    _check_files(audit)
+    _check_metadata(audit)
+    _check_checksums(audit, Workers(threads), progress)
+    _load_objects(audit)
+    reader = BoxReader(_BLOCK_NBYTES)
+    _check_digests(audit, reader)
+    _compare_replicas(audit, reader)
+    return audit
+
+
+def _check_files(audit: Audit) -> None:
+    spans = _file_spans(audit.catalog)
+    for file, expected in audit.catalog.files.items():
+        inside = spans.get(file, {})
+        first = next(iter(inside), None)
+        warning = _reader_warning(audit.catalog, file)
+        try:
+            size = audit.sizes[file] = audit.catalog.source.size(file)
+        except SourceError as error:
+            message = f"{error}; it holds {shown(list(inside))}" if inside else str(error)
+            audit.report(error.code, warning.message if warning else message, first, file)
+            continue
+        if size < expected:
+            _report_truncated(audit, file, expected, inside)
+        elif warning is not None:
+            # Cut off within its header, which would have said how long it is.
+            audit.report(warning.code, warning.message, None, file)
+
+
+def _reader_warning(catalog: Catalog, file: str) -> Diagnostic | None:
+    """The reader's warning that a file is missing or cut off; a part's name may come first."""
+    starts = (f"{file}: ", f"{file.replace('/', ': ', 1)}: ")
+    for warning in catalog.warnings:
+        if warning.code in _FILE_CODES and warning.message.startswith(starts):
+            return warning
+    return None
+
+
+def _file_spans(catalog: Catalog) -> dict[str, Spans]:
+    """For each file the tensors and objects in it, with the span of their last chunk there."""
+    items: list[tuple[str, Chunk | Object]] = []
+    for tensor in catalog.tensors:
+        items += [(tensor.name, chunk) for chunk in tensor.chunks]
+    items += [(item.name, item) for item in catalog.objects if not item.is_inline]
+    files: dict[str, Spans] = {}
+    for name, item in items:
+        spans = files.setdefault(item.file, {})
+        end = item.offset + item.nbytes
+        if name not in spans or end > spans[name][1]:
+            spans[name] = (item.offset, end)
+    return files
+
+
+def _report_truncated(audit: Audit, file: str, expected: int, spans: Spans) -> None:
+    size = audit.sizes[file]
+    lost = [name for name, (_, end) in spans.items() if end > size]
+    message = f"{file}: expected at least {expected} bytes, found {size}: the file is truncated"
+    if lost:
+        first, end = spans[lost[0]]
+        name = "" if len(lost) == 1 else f"{lost[0]!r} "
+        message += f"; cut off: {shown(lost)} ({name}at bytes {first} to {end})"
+    remedy = "copy the file again, or use another copy of the checkpoint"
+    audit.report("truncated-file", f"{message}; {remedy}", lost[0] if lost else None, file)
+
+
+def _check_metadata(audit: Audit) -> None:
+    """Check names, what metadata contradicts, and that chunks cover each tensor once."""
+    catalog = audit.catalog
+    try:
+        list_trees(catalog)
+    except SourceError as error:
+        audit.error(error)
+    for entry in catalog.unknown_entries:
+        # An entry without a place has an unknown size: counted as one byte.
+        audit.unchecked[entry.file or entry.name, entry.offset] = entry.nbytes or 1
+    for name, message in catalog.find_mismatches():
+        audit.report("index-mismatch", message, name)
+    for tensor in catalog.tensors:
+        try:
+            prove(tensor)
+        except SourceError as error:
+            audit.error(error)
+
+
+def _check_checksums(
+    audit: Audit, workers: Workers, progress: Callable[[int], None] | None
+) -> None:
+    """Read every stored record once and compare its CRC-32."""
+
+    def on_error(error: EmaCkptError, nbytes: int) -> None:
+        if error.code == "unsupported":
+            audit.unchecked[error.file or "", len(audit.unchecked)] = nbytes
+            audit.warn("unchecked", f"{error}: not checked")
+        else:
+            audit.error(error)
+
+    records = RecordList(audit.catalog, audit.sizes, on_error)
+    audit.payloads = records.payloads
+    for record, crc in checksum_all(audit.catalog.source, records.listing(), workers, progress):
+        owner, file = record.owner or None, record.file
+        if isinstance(crc, SourceError):
+            audit.report(crc.code, f"{crc} ({_describe(record)})", owner, file)
+            continue
+        if record.is_payload:
+            audit.crcs[record.key] = crc
+            counts = audit.unchecked if record.crc is None else audit.checked
+            counts[record.key] = record.nbytes
+        if record.crc is not None and crc != record.crc:
+            message = f"expected CRC-32 {record.crc:08x}, found {crc:08x}: the file is damaged"
+            message = f"{file}: {_describe(record)}: {message}; use another copy"
+            audit.report("checksum", message, owner, file)
+
+
+def _describe(record: StoredRecord) -> str:
+    text = f"record {record.record!r}" if record.record else "its bytes"
+    return f"{record.owner!r}, {text}" if record.owner else text
+
+
+def _load_objects(audit: Audit) -> None:
+    for item in audit.catalog.objects:
+        if not item.is_inline:
+            if not item.file:
+                audit.report("incomplete", f"object {item.name!r}: no file holds it", item.name)
                 continue
-            for copies in boxes.values():
-                if len(copies) > 1:
-                    self._compare(tensor, [(tensor.chunks[i], payloads[i]) for i in copies], reader)
-
-    def _compare(
-        self, tensor: Tensor, copies: Sequence[tuple[Chunk, Payload]], reader: BoxReader
-    ) -> None:
-        crcs: dict[int, list[str]] = {}
-        for chunk, payload in copies:
-            alone = replace(
-                tensor, shape=chunk.sizes, chunks=(chunk._replace(offsets=(0,) * len(chunk.sizes)),)
-            )
-            try:
-                crc = compute_digest(locate(self.catalog, alone, (payload,)), reader)
-                crcs.setdefault(crc, []).append(chunk.file)
-            except SourceError as error:
-                self.error(error)
-        if len(crcs) > 1:
-            sides = " and ".join(shown(files) for files in crcs.values())
-            message = f"tensor {tensor.name!r}: copies of the same elements differ between {sides}"
-            self.warnings.append(Diagnostic("replicas-differ", message))
+            if item.offset + item.nbytes > audit.sizes.get(item.file, -1):
+                continue
+        try:
+            opaque = opaque_within(audit.catalog.reader.load(item))
+        except SourceError as error:
+            if error.code == "unsupported":
+                audit.warn("opaque", str(error))
+            else:
+                audit.report(error.code, str(error), item.name, item.file)
+            continue
+        if opaque is not None and not item.is_inline:  # readers warn of inline values
+            audit.warn("opaque", f"{item.name!r} holds a {opaque}, unknown to ema_ckpt")
 
 
-_FILE_CODES = ("missing-file", "truncated-file")
+def _check_digests(audit: Audit, reader: BoxReader) -> None:
+    """Compare the recorded digest of each tensor whose bytes are otherwise in order."""
+    for tensor in audit.catalog.tensors:
+        expected, payloads = audit.catalog.digests.get(tensor.name), audit.payloads_of(tensor)
+        if expected is None or payloads is None or tensor.name in audit.damaged:
+            continue
+        digest = audit.digest(tensor, payloads, reader)
+        if digest == expected:
+            audit.mark_checked(payloads)
+        elif digest is not None:
+            files = list(dict.fromkeys([payload.file for payload in payloads]))
+            values = f"expected the digest crc32:{expected:08x}, found crc32:{digest:08x}"
+            message = f"{', '.join(files[:3])}: tensor {tensor.name!r}: {values}"
+            message = f"{message}: {explain_mismatch(audit.catalog)}"
+            audit.report("checksum", message, tensor.name, files[0])
 
 
-def _owner(stored: StoredRecord) -> str:
-    what = f"record {stored.record!r}" if stored.record else "its bytes"
-    return f"{stored.owner!r}, {what}" if stored.owner else what
+def _compare_replicas(audit: Audit, reader: BoxReader) -> None:
+    """Compare chunks that hold the same elements."""
+    for tensor in audit.catalog.tensors:
+        payloads = audit.payloads_of(tensor)
+        if not payloads or tensor.name in audit.damaged:
+            continue
+        replicas: dict[tuple[object, object], list[int]] = {}
+        for index, chunk in enumerate(tensor.chunks):
+            if 0 not in chunk.sizes:
+                replicas.setdefault((chunk.offsets, chunk.sizes), []).append(index)
+        for indices in replicas.values():
+            if len(indices) > 1:
+                _compare_chunks(audit, tensor, payloads, indices, reader)
+
+
+def _compare_chunks(
+    audit: Audit,
+    tensor: Tensor,
+    payloads: Sequence[Payload],
+    indices: Sequence[int],
+    reader: BoxReader,
+) -> None:
+    files: dict[int, list[str]] = {}
+    for index in indices:
+        chunk = tensor.chunks[index]
+        at_origin = chunk._replace(offsets=(0,) * len(chunk.sizes))
+        alone = replace(tensor, shape=chunk.sizes, chunks=(at_origin,))
+        try:
+            digest = compute_digest(locate(audit.catalog, alone, (payloads[index],)), reader)
+        except SourceError as error:
+            audit.error(error)
+        else:
+            files.setdefault(digest, []).append(chunk.file)
+    if len(files) > 1:
+        sides = " and ".join([shown(names) for names in files.values()])
+        message = f"tensor {tensor.name!r}: copies of the same elements differ between {sides}"
+        audit.warn("replicas-differ", message)

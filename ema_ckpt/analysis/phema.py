@@ -1,5 +1,4 @@
-"""Post-hoc EMA: which weights turn snapshots of power-function averages into an average of another
-length.
+"""Post-hoc EMA: combine snapshots of power-function averages into an average of another length.
 
 After Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models" (EDM2,
 arXiv:2312.02696), Appendix C; equation numbers are those of that paper. All arithmetic is in
@@ -18,14 +17,13 @@ from dataclasses import dataclass
 from ema_ckpt.core.errors import UsageError
 
 WIDEST = 12**-0.5
-"""The relative standard deviation of the flat profile, γ = 0: the widest there is."""
+"""Relative standard deviation of the flat profile, γ = 0: the widest there is."""
 _NARROWEST = 1e-6  # γ is about its inverse
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A profile: the time at which it ends, in updates or samples, and its relative standard
-    deviation.
+    """A profile: its end `time`, in updates or samples, and its relative standard deviation.
 
     Raises:
         UsageError: `usage` if there is no such profile.
@@ -36,24 +34,17 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not _NARROWEST <= self.sigma_rel <= WIDEST:
-            range_ = f"{_NARROWEST:g} to {WIDEST:.4f}"
-            raise UsageError(
-                "usage", f"a relative width is a number from {range_}, not {self.sigma_rel}"
-            )
+            limits = f"{_NARROWEST:g} to {WIDEST:.4f}"
+            message = f"a relative width is a number from {limits}, not {self.sigma_rel}"
+            raise UsageError("usage", message)
         if not (self.time > 0 and math.isfinite(self.time)):
-            raise UsageError(
-                "usage", f"a snapshot is taken after one step or more, not at {self.time}"
-            )
+            message = f"a snapshot is taken after one step or more, not at {self.time}"
+            raise UsageError("usage", message)
 
     @property
     def exponent(self) -> float:
         """γ."""
         return exponent_of(self.sigma_rel)
-
-
-def width_of(exponent: float) -> float:
-    """Relative standard deviation of the profile τ^γ (equation 123): ((γ+1) / ((γ+2)² (γ+3)))^½."""
-    return math.sqrt((exponent + 1) / ((exponent + 2) ** 2 * (exponent + 3)))
 
 
 def exponent_of(sigma_rel: float) -> float:
@@ -83,7 +74,7 @@ def inner_product(a: Profile, b: Profile) -> float:
 
 
 def solve(snapshots: Sequence[Profile], target: Profile) -> list[float]:
-    """The weight of each snapshot in the combination nearest to `target` in L2 (algorithm 3).
+    """Weight of each snapshot in the combination nearest to `target` in L2 (algorithm 3).
 
     The normal equations A x = b hold the inner products of the profiles; x is scaled to the sum of
     one.
@@ -93,37 +84,27 @@ def solve(snapshots: Sequence[Profile], target: Profile) -> list[float]:
     """
     import numpy as np
 
-    _refuse_twins(snapshots)
+    numbers: dict[Profile, int] = {}
+    for number, profile in enumerate(snapshots, 1):
+        twin = numbers.setdefault(profile, number)
+        if twin != number:
+            same = f"step {profile.time:g}, width {profile.sigma_rel}"
+            message = f"snapshots {twin} and {number} are both of {same}; give each once"
+            raise UsageError("usage", message)
     matrix = np.array([[inner_product(a, b) for b in snapshots] for a in snapshots], np.float64)
     right = np.array([inner_product(a, target) for a in snapshots], np.float64)
     try:
-        found = np.linalg.solve(matrix, right)
+        weights = np.linalg.solve(matrix, right)
     except np.linalg.LinAlgError:
-        raise UsageError(
-            "usage", "the snapshots are too much alike to be combined; leave some out"
-        ) from None
-    return [float(weight) for weight in found / found.sum()]
-
-
-def _refuse_twins(snapshots: Sequence[Profile]) -> None:
-    seen: dict[Profile, int] = {}
-    for index, profile in enumerate(snapshots):
-        other = seen.setdefault(profile, index)
-        if other != index:
-            what = f"snapshots {other + 1} and {index + 1} are both of step {profile.time:g}, width {profile.sigma_rel}"
-            raise UsageError("usage", f"{what}; give each once")
+        message = "the snapshots are too much alike to be combined; leave some out"
+        raise UsageError("usage", message) from None
+    return [float(weight) for weight in weights / weights.sum()]
 
 
 def mismatch(snapshots: Sequence[Profile], weights: Sequence[float], target: Profile) -> float:
-    """Relative L2 distance between the combined profile and the one wanted: ‖Σ x_i p_i − p‖ /
-    ‖p‖.
-    """
+    """Relative L2 distance of the combined profile from the target: ‖Σ x_i p_i − p‖ / ‖p‖."""
+    weighted = list(zip(weights, snapshots, strict=True))
     own = inner_product(target, target)
-    cross = math.fsum(x * inner_product(p, target) for x, p in zip(weights, snapshots, strict=True))
-    pairs = [
-        (x * y, p, q)
-        for x, p in zip(weights, snapshots, strict=True)
-        for y, q in zip(weights, snapshots, strict=True)
-    ]
-    square = math.fsum(w * inner_product(p, q) for w, p, q in pairs)
+    cross = math.fsum([x * inner_product(p, target) for x, p in weighted])
+    square = math.fsum([x * y * inner_product(p, q) for x, p in weighted for y, q in weighted])
     return math.sqrt(max(square - 2 * cross + own, 0.0) / own)

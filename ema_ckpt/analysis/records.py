@@ -1,5 +1,4 @@
-"""Every stored record of a checkpoint that has, or could have, a checksum; what cannot be found is
-reported.
+"""List every stored record of a checkpoint that has, or could have, a checksum.
 
 A DCP item is a whole archive: its small records count like its payload. A torch file is one
 archive. Elsewhere payloads lie bare.
@@ -7,14 +6,13 @@ archive. Elsewhere payloads lie bare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ema_ckpt.core.catalog import Catalog, Chunk, Payload, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError
-from ema_ckpt.formats.torch_zip.reader import Archive, Record, read_archive
-
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+from ema_ckpt.core.names import TORCH_SUFFIXES
+from ema_ckpt.formats.torch_zip.reader import read_archive
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,145 +36,117 @@ class StoredRecord:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The place: file and offset."""
+        """File and offset."""
         return self.file, self.offset
 
 
 class RecordList:
-    """Lists what is stored. `report` is told of each error and the owner it concerns; the listing
-    goes on.
+    """Lists stored records; what cannot be located goes to `on_error` with its bytes.
+
+    Attributes:
+        payloads: those of each tensor's chunks, once listed; None for one that was not located.
     """
 
     def __init__(
-        self, catalog: Catalog, sizes: dict[str, int], report: Callable[[EmaCkptError, int], None]
+        self,
+        catalog: Catalog,
+        sizes: Mapping[str, int],
+        on_error: Callable[[EmaCkptError, int], None],
     ) -> None:
-        """`sizes` has the size in bytes of every file that is there; what reaches beyond is left to
-        the caller.
-        """
+        """`sizes` has the bytes of every file that is there; what reaches beyond is left out."""
         self.catalog = catalog
         self.payloads: dict[str, tuple[Payload | None, ...]] = {}
         self._sizes = sizes
-        self._report = report
-        self._seen: set[tuple[str, int]] = set()
+        self._on_error = on_error
+        self._listed: set[tuple[str, int]] = set()
         self._owners: dict[tuple[str, int], str] = {}
 
     def listing(self) -> Iterator[StoredRecord]:
-        """Everything, tensors first, in stored order; what several names share once."""
+        """Yield all records, tensors first, in stored order; what several names share once."""
         for tensor in self.catalog.tensors:
-            yield from self._tensor(tensor)
+            yield from self._tensor_records(tensor)
         for item in self.catalog.objects:
-            if (
-                not item.is_inline
-                and item.nbytes
-                and self._is_there(item.file, item.offset + item.nbytes)
-            ):
-                yield from self._framed(
-                    item.name, item.file, item.offset, item.nbytes, is_object=True
-                )
+            end = item.offset + item.nbytes
+            if not item.is_inline and item.nbytes and self._is_there(item.file, end):
+                yield from self._item_records(item.name, item.file, item.offset, item.nbytes, True)
         for file in self.catalog.files:
-            if file.endswith(_TORCH_SUFFIXES) and file in self._sizes:
-                yield from self._whole(file)
+            if file.endswith(TORCH_SUFFIXES) and file in self._sizes:
+                has_objects = any(item.file == file for item in self.catalog.objects)
+                yield from self._archive_records(None, file, 0, self._sizes[file], has_objects)
 
     def _is_there(self, file: str, end: int) -> bool:
-        return end <= self._sizes.get(file, -1)
+        return bool(file) and end <= self._sizes.get(file, -1)
 
-    def _tensor(self, tensor: Tensor) -> Iterator[StoredRecord]:
-        payloads = self._locate(tensor)
-        self.payloads[tensor.name] = payloads
+    def _tensor_records(self, tensor: Tensor) -> Iterator[StoredRecord]:
+        payloads = self.payloads[tensor.name] = self._locate(tensor)
         for chunk, payload in zip(tensor.chunks, payloads, strict=True):
-            if payload is None or (not payload.nbytes and not chunk.nbytes):
+            if payload is None or not (payload.nbytes or chunk.nbytes):
                 continue
-            if payload.file.endswith(_TORCH_SUFFIXES):
-                self._owners.setdefault((payload.file, payload.offset), tensor.name)
+            key = (payload.file, payload.offset)
+            if payload.file.endswith(TORCH_SUFFIXES):
+                self._owners.setdefault(key, tensor.name)
             elif (payload.offset, payload.nbytes) != (chunk.offset, chunk.nbytes):
-                yield from self._framed(
-                    tensor.name, chunk.file, chunk.offset, chunk.nbytes, is_object=False
+                yield from self._item_records(
+                    tensor.name, chunk.file, chunk.offset, chunk.nbytes, False
                 )
-            elif (payload.file, payload.offset) not in self._seen and payload.nbytes:
-                self._seen.add((payload.file, payload.offset))
-                yield _bare(tensor.name, payload)
+            elif key not in self._listed and payload.nbytes:
+                self._listed.add(key)
+                yield StoredRecord(tensor.name, "", *key, payload.nbytes, payload.crc, True)
 
     def _locate(self, tensor: Tensor) -> tuple[Payload | None, ...]:
-        """The payload of each chunk; None for one that cannot be read, whose error is reported."""
-        there = [not c.file or self._is_there(c.file, c.offset + c.nbytes) for c in tensor.chunks]
-        if all(there) and all(chunk.file for chunk in tensor.chunks):
+        """Locate the payload of each chunk, one by one if not all are there."""
+        present = [self._is_there(c.file, c.offset + c.nbytes) for c in tensor.chunks]
+        if all(present):
             try:
                 return self.catalog.reader.payloads(tensor)
             except SourceError as error:
                 if len(tensor.chunks) == 1:
-                    self._report(
-                        error.about(tensor=tensor.name, file=tensor.chunks[0].file),
-                        tensor.chunks[0].nbytes,
-                    )
+                    self._report(error, tensor.name, tensor.chunks[0])
                     return (None,)
-        return tuple(
-            self._one(tensor, chunk) if found and chunk.file else None
-            for chunk, found in zip(tensor.chunks, there, strict=True)
-        )
+        payloads: list[Payload | None] = []
+        for chunk, is_present in zip(tensor.chunks, present, strict=True):
+            located: tuple[Payload, ...] = ()
+            if is_present:
+                try:
+                    located = self.catalog.reader.payloads(replace(tensor, chunks=(chunk,)))
+                except SourceError as error:
+                    self._report(error, tensor.name, chunk)
+            payloads.append(located[0] if len(located) == 1 else None)
+        return tuple(payloads)
 
-    def _one(self, tensor: Tensor, chunk: Chunk) -> Payload | None:
-        try:
-            found = self.catalog.reader.payloads(replace(tensor, chunks=(chunk,)))
-        except SourceError as error:
-            self._report(error.about(tensor=tensor.name, file=chunk.file), chunk.nbytes)
-            return None
-        return found[0] if len(found) == 1 else None
+    def _report(self, error: SourceError, tensor: str, chunk: Chunk) -> None:
+        self._on_error(error.about(tensor=tensor, file=chunk.file), chunk.nbytes)
 
-    def _framed(
-        self, owner: str, file: str, offset: int, nbytes: int, *, is_object: bool
+    def _item_records(
+        self, owner: str, file: str, offset: int, nbytes: int, is_object: bool
     ) -> Iterator[StoredRecord]:
-        if (file, offset) in self._seen:
-            return
-        self._seen.add((file, offset))
+        """Yield the records of a DCP item, once."""
+        if (file, offset) not in self._listed:
+            self._listed.add((file, offset))
+            yield from self._archive_records(owner, file, offset, nbytes, is_object)
+
+    def _archive_records(
+        self, owner: str | None, file: str, offset: int, nbytes: int, has_objects: bool
+    ) -> Iterator[StoredRecord]:
+        """Yield the records of an archive; without `owner` each belongs to the tensor stored there.
+
+        With `has_objects`, `data.pkl` counts as payload: it holds values, not just places.
+        """
         try:
             archive = read_archive(self.catalog.source, file, offset, nbytes)
         except SourceError as error:
-            self._report(error.about(tensor=owner, file=file), nbytes)
+            kind = "object" if has_objects else "tensor"
+            self._on_error(error.about(tensor=owner, file=file, kind=kind), nbytes)
             return
-        self._judge(archive, owner)
-        yield from archive_records(archive, lambda _record: owner, with_pickle=is_object)
-
-    def _whole(self, file: str) -> Iterator[StoredRecord]:
-        try:
-            archive = read_archive(self.catalog.source, file, 0, self._sizes[file])
-        except SourceError as error:
-            self._report(error, self._sizes[file])
-            return
-        self._judge(archive, "")
-        owners = self._owners
-        has_objects = any(item.file == file for item in self.catalog.objects)
-        yield from archive_records(
-            archive, lambda r: owners.get((file, r.offset), ""), with_pickle=has_objects
-        )
-
-    def _judge(self, archive: Archive, owner: str) -> None:
         if not archive.is_torchs():
-            message = f"{archive.file}: no record 'version' in the archive at byte {archive.window.offset}"
-            message += ", which torch refuses to load"
-            self._report(
-                SourceError("bad-header", message, tensor=owner or None, file=archive.file), 0
-            )
-
-
-def _bare(owner: str, payload: Payload) -> StoredRecord:
-    return StoredRecord(owner, "", payload.file, payload.offset, payload.nbytes, payload.crc, True)
-
-
-def archive_records(
-    archive: Archive, owner: Callable[[Record], str], *, with_pickle: bool
-) -> Iterator[StoredRecord]:
-    """The records of an archive. `with_pickle` counts `data.pkl` as payload: it holds values, not
-    just places.
-    """
-    for record in archive.records.values():
-        is_payload = record.name.startswith("data/") or (with_pickle and record.name == "data.pkl")
-        if record.nbytes:
-            yield StoredRecord(
-                owner(record),
-                record.name,
-                archive.file,
-                record.offset,
-                record.nbytes,
-                record.crc,
-                is_payload,
-            )
+            place = f"in the archive at byte {archive.window.offset}"
+            message = f"{file}: no record 'version' {place}, which torch refuses to load"
+            self._on_error(SourceError("bad-header", message, tensor=owner, file=file), 0)
+        payloads = ("data.pkl",) if has_objects else ()
+        for record in archive.records.values():
+            if record.nbytes:
+                name = self._owners.get((file, record.offset), "") if owner is None else owner
+                is_payload = record.name.startswith("data/") or record.name in payloads
+                yield StoredRecord(
+                    name, record.name, file, record.offset, record.nbytes, record.crc, is_payload
+                )

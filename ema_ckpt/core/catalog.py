@@ -1,8 +1,7 @@
-"""The noun in the middle: what a checkpoint holds and where its bytes lie, whatever its format.
+"""Catalog of a checkpoint: what it holds and where the bytes lie, whatever its format.
 
-A format module reads a checkpoint's metadata into a `Catalog`; layouts, plans and the streaming
-readers know nothing but catalogs. Everything here is frozen; shapes and boxes are in elements,
-spans in bytes.
+Format modules read metadata into a `Catalog`; everything else works on catalogs. All of it is
+frozen; shapes and boxes are in elements, spans in bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ema_ckpt.core.errors import SourceError
 Ints = tuple[int, ...]
 Path = tuple[str | int, ...]
 
-_MAX_ELEMENTS = 2**63
+_MAX_NBYTES = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,21 @@ class Diagnostic:
     message: str
 
 
-class Chunk(NamedTuple):
-    """One stored piece of a tensor: its box, and the span of a file that the metadata gives for it.
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Damage: a stable code, the tensor and file concerned (or None), and a message."""
 
-    The span is what frames the piece in its format (a whole zip for a DCP item), not the bare
-    payload; `Catalog.reader.payloads` finds that. `file` is relative to the checkpoint, with `/`
-    between parts.
+    code: str
+    tensor: str | None
+    file: str | None
+    message: str
+
+
+class Chunk(NamedTuple):
+    """One stored box of a tensor, and the span of a file that the metadata gives for it.
+
+    The span may frame the payload (a whole zip for a DCP item); `Reader.payloads` locates the
+    payload. `file` is relative to the checkpoint, with `/` between parts.
     """
 
     offsets: Ints
@@ -46,7 +54,7 @@ class Chunk(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Where the piece lies in its tensor, in elements."""
+        """Box of the chunk in its tensor."""
         return Box(self.offsets, self.sizes)
 
 
@@ -70,11 +78,12 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the checkpoint: full stored dotted name, path of dict keys and list indices,
-    shape, dtype.
+    """A stored tensor.
 
-    `chunks` are in stored order and include empty ones. `storage` is equal for tensors that share
-    memory in a source that records it (torch files), and None elsewhere.
+    Attributes:
+        name: full stored dotted name. `path`: the dict keys and list indices behind it.
+        chunks: in stored order, empty ones included.
+        storage: equal for tensors that share memory, if the source records it (torch files).
     """
 
     name: str
@@ -97,9 +106,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """A stored value that is no tensor. Its span frames the pickle; `inline` holds values already
-    read safely.
-    """
+    """A stored value that is no tensor: the span of its pickle, or an `inline` value."""
 
     name: str
     path: Path
@@ -132,9 +139,7 @@ class RankPrivate(NamedTuple):
 
 
 class UnknownEntry(NamedTuple):
-    """A metadata entry of an unknown class and one span of its bytes; `file` is empty if it has
-    none.
-    """
+    """A metadata entry of an unknown class, and a span of its bytes or an empty `file`."""
 
     name: str
     kind: str
@@ -144,9 +149,7 @@ class UnknownEntry(NamedTuple):
 
 
 class Files(Protocol):
-    """A directory (or one file's directory) that can be read at positions. Names are relative, with
-    `/`.
-    """
+    """Files below one directory, read at positions. Names are relative, with `/`."""
 
     root: str
 
@@ -155,15 +158,11 @@ class Files(Protocol):
         ...
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Exactly `nbytes` bytes at `offset`. Raises SourceError `truncated-file` if there are
-        fewer.
-        """
+        """Read exactly `nbytes` bytes. Raises SourceError `truncated-file` if there are fewer."""
         ...
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`. Raises SourceError `truncated-file` if there are fewer
-        bytes.
-        """
+        """Fill `buffer` from `offset`. Raises SourceError `truncated-file` at the file's end."""
         ...
 
     def listing(self) -> list[str]:
@@ -179,9 +178,7 @@ class Reader(Protocol):
     """What a format offers beyond its metadata."""
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
-        """Find the payload of each of `tensor.chunks`, in their order. Reads headers, never payload
-        bytes.
-        """
+        """Locate the payload of each of `tensor.chunks`, in their order. Reads headers only."""
         ...
 
     def load(self, item: Object) -> object:
@@ -243,10 +240,6 @@ def check_geometry(name: str, shape: Ints, dtype: DType, file: str) -> None:
     Raises:
         SourceError: `out-of-bounds` for negative dimensions or 2**63 bytes and more.
     """
-    if any(size < 0 for size in shape) or prod(shape) * dtype.itemsize >= _MAX_ELEMENTS:
-        raise SourceError(
-            "out-of-bounds",
-            f"{file}: tensor {name!r} has the impossible shape {list(shape)}",
-            tensor=name,
-            file=file,
-        )
+    if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize >= _MAX_NBYTES:
+        message = f"{file}: tensor {name!r} has the impossible shape {list(shape)}"
+        raise SourceError("out-of-bounds", message, tensor=name, file=file)

@@ -1,76 +1,63 @@
-"""Proof that the chunks of a tensor hold every element once, before a byte of them is read."""
+"""Prove that the chunks of a tensor hold every element once, before a byte of them is read."""
 
 from __future__ import annotations
 
-from ema_ckpt.core.box import first_overlap
+from ema_ckpt.core.box import Box, first_overlap
 from ema_ckpt.core.catalog import Chunk, Tensor
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import counted
 
 
-def unique_chunks(tensor: Tensor) -> list[int]:
-    """Indices of the chunks that hold elements, the first of each box: equal boxes are replicas,
-    not overlap.
-    """
-    seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    for index, chunk in enumerate(tensor.chunks):
-        if 0 not in chunk.sizes:
-            seen.setdefault((chunk.offsets, chunk.sizes), index)
-    return list(seen.values())
-
-
 def prove(tensor: Tensor) -> list[int]:
-    """Check bounds, overlap and volume; return the indices of the chunks to read, in row order if
-    they are rows.
+    """Check bounds, overlap and volume; return the indices of the chunks to read.
+
+    These are the chunks that hold elements, the first of each box (equal boxes are replicas, not
+    overlap), in row order if they are rows.
 
     Raises:
         SourceError: `out-of-bounds`, `overlap`, `hole` or `incomplete`, naming the tensor.
     """
-    picked = unique_chunks(tensor)
-    chunks = [tensor.chunks[index] for index in picked]
+    first_of_box: dict[Box, int] = {}
+    for index, chunk in enumerate(tensor.chunks):
+        if 0 not in chunk.sizes:
+            first_of_box.setdefault(chunk.box, index)
+    indices = list(first_of_box.values())
+    chunks = [tensor.chunks[index] for index in indices]
     for chunk in chunks:
         if not chunk.file:
-            raise _error(
-                "incomplete", tensor, f"no file is named for the chunk at {list(chunk.offsets)}"
-            )
-    if _is_rows(tensor, chunks):
-        return picked
+            message = f"no file is named for the chunk at {list(chunk.offsets)}"
+            raise _error("incomplete", tensor, message)
+    if _are_rows(tensor, chunks):
+        return indices
     for chunk in chunks:
         if not chunk.box.fits(tensor.shape):
-            found = f"a chunk at {list(chunk.offsets)} of {list(chunk.sizes)}"
-            raise _error(
-                "out-of-bounds",
-                tensor,
-                f"{found} does not fit into {list(tensor.shape)}",
-                chunk.file,
-            )
-    boxes = [chunk.box for chunk in chunks]
-    clash = first_overlap(boxes)
-    if clash is not None:
-        a, b = (chunks[index] for index in clash)
-        where = f"the chunks at {list(a.offsets)} and {list(b.offsets)}"
-        raise _error("overlap", tensor, f"{where} hold some of the same elements", b.file)
-    covered = sum(box.numel for box in boxes)
+            message = f"a chunk at {list(chunk.offsets)} of {list(chunk.sizes)} does not fit"
+            raise _error("out-of-bounds", tensor, f"{message} into {list(tensor.shape)}", chunk)
+    boxes = list(first_of_box)
+    overlap = first_overlap(boxes)
+    if overlap is not None:
+        a, b = chunks[overlap[0]], chunks[overlap[1]]
+        message = f"the chunks at {list(a.offsets)} and {list(b.offsets)}"
+        raise _error("overlap", tensor, f"{message} hold some of the same elements", b)
+    covered = sum([box.numel for box in boxes])
     if covered != tensor.numel:
         raise _error("hole", tensor, f"{covered} of {counted(tensor.numel, 'element')} covered")
-    return picked
+    return indices
 
 
-def _is_rows(tensor: Tensor, chunks: list[Chunk]) -> bool:
-    """The common case, told fast: whole rows in order, end to end."""
+def _are_rows(tensor: Tensor, chunks: list[Chunk]) -> bool:
+    """Check the common case fast: whole rows in order, end to end."""
     shape = tensor.shape
     if not shape:
         return len(chunks) == 1 and chunks[0].offsets == ()
-    row, rest, zeros = 0, shape[1:], (0,) * (len(shape) - 1)
+    row, inner, zeros = 0, shape[1:], (0,) * (len(shape) - 1)
     for chunk in chunks:
-        if chunk.offsets[:1] != (row,) or chunk.offsets[1:] != zeros or chunk.sizes[1:] != rest:
+        if chunk.offsets != (row, *zeros) or chunk.sizes[1:] != inner:
             return False
         row += chunk.sizes[0]
     return row == shape[0] if tensor.numel else not chunks
 
 
-def _error(code: str, tensor: Tensor, what: str, file: str | None = None) -> SourceError:
-    where = f"{file}: " if file else ""
-    return SourceError(
-        code, f"{where}tensor {tensor.name!r}: {what}", tensor=tensor.name, file=file
-    )
+def _error(code: str, tensor: Tensor, message: str, chunk: Chunk | None = None) -> SourceError:
+    file = chunk.file if chunk else None
+    return SourceError(code, message).about(tensor=tensor.name, file=file)

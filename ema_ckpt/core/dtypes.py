@@ -1,4 +1,4 @@
-"""The one table of element types: torch's name, size, and what each format calls it."""
+"""Table of element types: torch's name, size, and the name in each format."""
 
 from __future__ import annotations
 
@@ -70,9 +70,8 @@ DTYPES = (
     DType("uint8", 1, "U8", "ByteStorage", "|u1", "int"),
     DType("bool", 1, "BOOL", "BoolStorage", "|b1", "bool"),
 )
-_FOREIGN = re.compile(
-    r"(q?u?int|b?float|b?complex|bits)\d+(_?\w+)?"
-)  # quantized ones, and those of fewer bits
+# Quantized types, and those of fewer bits.
+_FOREIGN = re.compile(r"(q?u?int|b?float|b?complex|bits)\d+(_?\w+)?")
 _COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 DTYPE_NAMES = frozenset(_BY_NAME)
@@ -87,12 +86,11 @@ def by_name(name: str) -> DType:
         SourceError: `unsupported`, naming the type; `unreadable` for what is no type's name.
     """
     bare = name.removeprefix("torch.")
-    found = _BY_NAME.get(bare)
-    if found is None and _FOREIGN.fullmatch(bare):
+    if bare in _BY_NAME:
+        return _BY_NAME[bare]
+    if _FOREIGN.fullmatch(bare):
         raise SourceError("unsupported", f"dtype {name!r} is not one that ema_ckpt reads")
-    if found is None:
-        raise SourceError("unreadable", f"{name!r} is no dtype")
-    return found
+    raise SourceError("unreadable", f"{name!r} is no dtype")
 
 
 def by_safetensors(code: str) -> DType | None:

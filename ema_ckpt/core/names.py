@@ -1,8 +1,4 @@
-"""Names and what they say: wrapper prefixes, the roles of trees and parts, globs, rename rules,
-near misses.
-
-Pure strings; nothing here knows a tensor.
-"""
+"""Rules on names: wrapper prefixes, roles of trees and parts, globs, renames, near misses."""
 
 from __future__ import annotations
 
@@ -12,31 +8,24 @@ from ema_ckpt.core.errors import UsageError
 
 EMA, LIVE, OPTIMIZER, OTHER = "ema", "live", "optimizer", "other"
 
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""Of files that torch.save writes."""
+
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components that DDP, `torch.compile`, FSDP1 and activation checkpointing put into names."""
 
 SETTINGS = frozenset(
-    {
-        "decay",
-        "num_updates",
-        "n_averaged",
-        "optimization_step",
-        "step",
-        "initted",
-        "samples_seen",
-        "config",
-    }
+    "decay num_updates n_averaged optimization_step step initted samples_seen config".split()
 )
 """Entries of an EMA tree that describe the average and are no weights."""
 
 _NAMES = {
     EMA: "ema shadow shadow_params state_dict_ema model_ema generator_ema net_ema",
     LIVE: "model generator net state_dict module app.model current_model_state online_model",
-    OPTIMIZER: "optimizer optimizers optim opt optimizer_state optimizer_states optimizer_state_dict",
-    OTHER: (
-        "lr_scheduler lr_schedulers scheduler train_state trainer_state dataloader rng rng_state extra extra_state "
-        "args hyper_parameters callbacks loops scaler grad_scaler"
-    ),
+    OPTIMIZER: "optimizer optimizers optim opt optimizer_state optimizer_states "
+    "optimizer_state_dict",
+    OTHER: "lr_scheduler lr_schedulers scheduler train_state trainer_state dataloader rng "
+    "rng_state extra extra_state args hyper_parameters callbacks loops scaler grad_scaler",
 }
 _ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 
@@ -46,11 +35,12 @@ _PARTS = {
     **dict.fromkeys(("optim", "optimizer"), OPTIMIZER),
     **dict.fromkeys(("extra_state", "dataloader_state"), OTHER),
 }
-_NUMBERED_PARTS = (
-    ("pytorch_model_fsdp_", LIVE),
-    ("pytorch_ema_model_fsdp_", EMA),
-    ("optimizer_", OPTIMIZER),
-)
+# Directories of accelerate, which are trees once they are in one checkpoint.
+_NUMBERED_PARTS = {
+    "pytorch_model_fsdp_": LIVE,
+    "pytorch_ema_model_fsdp_": EMA,
+    "optimizer_": OPTIMIZER,
+}
 
 Path = tuple[str | int, ...]
 
@@ -61,9 +51,7 @@ def is_wrapped(name: str) -> bool:
 
 
 def canonical(name: str) -> str:
-    """`name` without wrapper components, at whatever depth they stand; the last component always
-    stays.
-    """
+    """Strip wrapper components at any depth; the last component always stays."""
     if not is_wrapped(name):
         return name
     *heads, last = name.split(".")
@@ -71,45 +59,37 @@ def canonical(name: str) -> str:
 
 
 def role_of(name: str) -> str | None:
-    """The role that a tree's name tells (`ema`, `live`, `optimizer`, or `other` for bookkeeping),
-    or None.
-    """
-    found = _ROLES.get(name)
-    if found is None and name.endswith("_optimizer"):
+    """Role of a tree called `name`, or None if the name is not recognised."""
+    if name in _ROLES:
+        return _ROLES[name]
+    if name.endswith("_optimizer"):
         return OPTIMIZER
-    if found is None and (name.endswith("_ema") or name.startswith("ema_")):
+    if name.endswith("_ema") or name.startswith("ema_"):
         return EMA
-    return found or _numbered_role(name)
+    return _numbered_role(name)
 
 
 def tree_role(name: str) -> str | None:
-    """The role that a tree's dotted name tells, by itself or by its last component
-    (`app.model`).
-    """
+    """Role recognised from a tree's full name or its last component (`app.model`)."""
     return role_of(name) or role_of(name.rpartition(".")[2])
 
 
 def part_role(name: str) -> str | None:
-    """The role of a checkpoint's part by the name of its directory or file stem, or None if it is
-    no part.
-    """
+    """Role of a checkpoint's part by the name of its directory or file stem; None if it is none."""
     if name.startswith("rng"):
         return OTHER
     return _numbered_role(name) or _PARTS.get(name)
 
 
 def _numbered_role(name: str) -> str | None:
-    """The role of a directory of accelerate (`pytorch_model_fsdp_0`), which is a tree once it is in
-    one checkpoint.
-    """
-    for prefix, role in _NUMBERED_PARTS:
+    for prefix, role in _NUMBERED_PARTS.items():
         if name.startswith(prefix) and name[len(prefix) :].isdecimal():
             return role
     return None
 
 
 def live_partners(name: str) -> tuple[str, ...]:
-    """Names under which the live weights of the EMA tree `name` are looked for, best first.
+    """Names of trees that may hold the live weights of the EMA tree `name`, best first.
 
     `generator_ema` belongs to `generator`, `app.ema` to `app.model`, `pytorch_ema_model_fsdp_0` to
     `pytorch_model_fsdp_0`.
@@ -121,17 +101,15 @@ def live_partners(name: str) -> tuple[str, ...]:
         bare = last.removeprefix("ema_")
     else:
         bare = last.replace("_ema_", "_") if "_ema_" in last else "model"
-    near = [f"{head}{dot}{bare}", f"{head}{dot}model"]
-    above = head.rpartition(".")[0]
-    if head and role_of(head.rpartition(".")[2]) == EMA:
-        near.append(f"{above}.model" if above else "model")
-    return tuple(dict.fromkeys(near))
+    partners = [f"{head}{dot}{bare}", f"{head}{dot}model"]
+    outer, _, parent = head.rpartition(".")
+    if role_of(parent) == EMA:
+        partners.append(f"{outer}.model" if outer else "model")
+    return tuple(dict.fromkeys(partners))
 
 
 def glob_matcher(glob: str) -> Callable[[str], bool]:
-    """A test for whole names, case-sensitive; `*` crosses dots (`fnmatch.fnmatchcase`, compiled
-    once).
-    """
+    """Compile a glob for whole names, case-sensitive as `fnmatch.fnmatchcase`; `*` crosses dots."""
     if not any(char in glob for char in "*?["):
         return glob.__eq__
     if glob.endswith("*") and not any(char in glob[:-1] for char in "*?["):
@@ -145,7 +123,7 @@ def glob_matcher(glob: str) -> Callable[[str], bool]:
 
 
 def parse_rename(text: str) -> tuple[str, str]:
-    """Split `OLD=NEW` at the first `=`. Both sides are plain string prefixes; either may be empty.
+    """Split `OLD=NEW` at the first `=`: two plain string prefixes, either of which may be empty.
 
     Raises:
         UsageError: `usage` if there is no `=`.
@@ -157,7 +135,7 @@ def parse_rename(text: str) -> tuple[str, str]:
 
 
 def rename_path(path: Path, old: str, new: str) -> Path:
-    """Carry a rename of the dotted name's prefix `old` to `new` over to the path behind the name.
+    """Apply a rename of the dotted name's prefix `old` to `new` to the path behind the name.
 
     Elements behind the prefix stay as they are. Elements that it covers wholly give way to the
     dotted components of `new`; where it ends inside an element, the nesting keeps its depth as far
@@ -166,27 +144,33 @@ def rename_path(path: Path, old: str, new: str) -> Path:
     head = f"{path[0]}."
     if len(path) > 1 and old.startswith(head) and new.startswith(head):
         return (path[0], *rename_path(path[1:], old[len(head) :], new[len(head) :]))
-    covered, reached = 0, 0
-    while covered < len(path) and (
-        reached < len(old) or (reached == len(old) and new and not new.endswith("."))
-    ):
-        reached += len(str(path[covered])) + 1
-        covered += 1
-    kept = path[covered:]
-    dotted = ".".join(map(str, path))
-    changed = (new + dotted[len(old) : max(reached - 1, len(old))]).removesuffix(
-        "." if kept else ""
-    )
-    whole = reached == len(old) and bool(kept)
-    inner = changed.split(".", -1 if whole else max(covered - 1, 0)) if changed else ()
+    count, end = _covered(path, old, new)
+    kept = path[count:]
+    rest = ".".join(map(str, path))[len(old) :]
+    changed = new + rest[: max(end - 1 - len(old), 0)]
+    if kept:
+        changed = changed.removesuffix(".")
+    depth = -1 if kept and end == len(old) else max(count - 1, 0)
+    moved = (*changed.split(".", depth), *kept) if changed else kept
     # A rename that leaves an empty component (`.weight`) has no nesting to keep.
-    name = new + dotted[len(old) :]
-    moved = (*inner, *kept)
+    name = new + rest
     return moved if moved and ".".join(map(str, moved)) == name else (name,)
 
 
+def _covered(path: Path, old: str, new: str) -> tuple[int, int]:
+    """How many elements the prefix `old` touches, and the length of their dotted name with dot."""
+    count, end = 0, 0
+    for element in path:
+        ends_here = end == len(old) and (not new or new.endswith("."))
+        if end > len(old) or ends_here:
+            break
+        end += len(str(element)) + 1
+        count += 1
+    return count, end
+
+
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """`names`, the most similar to `name` first; equally similar ones keep their order."""
+    """Sort `names` by similarity to `name`, the most similar first; ties keep their order."""
     from difflib import SequenceMatcher
 
     matcher = SequenceMatcher(b=name, autojunk=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ema_ckpt.core.errors import SourceError, UsageError
-from ema_ckpt.core.names import OPTIMIZER, OTHER, part_role
+from ema_ckpt.core.names import OPTIMIZER, OTHER, TORCH_SUFFIXES, part_role
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.rank_files.names import families, family_of
 from ema_ckpt.storage.directories import Folder, base_name, join, list_folder, parent_of
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ema_ckpt.formats.dcp.metadata import Metadata
 
 DCP, SAFETENSORS, TORCH, RANK_FILES, PARTS = "dcp", "safetensors", "torch", "rank-files", "parts"
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".index.json"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.(?:safetensors|pt|pth|bin|ckpt))", re.ASCII | re.DOTALL)

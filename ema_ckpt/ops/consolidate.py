@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.core.names import EMA, OPTIMIZER
+from ema_ckpt.core.names import EMA, OPTIMIZER, TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, parse_size, shown
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.objects import refuse_skipped, unknown_objects, unsupported_metadata
 from ema_ckpt.ops.results import Skipped, WriteResult
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.write import (
-    TORCH_SUFFIXES,
     Output,
     PlannedWrite,
     destination_of,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 
-from ema_ckpt.core.catalog import Diagnostic
+from ema_ckpt.core.catalog import Diagnostic, Problem
 
 # Writing verbs.
 
@@ -111,16 +111,6 @@ class InspectResult:
 
 
 # `verify`.
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Damage: a stable code, the tensor and file concerned (or None), and a message."""
-
-    code: str
-    tensor: str | None
-    file: str | None
-    message: str
 
 
 @dataclass(frozen=True, slots=True)

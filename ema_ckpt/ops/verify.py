@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from typing import NamedTuple
 
-from ema_ckpt.analysis.audit import Audit, Finding
+from ema_ckpt.analysis.audit import Audit, audit_checkpoint
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Problem, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import PARTS, SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.opening import open_location
-from ema_ckpt.ops.results import Problem, VerifyResult
+from ema_ckpt.ops.results import VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
@@ -70,12 +71,11 @@ def verify(
     report = _Report()
     for catalog, is_whole in _opened(os.fspath(path), report):
         try:
-            audit = Audit(catalog, workers, progress)
-            audit.run()
+            audit = audit_checkpoint(catalog, workers, progress)
             report.warnings += [w for w in catalog.warnings if w.code not in _REPORTED]
             report.warnings += _stale(catalog)
             if values:
-                _scan(audit)
+                _scan(audit, workers)
             if against is not None and is_whole:
                 compare_with(audit, against)
             report.take(audit)
@@ -92,13 +92,13 @@ class _Report:
     """What came out so far."""
 
     def __init__(self) -> None:
-        self.problems: dict[Finding, None] = {}
+        self.problems: dict[Problem, None] = {}
         self.warnings: list[Diagnostic] = []
         self.checked = 0
         self.unchecked = 0
 
     def error(self, error: EmaCkptError) -> None:
-        self.problems[Finding(error.code, error.tensor, error.file, str(error))] = None
+        self.problems[Problem(error.code, error.tensor, error.file, str(error))] = None
 
     def take(self, audit: Audit) -> None:
         self.problems |= audit.problems
@@ -108,7 +108,7 @@ class _Report:
 
     def result(self) -> VerifyResult:
         status = "damaged" if self.problems else "unproven" if self.unchecked else "sound"
-        problems = tuple(Problem(f.code, f.tensor, f.file, f.message) for f in self.problems)
+        problems = tuple(self.problems)
         warnings = self.warnings
         if self.unchecked:
             message = f"{counted(self.unchecked, 'byte')} of payload without a checksum may be damaged without a trace"
@@ -161,9 +161,7 @@ def _pieces(found: Location) -> list[Location]:
     if found.format == PARTS:
         return [part for _, part in found.parts]
     if found.format in (SAFETENSORS, TORCH) and found.names[0].endswith(".index.json"):
-        suffixes = (
-            (".safetensors",) if found.format == SAFETENSORS else (".bin", ".pt", ".pth", ".ckpt")
-        )
+        suffixes = (".safetensors",) if found.format == SAFETENSORS else TORCH_SUFFIXES
         shards = [name for name in list_folder(found.root).files if name.endswith(suffixes)]
         return [
             Location(found.format, found.root, (name,), join(found.root, name)) for name in shards
@@ -258,9 +256,9 @@ class _ValueScan:
         self.seen.clear()
 
 
-def _scan(audit: Audit) -> None:
+def _scan(audit: Audit, threads: int) -> None:
     scan = _ValueScan(audit)
-    executor.run(scan, [scan.jobs()], Workers(audit.threads))
+    executor.run(scan, [scan.jobs()], Workers(threads))
     for tensor in audit.catalog.tensors:
         if tensor.name in scan.seen:
             _judge(audit, tensor, scan.seen[tensor.name])

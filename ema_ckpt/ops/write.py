@@ -13,6 +13,7 @@ from pathlib import Path
 from ema_ckpt.comm.launched import Meeting, current
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
+from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.objects import header_text
@@ -26,8 +27,6 @@ from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.preflight import resolve_target
 from ema_ckpt.writing.run_state import Outcome
 from ema_ckpt.writing.staging import check_target, stage
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 # Without --resume a run this short is done anew rather than continued. Deleting a journal that has
 # reached the disk costs tenths of a second where the file system discards freed blocks at once and

@@ -14,7 +14,7 @@ from ema_ckpt.runtime.page_buffer import buffer
 _BLOCK_NBYTES = 1 << 19
 Interval = tuple[int, int, int]  # start and length in bytes, CRC-32
 Pending = dict[tuple[str, int], tuple[str, Payload, list[Interval], int]]
-"""Storages read in part, by file and offset: tensor, payload, what was read, and how many bytes that is."""
+"""Storages read in part, by file and offset: tensor, payload, intervals, bytes of these."""
 
 
 def mismatch(tensor: str, payload: Payload, crc: int) -> SourceError:

@@ -20,7 +20,8 @@ from ema_ckpt.reading.overlaps import RowBlocks, row_ranges
 
 def explain_mismatch(catalog: Catalog) -> str:
     """Say why a digest can differ although every storage matches its checksum, and what to do."""
-    message = "these are not the bytes that were saved (files swapped, mixed or changed); use another copy"
+    cause = "these are not the bytes that were saved (files swapped, mixed or changed)"
+    message = f"{cause}; use another copy"
     if SIDECAR not in catalog.source.listing():
         return message
     return f"{message}, or, if another checkpoint was saved over this one, delete {SIDECAR}"

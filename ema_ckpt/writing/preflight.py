@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
+from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import shown
 from ema_ckpt.storage.files import is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import stage_path
@@ -30,7 +31,7 @@ _CHECKPOINT_FILES = (
     "*.index.*.json",
     "ema_ckpt.json",
 )
-_TORCH_FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
+_TORCH_FILES = tuple(f"*{suffix}" for suffix in TORCH_SUFFIXES)
 # Torch files by name, but never weights: a weights directory that replaces the old one keeps them.
 _TRAINING_FILES = (
     "scheduler.*",

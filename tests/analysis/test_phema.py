@@ -14,7 +14,6 @@ from ema_ckpt.analysis.phema import (
     inner_product,
     mismatch,
     solve,
-    width_of,
 )
 
 # What the solver published with EDM2 (github.com/NVlabs/edm2, training/phema.py) returns for these inputs.
@@ -40,6 +39,11 @@ WEIGHTS = {
         -0.08580813901246773, 0.1986636000652867, -0.173042792379138, 0.9406542162949862,
     ],
 }  # fmt: skip
+
+
+def width_of(exponent: float) -> float:
+    """Relative standard deviation of the profile τ^γ (equation 123): ((γ+1) / ((γ+2)² (γ+3)))^½."""
+    return math.sqrt((exponent + 1) / ((exponent + 2) ** 2 * (exponent + 3)))
 
 
 @pytest.mark.parametrize("width", EXPONENTS)
