@@ -14,10 +14,12 @@ from typing import ForwardRef, is_typeddict
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-import ema_ckpt  # noqa: E402
-from ema_ckpt.cli.reference import reference  # noqa: E402
+import click  # noqa: E402
 
-HEAD = """\
+import ema_ckpt  # noqa: E402
+from ema_ckpt.cli.commands import cli  # noqa: E402
+
+PYTHON_HEAD = """\
 # Python reference
 
 Made by `python docs/reference.py`. Every name here is imported from `ema_ckpt`; heavy modules are loaded when a name is
@@ -33,7 +35,7 @@ def python_reference() -> str:
     for value in list(public.values()):
         public |= shared_options(value)
     names = sorted(public, key=lambda name: (rank(public[name]), name.lower()))
-    return "\n".join([HEAD, *("\n".join(entry(name, public[name])) for name in names)])
+    return "\n".join([PYTHON_HEAD, *("\n".join(entry(name, public[name])) for name in names)])
 
 
 def shared_options(value: object) -> dict[str, object]:
@@ -120,6 +122,50 @@ def prose(value: object) -> str:
     return f"{head}\n" + (f"\n```text\n{rest}\n```\n" if rest else "")
 
 
+CLI_HEAD = """\
+# Command reference
+
+Made by `python docs/reference.py` from the commands themselves. Exit codes: 0 done · 1 check failed (`verify`: damaged;
+`diff --exit-code`: differs) · 2 error · 3 `verify`: structure right, some payload has no checksum · 130 Ctrl-C ·
+141 broken pipe · 143 SIGTERM · 70 internal error.
+"""
+
+
+def command_reference(group: click.Group = cli, name: str = "ema-ckpt") -> str:
+    """All commands with their arguments, options and help, in the order of `--help`."""
+    context = group.make_context(name, [], resilient_parsing=True)
+    parts = [CLI_HEAD]
+    for command_name in group.list_commands(context):
+        command = group.get_command(context, command_name)
+        if command is not None and not command.hidden:
+            section = command_section(command, click.Context(command, context, command_name))
+            parts.append("\n".join(section))
+    return "\n".join(parts)
+
+
+def command_section(command: click.Command, context: click.Context) -> Iterator[str]:
+    """Usage, help and options of one command."""
+    usage = " ".join(command.collect_usage_pieces(context))
+    yield f"## {context.info_name}\n"
+    yield f"```text\n{context.command_path} {usage}\n```\n"
+    yield f"{(command.help or '').strip()}\n"
+    yield "| option | meaning |\n|---|---|"
+    for option in command.get_params(context):
+        record = option.get_help_record(context) if isinstance(option, click.Option) else None
+        if record is not None:
+            flags, text = (" ".join(part.split()).replace("|", "\\|") for part in record)
+            yield f"| `{flags}` | {text}{default_of(option)} |"
+    yield ""
+
+
+def default_of(option: click.Parameter) -> str:
+    """The default, if it is a value and the help text does not name it."""
+    is_value = isinstance(option.default, str | int | float)
+    if not is_value or isinstance(option.default, bool):
+        return ""
+    return "" if "Default" in (getattr(option, "help", None) or "") else f" Default: {option.default}."
+
+
 if __name__ == "__main__":
-    (DOCS / "reference" / "cli.md").write_text(reference(), encoding="utf-8")
+    (DOCS / "reference" / "cli.md").write_text(command_reference(), encoding="utf-8")
     (DOCS / "reference" / "python.md").write_text(python_reference(), encoding="utf-8")

@@ -98,7 +98,7 @@ def test_fences_are_closed_and_named(page: Path) -> None:
 
 
 def test_generated_pages_are_current(tmp_path: Path) -> None:
-    for page, maker in (("cli.md", "reference"), ("python.md", "python_reference")):
+    for page, maker in (("cli.md", "command_reference"), ("python.md", "python_reference")):
         code = f"import sys; sys.path.insert(0, {str(REPO / 'docs')!r}); import reference as r; print(r.{maker}(), end='')"
         made = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path

@@ -1,30 +1,110 @@
-"""What every command is made of."""
+"""Commands whose list options take several values, and the options that commands share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
 
-from ema_ckpt.cli.arguments import spread
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_LIST_OPTIONS = ("--match", "--exclude", "--rename", "--keep-dtype")
+_OPTIONAL_VALUE = ("--fill",)
 
 
 class Command(click.Command):
-    """A command whose list options take several values."""
+    """Command whose list options take several values: `--match A B`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Spread such values, then parse as click does."""
-        positionals = sum(1 for p in self.params if isinstance(p, click.Argument) and p.required)
-        valued = [
-            name
-            for p in self.params
-            if isinstance(p, click.Option) and not p.is_flag and p.name != "fill"
-            for name in p.opts
-        ]
-        return super().parse_args(ctx, spread(args, positionals, valued))
+        """Repeat the flag before each value, then parse as click does."""
+        required, with_value = 0, []
+        for parameter in self.params:
+            if isinstance(parameter, click.Argument):
+                required += parameter.required
+            elif isinstance(parameter, click.Option) and not parameter.is_flag:
+                with_value += [flag for flag in parameter.opts if flag not in _OPTIONAL_VALUE]
+        return super().parse_args(ctx, spread(args, required, with_value))
 
 
-def style_of(given: dict[str, Any]) -> dict[str, bool]:
-    """Take the general options out of `given`."""
-    given.pop("debug")
-    return {"json": given.pop("as_json"), "quiet": given.pop("quiet")}
+def spread(argv: Sequence[str], positionals: int, with_value: Iterable[str]) -> list[str]:
+    """Repeat a flag before each of its values (`--match A B` → `--match A --match B`).
+
+    Values beyond the first are recognised only once all positional arguments stand before the flag;
+    until then a bare word is a positional argument. In the same way `--fill` takes a word only when
+    no positional argument is missing.
+    """
+    value_flags = set(with_value)
+    result: list[str] = []
+    seen, list_flag = 0, ""
+    words = iter(argv)
+    for word in words:
+        flag, has_equals, _ = word.partition("=")
+        if word == "--":
+            return [*result, word, *words]
+        if not word.startswith("-") or word == "-":
+            result += [list_flag, word] if list_flag else [word]
+            seen += not list_flag
+            continue
+        list_flag = flag if flag in _LIST_OPTIONS and seen >= positionals else ""
+        if flag in _OPTIONAL_VALUE and not has_equals:
+            result.append(f"{flag}=" if seen < positionals else flag)
+            continue
+        result.append(word)
+        if flag in value_flags and not has_equals:
+            result += [value for value in (next(words, None),) if value is not None]
+    return result
+
+
+def _decorate(function: Callable[..., Any], options: Sequence[Decorator]) -> Callable[..., Any]:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def general(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of every command."""
+    option = click.option
+    options = [
+        option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
+        option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+        option("--debug", is_flag=True, help="Show a traceback with an error."),
+    ]
+    return _decorate(function, options)
+
+
+def writer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of every command that writes a checkpoint."""
+    option = click.option
+    match = "Write only matching names; `*` crosses dots. Repeatable."
+    threads = "Maximum number of workers. Default: usable CPUs, at most 8."
+    dtype, dtypes = "Cast floating-point weights. Default: keep.", "keep|fp32|bf16|fp16"
+    resume = "Keep the partial result if this run fails, and continue one that is there."
+    options = [
+        option("--match", multiple=True, metavar="GLOB", help=match),
+        option("--exclude", multiple=True, metavar="GLOB", help="Skip matching names. Repeatable."),
+        option(
+            "--rename",
+            multiple=True,
+            metavar="OLD=NEW",
+            help="Replace a prefix of names. Repeatable.",
+        ),
+        option("--dtype", default="keep", metavar=dtypes, help=dtype),
+        option(
+            "--keep-dtype",
+            multiple=True,
+            metavar="GLOB",
+            help="Do not cast matching names. Repeatable.",
+        ),
+        option("--threads", type=int, metavar="N", help=threads),
+        option("--max-memory", metavar="SIZE", help="Bytes of buffers in flight. Default: 16MiB."),
+        option("--dry-run", is_flag=True, help="Make every check and print what would be written."),
+        option("--no-verify", is_flag=True, help="Do not compare checksums stored in the source."),
+        option("--no-fsync", is_flag=True, help="Skip fsync (faster; not crash-safe)."),
+        option("--overwrite", is_flag=True, help="Replace a checkpoint at the target."),
+        option("--resume", is_flag=True, help=resume),
+        option("--strict", is_flag=True, help="Fail if anything would be left out."),
+        option("--expand-ties", is_flag=True, help="Write tied weights under every name."),
+        option("--keep-prefixes", is_flag=True, help="Keep wrapper prefixes such as `module.`."),
+    ]
+    return _decorate(function, options)

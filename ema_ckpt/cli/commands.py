@@ -4,37 +4,54 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ema_ckpt import __version__
-from ema_ckpt.cli.click_ext import Command, style_of
-from ema_ckpt.cli.diff_command import diff_command
-from ema_ckpt.cli.options import general, writer
-from ema_ckpt.cli.synthesize_command import synthesize_command
-from ema_ckpt.cli.text import clean
-from ema_ckpt.cli.verify_command import verify_command
+from ema_ckpt.cli.click_ext import Command, general, writer
 from ema_ckpt.core.errors import UsageError
 
+if TYPE_CHECKING:
+    from ema_ckpt.cli.output import Style
+    from ema_ckpt.ops.results import WriteResult
+
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_VERIFY_EXIT_CODES = {"sound": 0, "damaged": 1, "unproven": 3}
+_THREADS = "Maximum number of workers. Default: usable CPUs, at most 8."
 
 
 @click.group(context_settings=_CONTEXT)
 @click.version_option(__version__, prog_name="ema-ckpt")
 def cli() -> None:
-    """Inspect, consolidate and convert sharded checkpoints by moving byte ranges. Executes nothing
-    in them.
-    """
+    """Inspect, consolidate and convert sharded checkpoints. Nothing stored in them is executed."""
+
+
+def _style(options: dict[str, Any]) -> Style:
+    """Remove the general options from `options` and return how to print."""
+    from ema_ckpt.cli.output import Style
+
+    options.pop("debug")
+    return Style(json=options.pop("as_json"), quiet=options.pop("quiet"))
+
+
+def _run_writer(
+    verb: Callable[..., WriteResult], *paths: str | tuple[str, ...], **options: Any
+) -> None:
+    from ema_ckpt.cli import output
+
+    style = _style(options)
+    with output.progress(style) as on_progress:
+        result = verb(*paths, progress=on_progress, **options)
+    output.print_written(result, style)
 
 
 @cli.command("inspect", cls=Command)
 @click.argument("path")
-@click.option("--tree", metavar="T", help="Only this tree, or what is below this dotted path.")
-@click.option("--match", multiple=True, metavar="GLOB", help="Only names that fit. Repeatable.")
-@click.option(
-    "--depth", type=int, metavar="N", help="Levels of the module tree that are shown. Default: 2."
-)
+@click.option("--tree", metavar="T", help="Only this tree, or tensors below this dotted path.")
+@click.option("--match", multiple=True, metavar="GLOB", help="Only matching names. Repeatable.")
+@click.option("--depth", type=int, metavar="N", help="Levels of modules to show. Default: 2.")
 @click.option("--shards", is_flag=True, help="Show which file holds which rows.")
 @general
 def inspect_command(
@@ -43,7 +60,7 @@ def inspect_command(
     match: tuple[str, ...],
     depth: int | None,
     shards: bool,
-    **general: Any,
+    **options: Any,
 ) -> None:
     """Show trees, tensors, shards, EMA settings. Reads metadata, and of data files only the
     settings of EMA trees.
@@ -51,28 +68,32 @@ def inspect_command(
     from ema_ckpt.cli import output
     from ema_ckpt.ops.inspect import inspect
 
-    output.inspected(
-        inspect(path, tree, match), output.Style(**style_of(general)), tree, depth, shards
-    )
+    style = _style(options)
+    result = inspect(path, tree, match)
+    output.print_result(result, style, result.warnings)
+    if style.talks:
+        from ema_ckpt.cli.inspect_tables import print_inspected
+
+        print_inspected(result, tree, depth, shards)
 
 
 @cli.command("consolidate", cls=Command)
 @click.argument("path")
 @click.argument("out")
 @click.option(
-    "--tree", metavar="T", help="The tree to take. Default: the only EMA, or the only live tree."
+    "--tree", metavar="T", help="Tree to write. Default: the only EMA, or the only live tree."
 )
 @click.option(
     "--max-shard-size",
     default="5GB",
     metavar="SIZE",
-    help="Bytes of one file of a directory. Default: 5GB.",
+    help="Largest size of one file of a directory. Default: 5GB.",
 )
 @click.option(
     "--basename",
     default="model",
     metavar="NAME",
-    help="How the files of a directory begin. Default: model.",
+    help="Name that the files of a directory begin with. Default: model.",
 )
 @click.option(
     "--fill",
@@ -84,19 +105,13 @@ def inspect_command(
 )
 @writer
 @general
-def consolidate_command(path: str, out: str, fill: str | None, **given: Any) -> None:
+def consolidate_command(path: str, out: str, fill: str | None, **options: Any) -> None:
     """Write one tree whole: OUT.safetensors, a torch file (OUT.pt), or else a Hugging Face
     directory.
     """
-    from ema_ckpt.cli import output
     from ema_ckpt.ops.consolidate import consolidate
 
-    style = output.Style(**style_of(given))
-    with output.progress(style) as advance:
-        written = consolidate(
-            path, out, fill=fill is not None and (fill or True), progress=advance, **given
-        )
-    output.written(written, style)
+    _run_writer(consolidate, path, out, fill=fill is not None and (fill or True), **options)
 
 
 @cli.command("reshard", cls=Command)
@@ -106,15 +121,11 @@ def consolidate_command(path: str, out: str, fill: str | None, **given: Any) -> 
 @click.option("--tree", multiple=True, metavar="T", help="Only this tree. Repeatable.")
 @writer
 @general
-def reshard_command(path: str, out: str, **given: Any) -> None:
+def reshard_command(path: str, out: str, **options: Any) -> None:
     """Write a checkpoint as FSDP2 on N ranks would: all trees, one process, no model, no GPU."""
-    from ema_ckpt.cli import output
     from ema_ckpt.ops.convert import reshard
 
-    style = output.Style(**style_of(given))
-    with output.progress(style) as advance:
-        written = reshard(path, out, progress=advance, **given)
-    output.written(written, style)
+    _run_writer(reshard, path, out, **options)
 
 
 @cli.command("convert", cls=Command)
@@ -123,7 +134,7 @@ def reshard_command(path: str, out: str, **given: Any) -> None:
 @click.option(
     "--to",
     metavar="dcp|safetensors|pt",
-    help="What to write. Default: what the ending of DST says, or DCP.",
+    help="Format to write. Default: that of the suffix of DST, or DCP.",
 )
 @click.option(
     "--world-size",
@@ -136,30 +147,147 @@ def reshard_command(path: str, out: str, **given: Any) -> None:
     "--max-shard-size",
     default="5GB",
     metavar="SIZE",
-    help="Bytes of one file of a safetensors directory. Default: 5GB.",
+    help="Largest size of one file of a safetensors directory. Default: 5GB.",
 )
 @writer
 @general
-def convert_command(src: str, dst: str, **given: Any) -> None:
+def convert_command(src: str, dst: str, **options: Any) -> None:
     """Write a checkpoint in another format, all trees under their full names and nesting."""
-    from ema_ckpt.cli import output
     from ema_ckpt.ops.convert import convert
 
-    style = output.Style(**style_of(given))
-    with output.progress(style) as advance:
-        written = convert(src, dst, progress=advance, **given)
-    output.written(written, style)
+    _run_writer(convert, src, dst, **options)
 
 
-cli.add_command(diff_command)
-cli.add_command(verify_command)
-cli.add_command(synthesize_command)
+@cli.command("diff", cls=Command)
+@click.argument("path")
+@click.argument("other", required=False)
+@click.option(
+    "--tree", metavar="A", help="Tree to compare. Default: the only EMA, or the only live tree."
+)
+@click.option(
+    "--against", metavar="B", help="Tree to compare it with. Default: its live tree, by name."
+)
+@click.option(
+    "--top", type=int, default=10, metavar="K", help="Number of tensors to list. Default: 10."
+)
+@click.option(
+    "--rtol",
+    type=float,
+    default=0.0,
+    metavar="X",
+    help="Changed means |a-b| > Y + X*|b|. Default: 0.",
+)
+@click.option("--atol", type=float, default=0.0, metavar="Y", help="See --rtol. Default: 0.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
+@click.option("--html", metavar="FILE", help="Also write a self-contained page.")
+@click.option("--threads", type=int, metavar="N", help=_THREADS)
+@click.option("--max-memory", metavar="SIZE", help="Bytes of buffers in flight. Default: 16MiB.")
+@general
+def diff_command(
+    path: str, other: str | None, top: int, exit_code: bool, **options: Any
+) -> int:
+    """Compare an EMA with its live weights, or two checkpoints, tensor by tensor."""
+    from ema_ckpt.cli import output
+    from ema_ckpt.ops.diff import diff
+
+    style = _style(options)
+    with output.progress(style, "comparing") as on_progress:
+        result = diff(path, other, progress=on_progress, **options)
+    output.print_result(result, style)
+    if style.talks:
+        from ema_ckpt.cli.diff_tables import print_diff
+
+        print_diff(result, top)
+    return int(exit_code and result.differs)
 
 
-class _ToStderr(logging.Handler):
-    """Print what the library logs, one line a record."""
+@cli.command("verify", cls=Command)
+@click.argument("path")
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Also look for NaN, infinities, all-zero tensors, absurd magnitudes.",
+)
+@click.option(
+    "--against",
+    metavar="SRC",
+    help="The checkpoint this one was made from: compare every tensor's digest.",
+)
+@click.option("--threads", type=int, metavar="N", help=_THREADS)
+@general
+def verify_command(path: str, **options: Any) -> int:
+    """Check structure, sizes and every stored checksum. Exit code 0 sound, 3 unproven, 1
+    damaged.
+    """
+    from ema_ckpt.cli import output
+    from ema_ckpt.ops.verify import verify
+
+    style = _style(options)
+    with output.progress(style, "checking") as on_progress:
+        result = verify(path, progress=on_progress, **options)
+    output.print_verified(result, style)
+    return _VERIFY_EXIT_CODES[result.status]
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Parse numbers with commas between them."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        message = f"{text!r} is not numbers with commas between them, as in 0.5,0.5"
+        raise click.BadParameter(message) from None
+
+
+@cli.command("synthesize", cls=Command)
+@click.argument("snapshots", nargs=-1, required=True)
+@click.argument("out")
+@click.option("--sigma-rel", type=float, metavar="S", help="Relative width of the average to make.")
+@click.option(
+    "--weights", type=_numbers, metavar="W1,W2,…", help="One for each snapshot, used as they are."
+)
+@click.option(
+    "--sigma-rels",
+    type=_numbers,
+    metavar="S1,…",
+    help="Widths of the snapshots, if they record none.",
+)
+@click.option(
+    "--steps", type=_numbers, metavar="N1,…", help="Steps of the snapshots, if they record none."
+)
+@click.option(
+    "--tree", multiple=True, metavar="T", help="Tree of each snapshot. Default: its only EMA."
+)
+@click.option(
+    "--to",
+    metavar="dcp|safetensors|pt",
+    help="Format to write. Default: that of the suffix of OUT, or safetensors.",
+)
+@click.option(
+    "--world-size", type=int, default=1, metavar="N", help="Ranks of a DCP target. Default: 1."
+)
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    metavar="SIZE",
+    help="Largest size of one file of a safetensors directory. Default: 5GB.",
+)
+@writer
+@general
+def synthesize_command(snapshots: tuple[str, ...], out: str, **options: Any) -> None:
+    """Write an average of another length from snapshots (post-hoc EMA), or a weighted sum of
+    checkpoints.
+    """
+    from ema_ckpt.ops.synthesize import synthesize
+
+    _run_writer(synthesize, snapshots, out, **options)
+
+
+class _StderrHandler(logging.Handler):
+    """Print each record of the library's logger as one line."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        from ema_ckpt.cli.output import clean
+
         print(clean(record.getMessage()), file=sys.stderr)
 
 
@@ -167,9 +295,9 @@ def run(argv: list[str]) -> int:
     """Run a command line.
 
     Raises:
-        UsageError: `usage` for what click refuses.
+        UsageError: `usage` for a command line that click rejects.
     """
-    logger, handler = logging.getLogger("ema_ckpt"), _ToStderr()
+    logger, handler = logging.getLogger("ema_ckpt"), _StderrHandler()
     if not {"-q", "--quiet"} & set(argv):
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Tables on a terminal; the only module that draws."""
+"""Tables of `inspect`: trees, EMA settings, modules or shards."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite, prod
 
-from rich.markup import escape
 from rich.table import Table
-from rich.tree import Tree as Drawn
+from rich.tree import Tree as RichTree
 
-from ema_ckpt.cli.text import clean, terminal
+from ema_ckpt.cli.output import markup, terminal
 from ema_ckpt.core.text import counted, format_size
 from ema_ckpt.ops.results import InspectResult, TensorEntry, TreeEntry
 
@@ -19,151 +18,132 @@ _MAX_ROWS = 200
 _MAX_CHILDREN = 40
 
 
-def _safe(text: str) -> str:
-    return escape(clean(text))
-
-
 def print_inspected(
     result: InspectResult, tree: str | None, depth: int | None, shards: bool
 ) -> None:
-    """Trees, EMA settings, then modules (to `depth`) or tensors with their shards; all of it, or of
-    `tree` alone.
-    """
+    """Print trees, EMA settings, then modules (to `depth`) or shards; of `tree` alone if given."""
     console = terminal()
-    result = result if tree is None else _narrowed(result, tree)
+    if tree is not None:
+        result = _part_of(result, tree)
+    size = f"{result.format}, {format_size(result.nbytes)}"
     world = f", saved by {counted(result.world_size, 'rank')}" if result.world_size else ""
-    console.print(
-        f"[bold]{_safe(result.resolved)}[/bold]: {result.format}, {format_size(result.nbytes)}{world}"
-    )
-    console.print(_trees(result))
+    console.print(f"[bold]{markup(result.resolved)}[/bold]: {size}{world}")
+    console.print(_tree_table(result))
     for name, settings in result.ema.items():
-        known = ", ".join(
-            f"{key} {_setting(value)}" for key, value in settings.items() if value is not None
-        )
-        console.print(f"EMA {_safe(repr(name))}: {_safe(known) or 'no settings recorded'}")
+        recorded = [f"{key} {_setting(value)}" for key, value in settings.items() if value is not None]
+        text = markup(", ".join(recorded)) or "no settings recorded"
+        console.print(f"EMA {markup(repr(name))}: {text}")
     if shards:
-        console.print(_shards(result.tensors))
+        console.print(_shard_table(result.tensors))
     else:
-        console.print(_modules(result, 2 if depth is None else depth))
+        console.print(_module_tree(result, 2 if depth is None else depth))
     if result.objects:
-        names = ", ".join(_safe(item.name) for item in result.objects[:20])
+        names = ", ".join(markup(item.name) for item in result.objects[:20])
         more = f" and {len(result.objects) - 20} more" if len(result.objects) > 20 else ""
         console.print(f"objects: {names}{more}")
 
 
 def _setting(value: object) -> str:
-    """A setting of an EMA; a schedule as the call that makes it."""
+    """Format a setting of an EMA; a schedule as the call that makes it."""
     if not isinstance(value, Mapping):
         return str(value)
     kind = "".join(part.capitalize() for part in str(value.get("kind", "schedule")).split("-"))
-    return f"{kind}({', '.join(f'{key}={_short(field)}' for key, field in value.items() if key != 'kind')})"
+    fields = [f"{key}={_short(field)}" for key, field in value.items() if key != "kind"]
+    return f"{kind}({', '.join(fields)})"
 
 
 def _short(value: object) -> str:
-    """A number with the digits that matter: of a decay, those of its distance to 1."""
+    """Format a number with its significant digits; of a decay, those of its distance to 1."""
     if not isinstance(value, float) or not isfinite(value):
         return repr(value)
     tolerance = 2e-4 * (min(abs(value), abs(1 - value)) or 1)
-    digits = next(
-        (n for n in range(4, 17) if abs(float(f"{value:.{n}g}") - value) <= tolerance), 17
-    )
-    return repr(float(f"{value:.{digits}g}"))
+    for digits in range(4, 17):
+        rounded = float(f"{value:.{digits}g}")
+        if abs(rounded - value) <= tolerance:
+            return repr(rounded)
+    return repr(value)
 
 
-def _narrowed(result: InspectResult, tree: str) -> InspectResult:
-    """`result`, whose tensors are those of `tree`, with the trees and objects that belong to
-    them.
-    """
-    known = [entry.name for entry in result.trees]
-    inside = {tree} if tree in known else {name for name in known if name.startswith(f"{tree}.")}
-    owners = inside | {tensor.tree for tensor in result.tensors}
+def _part_of(result: InspectResult, tree: str) -> InspectResult:
+    """Reduce `result`, whose tensors are those of `tree`, to its trees, settings and objects."""
+    names = [entry.name for entry in result.trees]
+    owners = {tensor.tree for tensor in result.tensors}
+    owners |= {tree} if tree in names else {name for name in names if name.startswith(f"{tree}.")}
     trees = tuple(entry for entry in result.trees if entry.name in owners)
-    settings = {name: found for name, found in result.ema.items() if name in owners}
-    if any(
-        f".{entry.name}".endswith(f".{tree}") or entry.name.startswith(f"{tree}.")
-        for entry in trees
-    ):
-        objects = tuple(item for item in result.objects if _owner(item.name, known) in owners)
+    settings = {name: values for name, values in result.ema.items() if name in owners}
+    if any(_is_or_contains(tree, entry.name) for entry in trees):
+        objects = tuple(item for item in result.objects if _owner(item.name, names) in owners)
     else:  # a path below a tree
-        trees = tuple(_part(entry, tree, result.tensors) for entry in trees)
+        trees = tuple(_row_of_part(entry, tree, result.tensors) for entry in trees)
         objects = tuple(item for item in result.objects if item.name.startswith(f"{tree}."))
     return replace(result, trees=trees, objects=objects, ema=settings)
 
 
-def _part(whole: TreeEntry, name: str, tensors: tuple[TensorEntry, ...]) -> TreeEntry:
-    """The tensors of a part of a tree as a row of its own."""
-    numel, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
-    return TreeEntry(
-        name, whole.role, len(tensors), numel, nbytes, Counter(t.dtype for t in tensors)
-    )
+def _is_or_contains(tree: str, name: str) -> bool:
+    return f".{name}".endswith(f".{tree}") or name.startswith(f"{tree}.")
 
 
 def _owner(name: str, trees: list[str]) -> str:
-    """The tree that an object of this full name is in: the innermost."""
+    """Return the innermost tree that an object of this full name is in."""
     return max((tree for tree in trees if name.startswith(f"{tree}.")), key=len, default="")
 
 
-def _trees(result: InspectResult) -> Table:
+def _row_of_part(whole: TreeEntry, name: str, tensors: tuple[TensorEntry, ...]) -> TreeEntry:
+    numel, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
+    dtypes = Counter(tensor.dtype for tensor in tensors)
+    return TreeEntry(name, whole.role, len(tensors), numel, nbytes, dtypes)
+
+
+def _tree_table(result: InspectResult) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("tree", "role", "tensors", "elements", "bytes", "dtypes"):
-        table.add_column(
-            heading, justify="left" if heading in ("tree", "role", "dtypes") else "right"
-        )
+        is_text = heading in ("tree", "role", "dtypes")
+        table.add_column(heading, justify="left" if is_text else "right")
     for tree in result.trees:
+        sizes = (str(tree.tensors), f"{tree.numel:,}", format_size(tree.nbytes))
         dtypes = ", ".join(f"{name} × {count}" for name, count in tree.dtypes.items())
-        row = (
-            repr(tree.name),
-            tree.role,
-            str(tree.tensors),
-            f"{tree.numel:,}",
-            format_size(tree.nbytes),
-            dtypes,
-        )
-        table.add_row(*map(_safe, row))
+        table.add_row(*map(markup, (repr(tree.name), tree.role, *sizes, dtypes)))
     return table
 
 
-def _modules(result: InspectResult, depth: int) -> Drawn:
-    """The names as a tree of modules: bytes and tensors below each, to `depth` levels below the
-    tree.
-    """
-    root = Drawn("tensors", hide_root=True)
-    drawn: dict[tuple[str, ...], tuple[Drawn, list[int]]] = {}
+def _module_tree(result: InspectResult, depth: int) -> RichTree:
+    """Return modules to `depth` levels below each tree, with the bytes and tensors below them."""
+    root = RichTree("tensors", hide_root=True)
+    nodes: dict[tuple[str, ...], tuple[RichTree, list[int]]] = {}
     for tensor in result.tensors:
         parts = tensor.fqn.split(".")
         for level in range(min(len(parts), depth) + 1):
             key = (tensor.tree, *parts[:level])
-            if key not in drawn:
-                above = drawn[key[:-1]][0] if level else root
-                drawn[key] = (above.add(""), [0, 0])
-            totals = drawn[key][1]
+            if key not in nodes:
+                parent = nodes[key[:-1]][0] if level else root
+                nodes[key] = (parent.add(""), [0, 0])
+            totals = nodes[key][1]
             totals[0] += 1
             totals[1] += tensor.nbytes
-    for node, _ in [(root, None), *drawn.values()]:
+    for key, (node, (count, nbytes)) in nodes.items():
+        name = key[-1] if len(key) > 1 else (key[0] or "(root)")
+        tensors = "" if count == 1 else f"{counted(count, 'tensor')}, "
+        node.label = f"{markup(name)} [dim]{tensors}{format_size(nbytes)}[/dim]"
+    for node in [root, *(node for node, _ in nodes.values())]:
         hidden = len(node.children) - _MAX_CHILDREN
         if hidden > 1:
             del node.children[_MAX_CHILDREN:]
             node.add(f"[dim]… {hidden} more[/dim]")
-    for key, (node, (count, nbytes)) in drawn.items():
-        name = key[-1] if len(key) > 1 else (key[0] or "(root)")
-        what = "" if count == 1 else f"{counted(count, 'tensor')}, "
-        node.label = f"{_safe(name)} [dim]{what}{format_size(nbytes)}[/dim]"
     return root
 
 
-def _shards(tensors: tuple[TensorEntry, ...]) -> Table:
+def _shard_table(tensors: tuple[TensorEntry, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("tensor", "dtype", "shape", "offsets", "sizes", "file"):
         table.add_column(heading)
     for tensor in tensors[:_MAX_ROWS]:
-        first = (_safe(tensor.name), tensor.dtype, _dims(tensor.shape))
+        first = (markup(tensor.name), tensor.dtype, _dims(tensor.shape))
         for chunk in tensor.chunks:
-            table.add_row(*first, _dims(chunk.offsets), _dims(chunk.sizes), _safe(chunk.file))
+            table.add_row(*first, _dims(chunk.offsets), _dims(chunk.sizes), markup(chunk.file))
             first = ("", "", "")
-    if len(tensors) > _MAX_ROWS:
-        table.add_row(
-            f"… {len(tensors) - _MAX_ROWS} more; narrow with --match or --tree, or take --json"
-        )
+    hidden = len(tensors) - _MAX_ROWS
+    if hidden > 0:
+        table.add_row(f"… {hidden} more; narrow with --match or --tree, or use --json")
     return table
 
 

@@ -162,7 +162,7 @@ def _failed(argv: list[str], error: Exception) -> int:
 
 def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:
     """One line on stderr; with `--json` also the document that says the same."""
-    from ema_ckpt.cli.text import clean
+    from ema_ckpt.cli.output import clean
 
     line = clean(" ".join(message.splitlines()))
     with contextlib.suppress(OSError):  # nobody listens; the exit code still tells

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json as jsonlib
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ema_ckpt.cli.text import clean, terminal
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.text import counted, format_size
-from ema_ckpt.ops.results import WriteResult, as_json
+from ema_ckpt.ops.results import VerifyResult, WriteResult, as_json
 
 if TYPE_CHECKING:
-    from ema_ckpt.ops.results import InspectResult, VerifyResult
+    from rich.console import Console
 
-_REDRAW_S = 0.1
+_REDRAW_SECONDS = 0.1
+_UNLIMITED_COLUMNS = 100_000
 
 
 class Style(NamedTuple):
@@ -28,27 +29,48 @@ class Style(NamedTuple):
 
     @property
     def talks(self) -> bool:
-        """Whether text for people is wanted."""
+        """Whether to print text for people."""
         return not self.json and not self.quiet
 
 
-def document(value: object) -> None:
-    """Print a result as one JSON document."""
-    text = jsonlib.dumps(as_json(value), ensure_ascii=True, allow_nan=False)
-    print(text)
+def clean(text: str) -> str:
+    """Escape everything that is not printable, lone surrogates among it."""
+    safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in safe
+    )
 
 
-def _warn(warnings: tuple[Diagnostic, ...], style: Style) -> None:
+def markup(text: str) -> str:
+    """Clean `text` and escape what rich would take for markup."""
+    from rich.markup import escape
+
+    return escape(clean(text))
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """Return a console without styles if `NO_COLOR` is set, without a width if not on a terminal."""
+    from rich.console import Console
+
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else _UNLIMITED_COLUMNS
+    return Console(
+        stderr=stderr, soft_wrap=True, highlight=False, color_system=colours, width=width
+    )
+
+
+def print_result(result: object, style: Style, warnings: Sequence[Diagnostic] = ()) -> None:
+    """Print warnings to stderr, and with `--json` the result as one JSON document."""
     if not style.quiet:
         for warning in warnings:
             print(f"Warning: {clean(warning.message)} [{warning.code}]", file=sys.stderr)
-
-
-def written(result: WriteResult, style: Style) -> None:
-    """What a writing verb did."""
-    _warn(result.warnings, style)
     if style.json:
-        document(result)
+        print(jsonlib.dumps(as_json(result), ensure_ascii=True, allow_nan=False))
+
+
+def print_written(result: WriteResult, style: Style) -> None:
+    """Print the result of a writing verb."""
+    print_result(result, style, result.warnings)
     if not style.talks:
         return
     for before, after in list(result.renamed.items())[:10]:
@@ -60,34 +82,18 @@ def written(result: WriteResult, style: Style) -> None:
         print(f"filled {counted(len(result.filled), 'tensor')} from the live tree: {names}")
     for item in result.skipped:
         print(f"skipped {clean(item.name)}: {item.reason}")
-    for entry in result.files if result.dry_run or len(result.files) > 1 else ():
-        print(
-            f"{'would write' if result.dry_run else 'wrote'} {entry.path} ({format_size(entry.nbytes)})"
-        )
-    what = f"{counted(result.tensors, 'tensor')}, {format_size(result.nbytes)}"
-    tree = "" if result.tree is None else f" of tree {result.tree!r}"
     verb = "would write" if result.dry_run else "wrote"
-    print(f"{verb} {what}{tree} to {result.target} in {result.seconds:.2f} s")
+    if result.dry_run or len(result.files) > 1:
+        for entry in result.files:
+            print(f"{verb} {entry.path} ({format_size(entry.nbytes)})")
+    payload = f"{counted(result.tensors, 'tensor')}, {format_size(result.nbytes)}"
+    tree = "" if result.tree is None else f" of tree {result.tree!r}"
+    print(f"{verb} {payload}{tree} to {result.target} in {result.seconds:.2f} s")
 
 
-def inspected(
-    result: InspectResult, style: Style, tree: str | None, depth: int | None, shards: bool
-) -> None:
-    """What a checkpoint holds; on a terminal only of `tree`, where one is named."""
-    _warn(result.warnings, style)
-    if style.json:
-        document(result)
-    if style.talks:
-        from ema_ckpt.cli.inspect_tables import print_inspected
-
-        print_inspected(result, tree, depth, shards)
-
-
-def verified(result: VerifyResult, style: Style) -> None:
-    """What is wrong with a checkpoint, and what that makes of it."""
-    _warn(result.warnings, style)
-    if style.json:
-        document(result)
+def print_verified(result: VerifyResult, style: Style) -> None:
+    """Print the problems of a checkpoint and the verdict."""
+    print_result(result, style, result.warnings)
     if not style.talks:
         return
     for problem in result.problems:
@@ -97,30 +103,30 @@ def verified(result: VerifyResult, style: Style) -> None:
         checked = f"{counted(len(result.problems), 'problem')}; {checked} were compared"
     else:
         checked += " match their checksums"
-    bare = f", {format_size(result.unchecked_bytes)} carry none" if result.unchecked_bytes else ""
-    print(f"{result.status}: {checked}{bare}")
+    if result.unchecked_bytes:
+        checked += f", {format_size(result.unchecked_bytes)} carry none"
+    print(f"{result.status}: {checked}")
 
 
 @contextlib.contextmanager
-def progress(style: Style, doing: str = "writing") -> Iterator[Callable[[int], None] | None]:
-    """A callback that is told finished bytes and shows them on a terminal; None elsewhere."""
+def progress(style: Style, task: str = "writing") -> Iterator[Callable[[int], None] | None]:
+    """Yield a callback that shows finished bytes on a terminal; None without a terminal."""
     if not style.talks or not sys.stderr.isatty():
         yield None
         return
     from rich.progress import FileSizeColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn())
-    # Without a thread that redraws: a process that has one cannot be copied safely.
-    with Progress(
-        *columns, console=terminal(stderr=True), transient=True, auto_refresh=False
-    ) as bar:
-        task = bar.add_task(doing, total=None)
+    # No thread redraws: a process that has one cannot be forked safely.
+    console = terminal(stderr=True)
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task_id = bar.add_task(task, total=None)
         drawn = 0.0
 
         def advance(nbytes: int) -> None:
             nonlocal drawn
-            bar.advance(task, nbytes)
-            if time.monotonic() - drawn >= _REDRAW_S:
+            bar.advance(task_id, nbytes)
+            if time.monotonic() - drawn >= _REDRAW_SECONDS:
                 drawn = time.monotonic()
                 bar.refresh()
 

@@ -1,20 +1,18 @@
-"""`diff`: how two trees of weights differ, tensor by tensor; by default an EMA and its live
-weights.
-"""
+"""`diff`: compare two trees of weights, by default an EMA and its live weights."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from typing import NamedTuple
 
 from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ops.diff_findings import Compared, find
+from ema_ckpt.ops.diff_findings import ComparedTrees, find_all
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.objects import unknown_objects
 from ema_ckpt.ops.results import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
@@ -55,50 +53,13 @@ def diff(
         tree: a's tree. against: b's tree.
         rtol, atol: an element has changed if |a − b| > atol + rtol·|b|, or is infinite.
         html: a file to write a self-contained page to.
-        max_memory: bytes of buffers in flight. progress: called with the bytes that were read of
-            both sides since the last call.
+        threads: maximum number of workers; by default the usable processors, at most 8.
+        max_memory: bytes of buffers in flight.
+        progress: called with the bytes read of both sides since the last call.
 
     Raises:
         EmaCkptError: `ambiguous-tree unknown-tree usage`, `target-is-source` for a page in the
             place of what is compared, and whatever keeps a side from being read.
-    """
-    compared = compare_trees(
-        path,
-        other,
-        tree,
-        against,
-        rtol=rtol,
-        atol=atol,
-        html=html,
-        threads=threads,
-        max_memory=max_memory,
-        progress=progress,
-    )
-    result = result_of(compared)
-    if html is not None:
-        from ema_ckpt.ops.diff_html import write_page
-
-        write_page(html, result, compared.catalogs)
-    return result
-
-
-def compare_trees(
-    path: str | os.PathLike[str],
-    other: str | os.PathLike[str] | None = None,
-    tree: str | None = None,
-    against: str | None = None,
-    *,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    html: str | os.PathLike[str] | None = None,
-    threads: int | None = None,
-    max_memory: int | str | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Compared:
-    """The work of `diff`: both sides, paired, and what each pair gave; a place for the page is
-    checked, not written.
-
-    Arguments and errors are those of `diff`.
     """
     if not (0 <= rtol < math.inf and 0 <= atol < math.inf):
         raise UsageError("usage", f"--rtol {rtol} --atol {atol}: expected 0 or more")
@@ -113,25 +74,22 @@ def compare_trees(
         pairing = pair(a.tree, b.tree)
         nbytes = sum(x.nbytes + y.nbytes for _, x, y in pairing.pairs)
         pool, block_nbytes = _resources(nbytes, workers, budget or default_budget(remote), remote)
-        _check(a, [x for _, x, _ in pairing.pairs])
-        _check(b, [y for _, _, y in pairing.pairs])
+        check_sources(a.catalog, (x for _, x, _ in pairing.pairs))
+        unknown_objects(a.catalog)  # refuses a torch file that would run code
+        check_sources(b.catalog, (y for _, _, y in pairing.pairs))
+        unknown_objects(b.catalog)
         comparison = _Comparison(a, b, pairing, (rtol, atol), block_nbytes)
         executor.run(comparison, [comparison.jobs()], pool, progress)
-        compared = Compared(
-            a, b, pairing, comparison.statistics(), is_pair=other is None or against is not None
-        )
-        return replace(compared, findings=find(compared))
+        is_pair = other is None or against is not None
+        result = _result(ComparedTrees(a, b, pairing, comparison.statistics(), is_pair))
     finally:
         a.catalog.source.close()
         b.catalog.source.close()
+    if html is not None:
+        from ema_ckpt.ops.diff_html import write_page
 
-
-def _check(side: Side, tensors: Sequence[Tensor]) -> None:
-    """Refuse a side that is incomplete, or a torch file with an object that would run code, before
-    all the reading.
-    """
-    check_sources(side.catalog, tensors)
-    unknown_objects(side.catalog)
+        write_page(html, result, (a.catalog, b.catalog))
+    return result
 
 
 def _resources(nbytes: int, threads: int, budget: int, remote: bool) -> tuple[Workers, int]:
@@ -234,45 +192,45 @@ class _CompareWorker:
         return job.nbytes
 
 
-# From sums to numbers.
+# From statistics to the result.
 
 
-def result_of(compared: Compared) -> DiffResult:
-    """What a comparison gave, as `diff` returns it."""
+def _result(compared: ComparedTrees) -> DiffResult:
     a, b, pairing = compared.a, compared.b, compared.pairing
-    total = compared.total
-    return DiffResult(
+    total = PairStats.total(list(compared.stats.values()))
+    result = DiffResult(
         a=a.catalog.resolved,
         b=b.catalog.resolved,
         tree_a=a.tree.name,
         tree_b=b.tree.name,
         compared=len(pairing.pairs),
-        identical=sum(not sums.unequal for sums in compared.sums.values()),
+        identical=sum(not stats.unequal for stats in compared.stats.values()),
         only_in_a=pairing.only_in_a,
         only_in_b=pairing.only_in_b,
-        mismatched=tuple(Mismatch(name, _shape(x), _shape(y)) for name, x, y in pairing.mismatched),
-        tensors=tuple(_entry(name, x, y, compared.sums[name]) for name, x, y in pairing.pairs),
+        mismatched=tuple(
+            Mismatch(name, ShapeEntry(x.shape, x.dtype.name), ShapeEntry(y.shape, y.dtype.name))
+            for name, x, y in pairing.mismatched
+        ),
+        tensors=tuple(_entry(name, x, y, compared.stats[name]) for name, x, y in pairing.pairs),
         summary=DiffSummary(total.rel_l2, total.largest, total.cosine, total.changed),
-        findings=compared.findings,
+        findings=find_all(compared),
     )
+    object.__setattr__(result, "pair_stats", compared.stats)  # the class is frozen
+    return result
 
 
-def _shape(tensor: Tensor) -> ShapeEntry:
-    return ShapeEntry(tensor.shape, tensor.dtype.name)
-
-
-def _entry(name: str, a: Tensor, b: Tensor, sums: PairStats) -> DiffTensor:
+def _entry(name: str, a: Tensor, b: Tensor, stats: PairStats) -> DiffTensor:
     numbers = a.numel * (2 if "complex" in (a.dtype.kind, b.dtype.kind) else 1)
     return DiffTensor(
         name=name,
         numel=a.numel,
-        rel_l2=sums.rel_l2,
-        max_abs=sums.largest,
-        mean_abs=sums.absolute / numbers if numbers else 0.0,
-        cosine=sums.cosine,
-        changed=sums.changed,
-        nan_a=sums.nan_a,
-        nan_b=sums.nan_b,
-        inf_a=sums.inf_a,
-        inf_b=sums.inf_b,
+        rel_l2=stats.rel_l2,
+        max_abs=stats.largest,
+        mean_abs=stats.absolute / numbers if numbers else 0.0,
+        cosine=stats.cosine,
+        changed=stats.changed,
+        nan_a=stats.nan_a,
+        nan_b=stats.nan_b,
+        inf_a=stats.inf_a,
+        inf_b=stats.inf_b,
     )

@@ -1,4 +1,4 @@
-"""What is compared with what: the two trees, and their tensors paired by name."""
+"""Sides of `diff`: the two trees, and their tensors paired by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.errors import UsageError
@@ -20,21 +20,21 @@ from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees,
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side: a checkpoint, the tree of it that is compared, and all its trees."""
+    """One side of a comparison: a checkpoint, the tree that is compared, and all its trees."""
 
     catalog: Catalog
     tree: Tree
-    known: Sequence[Tree]
+    trees: Sequence[Tree]
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Tensors by name: those of both sides in a's order, and the names that one side alone has."""
+    """Tensors by name in a's order, as pairs or with unlike shapes, and names of one side only."""
 
     pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()
     mismatched: tuple[tuple[str, Tensor, Tensor], ...] = ()
     only_in_a: tuple[str, ...] = ()
-    only_in_b: tuple[str, ...] = field(default=())
+    only_in_b: tuple[str, ...] = ()
 
 
 def open_sides(
@@ -43,105 +43,93 @@ def open_sides(
     tree: str | None,
     against: str | None,
 ) -> tuple[Side, Side]:
-    """Open both sides; where there is one path, one checkpoint with its EMA and its live tree.
+    """Open both sides; with one path, one checkpoint with its EMA and its live tree.
 
     Raises:
-        UsageError: `ambiguous-tree`, `unknown-tree` if a side cannot be told.
-        SourceError: what opening raises.
+        UsageError: `ambiguous-tree`, `unknown-tree` if a side cannot be determined.
+        SourceError: as opening raises.
     """
+    command = suggested_command("diff", path, *(() if other is None else (other,)))
     with ExitStack() as undo:
-        catalog = open_catalog(path)
-        undo.callback(catalog.source.close)
-        known = list_trees(catalog)
-        command = suggested_command("diff", path, *(() if other is None else (other,)))
-        a = (
-            find_tree(known, tree, catalog.resolved)
-            if tree is not None
-            else default_tree(known, command, catalog.resolved)
-        )
-        beside = catalog if other is None else open_catalog(other)
-        undo.callback(beside.source.close)
-        others = known if other is None else list_trees(beside)
-        if other is None:
-            b = _partner(catalog, known, a, against)
+        catalog_a = catalog_b = open_catalog(path)
+        undo.callback(catalog_a.source.close)
+        trees_a = trees_b = list_trees(catalog_a)
+        if tree is None:
+            a = default_tree(trees_a, command, catalog_a.resolved)
         else:
-            b = _other_tree(others, tree, against, command, beside.resolved)
+            a = find_tree(trees_a, tree, catalog_a.resolved)
+        if other is None:
+            b = _tree_beside(catalog_a, trees_a, a, against)
+        else:
+            catalog_b = open_catalog(other)
+            undo.callback(catalog_b.source.close)
+            trees_b = list_trees(catalog_b)
+            b = _tree_of_other(trees_b, tree, against, command, catalog_b.resolved)
         sides = (
-            Side(catalog, _under_names_of(b, catalog, a), known),
-            Side(beside, _under_names_of(a, beside, b), others),
+            Side(catalog_a, _with_names_of(b, catalog_a, a), trees_a),
+            Side(catalog_b, _with_names_of(a, catalog_b, b), trees_b),
         )
         undo.pop_all()
     return sides
 
 
-def _under_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:
-    """A tree with its tied weights also under the other names that `other` has: an EMA keeps them
-    once.
-    """
+def _with_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:
+    """Return `tree` with the names of its tied weights that `other` has; an EMA keeps one name."""
+    wanted = tree.named.keys() | other.named.keys()
     whole = with_tied_names(catalog, tree).named
-    return replace(
-        tree,
-        named={name: t for name, t in whole.items() if name in tree.named or name in other.named},
-    )
+    return replace(tree, named={name: whole[name] for name in whole if name in wanted})
 
 
-def _partner(catalog: Catalog, known: tuple[Tree, ...], a: Tree, against: str | None) -> Tree:
+def _tree_beside(catalog: Catalog, trees: Sequence[Tree], a: Tree, against: str | None) -> Tree:
+    """Return the tree of the same checkpoint to compare `a` with: `against`, or its live tree."""
     if against is not None:
-        return find_tree(known, against, catalog.resolved)
-    live = live_of(known, a) if a.role == EMA else None
+        return find_tree(trees, against, catalog.resolved)
+    live = live_of(trees, a) if a.role == EMA else None
     if live is not None:
         return live
-    others = shown([tree.name for tree in known if tree.tensors and tree.name != a.name])
-    lacks = (
-        "no live tree to compare its EMA with"
-        if a.role == EMA
-        else f"no EMA; its tree {a.name!r} is {a.role}"
-    )
-    message = f"{catalog.resolved} has {lacks}; give a second path, or name the sides with --tree and --against"
-    raise UsageError("unknown-tree", f"{message} ({others or 'it has no other tree'})")
+    others = shown([tree.name for tree in trees if tree.tensors and tree.name != a.name])
+    lacks = f"no EMA; its tree {a.name!r} is {a.role}"
+    if a.role == EMA:
+        lacks = "no live tree to compare its EMA with"
+    hint = "give a second path, or name the sides with --tree and --against"
+    message = f"{catalog.resolved} has {lacks}; {hint} ({others or 'it has no other tree'})"
+    raise UsageError("unknown-tree", message)
 
 
-def _other_tree(
-    known: Sequence[Tree], tree: str | None, against: str | None, command: str, where: str
+def _tree_of_other(
+    trees: Sequence[Tree], tree: str | None, against: str | None, command: str, where: str
 ) -> Tree:
-    """The tree of a second checkpoint: the one named, else that of a's name if it was named, else
-    the default.
-    """
+    """Return the tree of the other checkpoint: `against`, else the one named `tree`, else default."""
     if against is not None:
-        return find_tree(known, against, where)
-    same = (
-        next((found for found in known if found.name == tree), None) if tree is not None else None
-    )
-    if same is not None:
-        return same
+        return find_tree(trees, against, where)
+    for candidate in trees:
+        if tree is not None and candidate.name == tree:
+            return candidate
     try:
-        return default_tree(known, command, where)
+        return default_tree(trees, command, where)
     except UsageError as error:
         raise UsageError(error.code, str(error).replace(" --tree ", " --against ")) from None
 
 
 def pair(a: Tree, b: Tree) -> Pairing:
-    """Pair the weights of two trees by name, wrapper prefixes aside."""
-    left, right = _named(a), _named(b)
+    """Pair the weights of two trees by name, without wrapper prefixes."""
+    left, right = _by_plain_name(a), _by_plain_name(b)
     pairs: list[tuple[str, Tensor, Tensor]] = []
     mismatched: list[tuple[str, Tensor, Tensor]] = []
     for name, tensor in left.items():
-        partner = right.get(name)
-        if partner is not None:
-            (pairs if partner.shape == tensor.shape else mismatched).append((name, tensor, partner))
-    return Pairing(
-        tuple(pairs),
-        tuple(mismatched),
-        tuple(name for name in left if name not in right),
-        tuple(name for name in right if name not in left),
-    )
+        if name in right:
+            matching = pairs if right[name].shape == tensor.shape else mismatched
+            matching.append((name, tensor, right[name]))
+    only_in_a = tuple(name for name in left if name not in right)
+    only_in_b = tuple(name for name in right if name not in left)
+    return Pairing(tuple(pairs), tuple(mismatched), only_in_a, only_in_b)
 
 
-def _named(tree: Tree) -> Mapping[str, Tensor]:
+def _by_plain_name(tree: Tree) -> Mapping[str, Tensor]:
     """Weights by name without wrapper prefixes, which stay where two names would become one."""
-    weights = tree.weights
-    count = Counter(map(canonical, weights))
-    return {
-        (plain if count[plain := canonical(name)] == 1 else name): tensor
-        for name, tensor in weights.items()
-    }
+    count = Counter(map(canonical, tree.weights))
+    named = {}
+    for name, tensor in tree.weights.items():
+        plain = canonical(name)
+        named[plain if count[plain] == 1 else name] = tensor
+    return named

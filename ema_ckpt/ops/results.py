@@ -6,8 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Diagnostic, Problem
+
+if TYPE_CHECKING:
+    from ema_ckpt.analysis.compare import PairStats
 
 # Writing verbs.
 
@@ -180,8 +184,15 @@ class DiffSummary:
     changed: int
 
 
+class _PairStatsSlot:
+    """Statistics by name of the pair, which tables need; no field, so neither in JSON nor `asdict`."""
+
+    __slots__ = ("pair_stats",)
+    pair_stats: Mapping[str, PairStats]
+
+
 @dataclass(frozen=True, slots=True)
-class DiffResult:
+class DiffResult(_PairStatsSlot):
     """Comparison of two trees; names are those inside the trees, counts are of pairs."""
 
     a: str
