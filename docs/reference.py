@@ -22,8 +22,8 @@ from ema_ckpt.cli.commands import cli  # noqa: E402
 PYTHON_HEAD = """\
 # Python reference
 
-Made by `python docs/reference.py`. Every name here is imported from `ema_ckpt`; heavy modules are loaded when a name is
-first used. Errors derive from `EmaCkptError` and carry a `code`.
+Made by `python docs/reference.py`. Every name here is imported from `ema_ckpt`; heavy modules are
+loaded when a name is first used. Errors derive from `EmaCkptError` and carry a `code`.
 """
 
 
@@ -125,9 +125,9 @@ def prose(value: object) -> str:
 CLI_HEAD = """\
 # Command reference
 
-Made by `python docs/reference.py` from the commands themselves. Exit codes: 0 done · 1 check failed (`verify`: damaged;
-`diff --exit-code`: differs) · 2 error · 3 `verify`: structure right, some payload has no checksum · 130 Ctrl-C ·
-141 broken pipe · 143 SIGTERM · 70 internal error.
+Made by `python docs/reference.py` from the commands themselves. Exit codes: 0 done · 1 check failed
+(`verify`: damaged; `diff --exit-code`: differs) · 2 error · 3 `verify`: structure right, some
+payload has no checksum · 130 Ctrl-C · 141 broken pipe · 143 SIGTERM · 70 internal error.
 """
 
 
@@ -163,7 +163,8 @@ def default_of(option: click.Parameter) -> str:
     is_value = isinstance(option.default, str | int | float)
     if not is_value or isinstance(option.default, bool):
         return ""
-    return "" if "Default" in (getattr(option, "help", None) or "") else f" Default: {option.default}."
+    help_text = getattr(option, "help", None) or ""
+    return "" if "Default" in help_text else f" Default: {option.default}."
 
 
 if __name__ == "__main__":

@@ -183,9 +183,7 @@ def convert_command(src: str, dst: str, **options: Any) -> None:
 @click.option("--threads", type=int, metavar="N", help=_THREADS)
 @click.option("--max-memory", metavar="SIZE", help="Bytes of buffers in flight. Default: 16MiB.")
 @general
-def diff_command(
-    path: str, other: str | None, top: int, exit_code: bool, **options: Any
-) -> int:
+def diff_command(path: str, other: str | None, top: int, exit_code: bool, **options: Any) -> int:
     """Compare an EMA with its live weights, or two checkpoints, tensor by tensor."""
     from ema_ckpt.cli import output
     from ema_ckpt.ops.diff import diff

@@ -1,4 +1,4 @@
-"""Tables of `diff`: findings, relative L2 of each module with a bar, the tensors that differ most."""
+"""Tables of `diff`: findings, relative L2 of each module with a bar, tensors that differ most."""
 
 from __future__ import annotations
 

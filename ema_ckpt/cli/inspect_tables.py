@@ -30,8 +30,9 @@ def print_inspected(
     console.print(f"[bold]{markup(result.resolved)}[/bold]: {size}{world}")
     console.print(_tree_table(result))
     for name, settings in result.ema.items():
-        recorded = [f"{key} {_setting(value)}" for key, value in settings.items() if value is not None]
-        text = markup(", ".join(recorded)) or "no settings recorded"
+        recorded = {key: value for key, value in settings.items() if value is not None}
+        text = ", ".join(f"{key} {_setting(value)}" for key, value in recorded.items())
+        text = markup(text) or "no settings recorded"
         console.print(f"EMA {markup(repr(name))}: {text}")
     if shards:
         console.print(_shard_table(result.tensors))

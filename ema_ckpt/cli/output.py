@@ -49,7 +49,7 @@ def markup(text: str) -> str:
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """Return a console without styles if `NO_COLOR` is set, without a width if not on a terminal."""
+    """Return a console: no styles if `NO_COLOR` is set, no width limit if not on a terminal."""
     from rich.console import Console
 
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"

@@ -238,7 +238,7 @@ def _low_precision(tensors: Sequence[OutputTensor], known: Sequence[Tree]) -> It
 
 
 def _split(catalog: Catalog, known: Sequence[Tree], tensors: Sequence[OutputTensor]) -> list[bool]:
-    """Return which tensors are cut into rows: those that the source cuts; of a whole one the weights."""
+    """Return which tensors are cut into rows: as in the source, or the weights of a whole one."""
     owner = {id(tensor): tree for tree in known for tensor in tree.tensors}
     settings = {id(item) for tree in known for item in tree.settings.values()}
     is_whole = catalog.world_size is None or catalog.world_size == 1

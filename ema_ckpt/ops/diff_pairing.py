@@ -99,7 +99,7 @@ def _tree_beside(catalog: Catalog, trees: Sequence[Tree], a: Tree, against: str 
 def _tree_of_other(
     trees: Sequence[Tree], tree: str | None, against: str | None, command: str, where: str
 ) -> Tree:
-    """Return the tree of the other checkpoint: `against`, else the one named `tree`, else default."""
+    """Return the other checkpoint's tree: `against`, else the one named `tree`, else default."""
     if against is not None:
         return find_tree(trees, against, where)
     for candidate in trees:

@@ -185,7 +185,7 @@ class DiffSummary:
 
 
 class _PairStatsSlot:
-    """Statistics by name of the pair, which tables need; no field, so neither in JSON nor `asdict`."""
+    """Statistics of each pair, for tables; no field, so neither in JSON nor in `asdict`."""
 
     __slots__ = ("pair_stats",)
     pair_stats: Mapping[str, PairStats]

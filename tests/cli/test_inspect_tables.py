@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from ema_ckpt.cli.diff_tables import print_diff
-from ema_ckpt.cli.output import Style, inspected, verified, written
+from ema_ckpt.cli.inspect_tables import print_inspected
+from ema_ckpt.cli.output import Style, print_verified, print_written
 from ema_ckpt.ops.consolidate import consolidate
-from ema_ckpt.ops.diff import compare_trees, result_of
-from ema_ckpt.ops.diff_findings import Compared
+from ema_ckpt.ops.diff import diff
 from ema_ckpt.ops.inspect import inspect
-from ema_ckpt.ops.results import DiffResult
 from ema_ckpt.ops.verify import verify
 from tests.checkpoints import ema, torch_at, weights
 
@@ -33,7 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 def drawn(capsys: pytest.CaptureFixture[str], path: Path, tree: str | None = None) -> list[str]:
     """The lines that `inspect` prints, without the one that names the checkpoint."""
-    inspected(inspect(path, tree), Style(), tree, None, False)
+    print_inspected(inspect(path, tree), tree, None, False)
     return capsys.readouterr().out.splitlines()[1:]
 
 
@@ -117,18 +116,12 @@ def test_a_schedule_reads_like_a_call(
 
 def test_one_of_a_kind_is_no_plural(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = torch_at(tmp_path / "run.pt", {"w": torch.ones(1)})
-    written(consolidate(path, tmp_path / "out.pt"), Style())
+    print_written(consolidate(path, tmp_path / "out.pt"), Style())
     (path.parent / "out.pt").write_bytes(b"PK")
-    verified(verify(path.parent / "out.pt"), Style())
-    print_diff(*compared(path, path), 3)
+    print_verified(verify(path.parent / "out.pt"), Style())
+    print_diff(diff(path, path), 3)
     printed = capsys.readouterr().out
     assert "wrote 1 tensor, 4 B" in printed
     assert "damaged: 1 problem;" in printed
     assert "1 tensor compared, 1 identical" in printed
     assert "0 of 1 element changed" in printed
-
-
-def compared(a: Path, b: Path) -> tuple[DiffResult, Compared]:
-    """A comparison as the command makes it."""
-    found = compare_trees(a, b)
-    return result_of(found), found
