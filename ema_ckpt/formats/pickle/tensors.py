@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
 
+from ema_ckpt.core.box import row_major_strides
 from ema_ckpt.core.dtypes import DType, by_name, by_storage_class
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.machine import loads
@@ -55,6 +56,17 @@ class TensorRef:
     start: int
     shape: Ints
     strides: Ints
+
+    def strides_in_storage(self) -> Ints | None:
+        """Strides, or None if the view is row-major, whatever torch notes for dims of length 1."""
+        row_major = row_major_strides(self.shape)
+        if self.strides == row_major or 0 in self.shape:
+            return None
+        strides = list(row_major)
+        for dim, size in enumerate(self.shape):
+            if size != 1:
+                strides[dim] = self.strides[dim]
+        return None if tuple(strides) == row_major else tuple(strides)
 
 
 def _bad(why: str) -> SourceError:

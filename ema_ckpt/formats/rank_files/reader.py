@@ -34,19 +34,16 @@ from ema_ckpt.formats.rank_files.flat import FlatPiece, Placed, find_flat, place
 from ema_ckpt.formats.rank_files.names import family_of, missing_ranks
 from ema_ckpt.formats.rank_files.sharded_tensors import ShardRef, read_subclass
 from ema_ckpt.formats.rank_files.zero import TREE, model_file, read_zero
-from ema_ckpt.formats.torch_file.reader import (
+from ema_ckpt.formats.torch_file.lenient import (
     LenientGlobals,
-    Unreadable,
+    check_discarded,
+    check_supported,
     is_tensor,
+    load_inline,
     object_warnings,
-    open_archive,
-    read_before,
-    read_leaves,
-    refuse,
-    refuse_discarded,
     unsafe_within,
-    view_strides,
 )
+from ema_ckpt.formats.torch_file.reader import open_archive, read_leaves
 from ema_ckpt.formats.torch_zip.reader import Archive, Record
 
 Path = tuple[str | int, ...]
@@ -184,11 +181,8 @@ def _read(source: Files, name: str) -> _RankFile:
         archive, tolerance, lambda value: isinstance(value, ShardRef) or is_tensor(value)
     )
     for path, value in leaves:
-        if isinstance(value, Unreadable) and value.code == "unsupported":
-            dotted = ".".join(map(str, path))
-            refuse(value, f"tensor {dotted!r}", name, dotted)
-    held = [Object("", path, name, inline=value, is_inline=True) for path, value in leaves]
-    refuse_discarded(tolerance.unsafe, held, name)
+        check_supported(value, ".".join(map(str, path)), name)
+    check_discarded(tolerance.unsafe, [value for _, value in leaves], name)
     return _RankFile(name, archive, dict(leaves), nesting)
 
 
@@ -382,7 +376,7 @@ def _part(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int) -> _
         raise SourceError(
             "bad-header", f"{file.name}: tensor {name!r}: {found}", tensor=name, file=file.name
         )
-    return _Part(box, stored, file.name, start, view_strides(ref))
+    return _Part(box, stored, file.name, start, ref.strides_in_storage())
 
 
 def _add(
@@ -446,4 +440,4 @@ class _Reader:
         Raises:
             UnsafeError: `unsafe-pickle` if unpickling it would run code.
         """
-        return read_before(item)
+        return load_inline(item)

@@ -18,7 +18,7 @@ from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque
 from ema_ckpt.formats.pickle.tensors import TensorRef
-from ema_ckpt.formats.torch_file.reader import Unreadable, strided_subclass
+from ema_ckpt.formats.torch_file.lenient import Unreadable, strided_subclass
 
 Ints = tuple[int, ...]
 _HOME = "torch.distributed."

@@ -1,0 +1,204 @@
+"""List a torch file although parts of it are unsafe or in a form that is not read.
+
+Such a part becomes an `Unreadable` that says why. Whoever needs its value raises its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ema_ckpt.core.catalog import Diagnostic, Object
+from ema_ckpt.core.errors import SourceError, UnsafeError
+from ema_ckpt.core.text import counted
+from ema_ckpt.formats.pickle.safe_globals import (
+    Global,
+    Maker,
+    Opaque,
+    executor_within,
+    is_executor,
+    opaque_within,
+    parts_of,
+    within,
+)
+from ema_ckpt.formats.pickle.tensors import TensorRef
+
+_REBUILDERS = (
+    "_rebuild_tensor_v2",
+    "_rebuild_tensor_v3",
+    "_rebuild_parameter",
+    "_rebuild_parameter_with_state",
+)
+
+
+class Unreadable(Opaque):
+    """Something that must not, or cannot, be read: error code and reason."""
+
+    __slots__ = ("code", "reason")
+
+    def __init__(self, named: Global, code: str, reason: str, args: tuple[object, ...]) -> None:
+        super().__init__(named.module, named.name, args, called=True)
+        self.code = code
+        self.reason = reason
+
+    def error(self, subject: str, file: str, tensor: str | None = None) -> SourceError:
+        """Return the error to raise where `subject` is needed."""
+        kind = UnsafeError if self.code == "unsafe-pickle" else SourceError
+        return kind(self.code, f"{file}: {subject}: {self.reason}", tensor=tensor, file=file)
+
+
+class LenientGlobals:
+    """Replace globals that stop a strict reader by functions that return an `Unreadable`.
+
+    `unsafe` lists all that would have been called, those included whose result the pickle throws
+    away. `subclass` reads the arguments of `torch._tensor._rebuild_from_type_v2`.
+    """
+
+    def __init__(
+        self, subclass: Callable[[Global, tuple[object, ...]], object] | None = None
+    ) -> None:
+        self.unsafe: list[Unreadable] = []
+        self._subclass = subclass or strided_subclass
+
+    def prepare(self, named: Global) -> None:
+        """Replace `named.make` where needed."""
+        module, name = named.module, named.name
+        if module == "torch._utils" and name.startswith("_rebuild_"):
+            if name in _REBUILDERS and named.make:
+                named.make = _rebuild_or_unreadable(named, named.make)
+            else:
+                form = f"in a form that ema_ckpt does not read ({module}.{name})"
+                reason = f"it is stored {form}"
+                named.make = lambda *args: Unreadable(named, "unsupported", reason, args)
+        elif (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            named.make = lambda *args: self._subclass(named, args)
+        elif module in ("builtins", "__builtin__") and name == "getattr":
+            named.make = lambda *args: self._attribute(named, args)
+        elif named.make is None and is_executor(module, name):
+            named.make = lambda *args: self._unsafe(named, args)
+
+    def _unsafe(self, named: Global, args: tuple[object, ...]) -> Unreadable:
+        reason = f"unpickling would call {named.module}.{named.name}"
+        self.unsafe.append(Unreadable(named, "unsafe-pickle", reason, args))
+        return self.unsafe[-1]
+
+    def _attribute(self, named: Global, args: tuple[object, ...]) -> object:
+        # Protocol 2 writes a class inside a class as `getattr(Outer, "Inner")`: only a name.
+        match args:
+            case (Global() as outer, str() as attribute):
+                inner = Global(outer.module, f"{outer.name}.{attribute}", None)
+            case _:
+                return self._unsafe(named, args)
+        if is_executor(inner.module, inner.name):
+            inner.make = lambda *call_args: self._unsafe(inner, call_args)
+        return inner
+
+
+def _rebuild_or_unreadable(named: Global, make: Maker) -> Maker:
+    # A tensor in a form that is not read (lazily conjugated, say) is rejected once it has a name.
+    def rebuild(*args: object) -> object:
+        try:
+            return make(*args)
+        except SourceError as error:
+            if error.code != "unsupported":
+                raise
+            return Unreadable(named, error.code, str(error), args)
+
+    return rebuild
+
+
+def strided_subclass(named: Global, args: tuple[object, ...]) -> object:
+    """Read `_rebuild_from_type_v2(function, class, args, state)` of a strided tensor subclass."""
+    match args:
+        case [Global(module="torch._utils", make=make) as function, _, tuple() as inner, _] if (
+            make is not None and function.name in _REBUILDERS
+        ):
+            return make(*inner)
+        case [_, Global(module=module, name=name), *_]:
+            kind = f"{module}.{name}"
+        case _:
+            kind = "of an unknown class"
+    remedy = "save plain tensors, or save through torch.distributed.checkpoint"
+    reason = f"it is a tensor subclass ({kind}); {remedy}"
+    return Unreadable(named, "unsupported", reason, args)
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value of a torch file is a tensor, or one in a form that is not read."""
+    return isinstance(value, TensorRef) or (
+        isinstance(value, Unreadable) and value.code == "unsupported"
+    )
+
+
+def check_supported(value: object, name: str, file: str) -> None:
+    """Raise SourceError `unsupported` if a value is a tensor in a form that is not read."""
+    if isinstance(value, Unreadable) and value.code == "unsupported":
+        raise value.error(f"tensor {name!r}", file, name)
+
+
+def object_warnings(name: str, value: object, file: str) -> Iterator[Diagnostic]:
+    """Warn about what is unsafe or unknown in an object.
+
+    Raises:
+        UnsafeError: `unsafe-pickle` if tensors are below something that would be called.
+    """
+    caller = _caller_of_tensors(value)
+    if caller is not None:
+        called = f"{caller.module}.{caller.name}"
+        message = f"{file}: {name!r}: unpickling the tensors in it would call {called}"
+        raise UnsafeError("unsafe-pickle", message, tensor=name, file=file)
+    unsafe = unsafe_within(value)
+    opaque = opaque_within(value)
+    if unsafe is not None:
+        yield Diagnostic("unsafe-pickle", f"{name!r}: {unsafe}")
+    elif opaque is not None:
+        count = sum(isinstance(inner, TensorRef) for inner in within(value))
+        lost = f"; not read: {counted(count, 'tensor')} in it" if count else ""
+        yield Diagnostic("opaque", f"{name!r} holds a {opaque}, unknown to ema_ckpt{lost}")
+
+
+def _caller_of_tensors(value: object) -> Opaque | None:
+    """Find something that unpickling would call with a tensor in its arguments or state."""
+    seen: set[tuple[int, bool]] = set()
+    todo: list[tuple[object, Opaque | None]] = [(value, None)]
+    while todo:
+        inner, caller = todo.pop()
+        if (id(inner), caller is None) in seen:
+            continue
+        seen.add((id(inner), caller is None))
+        if isinstance(inner, TensorRef) and caller is not None:
+            return caller
+        if isinstance(inner, Opaque) and inner.called:
+            caller = inner
+        todo += [(part, caller) for part in parts_of(inner)]
+    return None
+
+
+def unsafe_within(value: object) -> str | None:
+    """Describe what unpickling `value` would run, or a global in it that runs code when called."""
+    for inner in within(value):
+        if isinstance(inner, Unreadable) and inner.code == "unsafe-pickle":
+            return inner.reason
+    return executor_within(value)
+
+
+def check_discarded(unsafe: Sequence[Unreadable], values: Sequence[object], file: str) -> None:
+    """Raise UnsafeError for an unsafe call whose result is in no value: hidden on purpose."""
+    if not unsafe:
+        return
+    listed = {id(inner) for value in values for inner in within(value)}
+    for call in unsafe:
+        if id(call) not in listed:
+            raise call.error("the pickle throws away what it calls", file)
+
+
+def load_inline(item: Object) -> object:
+    """Return the value of an object that was read along with its file.
+
+    Raises:
+        UnsafeError: `unsafe-pickle` if unpickling it would run code.
+    """
+    unsafe = unsafe_within(item.inline)
+    if unsafe is not None:
+        message = f"{item.file}: object {item.name!r}: {unsafe}"
+        raise UnsafeError("unsafe-pickle", message, tensor=item.name, file=item.file)
+    return item.inline
