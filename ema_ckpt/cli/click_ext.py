@@ -73,6 +73,12 @@ def general(function: Callable[..., Any]) -> Callable[..., Any]:
     return _decorate(function, options)
 
 
+def distributed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option of commands whose work several processes can share."""
+    text = "Share the work with the other processes that torchrun started."
+    return click.option("--distributed", is_flag=True, expose_value=False, help=text)(function)
+
+
 def writer(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of every command that writes a checkpoint."""
     option = click.option

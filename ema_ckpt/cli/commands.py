@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ema_ckpt import __version__
-from ema_ckpt.cli.click_ext import Command, general, writer
+from ema_ckpt.cli.click_ext import Command, distributed, general, writer
 from ema_ckpt.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def inspect_command(
     help="Take weights the EMA lacks from the live tree, or TREE.",
 )
 @writer
+@distributed
 @general
 def consolidate_command(path: str, out: str, fill: str | None, **options: Any) -> None:
     """Write one tree whole: OUT.safetensors, a torch file (OUT.pt), or else a Hugging Face
@@ -120,6 +121,7 @@ def consolidate_command(path: str, out: str, fill: str | None, **options: Any) -
 @click.option("--world-size", type=int, required=True, metavar="N", help="Ranks to write for.")
 @click.option("--tree", multiple=True, metavar="T", help="Only this tree. Repeatable.")
 @writer
+@distributed
 @general
 def reshard_command(path: str, out: str, **options: Any) -> None:
     """Write a checkpoint as FSDP2 on N ranks would: all trees, one process, no model, no GPU."""
@@ -150,6 +152,7 @@ def reshard_command(path: str, out: str, **options: Any) -> None:
     help="Largest size of one file of a safetensors directory. Default: 5GB.",
 )
 @writer
+@distributed
 @general
 def convert_command(src: str, dst: str, **options: Any) -> None:
     """Write a checkpoint in another format, all trees under their full names and nesting."""

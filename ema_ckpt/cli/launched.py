@@ -1,33 +1,43 @@
-"""A command that `torchrun` started several times: writers share the work, anything else is done by
-the first.
-"""
+"""`--distributed`: a command as one of several processes that a launcher started."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
-from ema_ckpt.comm.launched import is_launched, process_group, rank_here
+from ema_ckpt.comm.launched import command_group, is_launched, launched_rank
 
-_SHARED = ("consolidate", "reshard", "convert")
+_VERBS = ("consolidate", "reshard", "convert")
 
 
-def run_launched(argv: list[str], run: Callable[[list[str]], int]) -> int:
-    """Run a command line alone, or as one of several processes.
+def is_distributed(argv: Sequence[str]) -> bool:
+    """Check whether a command line shares its work with other processes."""
+    return "--distributed" in argv and argv[0] in _VERBS
+
+
+def is_first(argv: Sequence[str]) -> bool:
+    """Check whether this process reports what the command did."""
+    return not is_distributed(argv) or launched_rank() == 0
+
+
+def run_distributed(argv: list[str], run: Callable[[list[str]], int]) -> int:
+    """Run a command line alone, or together with the other processes.
 
     Raises:
         CollectiveError: `rank-failed` if another process failed.
     """
-    if not is_launched():
+    if not is_distributed(argv):
         return run(argv)
-    if not argv or argv[0] not in _SHARED:
-        return 0 if rank_here() else run(argv)
-    with process_group():
+    if not is_first(argv):
+        argv[:] = [argv[0], "--quiet", *[word for word in argv[1:] if word != "--json"]]
+    with command_group(lambda text: print(text, file=sys.stderr, flush=True)):
         return run(argv)
 
 
-def silenced(argv: Sequence[str]) -> list[str]:
-    """The arguments of this process: only the first one of several prints what a command says."""
-    if not rank_here():
-        return list(argv)
-    quiet = [argument for argument in argv if argument != "--json"]
-    return [*quiet[:1], "--quiet", *quiet[1:]] if quiet[:1] and quiet[0] in _SHARED else quiet
+def distributed_hint(argv: Sequence[str], code: str) -> str:
+    """Return what to add to an error that processes cause which do not know of one another."""
+    if is_distributed(argv) or not argv:
+        return ""
+    if code in ("busy", "target-exists") and argv[0] in _VERBS and is_launched():
+        return "; where a launcher started several processes, pass --distributed"
+    return ""

@@ -114,10 +114,9 @@ def _run(argv: list[str]) -> int:
         signals = _Signals()
         _prepare_streams()
         from ema_ckpt.cli.commands import run
-        from ema_ckpt.cli.launched import run_launched, silenced
+        from ema_ckpt.cli.launched import run_distributed
 
-        argv[:] = silenced(argv)
-        code = run_launched(argv, run)
+        code = run_distributed(argv, run)
         signals.stops = False
         return code
     except _StoppedError as error:
@@ -125,20 +124,14 @@ def _run(argv: list[str]) -> int:
         code, word = (
             (EXIT_INTERRUPTED, "interrupted") if interrupted else (EXIT_TERMINATED, "terminated")
         )
-        return code if _is_other_rank() else _report(argv, word, word, code)
+        from ema_ckpt.cli.launched import is_first
+
+        # The first of several processes says for all of them that a signal came.
+        return _report(argv, word, word, code) if is_first(argv) else code
     except BrokenPipeError as error:
         return _cut_off(argv, error)
     except Exception as error:  # noqa: BLE001 - whatever it is, a user gets one line
         return _failed(argv, error)
-
-
-def _is_other_rank() -> bool:
-    """Whether this is one of several processes and not the first, which says for all of them that a
-    signal came.
-    """
-    from ema_ckpt.comm.launched import rank_here
-
-    return rank_here() > 0
 
 
 def _failed(argv: list[str], error: Exception) -> int:
@@ -149,8 +142,11 @@ def _failed(argv: list[str], error: Exception) -> int:
 
         traceback.print_exc()
     if isinstance(error, EmaCkptError):
+        from ema_ckpt.cli.launched import distributed_hint
+
         internal = error.code == "internal"
-        return _report(argv, error.code, str(error), EXIT_INTERNAL if internal else EXIT_TROUBLE)
+        message = f"{error}{distributed_hint(argv, error.code)}"
+        return _report(argv, error.code, message, EXIT_INTERNAL if internal else EXIT_TROUBLE)
     if isinstance(error, OSError) and error.strerror:  # the machine's trouble, not a bug
         code = "no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unreadable"
         return _report(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ema_ckpt.core.errors import CollectiveError
 
@@ -133,19 +133,30 @@ def open_channel(purpose: str) -> Channel:
     world = dist.group.WORLD
     group, channel = _channels.get(purpose, (None, None))
     if channel is None or group is not world:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        store = PrefixStore(f"ema_ckpt/{purpose}", dist.distributed_c10d._get_default_store())
-        try:
-            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_CONNECT_TIMEOUT)
-        except RuntimeError as error:
-            cause = str(error).splitlines()[0]
-            raise CollectiveError(
-                "rank-failed", f"not all ranks could be connected: {cause}"
-            ) from error
-        gloo._set_default_timeout(_GROUP_TIMEOUT)
-        channel = Channel(gloo, rank, size)
+        store = dist.distributed_c10d._get_default_store()
+        channel = connect_channel(purpose, store, dist.get_rank(), dist.get_world_size())
         _channels[purpose] = (world, channel)
     return channel
+
+
+def connect_channel(
+    purpose: str, store: Store, rank: int, size: int, timeout: timedelta = _GROUP_TIMEOUT
+) -> Channel:
+    """Connect all ranks, which find each other in `store`; `timeout` bounds each call.
+
+    Raises:
+        CollectiveError: `rank-failed`: another rank died before all were connected.
+    """
+    store = PrefixStore(f"ema_ckpt/{purpose}", store)
+    try:
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_CONNECT_TIMEOUT)
+    except RuntimeError as error:
+        cause = str(error).splitlines()[0]
+        raise CollectiveError(
+            "rank-failed", f"not all ranks could be connected: {cause}"
+        ) from error
+    gloo._set_default_timeout(timeout)
+    return Channel(gloo, rank, size)
 
 
 def _padded(data: bytes, nbytes: int) -> torch.Tensor:

@@ -1,145 +1,224 @@
-"""Several processes as one command, under `torchrun`: they meet over gloo, and one's failure
-reaches all.
+"""Processes that carry out one command together, as a launcher such as `torchrun` started them.
 
-torch is imported only where the environment says that there are several processes.
+torch is imported here only when they meet.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ema_ckpt.core.errors import CollectiveError, EmaCkptError
+from ema_ckpt.core.errors import CollectiveError, EmaCkptError, UsageError
+from ema_ckpt.core.text import format_ranks
 
-_JOIN_SECONDS = 300
-_current: Meeting | None = None
+if TYPE_CHECKING:
+    from ema_ckpt.comm.channel import Channel
 
-
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is one of several that a launcher such as `torchrun` started."""
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return all(name in environment for name in needed) and int(environment["WORLD_SIZE"]) > 1
-
-
-def rank_here(environment: Mapping[str, str] = os.environ) -> int:
-    """This process' number; 0 where there is only one."""
-    return int(environment["RANK"]) if is_launched(environment) else 0
+T = TypeVar("T")
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MEET_SECONDS = 300.0
+_STEP_TIMEOUT = timedelta(days=7)  # a rank that has written its share waits for the others
+_FIRST_NOTICE_SECONDS, _NEXT_NOTICE_SECONDS = 5.0, 60.0
+_current: CommandGroup | None = None
 
 
-def current() -> Meeting | None:
-    """The processes that carry out the present command together, or None if this one does it
-    alone.
-    """
+def is_launched() -> bool:
+    """Check whether a launcher started this process as one of several."""
+    return all(name in os.environ for name in _VARIABLES) and os.environ["WORLD_SIZE"] != "1"
+
+
+def launched_rank() -> int:
+    """Return this process' number among those that a launcher started; 0 if it is alone."""
+    return int(os.environ["RANK"]) if is_launched() else 0
+
+
+def current_group() -> CommandGroup | None:
+    """Return the processes that carry out the present command, or None for a single one."""
     return _current
 
 
-class Meeting:
-    """The processes of a command. Each exchange is a place where all of them come by, with a value
-    or an error.
-    """
-
-    def __init__(self, rank: int, size: int, group: Any) -> None:
-        self.rank = rank
-        self.size = size
-        self._group = group
-        self._failed = False
-
-    def exchange(self, value: object) -> list[Any]:
-        """Everybody's value, in order.
-
-        Raises:
-            CollectiveError: `rank-failed` if another process failed, with its cause.
-        """
-        return self._meet((None, value))
-
-    def tell(self, error: BaseException) -> None:
-        """Let the others know that this process failed, unless that is how it learned of it."""
-        if self._failed:
-            return
-        text = (
-            str(error)
-            if isinstance(error, EmaCkptError | OSError)
-            else f"{type(error).__name__}: {error}"
-        )
-        with contextlib.suppress(CollectiveError):
-            self._meet((text, None))
-
-    def _meet(self, mine: tuple[str | None, object]) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        errors: list[Exception] = []
-        # In a thread of its own: signals must reach this one while others are waited for.
-        waiter = threading.Thread(target=self._gather, args=(found, mine, errors), daemon=True)
-        waiter.start()
-        while waiter.is_alive():
-            waiter.join(0.1)
-        if errors:
-            self._failed = True
-            first = str(errors[0]).splitlines()[0]
-            raise CollectiveError("rank-failed", f"another process ended without a word ({first})")
-        causes = [
-            f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None
-        ]
-        if causes:
-            self._failed = True
-            raise CollectiveError("rank-failed", "; ".join(dict.fromkeys(causes)))
-        return [value for _, value in found]
-
-    def _gather(self, found: list[Any], mine: object, errors: list[Exception]) -> None:
-        import torch.distributed as dist
-
-        try:
-            dist.all_gather_object(found, mine, group=self._group)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            errors.append(error)
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, in order."""
-        return self.exchange(data)
-
-
 @contextlib.contextmanager
-def process_group() -> Iterator[Meeting]:
-    """Meet the other processes; leave only when all are done. A failure of one is raised in all.
+def command_group(notify: Callable[[str], None]) -> Iterator[None]:
+    """Meet the other processes of a command; leave when all are done. An error of one reaches all.
+
+    Args:
+        notify: called with a line for people when this process waits for others.
 
     Raises:
-        CollectiveError: `rank-failed` if another process failed or did not come.
+        UsageError: `usage`: no launcher started this process.
+        CollectiveError: `rank-failed`: another process failed, or did not come.
     """
     global _current
-    meeting = _meet_all()
-    _current = meeting
+    absent = [name for name in _VARIABLES if name not in os.environ]
+    if absent:
+        names = ", ".join(absent)
+        raise UsageError("usage", f"--distributed: {names} not set; start it with torchrun")
+    if os.environ["WORLD_SIZE"] == "1":
+        yield
+        return
+    _current = group = CommandGroup(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), notify)
     try:
-        yield meeting
-        meeting.exchange(None)
+        group.connect()
+        yield
+        group.exchange(None)
     except Exception as error:
-        meeting.tell(error)
+        group.report_failure(error)
         raise
     finally:
         _current = None
-        _part()
+        group.close()
 
 
-def _meet_all() -> Meeting:
-    import torch.distributed as dist
+class CommandGroup:
+    """The processes of a command: each exchange is a step that all of them come to."""
 
-    try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=_JOIN_SECONDS))
-        # Who is done early waits for the others: days, not the half hour that gloo grants.
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    except (RuntimeError, ValueError) as error:
-        message = (
-            f"the processes did not all come within {_JOIN_SECONDS} s: {str(error).splitlines()[0]}"
-        )
-        raise CollectiveError("rank-failed", message) from None
-    return Meeting(dist.get_rank(), dist.get_world_size(), group)
+    def __init__(self, rank: int, size: int, notify: Callable[[str], None]) -> None:
+        self.rank = rank
+        self.size = size
+        self._notify = notify
+        self._store: Any = None
+        self._channel: Channel | None = None
+        self._step = 0
+        self._has_failed = False
+
+    def exchange(self, value: object) -> list[Any]:
+        """Return the values of all ranks, in rank order; they must survive JSON.
+
+        Raises:
+            CollectiveError: `rank-failed`: another rank failed, with its cause.
+        """
+        return [json.loads(data) for data in self._all_gather(b"=" + json.dumps(value).encode())]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, in rank order. Raises as `exchange`."""
+        return self._all_gather(b"=" + data)
+
+    def report_failure(self, error: Exception) -> None:
+        """Tell the other ranks that this one failed, unless it failed because of them."""
+        if self._channel is None or self._has_failed:
+            return
+        text = str(error)
+        if not isinstance(error, EmaCkptError | OSError):
+            text = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(CollectiveError):
+            self._all_gather(b"!" + text.encode("utf-8", "surrogatepass"))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._channel = self._store = None
+
+    def connect(self) -> None:
+        """Wait until all ranks have come, and connect them.
+
+        Raises:
+            CollectiveError: `rank-failed`: some did not come in time.
+        """
+        deadline = time.monotonic() + _MEET_SECONDS
+
+        def come() -> None:
+            self._store = _open_store(self.rank)
+            self._store.set(f"ema_ckpt/0/{self.rank}", "")
+            while self._missing() and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+        def connect() -> Channel:
+            from ema_ckpt.comm.channel import connect_channel
+
+            return connect_channel("command", self._store, self.rank, self.size, _STEP_TIMEOUT)
+
+        late = f"the processes did not all come within {_MEET_SECONDS:g} s"
+        try:
+            self._wait(come)
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError("rank-failed", f"{late}: {_first_line(error)}") from None
+        missing = self._missing()
+        if missing:
+            raise CollectiveError("rank-failed", f"{late}: {format_ranks(missing)} did not")
+        self._channel = self._wait(connect)
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        """Exchange bytes that begin with `=`, or with `!` where they are an error."""
+        channel = self._channel
+        if channel is None:
+            return [data]
+        self._step += 1
+
+        def gather() -> list[bytes]:
+            self._store.set(f"ema_ckpt/{self._step}/{self.rank}", "")
+            return channel.all_gather(data)
+
+        try:
+            parts = self._wait(gather)
+        except (CollectiveError, RuntimeError) as error:
+            self._has_failed = True
+            text = f"another process ended without a word ({_first_line(error)})"
+            raise CollectiveError("rank-failed", text) from None
+        causes = [
+            f"rank {rank}: {part[1:].decode('utf-8', 'surrogatepass')}"
+            for rank, part in enumerate(parts)
+            if part[:1] == b"!"
+        ]
+        if causes:
+            self._has_failed = True
+            raise CollectiveError("rank-failed", "; ".join(dict.fromkeys(causes)))
+        return [part[1:] for part in parts]
+
+    def _wait(self, step: Callable[[], T]) -> T:
+        """Run a blocking step in a thread, so that signals reach this one; name who is missing."""
+        results: list[T] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                results.append(step())
+            except Exception as error:  # noqa: BLE001 - raised below, where it is waited for
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        notice = time.monotonic() + _FIRST_NOTICE_SECONDS
+        while thread.is_alive():
+            thread.join(0.1)
+            if time.monotonic() > notice:
+                notice = time.monotonic() + _NEXT_NOTICE_SECONDS
+                missing = self._missing()
+                if missing and self.rank == min(set(range(self.size)) - {*missing}, default=-1):
+                    self._notify(f"waiting for {format_ranks(missing)}")
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _missing(self) -> list[int]:
+        """List the ranks that have not come to the present step."""
+        if self._store is None:  # rank 0 keeps the list
+            return [0]
+        ranks = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            return [r for r in ranks if not self._store.check([f"ema_ckpt/{self._step}/{r}"])]
+        except RuntimeError:  # rank 0 has ended, and the list with it
+            return [0]
 
 
-def _part() -> None:
-    import torch.distributed as dist
+def _open_store(rank: int) -> Any:
+    """Connect to the store of the launcher, or of the first rank."""
+    from torch._C._distributed_c10d import TCPStore
 
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not has_agent,
+        timeout=timedelta(seconds=_MEET_SECONDS),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

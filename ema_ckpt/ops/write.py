@@ -7,10 +7,10 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ema_ckpt.comm.launched import Meeting, current
+from ema_ckpt.comm.launched import CommandGroup, current_group
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.names import TORCH_SUFFIXES
@@ -221,7 +221,7 @@ def _keeps_foreign(output: Output) -> bool:
 def _write(job: PlannedWrite, options: WriteOptions) -> None:
     stamps = _stamps(job.catalog)
     identity = _identity(job, stamps)
-    group = current()
+    group = current_group()
     if group is not None and group.rank:
         _write_share(job, options, identity, group)
         return
@@ -238,7 +238,8 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
         journal_after=_JOURNAL_AFTER_SECONDS if group is None else 0.0,
     ) as staged:
         if group is not None:
-            group.exchange((identity, str(staged.path)))
+            cut = options.threads, options.budget_nbytes
+            group.exchange((identity, str(staged.path), cut))
             group.exchange("the journal is open")
         outcome = run(job.catalog, job.plan, staged.path, options, staged.journal, group)
         _refuse_changed(job.catalog, stamps)
@@ -246,10 +247,10 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
 
 
 def _write_share(
-    job: PlannedWrite, options: WriteOptions, identity: Mapping[str, str], group: Meeting
+    job: PlannedWrite, options: WriteOptions, identity: Mapping[str, str], group: CommandGroup
 ) -> None:
     """Write this process' share into the staging directory of the first process."""
-    (expected, stage_path), *_ = group.exchange((identity, None))
+    (expected, stage_path, cut), *_ = group.exchange((identity, None, None))
     if identity != expected:
         hint = "is it on a file system that all share?"
         message = f"{job.catalog.resolved}: not the same to all processes ({hint})"
@@ -259,6 +260,8 @@ def _write_share(
         hint = "all must share the file system"
         message = f"{root.parent}: made by the first process, not there for this one; {hint}"
         raise TargetError("not-found", message, file=stage_path)
+    # All ranks cut the plan into the same jobs.
+    options = replace(options, threads=cut[0], budget_nbytes=cut[1])
     with contextlib.closing(Journal(root.parent, root, identity)) as journal:
         # No line is written before every process has read what an interrupted run left.
         group.exchange("the journal is open")

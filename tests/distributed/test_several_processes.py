@@ -1,4 +1,4 @@
-"""One command as several processes: the same bytes as from one, and one's failure reaches all."""
+"""`--distributed`: the same bytes as from one process, and one's failure reaches all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def launch(
     for rank in range(size):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": port, "PYTHONPATH": str(REPO)}
-        command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments)]
+        command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments), "--distributed"]
         pipe = subprocess.PIPE
         setup = (limits or {}).get(rank)
         processes.append(
@@ -74,7 +74,8 @@ def launch(
             process.send_signal(signal.SIGTERM)
         for process in processes:
             out, err = process.communicate(timeout=60)
-            ends.append((process.returncode, out, err))
+            said = [line for line in err.splitlines(True) if not line.startswith("waiting for")]
+            ends.append((process.returncode, out, "".join(said)))
     finally:
         for process in processes:
             process.kill()
@@ -108,7 +109,7 @@ def test_within_one_file_with_casts(source: Path, tmp_path: Path) -> None:
         "ema_ckpt",
         "consolidate",
     ]
-    command += [source, tmp_path / "two" / "x.safetensors", "--dtype", "bf16"]
+    command += [source, tmp_path / "two" / "x.safetensors", "--dtype", "bf16", "--distributed"]
     env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [str(part) for part in command], check=True, timeout=60, env=env, capture_output=True
@@ -189,8 +190,86 @@ def test_continues_what_one_process_began(source: Path, tmp_path: Path) -> None:
     assert contents(target) == contents(tmp_path / "out")
 
 
-def test_other_verbs_are_done_by_the_first(source: Path) -> None:
-    ends = launch(2, "inspect", source, "--json")
-    assert [code for code, *_ in ends] == [0, 0]
-    assert json.loads(ends[0][1])["format"] == "dcp"
-    assert ends[1][1:] == ("", "")
+def alone(rank: int, *arguments: object) -> subprocess.Popen[str]:
+    """Start one of two processes, whose other one never comes."""
+    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "consolidate"])
+def test_without_the_option_no_process_waits_for_another(
+    source: Path, tmp_path: Path, verb: str
+) -> None:
+    target = tmp_path / "x.safetensors"
+    arguments = [verb, source, *([target] if verb == "consolidate" else []), "--json"]
+    with alone(1, *arguments) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out)
+    assert target.exists() == (verb == "consolidate")
+
+
+def test_an_existing_target_under_a_launcher_names_the_option(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "x.safetensors"
+    ema_ckpt.consolidate(source, target)
+    with alone(1, "consolidate", source, target) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "already exists" in err and "--distributed" in err
+    with pytest.raises(ema_ckpt.TargetError) as caught:
+        ema_ckpt.consolidate(source, target)
+    assert "--distributed" not in str(caught.value)
+
+
+def test_without_a_launcher_the_option_is_an_error(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ema_ckpt", "reshard", str(source), str(tmp_path / "out")]
+    command += ["--world-size", "2", "--distributed"]
+    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "torchrun" in result.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_who_waits_says_for_whom_and_ends_at_once_when_signalled(
+    source: Path, tmp_path: Path, rank: int, signum: signal.Signals
+) -> None:
+    with alone(rank, "consolidate", source, tmp_path / "x.safetensors", "--distributed") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"waiting for rank {1 - rank}\n"
+        begin = time.monotonic()
+        process.send_signal(signum)
+        process.wait(timeout=30)
+        seconds = time.monotonic() - begin
+        said = process.stderr.read()
+    assert process.returncode == (130 if signum == signal.SIGINT else 143)
+    assert seconds < 1
+    assert ("Error: " in said) == (rank == 0) and "Traceback" not in said
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_that_is_killed_ends_the_other(source: Path, tmp_path: Path) -> None:
+    port, target = str(free_port()), tmp_path / "out"
+    processes = []
+    for rank in range(2):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": port, "PYTHONPATH": str(REPO)}
+        code = "import os, signal; from ema_ckpt.runtime import executor; "
+        code += "executor.on_job = lambda _: os.kill(os.getpid(), signal.SIGKILL); " if rank else ""
+        command = [sys.executable, "-c", code + "from ema_ckpt.cli.main import main; main()"]
+        command += ["reshard", str(source), str(target), "--world-size", "2", "--distributed"]
+        pipe = subprocess.DEVNULL if rank else subprocess.PIPE
+        processes.append(subprocess.Popen(command, stderr=pipe, text=True, env=env))
+    first, second = processes
+    try:
+        _, err = first.communicate(timeout=60)
+        assert second.wait(timeout=60) == -signal.SIGKILL
+    finally:
+        for process in processes:
+            process.kill()
+    assert first.returncode == 2
+    assert "another process ended without a word" in err
+    assert os.listdir(tmp_path) == []
