@@ -1,83 +1,122 @@
-"""Averages and the values they follow, as the lists that engines work on."""
+"""Averages and the values they follow, grouped into the batches and steps of the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ema.engines.lists import UpdateBatch
+from ema_ckpt.ema.engines import prepare
 from ema_ckpt.ema.engines.noise import Noise, Position, positions
+from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 from ema_ckpt.ema.model.shards import Shadow
-from ema_ckpt.ema.settings import Settings
-from ema_ckpt.ema.shadows import live_part
-
-Events = Mapping[
-    torch.device, torch.Tensor
-]  # where each device counts the updates that kept an element
+from ema_ckpt.ema.settings import Settings, UpdateCounter
+from ema_ckpt.ema.shadows import Averages, live_part, value_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pair:
-    shadow: torch.Tensor
+class PreparedSteps:
+    """The engines' steps over averages, prepared anew where a value lies in other memory."""
+
+    def __init__(self, settings: Settings, counter: UpdateCounter) -> None:
+        self.steps: list[Step] | None = None
+        # per device: updates in which an element was kept; empty if values are taken as they come
+        self.nonfinite_counts: dict[torch.device, torch.Tensor] = {}
+        self._settings = settings
+        self._counter = counter
+        self._values: list[torch.Tensor] = []
+
+    def discard(self) -> None:
+        """Forget the steps: the averages are others now."""
+        self.steps, self._values = None, []
+
+    def prepare(self, averages: Averages, settle: Callable[[], None]) -> list[Step]:
+        """Return the steps; `settle` is called before they are replaced."""
+        source = self._settings.source
+        if source is not None:
+            values = [value_of(tracked, source) for tracked in averages.tracked]
+        else:
+            values = self._values or [shadow.shard.local for shadow in averages.shadows]
+        if self.steps is None or not _is_same_memory(values, self._values):
+            batches = self._batches(averages.shadows, values)
+            settle()
+            self.steps, self._values = [prepare(batch) for batch in batches], values
+        return self.steps
+
+    def _batches(
+        self, shadows: Sequence[Shadow], values: Sequence[torch.Tensor]
+    ) -> list[UpdateBatch]:
+        if self._settings.nonfinite != "ignore":
+            for device in {value.device for value in values} - self.nonfinite_counts.keys():
+                self.nonfinite_counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return batches_of(shadows, values, self._settings, self.nonfinite_counts, self._call)
+
+    def _call(self) -> int:
+        return self._counter.num_updates
+
+
+class _Pair(NamedTuple):
+    average: torch.Tensor
     residual: torch.Tensor | None
     value: torch.Tensor
-    position: Position | None = None
+    position: Position | None
 
 
 def batches_of(
-    slots: Sequence[Shadow],
+    shadows: Sequence[Shadow],
     values: Sequence[torch.Tensor],
     settings: Settings,
-    events: Events,
+    nonfinite_counts: dict[torch.device, torch.Tensor],
     call: Callable[[], int],
 ) -> list[UpdateBatch]:
-    """Pairs of average and value, sorted by device and dtypes; `call` gives the number of the
-    present call.
-    """
-    kinds: dict[tuple[Any, ...], list[_Pair]] = {}
-    for slot, value in zip(slots, values, strict=True):
-        if slot.numel:
-            kind = (slot.average.device, slot.average.dtype, value.device, value.dtype)
-            pair = _Pair(slot.average, slot.residual, live_part(slot, value))
-            kinds.setdefault(kind, []).extend(
-                _placed(slot, pair) if _is_noisy(slot, settings) else [pair]
+    """Group averages and values by device and dtypes; `call` gives the number of the call."""
+    groups: dict[tuple[object, ...], list[_Pair]] = {}
+    for shadow, value in zip(shadows, values, strict=True):
+        if shadow.numel:
+            average = shadow.average
+            kind = (average.device, average.dtype, value.device, value.dtype)
+            pairs = groups.setdefault(kind, [])
+            part = live_part(shadow, value)
+            if settings.rounding == "stochastic" and average.dtype is torch.bfloat16:
+                pairs += _positioned_pairs(shadow, part)
+            else:
+                pairs.append(_Pair(average, shadow.residual, part, None))
+    batches = []
+    for pairs in groups.values():
+        averages, residuals, params, places = zip(*pairs, strict=True)
+        batches.append(
+            UpdateBatch(
+                averages,
+                params,
+                None if residuals[0] is None else residuals,
+                nonfinite_counts.get(params[0].device),
+                None if places[0] is None else Noise(settings.seed, call, places),
             )
-    return [_list(pairs, settings, events, call) for pairs in kinds.values()]
+        )
+    return batches
 
 
-def _is_noisy(slot: Shadow, settings: Settings) -> bool:
-    return settings.rounding == "stochastic" and slot.average.dtype is torch.bfloat16
-
-
-def _list(
-    pairs: Sequence[_Pair], settings: Settings, events: Events, call: Callable[[], int]
-) -> UpdateBatch:
-    places = [pair.position for pair in pairs if pair.position is not None]
-    return UpdateBatch(
-        [pair.shadow for pair in pairs],
-        [pair.value for pair in pairs],
-        [pair.residual for pair in pairs if pair.residual is not None] or None,
-        events.get(pairs[0].value.device),
-        Noise(settings.seed, call, places) if places else None,
-    )
-
-
-def _placed(slot: Shadow, pair: _Pair) -> Iterator[_Pair]:
-    """The pair in pieces whose elements have a position in the global tensor."""
-    pieces = positions(slot.shard.fqn, slot.boxes, slot.shard.shape)
+def _positioned_pairs(shadow: Shadow, value: torch.Tensor) -> Iterator[_Pair]:
+    """Cut a shadow and its value into pieces that have a `Position` in the global tensor."""
+    pieces = positions(shadow.shard.fqn, shadow.boxes, shadow.shard.shape)
     if len(pieces) == 1:
-        yield _Pair(pair.shadow, None, pair.value, pieces[0][1])
+        yield _Pair(shadow.average, None, value, pieces[0][1])
         return
-    if not pair.value.is_contiguous():
+    if not value.is_contiguous():
         raise UsageError(
             "unsupported",
-            f"rounding='stochastic' needs {slot.shard.fqn!r} to be contiguous on this rank",
+            f"rounding='stochastic' needs {shadow.shard.fqn!r} to be contiguous on this rank",
         )
     numels = [numel for numel, _ in pieces]
-    shadows, values = (torch.split(tensor.view(-1), numels) for tensor in (pair.shadow, pair.value))
-    for shadow, value, (_, position) in zip(shadows, values, pieces, strict=True):
-        yield _Pair(shadow, None, value, position)
+    averages = torch.split(shadow.average.view(-1), numels)
+    values = torch.split(value.view(-1), numels)
+    for average, part, (_, position) in zip(averages, values, pieces, strict=True):
+        yield _Pair(average, None, part, position)
+
+
+def _is_same_memory(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    if a is b:
+        return True
+    same = (x is y or x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=False))
+    return len(a) == len(b) and all(same)

@@ -1,6 +1,4 @@
-"""Updates inside CUDA graphs: recorded once, replayed with the weight that the host sets before
-each replay.
-"""
+"""Updates inside CUDA graphs: recorded once, replayed with the weight that the host sets."""
 
 from __future__ import annotations
 
@@ -8,11 +6,11 @@ from collections.abc import Sequence
 
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.engines.cuda import TritonStep
-from ema_ckpt.ema.engines.lists import Step
+from ema_ckpt.ema.engines.update_batch import Step
 
 
 class Recording:
-    """The steps that graphs have recorded, and how often the host has counted a replay."""
+    """Steps that graphs have recorded, and the number of replays that the host has counted."""
 
     def __init__(self) -> None:
         self._steps: list[TritonStep] = []
@@ -28,22 +26,23 @@ class Recording:
             raise StateError(
                 "usage", "update() inside a CUDA graph: call update() once before, as a warm-up"
             )
-        ready = [step for step in steps if isinstance(step, TritonStep)]
-        if len(ready) < len(steps):
+        recordable = [step for step in steps if isinstance(step, TritonStep)]
+        if len(recordable) < len(steps):
             raise StateError(
                 "unsupported",
-                "update() inside a CUDA graph: it needs Triton, contiguous float32, bfloat16 or float16 parameters,"
-                " and the average on the device (offload=False)",
+                "update() inside a CUDA graph: it needs Triton, contiguous float32, bfloat16 or"
+                " float16 parameters, and the average on the device (offload=False)",
             )
-        for step in ready:
+        for step in recordable:
             step.record()
-        self._steps += [step for step in ready if not any(step is known for known in self._steps)]
+            if not any(step is recorded for recorded in self._steps):
+                self._steps.append(step)
 
     def require(self) -> None:
-        """Raise if there is nothing to replay.
+        """Refuse a replay of nothing.
 
         Raises:
-            StateError: nothing was recorded.
+            StateError: no step was recorded.
         """
         if not self._steps:
             raise StateError(
@@ -57,19 +56,18 @@ class Recording:
             step.set(weight)
 
     def check(self) -> None:
-        """Raise, once, if graphs were replayed more or less often than the host has counted. Waits
-        for the device.
+        """Compare, once, the replays with those that the host has counted. Waits for the device.
 
         Raises:
-            StateError: they were.
+            StateError: graphs were replayed more or less often.
         """
-        replays = next(
-            (n for step in self._steps if (n := int(step.control.replays)) != self._advances), None
-        )
-        if replays is not None:
-            counted, self._advances = self._advances, replays
-            raise StateError(
-                "usage",
-                f"a CUDA graph with update() was replayed {replays} times, but advance() was called {counted} times:"
-                " call ema.advance() before each replay, or the counter and the decay stand still",
-            )
+        for step in self._steps:
+            replays, counted = int(step.control.replays), self._advances
+            if replays != counted:
+                self._advances = replays
+                raise StateError(
+                    "usage",
+                    f"a CUDA graph with update() was replayed {replays} times, but advance() was"
+                    f" called {counted} times: call ema.advance() before each replay, or the"
+                    " counter and the decay stand still",
+                )

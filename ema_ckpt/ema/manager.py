@@ -1,6 +1,4 @@
-"""`ShardedEMA`: the moving average of a training model, each rank holding the average of its own
-shard.
-"""
+"""`ShardedEMA`: the moving average of a training model, each rank with that of its own shards."""
 
 from __future__ import annotations
 
@@ -13,19 +11,21 @@ import torch
 from torch import nn
 
 from ema_ckpt.core.errors import StateError, UsageError
-from ema_ckpt.ema import attach, swap
-from ema_ckpt.ema.batching import batches_of
+from ema_ckpt.ema import swap
+from ema_ckpt.ema.attach import Attachment
+from ema_ckpt.ema.batching import PreparedSteps
 from ema_ckpt.ema.checkpoint import state
 from ema_ckpt.ema.cuda_graphs import Recording
-from ema_ckpt.ema.engines.lists import Step
 from ema_ckpt.ema.engines.offload import OffloadStep
-from ema_ckpt.ema.engines.select import prepare
 from ema_ckpt.ema.model.change_detector import ChangeDetector
+from ema_ckpt.ema.model.live import live_tree
 from ema_ckpt.ema.model.scan import scan_model
+from ema_ckpt.ema.model.shards import ModelShards, Shadow
 from ema_ckpt.ema.modes import PlainMode
 from ema_ckpt.ema.schedules import Schedule, as_schedule
-from ema_ckpt.ema.settings import Counter, Settings, Source, globs
-from ema_ckpt.ema.shadows import Averages, choose, current_buffers, fit, make, seed, value_of
+from ema_ckpt.ema.settings import Settings, Source, UpdateCounter, as_patterns
+from ema_ckpt.ema.shadows import Averages, current_buffers, fit, make_averages, seed
+from ema_ckpt.ema.swap_state import refuse_inside
 
 
 class ShardedEMA:
@@ -88,47 +88,42 @@ class ShardedEMA:
         nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
     ) -> None:
         self.settings = Settings(
-            as_schedule(decay), every, dtype, compensate, rounding, seed, offload, shard_replicas, buffers,
-            globs(include), globs(exclude) or (), source, nonfinite,
+            as_schedule(decay), every, dtype, compensate, rounding, seed, offload, shard_replicas,
+            buffers, as_patterns(include), as_patterns(exclude) or (), source, nonfinite,
         )  # fmt: skip
         self.settings.warn_of_lost_updates()
-        self.counter = Counter(self.settings.schedule, every)
+        self.counter = UpdateCounter(self.settings.schedule, every)
         self.model = model
-        self._events: dict[torch.device, torch.Tensor] = {}
+        self._prepared = PreparedSteps(self.settings, self.counter)
         self._events_reported = 0
         self._recording = Recording()
-        self._attachment: attach.Attachment | None = None
+        self._attachment: Attachment | None = None
         with PlainMode():
-            found = scan_model(model)
-            chosen, live_buffers = choose(found, self.settings)
-            slots = make(chosen, self.settings)
-            self._take(
-                Averages(tuple(slots), tuple(chosen), tuple(live_buffers), found.module_links)
-            )
+            self._set_averages(make_averages(scan_model(model), self.settings))
             if self._on_cuda and not offload:
                 # so that the first update may already be one inside a CUDA graph
-                self._ready_steps()
+                self._prepared.prepare(self.averages, self._settle)
 
     # Averaging
 
     def update(self, samples: int | None = None) -> None:
-        """Count one step of the optimizer and move the average. No collective, no host
-        synchronisation.
+        """Count one step of the optimizer and move the average.
 
-        While a CUDA graph is captured the arithmetic is recorded and nothing is counted: see
-            `advance`.
+        No collective, no host synchronisation. While a CUDA graph is captured the arithmetic is
+        recorded and nothing is counted: see `advance`.
 
         Args:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
         """
-        swap.refuse_inside(self.model, "update()")
+        refuse_inside(self.model, "update()")
         with PlainMode():
             self.follow()
             if self._on_cuda and torch.cuda.is_current_stream_capturing():
-                self._recording.add(self._steps)
+                self._recording.add(self._prepared.steps)
                 return
-            # What a source raises, it raises before the call is counted.
-            steps = self._ready_steps() if self.counter.is_due() else ()
+            # An exception of a source is raised before the call is counted.
+            is_due = self.counter.is_due()
+            steps = self._prepared.prepare(self.averages, self._settle) if is_due else ()
             weight = self.counter.count(samples)
             if weight is not None:
                 for step in steps:
@@ -137,13 +132,12 @@ class ShardedEMA:
                     self.wait()
 
     def advance(self, samples: int | None = None) -> None:
-        """Count the next replay of a CUDA graph that recorded `update()`: call it before each
-        replay.
+        """Count the next replay of a CUDA graph that recorded `update()`; call it before each.
 
         Raises:
             StateError: no update was recorded.
         """
-        swap.refuse_inside(self.model, "advance()")
+        refuse_inside(self.model, "advance()")
         with PlainMode():
             self._recording.require()
             weight = self.counter.count(samples)
@@ -152,7 +146,7 @@ class ShardedEMA:
     def attach(
         self, *optimizers: torch.optim.Optimizer, samples: int | Callable[[], int] | None = None
     ) -> None:
-        """Update by itself, once each of `optimizers` has stepped since the last update.
+        """Update automatically, once each of `optimizers` has stepped since the last update.
 
         Steps that a loss scaler skips do not count, nor does the dummy step by which torch makes
         the state of a fresh optimizer. `samples` is a number, or a function that gives it at each
@@ -165,7 +159,11 @@ class ShardedEMA:
         self.counter.require(samples)
         if self._attachment is not None:
             raise StateError("usage", "this manager is attached already; call detach() first")
-        self._attachment = attach.Attachment(self, optimizers, samples)
+        self._attachment = Attachment(
+            optimizers,
+            lambda: refuse_inside(self.model, "a step of the attached optimizer"),
+            lambda: self.update(samples() if callable(samples) else samples),
+        )
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -174,35 +172,31 @@ class ShardedEMA:
             self._attachment = None
 
     def reset(self) -> None:
-        """Start again: the average is the live parameters, or what `source` gives for them, the
-        counter 0.
-        """
-        swap.refuse_inside(self.model, "reset()")
+        """Start again: with the live parameters, or those of `source`, and the counter at 0."""
+        refuse_inside(self.model, "reset()")
         with PlainMode():
             self.follow()
             self._settle()
-            for slot, held in zip(self.averages.shadows, self.averages.tracked, strict=True):
-                seed(slot, held, self.settings.source)
+            for shadow, tracked in zip(self.averages.shadows, self.averages.tracked, strict=True):
+                seed(shadow, tracked, self.settings.source)
             self.counter.reset()
 
     def rebind(self, model: nn.Module) -> None:
-        """Go on with another module that has the same parameters: a wrapper made later, or a
-        replacement.
+        """Continue with another module of the same parameters: a late wrapper, or a replacement.
 
         Raises:
             StateError: a parameter is missing there, or has another shape or dtype.
         """
-        swap.refuse_inside(self.model, "rebind()")
+        refuse_inside(self.model, "rebind()")
         with PlainMode():
             self._settle()
-            self._take(fit(self.averages, scan_model(model), self.settings))
+            self._set_averages(fit(self.averages, scan_model(model), self.settings))
             self.model = model
 
     # Using the average
 
     def swap(self, timeout: float = 300) -> AbstractContextManager[None]:
-        """A block in which the model has the averaged weights; afterwards the live ones are back,
-        bit for bit.
+        """Give the model the averaged weights in a block; then the live ones are back, bit for bit.
 
         Entry is collective where replicas divide the average (DDP, HSDP), and waits `timeout`
         seconds for the others; exit never is. Inside, `update advance reset rebind copy_to
@@ -212,8 +206,7 @@ class ShardedEMA:
         return swap.swapped(self, timeout)
 
     def copy_to(self, module: nn.Module, timeout: float = 300) -> None:
-        """Write the average into the parameters of a module cut like this one, rounded to their
-        dtype.
+        """Write the average into the parameters of a module cut like this one, in their dtype.
 
         Collective where replicas divide the average, as `swap` is. A tied tensor's average goes to
         every parameter that has one of its names.
@@ -225,29 +218,21 @@ class ShardedEMA:
         swap.copy_to(self, module, timeout)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: tensors of global shape that alias the average, for
-        `torch.distributed.checkpoint`.
+        """Return the state for `torch.distributed.checkpoint`.
+
+        Its tensors have their global shape and alias the average.
         """
-        swap.refuse_inside(self.model, "state_dict()")
-        with PlainMode():
-            self.synchronise()
-            if self.averages.live_buffers:
-                self.averages = replace(
-                    self.averages,
-                    live_buffers=current_buffers(self.averages, scan_model(self.model)),
-                )
-            return state.tree(self.averages, self.counter, self.settings)
+        return state_of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, loaded in place or as whole tensors. The settings stay
-        the constructor's.
+        """Load what `state_dict` gave, restored in place or as whole tensors.
 
-        A tied tensor is found under any of its names.
+        The settings stay the constructor's. A tied tensor is found under any of its names.
 
         Raises:
             StateError: names, shapes or pieces do not fit; nothing was changed.
         """
-        swap.refuse_inside(self.model, "load_state_dict()")
+        refuse_inside(self.model, "load_state_dict()")
         with PlainMode():
             self.synchronise()
             state.load(state_dict, self.averages, self.counter)
@@ -255,34 +240,40 @@ class ShardedEMA:
     def full_state_dict(
         self, complete: bool = True, timeout: float = 300
     ) -> dict[str, torch.Tensor]:
-        """On rank 0 whole tensors: the average, and with `complete` the rest from the live model;
-        elsewhere `{}`.
+        """Return whole tensors on rank 0: the average, with `complete` also the rest of the model.
 
-        Collective.
+        Elsewhere `{}`. Collective.
         """
         from ema_ckpt.ema.checkpoint.gather import gather_full
 
+        call = "full_state_dict"
+
+        def read() -> tuple[tuple[Shadow, ...], dict[str, Any], dict[str, Any]]:
+            refuse_inside(self.model, f"{call}()")
+            model_shards = scan_model(self.model) if complete else None
+            weights = state_of(self, model_shards)["weights"]
+            live = live_tree(model_shards) if model_shards else {}
+            return self.averages.shadows, weights, live
+
         with PlainMode():
-            return gather_full(self, complete, timeout)
+            return gather_full(call, read, timeout)
 
     def wait(self, host: bool = False) -> None:
-        """Make later work in the current stream, and with `host` the caller, wait for what `update`
-        began.
+        """Make later work in the current stream, and with `host` the caller, wait for updates.
 
         With `offload=True` parameters are read after `update` has returned. Steps of optimizers and
         all calls of this manager wait by themselves; call this before writing parameters in any
         other way. Without `offload` updates run in the stream of the caller, so that only
         `host=True` has anything to wait for.
         """
-        for step in self._steps or ():
+        for step in self._prepared.steps or ():
             if isinstance(step, OffloadStep):
                 step.join()
                 if host:
                     step.wait()
         if host:
-            for device in {
-                slot.average.device for slot in self.averages.shadows if slot.average.is_cuda
-            }:
+            averages = [shadow.average for shadow in self.averages.shadows]
+            for device in {average.device for average in averages if average.is_cuda}:
                 torch.cuda.synchronize(device)
 
     # Facts
@@ -305,26 +296,26 @@ class ShardedEMA:
     @property
     def nbytes(self) -> int:
         """Bytes of the average and its residuals on this rank."""
-        tensors = [
-            t
-            for slot in self.averages.shadows
-            for t in (slot.average, slot.residual)
-            if t is not None
-        ]
-        return sum(tensor.nbytes for tensor in tensors)
+        nbytes = 0
+        for shadow in self.averages.shadows:
+            nbytes += shadow.average.nbytes
+            if shadow.residual is not None:
+                nbytes += shadow.residual.nbytes
+        return nbytes
 
     @property
     def nonfinite_events(self) -> int:
-        """Updates in which this rank kept an element because its new value was not finite. Waits
-        for the device.
+        """Updates in which this rank kept an element, since its new value was not finite.
+
+        Waits for the device.
         """
         self.wait()
-        return sum(int(events) for events in self._events.values())
+        return sum(int(count) for count in self._prepared.nonfinite_counts.values())
 
     # Plumbing
 
     def synchronise(self) -> None:
-        """Follow changes of the model and raise what was found on the device meanwhile.
+        """Follow changes of the model, and raise what was noticed on the device meanwhile.
 
         Raises:
             StateError: `non-finite`: with `nonfinite="raise"`, new values were not finite since the
@@ -333,65 +324,38 @@ class ShardedEMA:
         self.follow(thorough=True)
         self._settle()
         self._recording.check()
-        if (
-            self.settings.nonfinite == "raise"
-            and (events := self.nonfinite_events) > self._events_reported
-        ):
+        if self.settings.nonfinite != "raise":
+            return
+        events = self.nonfinite_events
+        if events > self._events_reported:
             since, self._events_reported = events - self._events_reported, events
             raise StateError(
                 "non-finite",
-                f"new averages were not finite in {since} updates on this rank; those elements were kept",
+                f"new averages were not finite in {since} updates on this rank; those elements were"
+                " kept",
             )
 
-    def _settle(self) -> None:
-        """Let host memory come to rest, if that is where averages are."""
-        if self.settings.offload:
-            self.wait(host=True)
-
-    def _take(self, averages: Averages) -> None:
-        """Work with `averages` from now on."""
-        self.averages = averages
-        self._on_cuda = any(slot.shard.local.is_cuda for slot in averages.shadows)
-        self._watch = ChangeDetector(averages.tracked, averages.module_links)
-        self._steps: list[Step] | None = None
-        self._sources: list[torch.Tensor] = []
-
     def follow(self, thorough: bool = False) -> None:
-        """Find the live shards anew if the model's tensors were exchanged since: `.to()`, a late
-        wrapper.
+        """Scan the model again if its tensors were exchanged since: `.to()`, a late wrapper.
 
         With `thorough` also if one has another shape or strides on the same memory, as `.data =
         .data[:n]` gives it.
         """
-        if not self._watch.unchanged() or (thorough and not self._watch.same_layout()):
+        detector = self._change_detector
+        if not detector.unchanged() or (thorough and not detector.same_layout()):
             self._settle()
-            self._take(fit(self.averages, scan_model(self.model), self.settings))
+            self._set_averages(fit(self.averages, scan_model(self.model), self.settings))
 
-    def _ready_steps(self) -> list[Step]:
-        """The engines' steps over cached lists, made anew where a list changed."""
-        if self.settings.source is None:
-            values = self._sources or [slot.shard.local for slot in self.averages.shadows]
-        else:
-            values = [value_of(held, self.settings.source) for held in self.averages.tracked]
-        if self._steps is None or not _same_memory(values, self._sources):
-            lists = batches_of(
-                self.averages.shadows, values, self.settings, self._event_counts(values), self._call
-            )
-            self._settle()
-            self._steps, self._sources = [prepare(each) for each in lists], values
-        return self._steps
+    def _settle(self) -> None:
+        # Averages in host memory must come to rest before they are read or freed.
+        if self.settings.offload:
+            self.wait(host=True)
 
-    def _event_counts(self, values: list[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-        """Where each device counts updates that kept an element; empty if they take values as they
-        come.
-        """
-        if self.settings.nonfinite != "ignore":
-            for device in {value.device for value in values} - self._events.keys():
-                self._events[device] = torch.zeros((), dtype=torch.int64, device=device)
-        return self._events
-
-    def _call(self) -> int:
-        return self.counter.num_updates
+    def _set_averages(self, averages: Averages) -> None:
+        self.averages = averages
+        self._on_cuda = any(shadow.shard.local.is_cuda for shadow in averages.shadows)
+        self._change_detector = ChangeDetector(averages.tracked, averages.module_links)
+        self._prepared.discard()
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -407,8 +371,14 @@ class ShardedEMA:
         )
 
 
-def _same_memory(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return a is b or (
-        len(a) == len(b)
-        and all(x is y or x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=True))
-    )
+def state_of(ema: ShardedEMA, model_shards: ModelShards | None = None) -> dict[str, Any]:
+    """Return `ema.state_dict()`; the present scan of its model, if given, saves another one."""
+    refuse_inside(ema.model, "state_dict()")
+    with PlainMode():
+        ema.synchronise()
+        if ema.averages.live_buffers:
+            # A forward may have exchanged them.
+            model_shards = model_shards or scan_model(ema.model)
+            buffers = current_buffers(ema.averages, model_shards)
+            ema.averages = replace(ema.averages, live_buffers=buffers)
+        return state.tree(ema.averages, ema.counter, ema.settings)

@@ -6,12 +6,14 @@ The average moves by e ← β·e + (1 − β)·p. Calls are numbered i = 1, 2, �
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import inf
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from ema_ckpt.core.errors import UsageError
 
 Unit = Literal["updates", "samples"]
+
+_NO_SAMPLES = "this decay schedule counts samples: pass their number, as in ema.update(samples=512)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Constant:
         _require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
-        """The constant."""
+        """Return the constant."""
         return self.decay
 
 
@@ -55,18 +57,13 @@ class Warmup:
         _require(
             0.0 <= self.min_decay <= 1.0, f"min_decay is between 0 and 1, not {self.min_decay}"
         )
-        _require(
-            self.inv_gamma > 0 and isfinite(self.inv_gamma),
-            f"inv_gamma is positive, not {self.inv_gamma}",
-        )
-        _require(self.power > 0 and isfinite(self.power), f"power is positive, not {self.power}")
-        _require(
-            self.start >= 0 and self.start == int(self.start),
-            f"start is a whole number of calls, not {self.start}",
-        )
+        _require(0 < self.inv_gamma < inf, f"inv_gamma is positive, not {self.inv_gamma}")
+        _require(0 < self.power < inf, f"power is positive, not {self.power}")
+        is_count = self.start >= 0 and self.start == int(self.start)
+        _require(is_count, f"start is a whole number of calls, not {self.start}")
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
-        """β of call number `call`."""
+        """Return β of call number `call`."""
         step = max(0, call - 1 - self.start)
         value = 1 - float((1 + step / self.inv_gamma) ** -self.power)
         return min(self.decay, max(self.min_decay, value))
@@ -90,10 +87,8 @@ class PowerFunction:
     def __post_init__(self) -> None:
         # At γ = 0 the profile is flat and the width is 12^-1/2; wider ones are not averages of t^γ
         # with γ >= 0.
-        _require(
-            0 < self.sigma_rel <= 12**-0.5,
-            f"sigma_rel is between 0 and 0.2886, not {self.sigma_rel}",
-        )
+        is_width = 0 < self.sigma_rel <= 12**-0.5
+        _require(is_width, f"sigma_rel is between 0 and 0.2886, not {self.sigma_rel}")
         _require_unit(self.unit)
 
     @property
@@ -102,12 +97,11 @@ class PowerFunction:
         return gamma_of(self.sigma_rel)
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:
-        """β of call number `call`, or of the call that brings `seen` samples, `samples` of them its
-        own.
-        """
+        """Return β of call number `call`, or of the one with `samples` of the `seen` samples."""
         if self.unit == "updates":
             return float((1 - 1 / call) ** (self.gamma + 1))
-        samples, seen = _counted(samples, seen)
+        if samples is None or seen is None:
+            raise UsageError("usage", _NO_SAMPLES)
         return float((1 - samples / seen) ** (self.gamma + 1)) if samples else 1.0
 
 
@@ -123,30 +117,23 @@ class HalfLife:
     kind: ClassVar[str] = "half-life"
 
     def __post_init__(self) -> None:
-        _require(
-            self.n > 0 and isfinite(self.n),
-            f"a half-life is a positive number of {self.unit}, not {self.n}",
-        )
+        is_length = 0 < self.n < inf
+        _require(is_length, f"a half-life is a positive number of {self.unit}, not {self.n}")
         _require_unit(self.unit)
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
-        """β of a call, with `samples` of them if the unit is samples."""
-        spent = 1 if self.unit == "updates" else _counted(samples, samples)[0]
+        """Return β of a call, with `samples` of them if the unit is samples."""
+        spent = 1 if self.unit == "updates" else samples
+        if spent is None:
+            raise UsageError("usage", _NO_SAMPLES)
         return float(0.5 ** (spent / self.n))
 
 
 Schedule: TypeAlias = Constant | Warmup | PowerFunction | HalfLife
 
-_KINDS: tuple[type[Constant] | type[Warmup] | type[PowerFunction] | type[HalfLife], ...] = (
-    Constant,
-    Warmup,
-    PowerFunction,
-    HalfLife,
-)
-
 
 def gamma_of(sigma_rel: float) -> float:
-    """The γ >= 0 with sigma_rel² = (γ + 1) / ((γ + 2)² (γ + 3)).
+    """Return the γ >= 0 with sigma_rel² = (γ + 1) / ((γ + 2)² (γ + 3)).
 
     With t = sigma_rel^-2 and x = γ + 2 this is the cubic x³ + x² − t·x + t = 0, whose greatest root
     is wanted; Newton's method from above it converges monotonically.
@@ -164,52 +151,24 @@ def gamma_of(sigma_rel: float) -> float:
 
 
 def as_schedule(decay: float | Schedule) -> Schedule:
-    """A schedule as it is, a number as the constant β.
+    """Return a schedule as it is, a number as the constant β.
 
     Raises:
         UsageError: it is neither, or the number is not between 0 and 1.
     """
-    if isinstance(decay, _KINDS):
+    if isinstance(decay, Schedule):
         return decay
     if isinstance(decay, (int, float)) and not isinstance(decay, bool):
         return Constant(float(decay))
+    kind = type(decay).__name__
     raise UsageError(
-        "usage",
-        f"decay is a number or one of Warmup, PowerFunction, HalfLife; found {type(decay).__name__}",
+        "usage", f"decay is a number or one of Warmup, PowerFunction, HalfLife; found {kind}"
     )
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """The schedule as plain JSON values; `kind` names it."""
+    """Return the schedule as plain JSON values; `kind` names it."""
     return {"kind": schedule.kind, **asdict(schedule)}
-
-
-def from_json(fields: dict[str, Any]) -> Schedule:
-    """The schedule that `to_json` wrote.
-
-    Raises:
-        UsageError: the kind is unknown or its fields are not as expected.
-    """
-    given = dict(fields)
-    kind = given.pop("kind", None)
-    for candidate in _KINDS:
-        if candidate.kind == kind:
-            try:
-                return candidate(**given)
-            except TypeError as error:
-                raise UsageError(
-                    "usage", f"decay schedule {kind!r} does not have the fields {sorted(given)}"
-                ) from error
-    raise UsageError("usage", f"unknown decay schedule {kind!r}; known: {[c.kind for c in _KINDS]}")
-
-
-def _counted(samples: int | None, seen: int | None) -> tuple[int, int]:
-    if samples is None or seen is None:
-        raise UsageError(
-            "usage",
-            "this decay schedule counts samples: pass their number, as in ema.update(samples=512)",
-        )
-    return samples, seen
 
 
 def _require(fact: bool, message: str) -> None:

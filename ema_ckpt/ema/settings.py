@@ -1,4 +1,4 @@
-"""What a manager was asked for, checked once, and its counter."""
+"""The arguments of a manager, checked once, and its counter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from ema_ckpt.ema.schedules import Constant, HalfLife, Schedule
 Source: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 _USUAL_CALLS, _USUAL_BATCH = 100_000, 1024
-_SHADOW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "buffers": ("copy", "average", "skip"),
+    "nonfinite": ("ignore", "skip", "raise"),
+    "rounding": ("nearest", "stochastic"),
+    "offload": (False, True, "sync"),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "compensate": (False, True),
+    "shard_replicas": (None, False, True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +50,12 @@ class Settings:
     nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
 
     def __post_init__(self) -> None:
-        _among("buffers", self.buffers, ("copy", "average", "skip"))
-        _among("nonfinite", self.nonfinite, ("ignore", "skip", "raise"))
-        _among("rounding", self.rounding, ("nearest", "stochastic"))
-        _among("offload", self.offload, (False, True, "sync"))
-        _among("dtype", self.dtype, _SHADOW_DTYPES)
+        for name, choices in _CHOICES.items():
+            _require_choice(name, getattr(self, name), choices)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise UsageError(
                 "usage", f"every is a number of calls, 1 or more; found {self.every!r}"
             )
-        _among("compensate", self.compensate, (False, True))
-        _among("shard_replicas", self.shard_replicas, (None, False, True))
         if self.compensate and self.dtype is not torch.float32:
             raise UsageError(
                 "usage",
@@ -64,32 +67,28 @@ class Settings:
             )
 
     def warn_of_lost_updates(self) -> None:
-        """Warn if a step towards weights that are a tenth away rounds to nothing in the shadow's
-        dtype.
+        """Warn if a step towards weights that are a tenth away rounds to nothing in `dtype`.
 
         A step is `weight` times that distance, and half the spacing of numbers is `eps / 2` of
         their size.
         """
-        weight = _weight(self.schedule)
-        if (
-            self.rounding == "stochastic"
-            or self.compensate
-            or weight >= 5 * torch.finfo(self.dtype).eps
-        ):
+        weight = _settled_weight(self.schedule)
+        keeps_small_steps = self.rounding == "stochastic" or self.compensate
+        if keeps_small_steps or weight >= 5 * torch.finfo(self.dtype).eps:
             return
         if isinstance(self.schedule, Constant) and not weight:
             return  # an average that is to stand still
         wider = {torch.float64: "a decay further from 1", torch.float32: "compensate=True"}
         remedy = wider.get(self.dtype, "dtype=torch.float32")
         warnings.warn(
-            f"a {str(self.dtype).removeprefix('torch.')} average cannot follow {self.schedule}: updates round to"
-            f" nothing; use {remedy}",
+            f"a {str(self.dtype).removeprefix('torch.')} average cannot follow {self.schedule}:"
+            f" updates round to nothing; use {remedy}",
             stacklevel=4,
         )
 
 
-def _weight(schedule: Schedule) -> float:
-    """The 1 − β that a schedule settles at, or comes to in a run of usual length."""
+def _settled_weight(schedule: Schedule) -> float:
+    """Return the 1 − β that a schedule settles at, or comes to in a run of usual length."""
     if isinstance(schedule, Constant):
         return 1 - schedule.decay
     if isinstance(schedule, HalfLife):
@@ -97,24 +96,28 @@ def _weight(schedule: Schedule) -> float:
     return 1 - schedule.beta(_USUAL_CALLS, _USUAL_BATCH, _USUAL_CALLS * _USUAL_BATCH)
 
 
-def globs(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """One glob or several, as a tuple."""
-    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
-
-
-def _among(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if not any(
-        value is choice or (isinstance(value, str) and value == choice) for choice in allowed
-    ):
+def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    # By identity, since 0 == False; equal strings need not be identical.
+    if isinstance(value, str):
+        allowed = value in choices
+    else:
+        allowed = any(value is choice for choice in choices)
+    if not allowed:
         raise UsageError(
-            "usage", f"{name} is one of {', '.join(map(repr, allowed))}; found {value!r}"
+            "usage", f"{name} is one of {', '.join(map(repr, choices))}; found {value!r}"
         )
 
 
+def as_patterns(globs: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return one glob or several as a tuple."""
+    if globs is None:
+        return None
+    return (globs,) if isinstance(globs, str) else tuple(globs)
+
+
 @dataclass(slots=True)
-class Counter:
-    """Calls and samples so far, and the decay that they have collected since the average last
-    moved.
+class UpdateCounter:
+    """Calls and samples so far, and the decay collected since the average last moved.
 
     The average moves at calls whose number is a multiple of `every`, by the product of β over the
     calls since it last moved.
@@ -129,8 +132,7 @@ class Counter:
     applied: float = 1.0  # the product that it last moved by
 
     def count(self, samples: int | None) -> float | None:
-        """Count one call. The weight 1 - Πβ by which to move now, or None if this call does not
-        move.
+        """Count one call and return the weight 1 - Πβ to move by, or None if it does not move.
 
         Raises:
             UsageError: `samples` is no whole number, or missing where the schedule counts them;
@@ -149,7 +151,7 @@ class Counter:
         return 1.0 - self.applied
 
     def is_due(self) -> bool:
-        """Whether the next call moves the average."""
+        """Return whether the next call moves the average."""
         return (self.num_updates + 1) % self.every == 0
 
     def require(self, samples: object) -> None:
@@ -164,7 +166,7 @@ class Counter:
             )
 
     def reset(self) -> None:
-        """Back to before the first call."""
+        """Go back to before the first call."""
         self.num_updates = self.samples_seen = self.moved_at = 0
         self.pending = self.applied = 1.0
 

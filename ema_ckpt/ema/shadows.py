@@ -1,18 +1,18 @@
-"""Choosing what is averaged, and the memory of the averages: made, seeded, and fitted to a changed
-model.
-"""
+"""The averages of a model: chosen, allocated, seeded, and fitted to a model that has changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 
-from ema_ckpt.core.box import Box, whole
+from ema_ckpt.core.box import whole
 from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.core.text import shown
+from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of
 from ema_ckpt.ema.model.placement import replica_part
 from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, Shadow, TrackedShard
 from ema_ckpt.ema.offload.pinned import pinned_zeros
@@ -29,7 +29,7 @@ _ARENA_NUMEL = (1 << 15) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Averages:
-    """The averaged tensors, each with what it follows, and the buffers that are not averaged."""
+    """The averaged tensors, each with the shard it follows, and the other buffers."""
 
     shadows: tuple[Shadow, ...]
     tracked: tuple[TrackedShard, ...]  # one per shadow
@@ -37,370 +37,345 @@ class Averages:
     module_links: tuple[ModuleLink, ...]  # of the model
 
 
-def choose(
-    census: ModelShards, settings: Settings
-) -> tuple[list[TrackedShard], list[TrackedShard]]:
-    """What is averaged, and the buffers that are not but belong to the average's state.
+def make_averages(model_shards: ModelShards, settings: Settings) -> Averages:
+    """Make averages of a model's tensors, seeded with the live values.
 
     Raises:
-        UsageError: a glob matches nothing, or no parameter remains.
+        UsageError: a glob matches nothing, no parameter remains, or replicas are to be split and
+            none are declared.
+        StateError: all parameters are empty, as another framework's placeholders are.
     """
-    parameters = [
-        h for h in census.parameters if h.shard.dtype.is_floating_point or h.shard.dtype.is_complex
-    ]
-    buffers = list(census.buffers) if settings.buffers != "skip" else []
-    _refuse_idle_globs(settings, census)
-    if settings.include is None:
-        chosen = [h for h in parameters if h.requires_grad]
-    else:
-        chosen = [h for h in parameters if _matches(h, settings.include)]
-    chosen = [h for h in chosen if not _matches(h, settings.exclude)]
-    buffers = [h for h in buffers if not _matches(h, settings.exclude)]
-    if not chosen:
+    tracked, live_buffers = _select(model_shards, settings)
+    if settings.shard_replicas and not any(t.shard.replica for t in tracked):
         raise UsageError(
             "usage",
-            f"0 of {len(census.parameters)} parameters would be averaged: none requires gradients or is left by"
-            f" include={settings.include} and exclude={settings.exclude}",
+            "shard_replicas=True, but no wrapper of this model declares replicas: wrap it in DDP,"
+            " use an HSDP mesh or a hybrid FSDP strategy, or leave shard_replicas out",
         )
-    averaged = [
-        h for h in buffers if settings.buffers == "average" and h.shard.dtype.is_floating_point
-    ]
-    names = {h.shard.fqn for h in averaged}
-    return chosen + averaged, [h for h in buffers if h.shard.fqn not in names]
+    if all(0 in t.shard.shape for t in tracked):
+        raise StateError(
+            "usage",
+            f"all {len(tracked)} parameters are empty, as placeholders of another framework are",
+        )
+    shadows = _allocate(tracked, [_part_of(t, settings) for t in tracked], settings)
+    for shadow, followed in zip(shadows, tracked, strict=True):
+        seed(shadow, followed, settings.source)
+    return Averages(tuple(shadows), tuple(tracked), tuple(live_buffers), model_shards.module_links)
 
 
-def _matches(held: TrackedShard, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in held.shard.names)
+def _select(
+    model_shards: ModelShards, settings: Settings
+) -> tuple[list[TrackedShard], list[TrackedShard]]:
+    """Return the tensors to average, and the buffers to save as they are."""
+    _refuse_idle_globs(model_shards, settings)
+    tracked = [t for t in model_shards.parameters if _is_averaged(t, settings)]
+    if not tracked:
+        raise UsageError(
+            "usage",
+            f"0 of {len(model_shards.parameters)} parameters would be averaged: none requires"
+            f" gradients or is left by include={settings.include} and exclude={settings.exclude}",
+        )
+    live_buffers = []
+    for buffer in model_shards.buffers:
+        if settings.buffers == "skip" or _matches(buffer, settings.exclude):
+            continue
+        if settings.buffers == "average" and buffer.shard.dtype.is_floating_point:
+            tracked.append(buffer)
+        else:
+            live_buffers.append(buffer)
+    return tracked, live_buffers
 
 
-def _refuse_idle_globs(settings: Settings, census: ModelShards) -> None:
-    everything = [*census.parameters, *census.buffers]
-    for option, patterns, among in (
-        ("include", settings.include or (), census.parameters),
-        ("exclude", settings.exclude, everything),
-    ):
+def _is_averaged(parameter: TrackedShard, settings: Settings) -> bool:
+    dtype = parameter.shard.dtype
+    if not (dtype.is_floating_point or dtype.is_complex) or _matches(parameter, settings.exclude):
+        return False
+    if settings.include is None:
+        return parameter.requires_grad
+    return _matches(parameter, settings.include)
+
+
+def _matches(tracked: TrackedShard, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in tracked.shard.names)
+
+
+def _refuse_idle_globs(model_shards: ModelShards, settings: Settings) -> None:
+    options = (
+        ("include", settings.include or (), model_shards.parameters),
+        ("exclude", settings.exclude, model_shards.tensors),
+    )
+    for option, patterns, tensors in options:
         for pattern in patterns:
-            if not any(_matches(h, (pattern,)) for h in among):
-                names = [h.shard.fqn for h in among]
+            if not any(_matches(t, (pattern,)) for t in tensors):
+                names = [t.shard.fqn for t in tensors]
                 raise UsageError("usage", f"{option}={pattern!r} matches none of {shown(names)}")
 
 
-def make(held: Sequence[TrackedShard], settings: Settings) -> list[Shadow]:
-    """Averages for `held`, seeded with the live values.
+class _Part(NamedTuple):
+    """The elements [start, start + numel) of a local shard that this rank averages."""
 
-    Raises:
-        StateError: all of it is empty, as another framework's placeholders are.
-        UsageError: replicas are to be split and none are declared.
-    """
-    if settings.shard_replicas and not any(h.shard.replica for h in held):
-        raise UsageError(
-            "usage",
-            "shard_replicas=True, but no wrapper of this model declares replicas: wrap it in DDP, use an HSDP mesh or"
-            " a hybrid FSDP strategy, or leave shard_replicas out",
-        )
-    if all(0 in h.shard.shape for h in held):
-        raise StateError(
-            "usage",
-            f"all {len(held)} parameters are empty, as placeholders of another framework are",
-        )
-    parts = [_part_of(h, settings) for h in held]
-    slots = _allocate(held, parts, settings)
-    for slot, h in zip(slots, held, strict=True):
-        seed(slot, h, settings.source)
-    return slots
+    start: int
+    numel: int
+    is_split: bool  # over replicas
 
 
-_Part = tuple[
-    int, int, bool
-]  # start, numel, and whether that is this replica's share of a split shard
+def _part_of(tracked: TrackedShard, settings: Settings) -> _Part:
+    """Return this rank's part of its local shard; all replicas split in the same way."""
+    local, replica = tracked.shard.local, tracked.shard.replica
+    can_split = bool(tracked.shard.shape) and local.numel() > 0 and local.is_contiguous()
+    if settings.shard_replicas is False or replica is None or replica.count == 1 or not can_split:
+        return _Part(0, local.numel(), False)
+    return _Part(*replica_part(tuple(local.shape), replica.count, replica.index), True)
 
 
-def _part_of(held: TrackedShard, settings: Settings) -> _Part:
-    """What this rank averages of its local shard; the same way of splitting on all replicas."""
-    shard = held.shard
-    splittable = bool(shard.shape) and shard.local.numel() > 0 and shard.local.is_contiguous()
-    if (
-        settings.shard_replicas is False
-        or shard.replica is None
-        or shard.replica.count == 1
-        or not splittable
-    ):
-        return 0, shard.local.numel(), False
-    return *replica_part(tuple(shard.local.shape), shard.replica.count, shard.replica.index), True
+class _Kind(NamedTuple):
+    """Tensors of one kind may share memory."""
+
+    dtype: torch.dtype
+    device: torch.device  # of the shard
+    followed_dtype: torch.dtype
 
 
 def _allocate(
-    held: Sequence[TrackedShard], parts: Sequence[_Part], settings: Settings
+    tracked: Sequence[TrackedShard], parts: Sequence[_Part], settings: Settings
 ) -> list[Shadow]:
-    shards = [h.shard for h in held]
+    shards = [t.shard for t in tracked]
     # torch has no complex type of two bfloat16, and no lerp for that of two float16.
-    pairs = torch.complex128 if settings.dtype == torch.float64 else torch.complex64
-    dtypes = [pairs if s.dtype.is_complex else settings.dtype for s in shards]
-    devices = [s.local.device for s in shards]
-    shapes = [
-        torch.Size([n]) if split else s.local.shape
-        for s, (_, n, split) in zip(shards, parts, strict=True)
-    ]
-    shadows = _zeros(
-        shapes, list(zip(dtypes, devices, (s.dtype for s in shards), strict=True)), settings
-    )
+    complex_dtype = torch.complex128 if settings.dtype == torch.float64 else torch.complex64
+    shapes, kinds, residual_kinds = [], [], []
+    for shard, part in zip(shards, parts, strict=True):
+        shapes.append(torch.Size([part.numel]) if part.is_split else shard.local.shape)
+        dtype = complex_dtype if shard.dtype.is_complex else settings.dtype
+        # In float16 there are no numbers as small as residuals are.
+        residual_dtype = dtype if dtype.is_complex else torch.bfloat16
+        kinds.append(_Kind(dtype, shard.local.device, shard.dtype))
+        residual_kinds.append(_Kind(residual_dtype, shard.local.device, shard.dtype))
+    averages = _zeros(shapes, kinds, settings)
     residuals: Sequence[torch.Tensor | None] = [None] * len(shards)
     if settings.compensate:
-        # In float16 there are no numbers as small as residuals are.
-        rests = [dtype if dtype.is_complex else torch.bfloat16 for dtype in dtypes]
-        kinds = list(zip(rests, devices, (s.dtype for s in shards), strict=True))
-        residuals = _zeros(shapes, kinds, settings)
+        residuals = _zeros(shapes, residual_kinds, settings)
     return [
-        Shadow(shard, start, numel, shadow, residual, split)
-        for shard, (start, numel, split), shadow, residual in zip(
-            shards, parts, shadows, residuals, strict=True
-        )
+        Shadow(shard, part.start, part.numel, average, residual, part.is_split)
+        for shard, part, average, residual in zip(shards, parts, averages, residuals, strict=True)
     ]
-
-
-_Kind = tuple[
-    torch.dtype, torch.device, torch.dtype
-]  # of the average, its device, and of what it follows
 
 
 def _is_offloaded(device: torch.device, settings: Settings) -> bool:
-    """Whether averages of what is on `device` are kept in pinned host memory."""
     return bool(settings.offload) and device.type == "cuda"
 
 
 def _zeros(
     shapes: Sequence[torch.Size], kinds: Sequence[_Kind], settings: Settings
 ) -> list[torch.Tensor]:
-    """Zeros of each shape where averages live: beside what they follow, or in one slab of host
-    memory per kind.
-    """
-    away = [i for i, kind in enumerate(kinds) if _is_offloaded(kind[1], settings)]
-    here = [i for i in range(len(kinds)) if i not in set(away)]
-    made = dict(
-        zip(here, _arenas([shapes[i] for i in here], [kinds[i] for i in here]), strict=True)
-    )
-    for kind in dict.fromkeys(kinds[i] for i in away):
-        members = [i for i in away if kinds[i] == kind]
-        made.update(zip(members, pinned_zeros([shapes[i] for i in members], kind[0]), strict=True))
-    return [made[i] for i in range(len(kinds))]
+    """Allocate zeros beside the shards, or in one slab of pinned host memory per kind."""
+    members: dict[_Kind, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(number)
+    zeros: dict[int, torch.Tensor] = {}
+    for kind, numbers in members.items():
+        kind_shapes = [shapes[number] for number in numbers]
+        if _is_offloaded(kind.device, settings):
+            tensors = pinned_zeros(kind_shapes, kind.dtype)
+        else:
+            tensors = _arena_zeros(kind_shapes, kind)
+        zeros.update(zip(numbers, tensors, strict=True))
+    return [zeros[number] for number in range(len(kinds))]
 
 
-def _arenas(shapes: Sequence[torch.Size], kinds: Sequence[_Kind]) -> list[torch.Tensor]:
-    """Zeros of each shape; small ones of one kind follow each other in memory."""
-    numels = [shape.numel() for shape in shapes]
-    made: dict[int, torch.Tensor] = {}
-    for kind in dict.fromkeys(kinds):
-        members = [i for i, other in enumerate(kinds) if other == kind]
-        small = _SMALL_NUMEL if kind[0] is kind[2] else _SMALL_NUMEL_MIXED
-        for run in _filled([i for i in members if numels[i] <= small], numels):
-            arena = torch.zeros(sum(numels[i] for i in run), dtype=kind[0], device=kind[1])
-            pieces = torch.split(arena, [numels[i] for i in run])
-            made.update((i, piece.view(shapes[i])) for i, piece in zip(run, pieces, strict=True))
-        for i in members:
-            if i not in made:
-                made[i] = torch.zeros(shapes[i], dtype=kind[0], device=kind[1])
-    return [made[i] for i in range(len(shapes))]
-
-
-def _filled(indices: Sequence[int], numels: Sequence[int]) -> list[list[int]]:
-    runs: list[list[int]] = [[]]
+def _arena_zeros(shapes: Sequence[torch.Size], kind: _Kind) -> list[torch.Tensor]:
+    """Allocate zeros of one kind; small ones follow each other in memory."""
+    limit = _SMALL_NUMEL if kind.dtype is kind.followed_dtype else _SMALL_NUMEL_MIXED
+    arenas: list[list[int]] = [[]]
     used = 0
-    for i in indices:
-        if used + numels[i] > _ARENA_NUMEL:
-            runs.append([])
-            used = 0
-        runs[-1].append(i)
-        used += numels[i]
-    return [run for run in runs if run]
+    for number, shape in enumerate(shapes):
+        if shape.numel() <= limit:
+            if used + shape.numel() > _ARENA_NUMEL:
+                arenas.append([])
+                used = 0
+            arenas[-1].append(number)
+            used += shape.numel()
+    zeros: dict[int, torch.Tensor] = {}
+    for numbers in filter(None, arenas):
+        numels = [shapes[number].numel() for number in numbers]
+        arena = torch.zeros(sum(numels), dtype=kind.dtype, device=kind.device)
+        for number, part in zip(numbers, torch.split(arena, numels), strict=True):
+            zeros[number] = part.view(shapes[number])
+    return [
+        zeros[number]
+        if number in zeros
+        else torch.zeros(shape, dtype=kind.dtype, device=kind.device)
+        for number, shape in enumerate(shapes)
+    ]
 
 
-def value_of(held: TrackedShard, source: Source | None) -> torch.Tensor:
-    """The local values to average: the live ones, or what `source` gives in their place.
+def value_of(tracked: TrackedShard, source: Source | None) -> torch.Tensor:
+    """Return the local values to average: the live ones, or those that `source` gives instead.
 
     Raises:
         StateError: the source's tensor has another local shape (flat ones aside) or lies in another
             way.
     """
-    shard = held.shard
-    value = None if source is None or not shard.is_parameter else source(shard.fqn, held.owner)
+    shard, flat_range = tracked.shard, tracked.flat_range
+    value = None
+    if source is not None and shard.is_parameter:
+        value = source(shard.fqn, tracked.owner)
     if value is None:
         return shard.local
     local = value.to_local() if hasattr(value, "to_local") else value
     local = local.detach()
-    if held.flat_range is not None and local.numel() == held.flat_range[1]:
-        local = local.reshape(-1)[held.flat_range[0] : held.flat_range[0] + shard.local.numel()]
-    fits = local.numel() == shard.local.numel() and (
-        local.dim() == 1 or local.shape == shard.local.shape
-    )
-    if not fits or _placements(value) not in (None, _placements(held.owner)):
-        whole = (
-            ""
-            if held.flat_range is None
-            else f" of the flat parameter's shard of {held.flat_range[1]} elements"
-        )
+    if flat_range is not None and local.numel() == flat_range[1]:
+        local = local.reshape(-1)[flat_range[0] : flat_range[0] + shard.local.numel()]
+    has_shape = local.dim() == 1 or local.shape == shard.local.shape
+    placements = getattr(value, "placements", None)
+    has_placements = placements in (None, getattr(tracked.owner, "placements", None))
+    if local.numel() != shard.local.numel() or not has_shape or not has_placements:
+        flat = ""
+        if flat_range is not None:
+            flat = f" of the flat parameter's shard of {flat_range[1]} elements"
         raise StateError(
             "usage",
             f"source gives {shard.fqn!r} a tensor of {tuple(local.shape)}; this rank's shard is"
-            f" {tuple(shard.local.shape)}{whole}: return the local shard, or a DTensor laid out as the parameter",
+            f" {tuple(shard.local.shape)}{flat}: return the local shard, or a DTensor laid out as"
+            " the parameter",
         )
     return local.reshape(shard.local.shape)
 
 
-def _placements(value: object) -> object:
-    return getattr(value, "placements", None)
+def seed(shadow: Shadow, tracked: TrackedShard, source: Source | None) -> None:
+    """Start an average anew, with the value that it follows."""
+    shadow.average.copy_(live_part(shadow, value_of(tracked, source)))
+    if shadow.residual is not None:
+        shadow.residual.zero_()
 
 
-def seed(slot: Shadow, held: TrackedShard, source: Source | None) -> None:
-    """Begin an average anew, with the value that it follows."""
-    slot.average.copy_(live_part(slot, value_of(held, source)))
-    if slot.residual is not None:
-        slot.residual.zero_()
-
-
-def live_part(slot: Shadow, value: torch.Tensor) -> torch.Tensor:
-    """The part of a local tensor that the slot averages, as a view in the shadow's shape.
+def live_part(shadow: Shadow, value: torch.Tensor) -> torch.Tensor:
+    """Return the part of a local tensor that the shadow averages, as a view in its shape.
 
     Raises:
-        StateError: replicas divide it, and it is not contiguous.
+        StateError: replicas split it, and it is not contiguous.
     """
-    if not slot.is_split:
+    if not shadow.is_split:
         return value
     if not value.is_contiguous():
         raise StateError(
             "usage",
-            f"{slot.shard.fqn!r}: its average is divided over replicas, which needs contiguous memory; bring it into"
-            " its memory format before making the manager, or pass shard_replicas=False",
+            f"{shadow.shard.fqn!r}: its average is divided over replicas, which needs contiguous"
+            " memory; bring it into its memory format before making the manager, or pass"
+            " shard_replicas=False",
         )
-    return value.view(-1)[slot.start : slot.start + slot.numel]
+    return value.view(-1)[shadow.start : shadow.start + shadow.numel]
 
 
-def fit(averages: Averages, census: ModelShards, settings: Settings) -> Averages:
-    """The same averages beside the model as it is now: moved to another device, or cut where they
-    were whole.
+def fit(averages: Averages, model_shards: ModelShards, settings: Settings) -> Averages:
+    """Fit averages to a changed model: moved to another device, or cut where they were whole.
 
     Raises:
         StateError: a tensor is gone or no longer tied, has another shape or dtype, or was cut in
             another way.
     """
-    found = {name: h for h in (*census.parameters, *census.buffers) for name in h.shard.names}
-    gone = [slot.shard.fqn for slot in averages.shadows if slot.shard.fqn not in found]
+    by_name = model_shards.by_name()
+    shadows = averages.shadows
+    gone = [shadow.shard.fqn for shadow in shadows if shadow.shard.fqn not in by_name]
     if gone:
         raise StateError(
             "usage",
             f"averaged tensors are no longer in the model: {shown(gone)}; see ema.rebind(model)",
         )
-    _refuse_untied(averages.shadows, found)
-    held = [_renamed(found[slot.shard.fqn], slot) for slot in averages.shadows]
-    for slot, h in zip(averages.shadows, held, strict=True):
-        _refuse_change(slot, h)
-    if all(
-        _same_cut(slot, h) and _stays(slot, h, settings)
-        for slot, h in zip(averages.shadows, held, strict=True)
-    ):
-        slots = [
-            _relinked(slot, h, settings) for slot, h in zip(averages.shadows, held, strict=True)
-        ]
+    tracked = []
+    for shadow in shadows:
+        _refuse_untied(shadow, by_name)
+    for shadow in shadows:
+        found = by_name[shadow.shard.fqn]
+        _refuse_change(shadow, found)
+        # under the name and aliases that the average was made with
+        shard = replace(found.shard, fqn=shadow.shard.fqn, aliases=shadow.shard.aliases)
+        tracked.append(replace(found, shard=shard))
+    pairs = list(zip(shadows, tracked, strict=True))
+    if all(_is_cut_alike(s, t) and _may_stay(s, t, settings) for s, t in pairs):
+        fitted = [_moved(shadow, t, settings) for shadow, t in pairs]
     else:
-        slots = _narrowed(averages.shadows, held, settings)
-    return Averages(
-        tuple(slots), tuple(held), current_buffers(averages, census), census.module_links
-    )
+        fitted = _recut(pairs, settings)
+    buffers = current_buffers(averages, model_shards)
+    return Averages(tuple(fitted), tuple(tracked), buffers, model_shards.module_links)
 
 
-def current_buffers(averages: Averages, census: ModelShards) -> tuple[TrackedShard, ...]:
-    """The buffers that are not averaged as they are now: a forward may put new tensors in their
-    places.
-    """
-    found = {name: h for h in census.buffers for name in h.shard.names}
-    return tuple(found[h.shard.fqn] for h in averages.live_buffers if h.shard.fqn in found)
+def current_buffers(averages: Averages, model_shards: ModelShards) -> tuple[TrackedShard, ...]:
+    """Return the present buffers that are not averaged: a forward may have exchanged them."""
+    by_name = {name: buffer for buffer in model_shards.buffers for name in buffer.shard.names}
+    fqns = [buffer.shard.fqn for buffer in averages.live_buffers]
+    return tuple(by_name[fqn] for fqn in fqns if fqn in by_name)
 
 
-def _renamed(held: TrackedShard, slot: Shadow) -> TrackedShard:
-    """`held` under the name and aliases that the average was made with."""
-    shard = replace(held.shard, fqn=slot.shard.fqn, aliases=slot.shard.aliases)
-    return replace(held, shard=shard)
+def _refuse_untied(shadow: Shadow, by_name: Mapping[str, TrackedShard]) -> None:
+    fqn = shadow.shard.fqn
+    others = [name for name in shadow.shard.aliases if name in by_name]
+    untied = [name for name in others if by_name[name] is not by_name[fqn]]
+    if untied:
+        raise StateError(
+            "usage",
+            f"{fqn!r} and {shown(untied)} were one tensor when the manager was made and are no"
+            " longer (load_state_dict(assign=True) unties): tie them again, or make a new manager",
+        )
 
 
-def _refuse_untied(slots: Iterable[Shadow], found: Mapping[str, TrackedShard]) -> None:
-    for slot in slots:
-        apart = [
-            n for n in slot.shard.aliases if n in found and found[n] is not found[slot.shard.fqn]
-        ]
-        if apart:
+def _refuse_change(shadow: Shadow, tracked: TrackedShard) -> None:
+    for attribute in ("shape", "dtype"):
+        old, new = getattr(shadow.shard, attribute), getattr(tracked.shard, attribute)
+        if old != new:
             raise StateError(
                 "usage",
-                f"{slot.shard.fqn!r} and {shown(apart)} were one tensor when the manager was made and are no longer"
-                " (load_state_dict(assign=True) unties): tie them again, or make a new manager",
+                f"{shadow.shard.fqn!r} changed its {attribute} from {old} to {new} since the"
+                " manager was made: make a new one, or change it back",
             )
 
 
-def _refuse_change(slot: Shadow, held: TrackedShard) -> None:
-    old, new = slot.shard, held.shard
-    for what, was, now in (("shape", old.shape, new.shape), ("dtype", old.dtype, new.dtype)):
-        if was != now:
+def _is_cut_alike(shadow: Shadow, tracked: TrackedShard) -> bool:
+    same_numel = shadow.shard.local.numel() == tracked.shard.local.numel()
+    return same_numel and shadow.shard.boxes == tracked.shard.boxes
+
+
+def _may_stay(shadow: Shadow, tracked: TrackedShard, settings: Settings) -> bool:
+    """Return whether the average need not move into pinned memory, now that the model is there."""
+    offloaded = _is_offloaded(tracked.shard.local.device, settings)
+    return not offloaded or not shadow.numel or shadow.average.is_pinned()
+
+
+def _moved(shadow: Shadow, tracked: TrackedShard, settings: Settings) -> Shadow:
+    """Return the shadow beside the live shard: on its device, and in its shape."""
+    local, residual = tracked.shard.local, shadow.residual
+    device = torch.device("cpu") if _is_offloaded(local.device, settings) else local.device
+    shape = shadow.average.shape if shadow.is_split else local.shape
+    if residual is not None:
+        residual = residual.to(device).view(shape)
+    average = shadow.average.to(device).view(shape)
+    return replace(shadow, shard=tracked.shard, average=average, residual=residual)
+
+
+def _recut(pairs: Sequence[tuple[Shadow, TrackedShard]], settings: Settings) -> list[Shadow]:
+    """Return averages cut as the model is now, from averages that were whole."""
+    parts = []
+    for shadow, tracked in pairs:
+        if _is_cut_alike(shadow, tracked):
+            parts.append(_Part(shadow.start, shadow.numel, shadow.is_split))
+        elif shadow.boxes == (whole(shadow.shard.shape),):
+            parts.append(_part_of(tracked, settings))
+        else:
             raise StateError(
                 "usage",
-                f"{old.fqn!r} changed its {what} from {was} to {now} since the manager was made: make a new one, or"
-                " change it back",
+                f"{shadow.shard.fqn!r} was cut in another way since the manager was made; an"
+                " average can only be cut where it was whole: save and restore it instead",
             )
+    shadows = _allocate([tracked for _, tracked in pairs], parts, settings)
+    for new, (old, _) in zip(shadows, pairs, strict=True):
+        new.average.copy_(_cut(old.average, old, new).view(new.average.shape))
+        if new.residual is not None and old.residual is not None:
+            new.residual.copy_(_cut(old.residual, old, new).view(new.residual.shape))
+    return shadows
 
 
-def _same_cut(slot: Shadow, held: TrackedShard) -> bool:
-    return (
-        slot.shard.boxes == held.shard.boxes
-        and slot.shard.local.numel() == held.shard.local.numel()
-    )
-
-
-def _stays(slot: Shadow, held: TrackedShard, settings: Settings) -> bool:
-    """Whether the average need not be moved into pinned memory now that the model is on a
-    device.
-    """
-    return (
-        not _is_offloaded(held.shard.local.device, settings)
-        or not slot.numel
-        or slot.average.is_pinned()
-    )
-
-
-def _relinked(slot: Shadow, held: TrackedShard, settings: Settings) -> Shadow:
-    local = held.shard.local
-    home = torch.device("cpu") if _is_offloaded(local.device, settings) else local.device
-    shape = slot.average.shape if slot.is_split else local.shape
-    rest = None if slot.residual is None else slot.residual.to(home).view(shape)
-    return replace(slot, shard=held.shard, average=slot.average.to(home).view(shape), residual=rest)
-
-
-def _narrowed(
-    old: Sequence[Shadow], held: Sequence[TrackedShard], settings: Settings
-) -> list[Shadow]:
-    """Averages cut as the model is now, from averages that were whole."""
-    for slot, h in zip(old, held, strict=True):
-        if not _same_cut(slot, h) and slot.boxes != (whole(slot.shard.shape),):
-            raise StateError(
-                "usage",
-                f"{slot.shard.fqn!r} was cut in another way since the manager was made; an average can only be cut"
-                " where it was whole: save and restore it instead",
-            )
-    parts = [
-        (s.start, s.numel, s.is_split) if _same_cut(s, h) else _part_of(h, settings)
-        for s, h in zip(old, held, strict=True)
-    ]
-    slots = _allocate(held, parts, settings)
-    for new, before in zip(slots, old, strict=True):
-        new.average.copy_(_cut(before.average, before, new).view(new.average.shape))
-        if new.residual is not None and before.residual is not None:
-            new.residual.copy_(_cut(before.residual, before, new).view(new.residual.shape))
-    return slots
-
-
-def _cut(tensor: torch.Tensor, before: Shadow, new: Shadow) -> torch.Tensor:
-    if before.boxes == new.boxes:
+def _cut(tensor: torch.Tensor, old: Shadow, new: Shadow) -> torch.Tensor:
+    if old.boxes == new.boxes:
         return tensor
-    tensor = tensor.view(before.shard.shape)
-    pieces = [tensor[_slices(box)].reshape(-1) for box in new.boxes]
+    tensor = tensor.view(old.shard.shape)
+    pieces = [box_of(tensor, box).reshape(-1) for box in new.boxes]
     return torch.cat(pieces) if pieces else tensor.reshape(-1)[:0]
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))

@@ -1,4 +1,4 @@
-"""The averaged weights in the model's place, for a while (`swapped`) or for good (`copy_to`)."""
+"""Averaged weights in the model's place, for a while (`swapped`) or for good (`copy_to`)."""
 
 from __future__ import annotations
 
@@ -6,169 +6,139 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.core.text import shown
-from ema_ckpt.ema.checkpoint.replicas import gather, meet_replicas
+from ema_ckpt.ema.checkpoint.replicas import gather_replicas, meet_replicas
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import Shadow, Shard
 from ema_ckpt.ema.modes import PlainMode
-from ema_ckpt.ema.shadows import live_part
-
-if TYPE_CHECKING:
-    from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.ema.settings import UpdateCounter
+from ema_ckpt.ema.shadows import Averages, live_part
+from ema_ckpt.ema.swap_state import holds_averages, mark_swapped, refuse_inside, unmark
 
 _SCRATCH_NBYTES = 16 << 20
 _MANY_UPDATES = 100
 
-# Ids of the parameters that hold averages at the moment, and of the modules' dicts in which they
-# are. The managers inside their blocks keep them alive.
-_swapped: set[int] = set()
-
-Backups = dict[
-    str, torch.Tensor | None
-]  # the live values by name; None where the shadow holds them meanwhile
+# Live values by name; None where the shadow holds them meanwhile
+Backups = dict[str, torch.Tensor | None]
 
 
-def refuse_inside(model: nn.Module, call: str) -> None:
-    """Raise if a model holds averages instead of its own weights.
+class AveragedModel(Protocol):
+    """A model and its averages, as `ShardedEMA` has them."""
 
-    Raises:
-        StateError: inside `swap()` of any manager.
-    """
-    if _holds_averages(model):
-        raise StateError(
-            "usage",
-            f"{call} inside swap(): the model holds averaged weights; leave the block first",
-        )
+    model: nn.Module
+    averages: Averages
+    counter: UpdateCounter
 
+    def follow(self) -> None:
+        """Fit `averages` to the model's present tensors."""
 
-def _holds_averages(model: nn.Module) -> bool:
-    """Whether tensors of a model hold averages at the moment, whatever a forward inside the block
-    has gathered.
-    """
-    return bool(_swapped) and not _swapped.isdisjoint(_places(model))
-
-
-def _places(model: nn.Module) -> Iterator[int]:
-    for module in model.modules():
-        yield id(module._parameters)
-    found = scan_model(model)
-    for held in (*found.parameters, *found.buffers):
-        yield id(held.container)
-        yield id(held.owner)
+    def synchronise(self) -> None:
+        """Follow the model thoroughly, and raise what was noticed on the device."""
 
 
 @contextmanager
-def swapped(ema: ShardedEMA, timeout: float) -> Iterator[None]:
-    """See `ShardedEMA.swap`."""
+def swapped(ema: AveragedModel, timeout: float) -> Iterator[None]:
+    """Put the averages into the model for a block; see `ShardedEMA.swap`."""
     with PlainMode():
-        failure = _failure(lambda: _ready(ema, "swap()"))
+        failure = _failure_of(lambda: _synchronise(ema, "swap()"))
         meet_replicas(ema.averages.shadows, "swap()", timeout, failure)
         _warn(ema)
         reshard(ema.model)
         ema.follow()
-        places = {id(held.container) for held in ema.averages.tracked} | {
-            id(held.owner) for held in ema.averages.tracked
-        }
-        backups = _enter(ema)
-        _swapped.update(places)
+        backups = _put_averages(ema.averages)
+        marks = mark_swapped(ema.averages.tracked)
     try:
         yield
     finally:
         with PlainMode():
-            _swapped.difference_update(places)
+            unmark(marks)
             # What the last forward gathered are averages; and a first forward inside may have moved
             # the shards.
             reshard(ema.model)
             try:
                 ema.follow()
-            # where that fails, the averages at least come back from the memory that the model has
-            # left
             finally:
-                _leave(ema, backups)
+                # Where that fails, the averages at least come back from the memory that the model
+                # has left.
+                _put_back(ema.averages, backups)
             torch.clear_autocast_cache()
 
 
-def copy_to(ema: ShardedEMA, module: nn.Module, timeout: float) -> None:
-    """See `ShardedEMA.copy_to`."""
+def copy_to(ema: AveragedModel, module: nn.Module, timeout: float) -> None:
+    """Write the averages into another module; see `ShardedEMA.copy_to`."""
     targets: dict[Shadow, list[Shard]] = {}
     with PlainMode():
-        failure = _failure(lambda: targets.update(_targets(ema, module)))
+        failure = _failure_of(lambda: targets.update(_targets(ema, module)))
         meet_replicas(ema.averages.shadows, "copy_to()", timeout, failure)
-        for place in range(max(map(len, targets.values()))):
-            _fill(
-                {
-                    slot: shards[place].local
-                    for slot, shards in targets.items()
-                    if len(shards) > place
-                }
-            )
+        for number in range(max(map(len, targets.values()))):
+            locals_ = {
+                shadow: shards[number].local
+                for shadow, shards in targets.items()
+                if number < len(shards)
+            }
+            gather_replicas(locals_)
+            for shadow, local in locals_.items():
+                if not shadow.is_split:
+                    local.copy_(shadow.average.view(local.shape))
         torch.clear_autocast_cache()
 
 
-def _fill(targets: Mapping[Shadow, torch.Tensor]) -> None:
-    """Write averages whole into local tensors. Collective over the replicas that divide them."""
-    gather(list(targets), targets.__getitem__)
-    for slot, local in targets.items():
-        if not slot.is_split:
-            local.copy_(slot.average.view(local.shape))
-
-
-def _ready(ema: ShardedEMA, call: str) -> None:
+def _synchronise(ema: AveragedModel, call: str) -> None:
     refuse_inside(ema.model, call)
     ema.synchronise()
 
 
-def _targets(ema: ShardedEMA, module: nn.Module) -> dict[Shadow, list[Shard]]:
-    """The shards to copy to: of a tensor that is tied here there may be one for each of its
-    names.
-    """
-    _ready(ema, "copy_to()")
-    if _holds_averages(module):
+def _targets(ema: AveragedModel, module: nn.Module) -> Mapping[Shadow, list[Shard]]:
+    """Return the shards to write; a tensor that is tied here may have one for each of its names."""
+    _synchronise(ema, "copy_to()")
+    if holds_averages(module):
         raise StateError(
             "usage", "copy_to(): the module to copy to is inside a swap() of its own manager"
         )
     reshard(module)
-    found = scan_model(module)
-    named = {name: h.shard for h in (*found.parameters, *found.buffers) for name in h.shard.names}
-    targets = {
-        slot: list(dict.fromkeys(named[name] for name in slot.shard.names if name in named))
-        for slot in ema.averages.shadows
-    }
-    missing = [slot.shard.fqn for slot, shards in targets.items() if not shards]
+    tracked = scan_model(module).by_name()
+    targets: dict[Shadow, list[Shard]] = {}
+    for shadow in ema.averages.shadows:
+        shards = [tracked[name].shard for name in shadow.shard.names if name in tracked]
+        targets[shadow] = list(dict.fromkeys(shards))
+    _refuse_targets(targets)
+    return targets
+
+
+def _refuse_targets(targets: Mapping[Shadow, list[Shard]]) -> None:
+    writers = Counter(shard for shards in targets.values() for shard in shards)
+    missing, recut, tied = [], [], []
+    for shadow, shards in targets.items():
+        fqn = shadow.shard.fqn
+        if not shards:
+            missing.append(fqn)
+        if any(shard.boxes != shadow.shard.boxes for shard in shards):
+            recut.append(fqn)
+        if any(writers[shard] > 1 for shard in shards):
+            tied.append(fqn)
     if missing:
         raise StateError("usage", f"the module to copy to lacks {shown(missing)}")
-    other = [
-        s.shard.fqn
-        for s, shards in targets.items()
-        if any(t.boxes != s.shard.boxes for t in shards)
-    ]
-    if other:
+    if recut:
         raise StateError(
             "usage",
-            f"the module to copy to is cut in another way: {shown(other)}; load full_state_dict() there",
+            f"the module to copy to is cut in another way: {shown(recut)}; load full_state_dict()"
+            " there",
         )
-    writers = Counter(shard for shards in targets.values() for shard in shards)
-    tied = [
-        slot.shard.fqn
-        for slot, shards in targets.items()
-        if any(writers[shard] > 1 for shard in shards)
-    ]
     if tied:
         raise StateError(
             "usage",
             f"in the module to copy to one tensor has names that are separate here: {shown(tied)}",
         )
-    return targets
 
 
-def _failure(step: Callable[[], None]) -> Exception | None:
-    """What `step` raised: whoever waits for this rank must hear of it first."""
+def _failure_of(step: Callable[[], None]) -> Exception | None:
+    """Return the exception of `step`: the other replicas must hear of it before it is raised."""
     try:
         step()
     except Exception as error:  # noqa: BLE001  # raised by the caller
@@ -176,43 +146,39 @@ def _failure(step: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _enter(ema: ShardedEMA) -> Backups:
+def _put_averages(averages: Averages) -> Backups:
     """Put the averages into the local shards, all or none of them."""
     backups: Backups = {}
     try:
-        for slot in ema.averages.shadows:
-            live, shadow = slot.shard.local, slot.average
-            if slot.is_split:
-                backups[slot.shard.fqn] = live.clone()
-            elif (
-                slot.shard.is_parameter
-                and live.dtype is shadow.dtype
-                and live.device == shadow.device
-            ):
-                _exchange(live, shadow)
-                backups[slot.shard.fqn] = None
-            # an exchange would round the average, or let a forward in training mode move that of a
-            # buffer
+        for shadow in averages.shadows:
+            live, average = shadow.shard.local, shadow.average
+            same_kind = live.dtype is average.dtype and live.device == average.device
+            if shadow.is_split:
+                backups[shadow.shard.fqn] = live.clone()
+            elif shadow.shard.is_parameter and same_kind:
+                _exchange(live, average)
+                backups[shadow.shard.fqn] = None
             else:
-                backups[slot.shard.fqn] = live.clone()
-                live.copy_(shadow)
-        gather(ema.averages.shadows, lambda slot: slot.shard.local)
+                # An exchange would round the average, or let a forward in training mode move that
+                # of a buffer.
+                backups[shadow.shard.fqn] = live.clone()
+                live.copy_(average)
+        gather_replicas({shadow: shadow.shard.local for shadow in averages.shadows})
     except BaseException:
-        _leave(ema, backups)
+        _put_back(averages, backups)
         raise
     return backups
 
 
-def _leave(ema: ShardedEMA, backups: Backups) -> None:
-    for slot in reversed(
-        ema.averages.shadows
-    ):  # where two share memory, the first still has its values
-        if slot.shard.fqn in backups:
-            backup = backups[slot.shard.fqn]
+def _put_back(averages: Averages, backups: Backups) -> None:
+    # Reversed: where two share memory, the first still has its values.
+    for shadow in reversed(averages.shadows):
+        if shadow.shard.fqn in backups:
+            backup = backups[shadow.shard.fqn]
             if backup is None:
-                _exchange(slot.shard.local, slot.average)
+                _exchange(shadow.shard.local, shadow.average)
             else:
-                slot.shard.local.copy_(backup)
+                shadow.shard.local.copy_(backup)
 
 
 def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -222,33 +188,32 @@ def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
     if a.numel() > step and a.is_contiguous() and b.is_contiguous():
         pairs = list(zip(torch.split(a.view(-1), step), torch.split(b.view(-1), step), strict=True))
     for x, y in pairs:
-        kept = x.clone()
+        scratch = x.clone()
         x.copy_(y)
-        y.copy_(kept)
+        y.copy_(scratch)
 
 
-def _warn(ema: ShardedEMA) -> None:
-    if ema.num_updates == 0:
+def _warn(ema: AveragedModel) -> None:
+    updates = ema.counter.num_updates
+    if updates == 0:
         warnings.warn(
             "swap() before the first update: the average is still the weights it began with",
             stacklevel=5,
         )
-    elif (
-        ema.num_updates >= _MANY_UPDATES
-        and ema.current_decay > 0
-        and _equals_live(ema.averages.shadows)
-    ):
+    elif updates >= _MANY_UPDATES and ema.counter.applied > 0 and _equals_live(ema.averages):
         warnings.warn(
-            f"after {ema.num_updates} updates the average equals the live weights in every element: do the weights"
-            " that the optimizer steps reach it?",
+            f"after {updates} updates the average equals the live weights in every element: do the"
+            " weights that the optimizer steps reach it?",
             stacklevel=5,
         )
 
 
-def _equals_live(slots: tuple[Shadow, ...]) -> bool:
-    pairs = [
-        (s.average, live_part(s, s.shard.local)) for s in slots if s.numel and s.shard.is_parameter
-    ]
-    return bool(pairs) and all(
-        torch.equal(shadow.to(live.device), live.to(shadow.dtype)) for shadow, live in pairs
-    )
+def _equals_live(averages: Averages) -> bool:
+    compared = False
+    for shadow in averages.shadows:
+        if shadow.numel and shadow.shard.is_parameter:
+            live = live_part(shadow, shadow.shard.local)
+            if not torch.equal(shadow.average.to(live.device), live.to(shadow.average.dtype)):
+                return False
+            compared = True
+    return compared

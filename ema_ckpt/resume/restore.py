@@ -21,7 +21,7 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.live import tensor_names
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards
-from ema_ckpt.ema.swap import refuse_inside
+from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.optimizer_state import Optimizers
 from ema_ckpt.resume.restore_ema import compare_averages
 from ema_ckpt.resume.restore_extra import compare_extra

@@ -23,7 +23,7 @@ from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.live import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.ema.swap import refuse_inside
+from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.flatten import Leaf, flatten
 from ema_ckpt.resume.optimizer_state import Optimizers, optimizer_tree
 from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ema_ckpt.ema.engines import cpu as blocked
-from ema_ckpt.ema.engines.lists import UpdateBatch
+from ema_ckpt.ema.engines import cpu
+from ema_ckpt.ema.engines.update_batch import UpdateBatch
 
 UPDATES, NUMEL = 1000, 10_000
 DECAYS = (0.9, 0.99, 0.999, 0.9999, 0.99999)
@@ -64,14 +64,14 @@ def measure(path: Path, decay: float, dtype: torch.dtype, compensate: bool) -> t
     live = start.clone()
     residuals = [torch.zeros(NUMEL, dtype=torch.bfloat16)] if compensate else None
     shadow = start.to(dtype, copy=True)
-    lists = UpdateBatch([shadow.clone()], [live], residuals)
-    step, exact = blocked.prepare(lists), start.double()
+    batch = UpdateBatch([shadow.clone()], [live], residuals)
+    step, exact = cpu.prepare(batch), start.double()
     for value in path(start):
         live.copy_(value)
         step(1 - decay)
         exact.lerp_(value.double(), 1 - decay)
-    error = (lists.shadows[0].double() - exact).norm() / exact.norm()
-    way, gone = exact - start.double(), lists.shadows[0].double() - shadow.double()
+    error = (batch.averages[0].double() - exact).norm() / exact.norm()
+    way, gone = exact - start.double(), batch.averages[0].double() - shadow.double()
     return float(error), float(1 - (gone @ way) / (way @ way))
 
 

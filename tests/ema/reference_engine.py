@@ -6,36 +6,36 @@ from collections.abc import Sequence
 
 import torch
 
-from ema_ckpt.ema.engines.lists import UpdateBatch
+from ema_ckpt.ema.engines.update_batch import UpdateBatch
 
 __all__ = ["compensated", "update"]
 
 
-def update(lists: UpdateBatch, weight: float) -> None:
+def update(batch: UpdateBatch, weight: float) -> None:
     """shadow := lerp(shadow, float(param), weight) for each pair; `weight` = 1 - β, in float64.
 
-    Two ways round losses: with residuals the update is compensated, with `events` an element whose new value is
+    Two ways round losses: with residuals the update is compensated, with `nonfinite_count` an element whose new value is
     not finite keeps its average.
     """
     kept = torch.zeros((), dtype=torch.bool)
-    residuals: Sequence[torch.Tensor | None] = lists.residuals or [None] * len(lists.shadows)
-    for shadow, param, residual in zip(lists.shadows, lists.params, residuals, strict=True):
-        old, new_value = shadow.to(lists.wide), param.to(lists.wide)
+    residuals: Sequence[torch.Tensor | None] = batch.residuals or [None] * len(batch.averages)
+    for shadow, param, residual in zip(batch.averages, batch.params, residuals, strict=True):
+        old, new_value = shadow.to(batch.compute_dtype), param.to(batch.compute_dtype)
         if residual is None:
             new = torch.lerp(old, new_value, weight)
         else:
             new, rest = compensated(old, residual, new_value, weight)
         good = (
             torch.isfinite(new.to(shadow.dtype))
-            if lists.events is not None
+            if batch.nonfinite_count is not None
             else torch.ones_like(new, dtype=torch.bool)
         )
         kept = kept.to(good.device) | ~good.all()
         shadow.copy_(torch.where(good, new, old))
         if residual is not None:
             residual.copy_(torch.where(good, rest, residual.to(rest.dtype)))
-    if lists.events is not None:
-        lists.events.add_(kept.to(lists.events.device))
+    if batch.nonfinite_count is not None:
+        batch.nonfinite_count.add_(kept.to(batch.nonfinite_count.device))
 
 
 def compensated(

@@ -44,7 +44,7 @@ def _point_elsewhere(model: nn.Module) -> None:
 ])  # fmt: skip
 def test_every_exchange_is_noticed(change: Callable[[nn.Module], object]) -> None:
     model = _model()
-    watch = ShardedEMA(model, buffers="average")._watch
+    watch = ShardedEMA(model, buffers="average")._change_detector
     assert watch.unchanged()
     change(model)
     assert not watch.unchanged()
@@ -52,7 +52,7 @@ def test_every_exchange_is_noticed(change: Callable[[nn.Module], object]) -> Non
 
 def test_new_values_are_no_exchange() -> None:
     model = _model()
-    watch = ShardedEMA(model)._watch
+    watch = ShardedEMA(model)._change_detector
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)

@@ -6,15 +6,14 @@ from itertools import product
 import pytest
 import torch
 
-from ema_ckpt.ema.engines import cpu as blocked
-from ema_ckpt.ema.engines import foreach
-from ema_ckpt.ema.engines.lists import Step, UpdateBatch
+from ema_ckpt.ema.engines import cpu, foreach
+from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 from tests.ema import reference_engine as reference
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 Prepare = Callable[[UpdateBatch], Step]
-PREPARES = [blocked.prepare, foreach.prepare]
+PREPARES = [cpu.prepare, foreach.prepare]
 SHAPES = [(3,), (), (0, 8), (7, 5), (1,), (8, 11), (33, 65), (2, 3, 4, 5), (700,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -22,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that the tensors here meet every way of being cut and joined."""
-    monkeypatch.setattr(blocked, "BLOCK_NUMEL", 256)
+    monkeypatch.setattr(cpu, "BLOCK_NUMEL", 256)
     monkeypatch.setattr(foreach, "_SCRATCH_NUMEL", 1000)
 
 
@@ -43,7 +42,7 @@ def _params(dtype: torch.dtype, seed: int, strided: bool = False) -> list[torch.
     return made
 
 
-def _lists(
+def _batch(
     shadow_dtype: torch.dtype,
     param_dtype: torch.dtype,
     *,
@@ -63,13 +62,13 @@ def _lists(
     return UpdateBatch(shadows, _params(param_dtype, 0, strided), residuals, events)
 
 
-def _run(lists: UpdateBatch, move: Step, weights: list[float], spoil: bool) -> None:
+def _run(batch: UpdateBatch, move: Step, weights: list[float], spoil: bool) -> None:
     for seed, weight in enumerate(weights, start=1):
-        for param, value in zip(lists.params, _params(lists.params[0].dtype, seed), strict=True):
+        for param, value in zip(batch.params, _params(batch.params[0].dtype, seed), strict=True):
             param.copy_(value)
         if spoil and seed == 2:
-            lists.params[3][2, 3] = torch.nan
-            lists.params[6][31, 7] = torch.inf
+            batch.params[3][2, 3] = torch.nan
+            batch.params[6][31, 7] = torch.inf
         move(weight)
 
 
@@ -80,14 +79,14 @@ def _run(lists: UpdateBatch, move: Step, weights: list[float], spoil: bool) -> N
 def test_engines_equal_torch_lerp_bit_for_bit(
     prepare: Prepare, shadow_dtype: torch.dtype, param_dtype: torch.dtype, strided: bool
 ) -> None:
-    lists = _lists(shadow_dtype, param_dtype, compensate=False, skip=False, strided=strided)
-    expected = [shadow.clone() for shadow in lists.shadows]
+    batch = _batch(shadow_dtype, param_dtype, compensate=False, skip=False, strided=strided)
+    expected = [shadow.clone() for shadow in batch.averages]
     weights = [0.3, 1e-4, 0.7, 1.0, 0.0]
-    _run(lists, prepare(lists), weights, spoil=False)
+    _run(batch, prepare(batch), weights, spoil=False)
     for seed, weight in enumerate(weights, start=1):
         for shadow, value in zip(expected, _params(param_dtype, seed), strict=True):
-            shadow.copy_(torch.lerp(shadow.to(lists.wide), value.to(lists.wide), weight))
-    for got, want in zip(lists.shadows, expected, strict=True):
+            shadow.copy_(torch.lerp(shadow.to(batch.compute_dtype), value.to(batch.compute_dtype), weight))
+    for got, want in zip(batch.averages, expected, strict=True):
         assert torch.equal(got, want)
 
 
@@ -114,41 +113,41 @@ def test_engines_equal_the_reference(
     shadow_dtype: torch.dtype,
     spoil: bool,
 ) -> None:
-    fast = _lists(shadow_dtype, param_dtype, compensate=compensate, skip=skip)
-    plain = _lists(shadow_dtype, param_dtype, compensate=compensate, skip=skip)
+    fast = _batch(shadow_dtype, param_dtype, compensate=compensate, skip=skip)
+    plain = _batch(shadow_dtype, param_dtype, compensate=compensate, skip=skip)
     weights = [0.3, 1e-4, 0.7, 1e-3]
     _run(fast, prepare(fast), weights, spoil)
     _run(plain, lambda weight: reference.update(plain, weight), weights, spoil)
-    for got, want in zip(fast.shadows, plain.shadows, strict=True):
+    for got, want in zip(fast.averages, plain.averages, strict=True):
         assert torch.equal(_numbers(got), _numbers(want))
     for got, want in zip(fast.residuals or (), plain.residuals or (), strict=True):
         assert torch.equal(_numbers(got), _numbers(want))
-    if fast.events is not None and plain.events is not None:
-        assert int(fast.events) == int(plain.events) == int(spoil)
+    if fast.nonfinite_count is not None and plain.nonfinite_count is not None:
+        assert int(fast.nonfinite_count) == int(plain.nonfinite_count) == int(spoil)
 
 
 def test_an_element_whose_new_value_is_not_finite_keeps_its_average() -> None:
-    lists = _lists(torch.float32, torch.bfloat16, compensate=True, skip=True)
-    step = blocked.prepare(lists)
-    before = [shadow.clone() for shadow in lists.shadows]
-    lists.params[3][2, 3] = torch.nan
+    batch = _batch(torch.float32, torch.bfloat16, compensate=True, skip=True)
+    step = cpu.prepare(batch)
+    before = [shadow.clone() for shadow in batch.averages]
+    batch.params[3][2, 3] = torch.nan
     step(0.5)
-    assert lists.shadows[3][2, 3] == before[3][2, 3]
-    lists.params[3][2, 3] = 4.0
+    assert batch.averages[3][2, 3] == before[3][2, 3]
+    batch.params[3][2, 3] = 4.0
     step(0.5)
-    assert lists.shadows[3][2, 3] == (before[3][2, 3] + 4) / 2
-    assert int(lists.events) == 1  # type: ignore[arg-type]
+    assert batch.averages[3][2, 3] == (before[3][2, 3] + 4) / 2
+    assert int(batch.nonfinite_count) == 1  # type: ignore[arg-type]
 
 
 def test_neighbours_are_moved_as_one_block() -> None:
-    lists = _lists(torch.float32, torch.bfloat16, compensate=False, skip=False)
-    blocks = list(blocked._blocks(lists))
+    batch = _batch(torch.float32, torch.bfloat16, compensate=False, skip=False)
+    blocks = list(cpu._blocks(batch))
     assert (
-        max(len(block.sources) for block in blocks) == 6
+        max(len(block.params) for block in blocks) == 6
     )  # 3 + 1 + 35 + 1 + 88 + 120; (0, 8) has none
-    assert all(block.shadow.numel() <= blocked.BLOCK_NUMEL for block in blocks)
-    assert sum(block.shadow.numel() for block in blocks) == sum(
-        shadow.numel() for shadow in lists.shadows
+    assert all(block.average.numel() <= cpu.BLOCK_NUMEL for block in blocks)
+    assert sum(block.average.numel() for block in blocks) == sum(
+        shadow.numel() for shadow in batch.averages
     )
 
 
@@ -162,10 +161,10 @@ def test_scratch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(tensor.nbytes)
         return tensor
 
-    lists = _lists(torch.float32, torch.bfloat16, compensate=True, skip=True)
+    batch = _batch(torch.float32, torch.bfloat16, compensate=True, skip=True)
     big = UpdateBatch([torch.zeros(3_000_000)], [torch.zeros(3_000_000, dtype=torch.bfloat16)])
     monkeypatch.setattr(torch, "empty", counting)
-    for step in (blocked.prepare(lists), blocked.prepare(big)):
+    for step in (cpu.prepare(batch), cpu.prepare(big)):
         step(0.1)
     assert sum(made) <= 64 << 20
 
@@ -194,15 +193,15 @@ def _error(path: torch.Tensor, decay: float, compensate: bool) -> tuple[float, f
     start = torch.ones(path.shape[1])
     residuals = [torch.zeros(path.shape[1], dtype=torch.bfloat16)] if compensate else None
     live = start.clone()
-    lists = UpdateBatch([start.clone()], [live], residuals)
-    step, exact, lerped = blocked.prepare(lists), start.double(), start.clone()
+    batch = UpdateBatch([start.clone()], [live], residuals)
+    step, exact, lerped = cpu.prepare(batch), start.double(), start.clone()
     for value in path:
         live.copy_(value)
         step(1 - decay)
         exact.lerp_(value.double(), 1 - decay)
         lerped.lerp_(value, 1 - decay)
     norm = exact.norm()
-    return float((lists.shadows[0].double() - exact).norm() / norm), float(
+    return float((batch.averages[0].double() - exact).norm() / norm), float(
         (lerped.double() - exact).norm() / norm
     )
 
@@ -229,13 +228,13 @@ def test_low_precision_averages_stand_still_and_float32_does_not() -> None:
     """1 000 updates from 1 towards 2 at decay 0.9999 are 1.0952; bfloat16 rounds every one of them away."""
     ends = {}
     for dtype in (torch.bfloat16, torch.float32):
-        lists = UpdateBatch(
+        batch = UpdateBatch(
             [torch.ones(1, dtype=dtype)], [torch.full((1,), 2.0, dtype=torch.bfloat16)]
         )
-        step = blocked.prepare(lists)
+        step = cpu.prepare(batch)
         for _ in range(1000):
             step(1 - 0.9999)
-        ends[dtype] = float(lists.shadows[0])
+        ends[dtype] = float(batch.averages[0])
     assert ends[torch.bfloat16] == 1.0
     assert ends[torch.float32] == pytest.approx(2 - 0.9999**1000, rel=1e-5)
 
@@ -243,8 +242,8 @@ def test_low_precision_averages_stand_still_and_float32_does_not() -> None:
 def test_pieces_of_a_strided_tensor_tile_it() -> None:
     param = torch.arange(3 * 200, dtype=torch.float32).view(200, 3).t()
     shadow = torch.zeros(3, 200)
-    pieces = list(blocked._pieces((shadow, None, param)))
-    assert all(piece[0].numel() <= blocked.BLOCK_NUMEL for piece in pieces)
+    pieces = list(cpu._split(cpu._Tensors(shadow, None, param)))
+    assert all(piece[0].numel() <= cpu.BLOCK_NUMEL for piece in pieces)
     for piece in pieces:
         piece[0].copy_(piece[2])
     assert torch.equal(shadow, param)

@@ -14,8 +14,8 @@ from torch import nn
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.engines import stochastic
-from ema_ckpt.ema.engines.lists import UpdateBatch
 from ema_ckpt.ema.engines.noise import Noise, Position, positions, random_bits
+from ema_ckpt.ema.engines.update_batch import UpdateBatch
 from ema_ckpt.ema.manager import ShardedEMA
 
 CPU = torch.device("cpu")
@@ -95,11 +95,11 @@ def test_rounding_goes_to_a_neighbour_with_the_probability_of_the_distance() -> 
     numel = 200_000
     values = torch.full((numel,), 1 + 2**-7 * 0.3)  # bfloat16 has 1 and 1 + 2^-7
     bits = random_bits(Position(0, numel, numel, 5), 0, numel, 3, 1, CPU)
-    got = stochastic.rounded(values, bits)
+    got = stochastic.round_stochastically(values, bits)
     assert set(got.tolist()) == {1.0, 1 + 2**-7}
     assert abs(float((got > 1).double().mean()) - 0.3) < 4 * (0.3 * 0.7 / numel) ** 0.5
     odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.5, -2.0])
-    kept = stochastic.rounded(odd, torch.full((7,), 0xFFFF, dtype=torch.int32))
+    kept = stochastic.round_stochastically(odd, torch.full((7,), 0xFFFF, dtype=torch.int32))
     assert torch.equal(kept.nan_to_num(7), odd.nan_to_num(7))
 
 
@@ -107,14 +107,14 @@ def test_what_is_not_finite_is_kept_and_counted() -> None:
     events = torch.zeros((), dtype=torch.int64)
     shadow = torch.ones(4, dtype=torch.bfloat16)
     place = Position(0, 4, 4, 0)
-    lists = UpdateBatch(
+    batch = UpdateBatch(
         [shadow],
         [torch.tensor([1.0, torch.nan, 3.0, torch.inf])],
         None,
         events,
         Noise(0, lambda: 1, [place]),
     )
-    stochastic.prepare(lists, Noise(0, lambda: 1, [place]))(0.5)
+    stochastic.prepare(batch, Noise(0, lambda: 1, [place]))(0.5)
     assert shadow.tolist() == [1.0, 1.0, 2.0, 1.0]
     assert int(events) == 1
 

@@ -13,7 +13,6 @@ from ema_ckpt.ema.schedules import (
     PowerFunction,
     Warmup,
     as_schedule,
-    from_json,
     gamma_of,
     to_json,
 )
@@ -127,11 +126,6 @@ def test_impossible_settings(make: object) -> None:
     ],
 )
 def test_json_round_trip(schedule: Constant | Warmup | PowerFunction | HalfLife) -> None:
-    assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
-
-
-def test_unknown_json() -> None:
-    with pytest.raises(UsageError, match="unknown decay schedule 'cosine'"):
-        from_json({"kind": "cosine"})
-    with pytest.raises(UsageError, match="does not have the fields"):
-        from_json({"kind": "constant", "speed": 1})
+    fields = json.loads(json.dumps(to_json(schedule)))
+    assert fields.pop("kind") == schedule.kind
+    assert type(schedule)(**fields) == schedule

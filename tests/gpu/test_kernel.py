@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from ema_ckpt.core.box import Box
-from ema_ckpt.ema.engines import cuda as triton
-from ema_ckpt.ema.engines import stochastic
-from ema_ckpt.ema.engines.lists import UpdateBatch
+from ema_ckpt.ema.engines import cuda, stochastic
 from ema_ckpt.ema.engines.noise import Noise, positions
+from ema_ckpt.ema.engines.update_batch import UpdateBatch
 from tests.ema import reference_engine as reference
 
 SHAPES = [(3,), (), (7, 5), (1,), (2048,), (4096,), (4097,), (33, 65), (300, 1000)]
@@ -37,7 +36,7 @@ def _unaligned(values: list[torch.Tensor]) -> list[torch.Tensor]:
     return moved
 
 
-def _lists(
+def _batch(
     shadow: torch.dtype,
     param: torch.dtype,
     *,
@@ -62,9 +61,9 @@ def _lists(
     return UpdateBatch(shadows, params, residuals, events)
 
 
-def _feed(lists: UpdateBatch, seed: int) -> None:
-    for param, value in zip(lists.params, _values(lists.params[0].dtype, seed), strict=True):
-        param.copy_(value.clamp(-6e4, 6e4) if lists.shadows[0].dtype is torch.float16 else value)
+def _feed(batch: UpdateBatch, seed: int) -> None:
+    for param, value in zip(batch.params, _values(batch.params[0].dtype, seed), strict=True):
+        param.copy_(value.clamp(-6e4, 6e4) if batch.averages[0].dtype is torch.float16 else value)
 
 
 def _same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
@@ -78,15 +77,15 @@ def _same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("param", FLOATS)
 def test_float32_averages_have_the_bits_of_foreach_lerp(param: torch.dtype, aligned: bool) -> None:
-    lists = _lists(torch.float32, param, aligned=aligned)
-    expected = [shadow.clone() for shadow in lists.shadows]
-    step = triton.prepare(lists)
-    assert isinstance(step, triton.TritonStep)
+    batch = _batch(torch.float32, param, aligned=aligned)
+    expected = [shadow.clone() for shadow in batch.averages]
+    step = cuda.prepare(batch)
+    assert isinstance(step, cuda.TritonStep)
     for seed, weight in enumerate(WEIGHTS, start=2):
-        _feed(lists, seed)
+        _feed(batch, seed)
         step(weight)
-        torch._foreach_lerp_(expected, [p.float() for p in lists.params], weight)
-        assert _same(list(lists.shadows), expected), weight
+        torch._foreach_lerp_(expected, [p.float() for p in batch.params], weight)
+        assert _same(list(batch.averages), expected), weight
 
 
 @pytest.mark.parametrize("compensate", [False, True])
@@ -98,21 +97,21 @@ def test_the_kernel_equals_the_reference(
 ) -> None:
     if compensate:
         shadow = torch.float32
-    fast = _lists(shadow, param, compensate=compensate, skip=skip)
-    plain = _lists(shadow, param, compensate=compensate, skip=skip)
-    step = triton.prepare(fast)
+    fast = _batch(shadow, param, compensate=compensate, skip=skip)
+    plain = _batch(shadow, param, compensate=compensate, skip=skip)
+    step = cuda.prepare(fast)
     for seed, weight in enumerate(WEIGHTS, start=2):
-        for lists in (fast, plain):
-            _feed(lists, seed)
+        for batch in (fast, plain):
+            _feed(batch, seed)
             if skip and seed == 3:
-                lists.params[3][0] = torch.nan
-                lists.params[8][299, 999] = torch.inf
+                batch.params[3][0] = torch.nan
+                batch.params[8][299, 999] = torch.inf
         step(weight)
         reference.update(plain, weight)
-    assert _same(list(fast.shadows), list(plain.shadows))
+    assert _same(list(fast.averages), list(plain.averages))
     assert _same(list(fast.residuals or ()), list(plain.residuals or ()))
-    if fast.events is not None and plain.events is not None:
-        assert int(fast.events) == int(plain.events) == 1
+    if fast.nonfinite_count is not None and plain.nonfinite_count is not None:
+        assert int(fast.nonfinite_count) == int(plain.nonfinite_count) == 1
 
 
 def test_what_is_not_contiguous_or_not_float32_is_moved_too() -> None:
@@ -127,41 +126,41 @@ def test_what_is_not_contiguous_or_not_float32_is_moved_too() -> None:
     ):
         shadows = [wide.to(params[0].dtype), torch.zeros(5, device="cuda", dtype=params[0].dtype)]
         expected = [torch.lerp(s, p, 0.25) for s, p in zip(shadows, params, strict=True)]
-        triton.prepare(UpdateBatch(shadows, params))(0.25)
+        cuda.prepare(UpdateBatch(shadows, params))(0.25)
         assert all(torch.equal(s, e) for s, e in zip(shadows, expected, strict=True))
 
 
 def test_weight_zero_touches_nothing() -> None:
-    lists = _lists(torch.float32, torch.bfloat16)
-    before = [shadow.clone() for shadow in lists.shadows]
-    lists.params[6].fill_(torch.nan)
-    triton.prepare(lists)(0.0)
-    assert _same(list(lists.shadows), before)
+    batch = _batch(torch.float32, torch.bfloat16)
+    before = [shadow.clone() for shadow in batch.averages]
+    batch.params[6].fill_(torch.nan)
+    cuda.prepare(batch)(0.0)
+    assert _same(list(batch.averages), before)
 
 
 def test_more_elements_than_32_bits_count() -> None:
     numel = 2**31 + 3001
     shadow = torch.zeros(numel, device="cuda")
     param = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
-    triton.prepare(UpdateBatch([shadow], [param]))(0.25)
+    cuda.prepare(UpdateBatch([shadow], [param]))(0.25)
     assert bool((shadow == 0.25).all())
 
 
 def test_without_triton_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "find_spec", lambda name: None)
-    triton._installed.cache_clear()
-    lists = _lists(torch.float32, torch.bfloat16)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    cuda._installed.cache_clear()
+    batch = _batch(torch.float32, torch.bfloat16)
     expected = [
-        torch.lerp(s, p.float(), 0.25) for s, p in zip(lists.shadows, lists.params, strict=True)
+        torch.lerp(s, p.float(), 0.25) for s, p in zip(batch.averages, batch.params, strict=True)
     ]
     try:
         with pytest.warns(UserWarning, match="Triton is not installed"):
-            step = triton.prepare(lists)
-        triton.prepare(lists)  # a second warning would be an error
+            step = cuda.prepare(batch)
+        cuda.prepare(batch)  # a second warning would be an error
     finally:
-        triton._installed.cache_clear()
+        cuda._installed.cache_clear()
     step(0.25)
-    assert all(torch.equal(s, e) for s, e in zip(lists.shadows, expected, strict=True))
+    assert all(torch.equal(s, e) for s, e in zip(batch.averages, expected, strict=True))
 
 
 def _noisy(box: Box, shape: tuple[int, ...], values: torch.Tensor, call: int) -> UpdateBatch:
@@ -191,14 +190,14 @@ def test_stochastic_rounding_does_not_depend_on_the_cut(boxes: list[Box]) -> Non
     whole = _noisy(Box((0, 0, 0), shape), shape, values, 3)
     step = stochastic.prepare(whole, whole.noise)  # type: ignore[arg-type]
     step(0.3)
-    expected = whole.shadows[0].view(shape)
+    expected = whole.averages[0].view(shape)
     for box in boxes:
-        lists = _noisy(box, shape, values, 3)
-        triton.prepare(lists)(0.3)
+        batch = _noisy(box, shape, values, 3)
+        cuda.prepare(batch)(0.3)
         region = expected[
             tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
         ]
-        assert torch.equal(torch.cat([s.view(-1) for s in lists.shadows]), region.reshape(-1))
+        assert torch.equal(torch.cat([s.view(-1) for s in batch.averages]), region.reshape(-1))
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
@@ -208,7 +207,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     shadow = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
     param = torch.full((numel,), target, device="cuda")
     noise = Noise(9, lambda: call[0], [positions("w", [Box((0,), (numel,))], (numel,))[0][1]])
-    step = triton.prepare(UpdateBatch([shadow], [param], noise=noise))
+    step = cuda.prepare(UpdateBatch([shadow], [param], noise=noise))
     for number in range(1, 10_001):
         call[0] = number
         step(weight)

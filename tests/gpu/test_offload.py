@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ema_ckpt.ema.engines import cuda as triton
-from ema_ckpt.ema.engines import offload
+from ema_ckpt.ema.engines import cuda, offload
 from ema_ckpt.ema.manager import ShardedEMA
 
 DECAY = 0.9
@@ -91,7 +90,7 @@ def test_bits_are_those_of_the_device(
 def test_bits_are_the_same_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Bag(torch.bfloat16, SMALL)
     plain = ShardedEMA(model, DECAY)
-    monkeypatch.setattr(triton, "serves", lambda lists: False)
+    monkeypatch.setattr(cuda, "serves", lambda batch: False)
     away = ShardedEMA(model, DECAY, offload=True)
     for seed in range(3):
         away.wait()

@@ -1,12 +1,10 @@
-"""Whole tensors on rank 0 from the pieces of all ranks, one tensor at a time and without touching
-the model.
-"""
+"""Whole tensors on rank 0 from the pieces of all ranks, one at a time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,113 +14,108 @@ from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.core.text import shown
-from ema_ckpt.ema.checkpoint.local_shards_tensor import pieces_of
-from ema_ckpt.ema.model.live import live_tree
-from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.ema.swap import refuse_inside
+from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of, pieces_of
+from ema_ckpt.ema.model.shards import Shadow
 
-if TYPE_CHECKING:
-    from ema_ckpt.ema.manager import ShardedEMA
-
-_CALL = "full_state_dict"
+# Of a tensor: for each box the lowest rank that holds it, and the number of the piece there.
+_Senders = dict[Box, tuple[int, int]]
 
 
-def gather_full(ema: ShardedEMA, complete: bool, timeout: float) -> dict[str, Any]:
-    """See `ShardedEMA.full_state_dict`."""
-    meet(_CALL, timeout)
-    ours = open_channel("gather")
-    weights, live = run_on_all_ranks(ours, _CALL, lambda: _held(ema, complete))
-    names = {name: slot.shard.fqn for slot in ema.averages.shadows for name in slot.shard.names}
-    averaged = {fqn: weights[fqn] for fqn in dict.fromkeys(names.values()) if fqn in weights}
-    if not complete:
-        return gather_tensors(averaged, ours)
+def gather_full(
+    call: str,
+    read: Callable[[], tuple[Sequence[Shadow], dict[str, torch.Tensor], dict[str, Any]]],
+    timeout: float,
+) -> dict[str, Any]:
+    """Return on rank 0 the averages whole, and under the live model's names if there is one.
+
+    Collective. See `ShardedEMA.full_state_dict`.
+
+    Args:
+        call: what the user called.
+        read: returns the shadows, their averages by name, and the live model's tree or {}.
+        timeout: seconds to wait for the other ranks.
+    """
+    meet(call, timeout)
+    channel = open_channel("gather")
+    shadows, weights, live = run_on_all_ranks(channel, call, read)
+    fqns = {name: shadow.shard.fqn for shadow in shadows for name in shadow.shard.names}
+    tensors = {fqn: weights[fqn] for fqn in dict.fromkeys(fqns.values()) if fqn in weights}
+    if not live:
+        return gather_tensors(tensors, channel)
     # A tied tensor is gathered once, under the first of its names.
-    first = {id(value): name for name, value in reversed(live.items())}
-    names = {name: names.get(name, first[id(value)]) for name, value in live.items()}
-    rest = {
-        name: value for name, value in live.items() if names[name] == name and name not in averaged
-    }
-    whole = gather_tensors(
-        {**averaged, **{n: v for n, v in rest.items() if isinstance(v, torch.Tensor)}}, ours
-    )
-    return (
-        {name: whole.get(names[name], value) for name, value in live.items()}
-        if not ours.rank
-        else {}
-    )
+    first_names: dict[int, str] = {}
+    for name, value in live.items():
+        first = first_names.setdefault(id(value), name)
+        fqns.setdefault(name, first)
+        if fqns[name] == name and isinstance(value, torch.Tensor):
+            tensors.setdefault(name, value)
+    gathered = gather_tensors(tensors, channel)
+    if channel.rank:
+        return {}
+    return {name: gathered.get(fqns[name], value) for name, value in live.items()}
 
 
-def _held(ema: ShardedEMA, complete: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The averages that this rank holds, and with `complete` the live model."""
-    refuse_inside(ema.model, f"{_CALL}()")
-    return ema.state_dict()["weights"], live_tree(scan_model(ema.model)) if complete else {}
+def gather_tensors(
+    tensors: Mapping[str, torch.Tensor], channel: Channel
+) -> dict[str, torch.Tensor]:
+    """Return on rank 0 each tensor whole and on the host; `{}` elsewhere.
 
-
-def gather_tensors(tensors: Mapping[str, torch.Tensor], ours: Channel) -> dict[str, torch.Tensor]:
-    """On rank 0 each tensor whole and on the host; `{}` elsewhere. Collective, with the same names
-    on all ranks.
+    Collective, with the same names on all ranks.
 
     Raises:
         StateError: `hole`: the pieces of all ranks do not make a tensor whole.
     """
-    held = {name: pieces_of(tensor) for name, tensor in tensors.items()}
-    mine = {name: [[box.offsets, box.sizes] for box, _ in pieces] for name, pieces in held.items()}
-    gathered = [json.loads(data) for data in ours.gather(json.dumps(mine).encode())]
-    senders = {name: _senders(name, gathered) for name in tensors} if not ours.rank else {}
-    holes = [
-        name
-        for name, found in senders.items()
-        if sum(box.numel for box in found) != tensors[name].numel()
-    ]
-    told = json.loads(
-        ours.scatter(
-            [json.dumps([holes, _orders(senders, rank)]).encode() for rank in range(len(gathered))]
-        )
-    )
-    if told[0]:
-        raise StateError("hole", f"the ranks' pieces do not make whole tensors of {shown(told[0])}")
-    for name, index in told[1] if ours.rank else []:
-        ours.send(held[name][index][1].detach().cpu().contiguous(), 0)
-    return {
-        name: _received(tensors[name], held[name], found, ours) for name, found in senders.items()
-    }
+    pieces = {name: pieces_of(tensor) for name, tensor in tensors.items()}
+    boxes = {name: [box for box, _ in tensor_pieces] for name, tensor_pieces in pieces.items()}
+    listings = [json.loads(data) for data in channel.gather(json.dumps(boxes).encode())]
+    senders: dict[str, _Senders] = {}
+    plans: list[tuple[list[str], list[tuple[str, int]]]] = []
+    if not channel.rank:
+        senders = {name: _senders(name, listings) for name in tensors}
+        plans = _plans(tensors, senders, len(listings))
+    plan = channel.scatter([json.dumps(plan).encode() for plan in plans])
+    holes, numbers_to_send = json.loads(plan)
+    if holes:
+        raise StateError("hole", f"the ranks' pieces do not make whole tensors of {shown(holes)}")
+    if channel.rank:
+        for name, number in numbers_to_send:
+            channel.send(pieces[name][number][1].detach().cpu().contiguous(), 0)
+        return {}
+    return {name: _receive(tensors[name], pieces[name], senders[name], channel) for name in tensors}
 
 
-def _senders(name: str, gathered: Sequence[Mapping[str, Any]]) -> dict[Box, tuple[int, int]]:
-    """For each box of a tensor the lowest rank that holds it, and the number of the piece there."""
-    found: dict[Box, tuple[int, int]] = {}
-    for rank, listing in enumerate(gathered):
-        for index, (offsets, sizes) in enumerate(listing.get(name, [])):
-            found.setdefault(Box(tuple(offsets), tuple(sizes)), (rank, index))
-    return found
+def _senders(name: str, listings: Sequence[Mapping[str, Any]]) -> _Senders:
+    senders: _Senders = {}
+    for rank, listing in enumerate(listings):
+        for number, (offsets, sizes) in enumerate(listing.get(name, [])):
+            senders.setdefault(Box(tuple(offsets), tuple(sizes)), (rank, number))
+    return senders
 
 
-def _orders(
-    senders: Mapping[str, Mapping[Box, tuple[int, int]]], rank: int
-) -> list[tuple[str, int]]:
-    """What a rank has to send, in the order in which rank 0 receives it."""
-    return [
-        (name, index)
-        for name, found in senders.items()
-        for holder, index in found.values()
-        if holder == rank
-    ]
+def _plans(
+    tensors: Mapping[str, torch.Tensor], senders: Mapping[str, _Senders], size: int
+) -> list[tuple[list[str], list[tuple[str, int]]]]:
+    """Return per rank the tensors with holes, and the pieces to send, as rank 0 receives them."""
+    holes: list[str] = []
+    pieces: list[list[tuple[str, int]]] = [[] for _ in range(size)]
+    for name, tensor_senders in senders.items():
+        if sum(box.numel for box in tensor_senders) != tensors[name].numel():
+            holes.append(name)
+        for rank, number in tensor_senders.values():
+            pieces[rank].append((name, number))
+    return [(holes, rank_pieces) for rank_pieces in pieces]
 
 
-def _received(
+def _receive(
     tensor: torch.Tensor,
-    held: Sequence[tuple[Box, torch.Tensor]],
-    senders: Mapping[Box, tuple[int, int]],
-    ours: Channel,
+    pieces: Sequence[tuple[Box, torch.Tensor]],
+    senders: _Senders,
+    channel: Channel,
 ) -> torch.Tensor:
-    """Put a tensor together on rank 0."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for box, (rank, index) in senders.items():
-        target = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-        if not rank:
-            target.copy_(held[index][1])
-            continue
-        part = torch.empty(box.sizes, dtype=tensor.dtype)
-        ours.receive(part, rank)
-        target.copy_(part)
+    for box, (rank, number) in senders.items():
+        part = pieces[number][1] if not rank else torch.empty(box.sizes, dtype=tensor.dtype)
+        if rank:
+            channel.receive(part, rank)
+        box_of(whole, box).copy_(part)
     return whole

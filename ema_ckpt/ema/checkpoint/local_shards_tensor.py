@@ -1,9 +1,8 @@
-"""Local shards as tensors of global shape that `torch.distributed.checkpoint` saves and loads in
-place.
+"""Local shards as tensors of global shape that `torch.distributed.checkpoint` saves and loads.
 
-A `DTensor` where torch locates its shard right, a `LocalShardsTensor` tensor elsewhere: for pieces
-cut inside rows, parts of a replica, uneven strided shards, and host tensors of a device mesh.
-Neither copies: both alias the local memory.
+A `DTensor` where torch locates its shard right, a `LocalShardsTensor` elsewhere: for pieces cut
+inside rows, parts of a replica, uneven strided shards, and host tensors of a device mesh. Neither
+copies: both alias the local memory.
 """
 
 from __future__ import annotations
@@ -33,19 +32,17 @@ def as_global_tensor(
     boxes: Sequence[Box],
     shape: Sequence[int],
     local: torch.Tensor,
-    dtensor_like: DTensor | Layout | None = None,
+    layout: DTensor | Layout | None = None,
     replicas: int = 1,
 ) -> torch.Tensor:
-    """A tensor of global `shape` whose elements in `boxes` are `local`'s; it shares `local`'s
-    memory.
+    """Return a tensor of global `shape` whose elements in `boxes` are those of `local`, aliased.
 
     Args:
-        boxes: in elements; read row-major one after the other they are `local`'s row-major
-            flattening.
+        boxes: in elements; concatenated row-major they are `local`'s row-major flattening.
         shape: global, in elements.
         local: of one box's shape, or 1-D.
-        dtensor_like: mesh and placements of the live tensor. With them the result is a `DTensor`
-            where torch computes right offsets on every rank. All ranks decide alike.
+        layout: mesh and placements of the live tensor, or that itself. With them the result is a
+            `DTensor` where torch computes right offsets on every rank. All ranks decide alike.
         replicas: how many ranks divide each shard between them; in a `DTensor` they count as one
             more `Shard`.
 
@@ -61,33 +58,59 @@ def as_global_tensor(
             "internal",
             f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}",
         )
-    if dtensor_like is not None:
-        layout = _layout(dtensor_like)
-        placements = _placements_for(boxes, shape, local, layout, replicas)
-        if placements is not None:
-            return _as_dtensor(shape, local, layout[0], placements, dtensor_like)
-    elif tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
-        return local
-    return LocalShardsTensor(shape, boxes, box_views(boxes, local), local)
+    if layout is None:
+        if tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
+            return local
+        return LocalShardsTensor(shape, boxes, box_views(boxes, local), local)
+    stride: tuple[int, ...] = row_major_strides(shape)
+    if isinstance(layout, DTensor):
+        stride, layout = layout.stride(), (layout.device_mesh, layout.placements)
+    placements = _placements_for(boxes, shape, local, layout, replicas)
+    if placements is None:
+        return LocalShardsTensor(shape, boxes, box_views(boxes, local), local)
+    return DTensor.from_local(
+        _without_storage_offset(local.detach()),
+        layout[0],
+        tuple(placements),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
 
 
 def pieces_of(tensor: torch.Tensor) -> tuple[tuple[Box, torch.Tensor], ...]:
-    """The boxes of a published tensor that this rank holds, each with the local elements in the
-    box's shape.
-    """
+    """Return the boxes of a global tensor that this rank holds, with their local elements."""
     if isinstance(tensor, LocalShardsTensor):
         return tuple(zip(tensor.boxes, tensor.views, strict=True))
     if isinstance(tensor, DTensor):
         mesh, local = tensor.device_mesh, tensor.to_local().detach()
-        at = mesh.get_coordinate()
-        boxes = () if at is None else dtensor_boxes(tensor.shape, mesh.shape, at, tensor.placements)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            return ()
+        boxes = dtensor_boxes(tensor.shape, mesh.shape, coordinate, tensor.placements)
         return tuple(zip(boxes, box_views(boxes, local), strict=True))
     return ((whole(tensor.shape), tensor),)
 
 
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the elements of `tensor` in `box`, as a view."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def box_views(boxes: Sequence[Box], local: torch.Tensor) -> list[torch.Tensor]:
+    """Return `local` in pieces of the boxes' shapes, without a copy."""
+    if len(boxes) == 1 and tuple(local.shape) == boxes[0].sizes:
+        return [local]
+    if boxes and local.dim() > 1 and all(box.sizes[1:] == tuple(local.shape[1:]) for box in boxes):
+        return list(torch.split(local, [box.sizes[0] for box in boxes]))
+    parts = torch.split(local.view(-1), [box.numel for box in boxes])
+    return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
+
+
 class LocalShardsTensor(torch.Tensor):
-    """This rank's pieces of a tensor of global shape: boxes, and views of the local memory behind
-    them.
+    """This rank's pieces of a tensor of global shape: boxes, and views of the local memory.
 
     Understood by `dcp.save`, `dcp.load` and `dcp.async_save`'s staging through the protocol that
     `DTensor` also follows. It is no operand for arithmetic: anything but copying and moving raises
@@ -104,13 +127,10 @@ class LocalShardsTensor(torch.Tensor):
         views: Sequence[torch.Tensor],
         like: torch.Tensor,
     ) -> Self:
-        """`like` gives dtype and device, also where there is no piece."""
+        """Make a tensor of `like`'s dtype and device, which may have no piece at all."""
+        strides = row_major_strides(shape)
         self: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            tuple(shape),
-            strides=row_major_strides(shape),
-            dtype=like.dtype,
-            device=like.device,
+            cls, tuple(shape), strides=strides, dtype=like.dtype, device=like.device
         )
         self.boxes = tuple(boxes)
         self.views = tuple(view.detach() for view in views)
@@ -118,8 +138,11 @@ class LocalShardsTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         del tensor_contents
-        held = ", ".join(f"{list(box.offsets)}+{list(box.sizes)}" for box in self.boxes)
-        return f"Published(shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, holds=[{held}])"
+        pieces = ", ".join(f"{list(box.offsets)}+{list(box.sizes)}" for box in self.boxes)
+        return (
+            f"LocalShardsTensor(shape={list(self.shape)}, dtype={self.dtype}, device={self.device},"
+            f" holds=[{pieces}])"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
@@ -133,8 +156,8 @@ class LocalShardsTensor(torch.Tensor):
         operation = _OPERATIONS.get(func)
         if operation is None:
             raise NotImplementedError(
-                f"{func} on a tensor of which this rank holds only pieces; `pieces_of(tensor)` gives those, "
-                "`ShardedEMA.full_state_dict()` whole tensors"
+                f"{func} on a tensor of which this rank holds only pieces; `pieces_of(tensor)`"
+                " gives those, `ShardedEMA.full_state_dict()` whole tensors"
             )
         return operation(*args, **(kwargs or {}))
 
@@ -171,20 +194,6 @@ class LocalShardsTensor(torch.Tensor):
         raise StateError("internal", f"this rank holds no piece of {index.fqn!r} at {index.offset}")
 
 
-def box_views(boxes: Sequence[Box], local: torch.Tensor) -> list[torch.Tensor]:
-    """`local` in pieces of the boxes' shapes, without a copy."""
-    if len(boxes) == 1 and tuple(local.shape) == boxes[0].sizes:
-        return [local]
-    if boxes and local.dim() > 1 and all(box.sizes[1:] == tuple(local.shape[1:]) for box in boxes):
-        return list(torch.split(local, [box.sizes[0] for box in boxes]))
-    parts = torch.split(local.view(-1), [box.numel for box in boxes])
-    return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
-
-
-def _layout(like: DTensor | Layout) -> Layout:
-    return (like.device_mesh, like.placements) if isinstance(like, DTensor) else like
-
-
 def _placements_for(
     boxes: tuple[Box, ...],
     shape: tuple[int, ...],
@@ -192,38 +201,23 @@ def _placements_for(
     layout: Layout,
     replicas: int,
 ) -> Sequence[Placement] | None:
-    """Placements under which torch finds every rank's elements at their boxes; None if there are
-    none.
-    """
+    """Return placements under which torch finds every rank's elements at their boxes, if any."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     mesh, placements = layout
     # DTensor.from_local would move a host tensor to the mesh's device, and so break the alias.
     if mesh.get_coordinate() is None or len(boxes) > 1 or local.device.type != mesh.device_type:
         return None
-    candidates = (
-        [placements]
-        if replicas == 1
-        else _split_over_replicas(shape, mesh.shape, placements, replicas)
-    )
+    candidates = [placements]
+    if replicas > 1:
+        candidates = _split_over_replicas(shape, mesh.shape, placements, replicas)
     for candidate in candidates:
-        if torch_computes_offsets(shape, mesh.shape, candidate) and _is_local(
-            boxes, shape, local, mesh, candidate
-        ):
-            return candidate
+        if torch_computes_offsets(shape, mesh.shape, candidate):
+            sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, candidate)
+            expected = (Box(tuple(offsets), tuple(sizes)),) if prod(sizes) else ()
+            if tuple(local.shape) == tuple(sizes) and boxes == expected:
+                return candidate
     return None
-
-
-def _is_local(
-    boxes: tuple[Box, ...],
-    shape: tuple[int, ...],
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-) -> bool:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    expected = (Box(tuple(offsets), tuple(sizes)),) if prod(sizes) else ()
-    return tuple(local.shape) == tuple(sizes) and boxes == expected
 
 
 def _split_over_replicas(
@@ -232,45 +226,28 @@ def _split_over_replicas(
     placements: Sequence[Placement],
     replicas: int,
 ) -> list[Sequence[Placement]]:
-    """`placements` with one replicated mesh dimension cutting the rows inside all other cuts.
+    """Return placements with a replicated mesh dimension that cuts rows inside all other cuts.
 
     Only where rows divide evenly, so that `torch.chunk` and near-even parts are the same on every
     rank.
     """
-    found: list[Sequence[Placement]] = []
     row_cuts = [
-        size if isinstance(p, Shard | _StridedShard) and p.dim == 0 else 1
-        for size, p in zip(mesh_sizes, placements, strict=True)
+        size if isinstance(placement, Shard | _StridedShard) and placement.dim == 0 else 1
+        for size, placement in zip(mesh_sizes, placements, strict=True)
     ]
+    if not shape or shape[0] % (prod(row_cuts) * replicas):
+        return []
+    candidates: list[Sequence[Placement]] = []
     for axis, placement in enumerate(placements):
-        even = bool(shape) and shape[0] % (prod(row_cuts) * replicas) == 0
-        if isinstance(placement, Replicate) and mesh_sizes[axis] == replicas and even:
+        if isinstance(placement, Replicate) and mesh_sizes[axis] == replicas:
             factor = prod(row_cuts[axis + 1 :])
             cut = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
-            found.append([*placements[:axis], cut, *placements[axis + 1 :]])
-    return found
+            candidates.append([*placements[:axis], cut, *placements[axis + 1 :]])
+    return candidates
 
 
-def _as_dtensor(
-    shape: tuple[int, ...],
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    like: DTensor | Layout,
-) -> DTensor:
-    stride = like.stride() if isinstance(like, DTensor) else row_major_strides(shape)
-    return DTensor.from_local(
-        _rebased(local.detach()),
-        mesh,
-        tuple(placements),
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
-
-
-def _rebased(local: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor with storage offset 0.
+def _without_storage_offset(local: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor with storage offset 0.
 
     A DTensor takes over the offset of its local tensor; then its data pointer is not 0, and the
     staging of `dcp.async_save` tries to copy a storage that it does not have (torch 2.13,
@@ -283,14 +260,12 @@ def _rebased(local: torch.Tensor) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(local)
 
 
-def _mapped(
+def _map_views(
     tensor: LocalShardsTensor, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> LocalShardsTensor:
-    """The same boxes with every piece changed."""
     like = change(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-    return LocalShardsTensor(
-        tensor.shape, tensor.boxes, [change(view) for view in tensor.views], like
-    )
+    views = [change(view) for view in tensor.views]
+    return LocalShardsTensor(tensor.shape, tensor.boxes, views, like)
 
 
 def _detach(tensor: LocalShardsTensor) -> LocalShardsTensor:
@@ -299,7 +274,7 @@ def _detach(tensor: LocalShardsTensor) -> LocalShardsTensor:
 
 def _view(tensor: LocalShardsTensor, size: Sequence[int]) -> LocalShardsTensor:
     if tuple(size) != tuple(tensor.shape):
-        raise NotImplementedError("a published tensor keeps its shape")
+        raise NotImplementedError("a LocalShardsTensor keeps its shape")
     return _detach(tensor)
 
 
@@ -307,48 +282,42 @@ def _clone(
     tensor: LocalShardsTensor, *, memory_format: torch.memory_format | None = None
 ) -> LocalShardsTensor:
     del memory_format
-    return _mapped(tensor, torch.clone)
+    return _map_views(tensor, torch.clone)
 
 
 def _new_empty(tensor: LocalShardsTensor, size: Sequence[int], **options: Any) -> torch.Tensor:
-    asked: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-    asked |= {name: value for name, value in options.items() if value is not None}
+    kwargs: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    kwargs |= {name: value for name, value in options.items() if value is not None}
     if tuple(size) != tuple(tensor.shape):
-        return torch.empty(tuple(size), **asked)
-    return _mapped(tensor, lambda view: torch.empty_like(view, **asked))
+        return torch.empty(tuple(size), **kwargs)
+    return _map_views(tensor, lambda view: torch.empty_like(view, **kwargs))
 
 
-def _empty_like(tensor: LocalShardsTensor, **options: Any) -> torch.Tensor:
-    return _new_empty(
-        tensor, tensor.shape, **{k: v for k, v in options.items() if k != "memory_format"}
-    )
+def _empty_like(
+    tensor: LocalShardsTensor, memory_format: torch.memory_format | None = None, **options: Any
+) -> torch.Tensor:
+    del memory_format
+    return _new_empty(tensor, tensor.shape, **options)
 
 
 def _to_copy(tensor: LocalShardsTensor, **options: Any) -> LocalShardsTensor:
-    return _mapped(tensor, lambda view: aten._to_copy.default(view, **options))
+    return _map_views(tensor, lambda view: aten._to_copy.default(view, **options))
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, LocalShardsTensor):
         raise NotImplementedError("a rank that holds only pieces cannot fill a whole tensor")
-    if isinstance(source, LocalShardsTensor):
-        if source.boxes != target.boxes:
-            raise StateError(
-                "internal", f"cannot copy {source!r} into {target!r}: they hold other elements"
-            )
-        parts: Sequence[torch.Tensor] = source.views
+    if not isinstance(source, LocalShardsTensor):
+        parts: Sequence[torch.Tensor] = [box_of(source, box) for box in target.boxes]
+    elif source.boxes == target.boxes:
+        parts = source.views
     else:
-        parts = [box_of(source, box) for box in target.boxes]
+        raise StateError(
+            "internal", f"cannot copy {source!r} into {target!r}: they hold other elements"
+        )
     for view, part in zip(target.views, parts, strict=True):
         view.copy_(part, non_blocking=non_blocking)
     return target
-
-
-def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The elements of `tensor` in `box`, as a view."""
-    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(axis, offset, size)
-    return tensor
 
 
 _OPERATIONS: dict[Any, Callable[..., Any]] = {

@@ -8,7 +8,7 @@ no older file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +17,26 @@ from ema_ckpt.core.box import Box, intersect
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor, box_of, pieces_of
-from ema_ckpt.ema.model.shards import Shadow, TrackedShard
+from ema_ckpt.ema.model.shards import Shadow
 from ema_ckpt.ema.schedules import Constant, Warmup, to_json
-from ema_ckpt.ema.settings import Counter, Settings
+from ema_ckpt.ema.settings import Settings, UpdateCounter
 from ema_ckpt.ema.shadows import Averages
 
 _VERSION = 1
 
 
-def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, Any]:
-    """The state, its averages aliased; buffers that are not averaged are copies of the live
-    ones.
-    """
+def tree(averages: Averages, counter: UpdateCounter, settings: Settings) -> dict[str, Any]:
+    """Return the state; averages are aliased, buffers that are not averaged are copied."""
     weights = {
-        slot.shard.fqn: _published(slot, slot.average, settings)
-        for slot in averages.shadows
-        if _is_saved(averages, slot)
+        shadow.shard.fqn: _as_global(shadow, shadow.average, settings)
+        for shadow in _saved(averages)
     }
-    weights.update((h.shard.fqn, _live_copy(h)) for h in averages.live_buffers if h.persistent)
+    for tracked in averages.live_buffers:
+        if tracked.persistent:
+            shard = tracked.shard
+            weights[shard.fqn] = as_global_tensor(
+                shard.boxes, shard.shape, shard.local.detach().clone(), shard.layout
+            )
     state: dict[str, Any] = {
         "weights": weights,
         "num_updates": torch.tensor(counter.num_updates, dtype=torch.int64),
@@ -43,75 +45,75 @@ def tree(averages: Averages, counter: Counter, settings: Settings) -> dict[str, 
     }
     if settings.compensate:
         state["residual"] = {
-            slot.shard.fqn: _published(slot, slot.residual, settings)
-            for slot in averages.shadows
-            if slot.residual is not None
+            shadow.shard.fqn: _as_global(shadow, shadow.residual, settings)
+            for shadow in averages.shadows
+            if shadow.residual is not None
         }
     return state
 
 
-def load(state: Mapping[str, Any], averages: Averages, counter: Counter) -> None:
-    """Take over a state: averages are written in place unless `state` aliases them, and the counter
-    goes on from it.
+def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -> None:
+    """Load a state: averages in place unless `state` aliases them, and the counter.
 
-    A tied tensor is taken under any of its names, those of this model or those that the state's
+    A tied tensor is found under any of its names, those of this model or those that the state's
     `config` records.
 
     Raises:
         StateError: a name is missing, or a tensor has another shape or lacks elements of this rank;
             nothing changed.
     """
-    absent = [name for name in ("weights", "num_updates") if name not in state]
+    absent = sorted({"weights", "num_updates"} - state.keys())
     if absent:
         raise StateError(
             "usage", f"the state to load lacks {shown(absent)}: give what state_dict() returned"
         )
     config = parse_config(state.get("config"))
-    slots = [slot for slot in averages.shadows if _is_saved(averages, slot)]
-    weights = _found(slots, state["weights"], config)
-    residuals = _found(slots, state.get("residual", {}), config)
-    missing = [slot.shard.fqn for slot in slots if slot not in weights]
+    tied = config.get("tied", {})
+    shadows = _saved(averages)
+    weights = _values_of(shadows, state["weights"], tied)
+    residuals = _values_of(shadows, state.get("residual", {}), tied)
+    missing = [shadow.shard.fqn for shadow in shadows if shadow not in weights]
     if missing:
         raise StateError("usage", f"the state to load lacks averages: {shown(missing)}")
-    pairs = [(slot, slot.average, value) for slot, value in weights.items()]
-    pairs += [
-        (slot, slot.residual, value)
-        for slot, value in residuals.items()
-        if slot.residual is not None
-    ]
-    copies = [copy for slot, into, value in pairs for copy in _copies(slot, into, value)]
+    copies = []
+    for shadow, value in weights.items():
+        copies += _copies(shadow, shadow.average, value)
+    for shadow, value in residuals.items():
+        copies += _copies(shadow, shadow.residual, value)
     updates, samples = int(state["num_updates"]), int(state.get("samples_seen", 0))
     if min(updates, samples) < 0:
         raise StateError(
             "usage", f"the state to load counts {updates} updates and {samples} samples"
         )
-    for into, value in copies:
-        into.copy_(value)
-    for slot in slots:
-        if slot.residual is not None and slot not in residuals:
-            slot.residual.zero_()
+    for target, source in copies:
+        target.copy_(source)
+    for shadow in set(shadows) - residuals.keys():
+        if shadow.residual is not None:
+            shadow.residual.zero_()
     counter.resume(updates, samples, config.get("counter", {}))
 
 
-def _found(
-    slots: Iterable[Shadow], tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+def _values_of(
+    shadows: Iterable[Shadow],
+    tensors: Mapping[str, torch.Tensor],
+    tied: Mapping[str, Sequence[str]],
 ) -> dict[Shadow, torch.Tensor]:
-    """What a state holds for each slot, under whichever of its names."""
-    ties = {
-        alias: name
-        for name, aliases in config.get("tied", {}).items()
-        for alias in aliases
-        if name in tensors
-    }
-    named = {**{alias: tensors[name] for alias, name in ties.items()}, **tensors}
-    names = {
-        slot: next((name for name in slot.shard.names if name in named), None) for slot in slots
-    }
-    return {slot: named[name] for slot, name in names.items() if name is not None}
+    """Return each shadow's tensor of a state, under whichever of its names it is there."""
+    named: dict[str, torch.Tensor] = {}
+    for name, aliases in tied.items():
+        if name in tensors:
+            named.update(dict.fromkeys(aliases, tensors[name]))
+    named.update(tensors)
+    values = {}
+    for shadow in shadows:
+        names = [name for name in shadow.shard.names if name in named]
+        if names:
+            values[shadow] = named[names[0]]
+    return values
 
 
 def parse_config(config: object) -> dict[str, Any]:
-    """The settings of a state: from its JSON document, or a dict as older files have it."""
+    """Return the settings of a state from its JSON document, or a dict as older files have it."""
     if isinstance(config, (str, bytes)):
         try:
             config = json.loads(config)
@@ -122,11 +124,10 @@ def parse_config(config: object) -> dict[str, Any]:
     return dict(config) if isinstance(config, Mapping) else {}
 
 
-def _config(averages: Averages, counter: Counter, settings: Settings) -> dict[str, Any]:
+def _config(averages: Averages, counter: UpdateCounter, settings: Settings) -> dict[str, Any]:
     schedule = settings.schedule
-    everything = [slot.shard for slot in averages.shadows] + [
-        h.shard for h in averages.live_buffers
-    ]
+    shards = [shadow.shard for shadow in averages.shadows]
+    shards += [tracked.shard for tracked in averages.live_buffers]
     return {
         "version": _VERSION,
         "decay": schedule.decay if isinstance(schedule, (Constant, Warmup)) else None,
@@ -138,7 +139,7 @@ def _config(averages: Averages, counter: Counter, settings: Settings) -> dict[st
         "seed": settings.seed,
         "nonfinite": settings.nonfinite,
         "buffers": settings.buffers,
-        "tied": {shard.fqn: list(shard.aliases) for shard in everything if shard.aliases},
+        "tied": {shard.fqn: list(shard.aliases) for shard in shards if shard.aliases},
         "counter": {
             "moved_at": counter.moved_at,
             "pending": counter.pending,
@@ -147,64 +148,51 @@ def _config(averages: Averages, counter: Counter, settings: Settings) -> dict[st
     }
 
 
-def _is_saved(averages: Averages, slot: Shadow) -> bool:
-    return slot.shard.is_parameter or averages.tracked[averages.shadows.index(slot)].persistent
+def _saved(averages: Averages) -> list[Shadow]:
+    """Return the shadows of parameters and persistent buffers."""
+    pairs = zip(averages.shadows, averages.tracked, strict=True)
+    return [shadow for shadow, tracked in pairs if shadow.shard.is_parameter or tracked.persistent]
 
 
-def _published(slot: Shadow, local: torch.Tensor, settings: Settings) -> torch.Tensor:
-    shard = slot.shard
-    layout = (
-        None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
-    )
-    splits = (
-        settings.shard_replicas is not False and shard.replica is not None and bool(shard.shape)
-    )
-    return as_global_tensor(
-        slot.boxes,
-        shard.shape,
-        local,
-        layout,
-        shard.replica.count if splits and shard.replica else 1,
-    )
-
-
-def _live_copy(held: TrackedShard) -> torch.Tensor:
-    shard = held.shard
-    layout = (
-        None if shard.mesh is None or shard.placements is None else (shard.mesh, shard.placements)
-    )
-    return as_global_tensor(shard.boxes, shard.shape, shard.local.detach().clone(), layout)
+def _as_global(shadow: Shadow, local: torch.Tensor, settings: Settings) -> torch.Tensor:
+    shard, replicas = shadow.shard, 1
+    # On all ranks alike, also where this rank's part is the whole shard.
+    if settings.shard_replicas is not False and shard.replica is not None and shard.shape:
+        replicas = shard.replica.count
+    return as_global_tensor(shadow.boxes, shard.shape, local, shard.layout, replicas)
 
 
 def _copies(
-    slot: Shadow, into: torch.Tensor, value: torch.Tensor
+    shadow: Shadow, target: torch.Tensor | None, source: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(target view, source view) pairs that bring `value` into `into`, the slot's memory; none if
-    it is that memory.
-    """
-    if tuple(value.shape) != slot.shard.shape:
+    """Return (target view, source view) pairs; none if there is no target or it is the source."""
+    if target is None:
+        return []
+    fqn, shape = shadow.shard.fqn, shadow.shard.shape
+    if tuple(source.shape) != shape:
+        raise StateError(
+            "usage", f"{fqn!r} has shape {shape}; the state to load has {tuple(source.shape)}"
+        )
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if shadow.numel:
+        source_pieces = pieces_of(source)
+        for box, view in pieces_of(as_global_tensor(shadow.boxes, shape, target)):
+            copies += _overlapping_views(box, view, source_pieces)
+    if sum(view.numel() for view, _ in copies) < shadow.numel:
         raise StateError(
             "usage",
-            f"{slot.shard.fqn!r} has shape {slot.shard.shape}; the state to load has {tuple(value.shape)}",
+            f"{fqn!r}: the state to load holds other elements than this rank averages; give whole"
+            " tensors, or restore the checkpoint with ema_ckpt.restore",
         )
-    targets = pieces_of(as_global_tensor(slot.boxes, slot.shard.shape, into)) if slot.numel else ()
-    sources = pieces_of(value)
-    copies = [copy for box, view in targets for copy in _overlaps(box, view, sources)]
-    if sum(target.numel() for target, _ in copies) < slot.numel:
-        raise StateError(
-            "usage",
-            f"{slot.shard.fqn!r}: the state to load holds other elements than this rank averages; give whole tensors,"
-            " or restore the checkpoint with ema_ckpt.restore",
-        )
-    return [(target, source) for target, source in copies if target.data_ptr() != source.data_ptr()]
+    return [(view, other) for view, other in copies if view.data_ptr() != other.data_ptr()]
 
 
-def _overlaps(
-    box: Box, view: torch.Tensor, sources: Iterable[tuple[Box, torch.Tensor]]
+def _overlapping_views(
+    box: Box, view: torch.Tensor, pieces: Iterable[tuple[Box, torch.Tensor]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    copies = []
-    for other, tensor in sources:
+    views = []
+    for other, tensor in pieces:
         common = intersect(box, other)
         if common is not None:
-            copies.append((box_of(view, common.within(box)), box_of(tensor, common.within(other))))
-    return copies
+            views.append((box_of(view, common.within(box)), box_of(tensor, common.within(other))))
+    return views

@@ -1,14 +1,13 @@
 """The engine for CUDA: one launch over all local shards, with the weight on the device.
 
-Bit-equal to `torch._foreach_lerp_` on float32 parameters, and to it on `p.float()` for others. What
-the kernel does not serve (float64, complex, parameters that are not contiguous), and everything
-where Triton is not installed, goes to torch's multi-tensor kernels.
+Bit-equal to `torch._foreach_lerp_` on float32 parameters, and to it on `p.float()` for others. All
+else (float64, complex, parameters that are not contiguous, no Triton) goes to torch's multi-tensor
+kernels.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 
 from ema_ckpt.ema.engines import foreach, stochastic
-from ema_ckpt.ema.engines.lists import Step, UpdateBatch
 from ema_ckpt.ema.engines.noise import Position
+from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 
 # Elements per program, and its warps.
 BLOCK_NUMEL = 2048
@@ -29,9 +28,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Control:
-    """What changes from call to call, on the device: a launch reads it there, so that a CUDA graph
-    can be replayed.
-    """
+    """Values that change from call to call, on the device, where a CUDA graph reads them."""
 
     weight: torch.Tensor  # float32, 0-dim; 0 leaves all as it is
     call: torch.Tensor  # int64, 0-dim: the number of the call, for stochastic rounding
@@ -39,24 +36,21 @@ class Control:
 
     @classmethod
     def on(cls, device: torch.device) -> Control:
-        """Controls of weight 0."""
+        """Make controls of weight 0."""
         number = torch.zeros((), dtype=torch.int64, device=device)
         return cls(torch.zeros((), dtype=torch.float32, device=device), number, number.clone())
 
 
 class TritonStep:
-    """A step over lists that the kernel serves."""
+    """A step over a batch that the kernel serves."""
 
-    def __init__(self, lists: UpdateBatch, control: Control | None = None) -> None:
-        self.device = lists.params[0].device
+    def __init__(self, batch: UpdateBatch, control: Control | None = None) -> None:
+        self.device = batch.params[0].device
         with torch.cuda.device(self.device):
             self.control = control or Control.on(self.device)
-            self._lists = lists  # the table holds bare addresses
+            self._batch = batch  # the table holds bare addresses
             self._flag = torch.zeros((), dtype=torch.int32, device=self.device)
-            blocks, table = _tables(lists)
-            self._blocks, self._table = _sent(blocks, self.device), _sent(table, self.device)
-            self._grid = (len(blocks),)
-            self._launcher = self._made_launcher()
+            self._launch_kernel = self._kernel_launcher()
             # of weight 0: compiles and loads the kernel, which cannot be done under capture
             self.launch()
 
@@ -68,8 +62,8 @@ class TritonStep:
     def set(self, weight: float) -> None:
         """Set the weight of the launches to come."""
         self.control.weight.fill_(weight)
-        if self._lists.noise is not None:
-            self.control.call.fill_(self._lists.noise.call())
+        if self._batch.noise is not None:
+            self.control.call.fill_(self._batch.noise.call())
 
     def record(self) -> None:
         """Launch under capture, and count each replay."""
@@ -77,66 +71,65 @@ class TritonStep:
         self.launch()
 
     def launch(self) -> None:
-        """Move all averages by the weight that was set; the current device must be the lists'."""
-        if self._lists.events is not None:
+        """Move all averages by the weight that was set, on the batch's device."""
+        if self._batch.nonfinite_count is not None:
             self._flag.zero_()
-        self._launcher()
+        self._launch_kernel()
 
-    def _made_launcher(self) -> Any:
+    def _kernel_launcher(self) -> Any:
         from ema_ckpt.ema.engines import cuda_kernels as kernels
 
-        lists, control = self._lists, self.control
-        events = (
-            control.replays if lists.events is None else lists.events
-        )  # without SKIP it is not touched
-        seed = 0 if lists.noise is None else lists.noise.seed & (1 << 63) - 1
+        batch, control = self._batch, self.control
+        rows, table = _tables(batch)
+        # without `skip` the kernel does not touch the count
+        count = control.replays if batch.nonfinite_count is None else batch.nonfinite_count
+        seed = 0 if batch.noise is None else batch.noise.seed & (1 << 63) - 1
         arguments = (
-            self._blocks,
-            self._table,
+            _to_device(rows, self.device),
+            _to_device(table, self.device),
             control.weight,
             self._flag,
-            events,
+            count,
             control.call,
             seed,
         )
         options: dict[str, Any] = {
-            "shadow_type": _dtype_of(lists.shadows[0]),
-            "param_type": _dtype_of(lists.params[0]),
+            "shadow_type": _triton_dtype(batch.averages[0]),
+            "param_type": _triton_dtype(batch.params[0]),
             "block_numel": BLOCK_NUMEL,
             "columns": kernels.COLUMNS,
-            "compensate": lists.residuals is not None,
-            "skip": lists.events is not None,
-            "stochastic": lists.noise is not None,
+            "compensate": batch.residuals is not None,
+            "skip": batch.nonfinite_count is not None,
+            "stochastic": batch.noise is not None,
             "num_warps": WARPS,
             "enable_fp_fusion": False,
         }
-        launcher: Any = kernels.move
-        grid = self._grid
-        return lambda: launcher[grid](*arguments, **options)
+        kernel: Any = kernels.move
+        grid = (len(rows),)
+        return lambda: kernel[grid](*arguments, **options)
 
 
-def prepare(lists: UpdateBatch) -> Step:
-    """A step over `lists` on one CUDA device."""
-    contiguous = [i for i, param in enumerate(lists.params) if param.is_contiguous()]
-    if not serves(lists) or not contiguous:
-        return _without_triton(lists)
-    if len(contiguous) == len(lists.params):
-        return TritonStep(lists)
-    rest = sorted(set(range(len(lists.params))).difference(contiguous))
-    steps: list[Step] = [TritonStep(lists.subset(contiguous)), _without_triton(lists.subset(rest))]
+def prepare(batch: UpdateBatch) -> Step:
+    """Return a step over a batch on one CUDA device."""
+    contiguous = [i for i, param in enumerate(batch.params) if param.is_contiguous()]
+    if not serves(batch) or not contiguous:
+        return _prepare_without_triton(batch)
+    if len(contiguous) == len(batch.params):
+        return TritonStep(batch)
+    rest = sorted(set(range(len(batch.params))).difference(contiguous))
+    kernel_step = TritonStep(batch.subset(contiguous))
+    torch_step = _prepare_without_triton(batch.subset(rest))
 
     def both(weight: float) -> None:
-        for step in steps:
-            step(weight)
+        kernel_step(weight)
+        torch_step(weight)
 
     return both
 
 
-def serves(lists: UpdateBatch) -> bool:
-    """Whether the kernel does this arithmetic, and is there. Strides are looked at by the
-    caller.
-    """
-    return lists.shadows[0].dtype in _FLOATS and lists.params[0].dtype in _FLOATS and _installed()
+def serves(batch: UpdateBatch) -> bool:
+    """Return whether the kernel has these dtypes and is installed; strides are the caller's."""
+    return batch.averages[0].dtype in _FLOATS and batch.params[0].dtype in _FLOATS and _installed()
 
 
 @cache
@@ -144,48 +137,50 @@ def _installed() -> bool:
     if find_spec("triton") is not None:
         return True
     warnings.warn(
-        "Triton is not installed: averages on CUDA are moved by torch's multi-tensor kernels, which is slower for"
-        " bfloat16 parameters and cannot be recorded into CUDA graphs",
+        "Triton is not installed: averages on CUDA are moved by torch's multi-tensor kernels, which"
+        " is slower for bfloat16 parameters and cannot be recorded into CUDA graphs",
         stacklevel=2,
     )
     return False
 
 
-def _without_triton(lists: UpdateBatch) -> Step:
-    return foreach.prepare(lists) if lists.noise is None else stochastic.prepare(lists, lists.noise)
+def _prepare_without_triton(batch: UpdateBatch) -> Step:
+    if batch.noise is None:
+        return foreach.prepare(batch)
+    return stochastic.prepare(batch, batch.noise)
 
 
-def _tables(lists: UpdateBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row of each block, int32, and the rows, one per tensor; on the host."""
-    counts = [-(-shadow.numel() // BLOCK_NUMEL) for shadow in lists.shadows]
-    addresses = (
-        [0] * len(counts) if lists.residuals is None else [r.data_ptr() for r in lists.residuals]
-    )
-    nowhere = Position(0, 1, 1, 0)
-    places = [nowhere] * len(counts) if lists.noise is None else lists.noise.positions
-    rows = []
-    first = 0
-    for shadow, param, residual, place, count in zip(
-        lists.shadows, lists.params, addresses, places, counts, strict=True
+def _tables(batch: UpdateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the table row of each block, int32, and the table, a row per tensor; on the host."""
+    counts = [-(-average.numel() // BLOCK_NUMEL) for average in batch.averages]
+    addresses = [0] * len(counts)
+    if batch.residuals is not None:
+        addresses = [residual.data_ptr() for residual in batch.residuals]
+    positions = [Position(0, 1, 1, 0)] * len(counts)
+    if batch.noise is not None:
+        positions = list(batch.noise.positions)
+    table = []
+    first_block = 0
+    for average, param, residual, position, count in zip(
+        batch.averages, batch.params, addresses, positions, counts, strict=True
     ):
-        row = [shadow.data_ptr(), param.data_ptr(), residual, shadow.numel(), first]
-        rows.append([*row, place.base, place.first, place.run, place.stride, place.tensor])
-        first += count
-    numbers = torch.arange(len(counts), dtype=torch.int32)
-    return torch.repeat_interleave(numbers, torch.tensor(counts)), torch.tensor(
-        rows, dtype=torch.int64
+        row = [average.data_ptr(), param.data_ptr(), residual, average.numel(), first_block]
+        row += [position.base, position.first, position.run, position.stride, position.tensor]
+        table.append(row)
+        first_block += count
+    rows = torch.arange(len(counts), dtype=torch.int32)
+    return torch.repeat_interleave(rows, torch.tensor(counts)), torch.tensor(
+        table, dtype=torch.int64
     )
 
 
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Pinned, a copy to the device makes no one wait.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _dtype_of(tensor: torch.Tensor) -> Any:
+def _triton_dtype(tensor: torch.Tensor) -> Any:
     import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
-    names: Sequence[tuple[torch.dtype, Any]] = list(
-        zip(_FLOATS, (tl.float32, tl.bfloat16, tl.float16), strict=True)
-    )
-    return dict(names)[tensor.dtype]
+    triton_dtypes: tuple[Any, ...] = (tl.float32, tl.bfloat16, tl.float16)
+    return triton_dtypes[_FLOATS.index(tensor.dtype)]

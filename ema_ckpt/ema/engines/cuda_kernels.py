@@ -1,10 +1,8 @@
-"""The Triton kernel that moves all averages of a list in one launch. Imported only where Triton is
-installed.
+"""The Triton kernel that moves all averages of a batch in one launch; imported if it is installed.
 
 Every operation whose rounding matters is written out: ATen's lerp as a fused multiply-add with its
 two branches, the compensated update without any (launched with `enable_fp_fusion=False`), so that
-the bits are those of
-`torch._foreach_lerp_` and of `reference.compensated` on the same device.
+the bits are those of `torch._foreach_lerp_` and of the CPU engine on the same device.
 """
 
 # mypy: disable-error-code="import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -30,9 +28,7 @@ def _lerp(old, value, weight):
 
 @triton.jit
 def _noise(row, start, offsets, seed, call, block_numel: tl.constexpr):
-    """16 random bits per element from its place in the global tensor, whatever piece of it is held
-    here.
-    """
+    """Draw 16 random bits per element from its place in the global tensor, as `random_bits`."""
     base = tl.load(row + 5)
     at = tl.load(row + 6) + start
     run = tl.load(row + 7)
@@ -60,9 +56,7 @@ def _noise(row, start, offsets, seed, call, block_numel: tl.constexpr):
 
 @triton.jit
 def _stochastic(new, noise):
-    """Round to bfloat16 up with the probability of the cut-off fraction; what is not finite is cast
-    as it is.
-    """
+    """Round to bfloat16, up with the probability of the cut-off fraction; not inf and NaN."""
     bits = (new.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     return tl.where(tl.abs(new) < float("inf"), bits.to(tl.float32, bitcast=True), new)
 
@@ -128,12 +122,10 @@ def _block(  # noqa: PLR0912 - one pass over memory, whatever is asked for
 @triton.jit
 def move(
     blocks, table, weight_at, flag_at, events_at, call_at, seed,
-    shadow_type: tl.constexpr, param_type: tl.constexpr, block_numel: tl.constexpr, columns: tl.constexpr,
-    compensate: tl.constexpr, skip: tl.constexpr, stochastic: tl.constexpr,
+    shadow_type: tl.constexpr, param_type: tl.constexpr, block_numel: tl.constexpr,
+    columns: tl.constexpr, compensate: tl.constexpr, skip: tl.constexpr, stochastic: tl.constexpr,
 ):  # fmt: skip
-    """Move one block of one tensor; `blocks[program]` is the tensor's row. With weight 0 nothing is
-    touched.
-    """
+    """Move one block of one tensor, whose row is `blocks[program]`; with weight 0 touch nothing."""
     weight = tl.load(weight_at)
     if weight != 0.0:
         row = table + tl.load(blocks + tl.program_id(0)).to(tl.int64) * columns

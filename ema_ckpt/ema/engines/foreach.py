@@ -7,67 +7,63 @@ from typing import TypeAlias
 
 import torch
 
-from ema_ckpt.ema.engines import cpu as blocked
-from ema_ckpt.ema.engines.lists import Step, UpdateBatch
+from ema_ckpt.ema.engines import cpu
+from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 
 # Of float32: 32 MiB. On an accelerator a launch costs more than a trip to memory.
 _SCRATCH_NUMEL = 1 << 23
 
-_Chunk: TypeAlias = tuple[
-    list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]
-]  # shadows, params, scratch
+# averages, params, scratch
+_Chunk: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 
 
-def prepare(lists: UpdateBatch) -> Step:
-    """A step over `lists`; parameters of another dtype are widened through at most 32 MiB of
-    scratch.
-    """
-    if not lists.is_plain or any(
-        p.numel() > _SCRATCH_NUMEL and not p.is_contiguous() for p in lists.params
-    ):
-        return blocked.prepare(lists)
-    if lists.params[0].dtype is lists.wide:
-        shadows, params = list(lists.shadows), [param.detach() for param in lists.params]
+def prepare(batch: UpdateBatch) -> Step:
+    """Return a step; params of another dtype are widened through at most 32 MiB of scratch."""
+    has_large_strided = any(
+        p.numel() > _SCRATCH_NUMEL and not p.is_contiguous() for p in batch.params
+    )
+    if has_large_strided or not batch.is_plain_lerp:
+        return cpu.prepare(batch)
+    if batch.params[0].dtype is batch.compute_dtype:
+        averages, params = list(batch.averages), [param.detach() for param in batch.params]
 
         def step(weight: float) -> None:
-            torch._foreach_lerp_(shadows, params, weight)
+            torch._foreach_lerp_(averages, params, weight)
 
         return step
-    chunks = list(_chunks(lists))
+    chunks = list(_chunks(batch))
 
     def widening_step(weight: float) -> None:
-        for shadows, params, scratch in chunks:
+        for averages, params, scratch in chunks:
             torch._foreach_copy_(scratch, params)
-            torch._foreach_lerp_(shadows, scratch, weight)
+            torch._foreach_lerp_(averages, scratch, weight)
 
     return widening_step
 
 
-def _chunks(lists: UpdateBatch) -> Iterator[_Chunk]:
-    """The lists cut so that each chunk's parameters fit into one scratch, which all chunks
-    share.
-    """
-    scratch = torch.empty(_SCRATCH_NUMEL, dtype=lists.wide, device=lists.shadows[0].device)
+def _chunks(batch: UpdateBatch) -> Iterator[_Chunk]:
+    """Cut the lists so that each chunk's parameters fit into one scratch, which all share."""
+    device = batch.averages[0].device
+    scratch = torch.empty(_SCRATCH_NUMEL, dtype=batch.compute_dtype, device=device)
     chunk: _Chunk = ([], [], [])
     used = 0
-    for shadow, param in _fitting(lists):
-        if used + shadow.numel() > _SCRATCH_NUMEL:
+    for average, param in _pieces(batch):
+        if used + average.numel() > _SCRATCH_NUMEL:
             yield chunk
             chunk, used = ([], [], []), 0
-        for tensors, tensor in zip(
-            chunk, (shadow, param, scratch[used : used + shadow.numel()]), strict=True
-        ):
-            tensors.append(tensor.view(shadow.shape))
-        used += shadow.numel()
+        chunk[0].append(average)
+        chunk[1].append(param)
+        chunk[2].append(scratch[used : used + average.numel()].view(average.shape))
+        used += average.numel()
     if used:
         yield chunk
 
 
-def _fitting(lists: UpdateBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for shadow, param in zip(lists.shadows, lists.params, strict=True):
+def _pieces(batch: UpdateBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for average, param in zip(batch.averages, batch.params, strict=True):
         live = param.detach()
-        if shadow.numel() <= _SCRATCH_NUMEL:
-            yield shadow, live
+        if average.numel() <= _SCRATCH_NUMEL:
+            yield average, live
         else:
-            cut = [torch.split(tensor.view(-1), _SCRATCH_NUMEL) for tensor in (shadow, live)]
-            yield from zip(*cut, strict=True)
+            pieces = [torch.split(tensor.view(-1), _SCRATCH_NUMEL) for tensor in (average, live)]
+            yield from zip(*pieces, strict=True)

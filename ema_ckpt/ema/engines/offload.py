@@ -1,11 +1,10 @@
-"""The engine for averages in pinned host memory: they pass through small slots on the device,
-beside the training.
+"""The engine for averages in pinned host memory: they pass through small slots on the device.
 
 Averages that follow each other in memory travel as one chunk: copied in, moved by the kernel,
-copied out. Three slots are in flight, each in a stream of its own. All of it is recorded once as a
-CUDA graph: launching chunk by chunk from
-Python takes longer than the copies of small chunks, and takes that time from the training loop.
-Streams of high priority made no measurable difference to the step beside them.
+copied out, beside the training. Three slots are in flight, each in a stream of its own. All of it
+is recorded once as a CUDA graph: launching chunk by chunk from Python takes longer than the copies
+of small chunks, and takes that time from the training loop. Streams of high priority made no
+measurable difference to the step beside them.
 
 An update starts after the work that its caller has queued (the optimizer's step) and reads
 parameters after it has returned. So whatever writes parameters has to wait: a global hook makes
@@ -16,17 +15,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ema_ckpt.core.errors import StateError, UsageError
-from ema_ckpt.ema.engines import cuda as triton
-from ema_ckpt.ema.engines.lists import Step, UpdateBatch
-from ema_ckpt.ema.engines.noise import Noise
+from ema_ckpt.ema.engines import cuda
+from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 
 # By measurement on an H100: larger ones slow down more what runs beside them (three of these fit
 # into its cache), smaller ones take longer to launch (docs/about/benchmarks_gpu.md).
@@ -35,9 +32,7 @@ _SLOTS = 3
 
 
 class _Slots:
-    """Device memory and streams that all offloaded averages of a process share, one set per
-    device.
-    """
+    """Device memory and streams that all offloaded averages of a process share on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = [
@@ -53,35 +48,40 @@ _steps: WeakSet[OffloadStep] = WeakSet()
 _hook: list[Any] = []
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    """What passes through a slot at once: (host, device) pairs of flat tensors, and the averages as
-    lists there.
-    """
+class _Copy(NamedTuple):
+    """A flat tensor in pinned memory and the one on the device that mirrors it."""
 
-    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    lists: UpdateBatch
+    host: torch.Tensor
+    device: torch.Tensor
+
+
+class _Chunk(NamedTuple):
+    """Averages that pass through a slot at once; `batch` has them on the device."""
+
+    copies: list[_Copy]
+    batch: UpdateBatch
 
 
 class OffloadStep:
-    """A step over averages in pinned host memory; parameters and events are on one device."""
+    """A step over averages in pinned host memory; the rest of the batch is on one device."""
 
-    def __init__(self, lists: UpdateBatch) -> None:
-        strided = [tuple(param.shape) for param in lists.params if not param.is_contiguous()]
+    def __init__(self, batch: UpdateBatch) -> None:
+        strided = [tuple(param.shape) for param in batch.params if not param.is_contiguous()]
         if strided:
             raise UsageError(
                 "unsupported",
-                f"offload needs contiguous parameters; {len(strided)} are not, the first of shape {strided[0]}: call"
-                " .contiguous() on the model's parameters (channels_last is not), or leave offload out",
+                f"offload needs contiguous parameters; {len(strided)} are not, the first of shape"
+                f" {strided[0]}: call .contiguous() on the model's parameters (channels_last is"
+                " not), or leave offload out",
             )
-        self.device = lists.params[0].device
+        self.device = batch.params[0].device
         with torch.cuda.device(self.device):
             key = (self.device, SLOT_NBYTES)
             _slots[key] = self._slots = slots = _slots.get(key) or _Slots(self.device)
             slots.main.wait_stream(torch.cuda.current_stream())
             self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(slots.main):
-                self._run = _prepared(lists, slots, triton.Control.on(self.device))
+                self._run = _prepare(batch, slots, cuda.Control.on(self.device))
                 self._done.record()
         _steps.add(self)
         if not _hook:
@@ -97,7 +97,7 @@ class OffloadStep:
                 self._done.record(main)
 
     def join(self) -> None:
-        """Make what is queued from now on in the current stream wait for the pending update."""
+        """Make later work in the current stream wait for the pending update."""
         torch.cuda.current_stream(self.device).wait_event(self._done)
 
     def wait(self) -> None:
@@ -110,50 +110,49 @@ class OffloadStep:
             self._done.synchronize()
 
 
-def _prepared(lists: UpdateBatch, slots: _Slots, control: triton.Control) -> Step:
-    """What queues one update in the main stream."""
-    chunks = list(_chunks(lists, slots))
-    if not triton.serves(lists):
-        return lambda weight: _queue(chunks, slots, lambda chunk: _move_slowly(chunk.lists, weight))
-    steps = {id(chunk): triton.TritonStep(chunk.lists, control) for chunk in chunks}
+def _prepare(batch: UpdateBatch, slots: _Slots, control: cuda.Control) -> Step:
+    """Return a step that queues one update in the main stream."""
+    chunks = list(_chunks(batch, slots))
+    if not cuda.serves(batch):
+
+        def queue_step(weight: float) -> None:
+            # Made and dropped at each update: the scratch of all chunks at once would be larger
+            # than the averages.
+            _queue(chunks, slots, lambda chunk: cuda.prepare(chunk.batch)(weight))
+
+        return queue_step
+    kernel_steps = {id(chunk): cuda.TritonStep(chunk.batch, control) for chunk in chunks}
     graph = torch.cuda.CUDAGraph()
     # Other threads may be talking to CUDA, as the watchdog of NCCL does.
     graph.capture_begin(capture_error_mode="thread_local")
     try:
-        _queue(chunks, slots, lambda chunk: steps[id(chunk)].launch())
+        _queue(chunks, slots, lambda chunk: kernel_steps[id(chunk)].launch())
     finally:
         graph.capture_end()
 
     def step(weight: float) -> None:
-        steps  # noqa: B018 - the graph reads their tables
+        kernel_steps  # noqa: B018 - the graph reads their tables
         control.weight.fill_(weight)
-        if lists.noise is not None:
-            control.call.fill_(lists.noise.call())
+        if batch.noise is not None:
+            control.call.fill_(batch.noise.call())
         graph.replay()
 
     return step
 
 
 def _queue(chunks: Sequence[_Chunk], slots: _Slots, move: Callable[[_Chunk], None]) -> None:
-    """Queue all chunks, in turn in the slots' streams, between here and here in the main one."""
+    """Queue all chunks, in turn in the slots' streams; the main one waits for them."""
     for stream in slots.streams:
         stream.wait_stream(slots.main)
     for index, chunk in enumerate(chunks):
         with torch.cuda.stream(slots.streams[index % _SLOTS]):
-            for host, slot in chunk.copies:
-                slot.copy_(host, non_blocking=True)
+            for copy in chunk.copies:
+                copy.device.copy_(copy.host, non_blocking=True)
             move(chunk)
-            for host, slot in chunk.copies:
-                host.copy_(slot, non_blocking=True)
+            for copy in chunk.copies:
+                copy.host.copy_(copy.device, non_blocking=True)
     for stream in slots.streams:
         slots.main.wait_stream(stream)
-
-
-def _move_slowly(lists: UpdateBatch, weight: float) -> None:
-    # Made and dropped at each update: the scratch of all chunks at once would be larger than the
-    # averages.
-    step: Step = triton.prepare(lists)
-    step(weight)
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -162,80 +161,79 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         if torch.cuda.is_current_stream_capturing():
             raise StateError(
                 "unsupported",
-                f"a step of {type(optimizer).__name__} inside a CUDA graph beside an offloaded average: on replay it"
-                " would write parameters while they are read; leave offload out",
+                f"a step of {type(optimizer).__name__} inside a CUDA graph beside an offloaded"
+                " average: on replay it would write parameters while they are read; leave offload"
+                " out",
             )
         step.join()
 
 
-def _chunks(lists: UpdateBatch, slots: _Slots) -> Iterator[_Chunk]:
-    """The averages in order of their addresses, cut to the size of a slot."""
-    room = SLOT_NBYTES // lists.shadows[0].element_size()
-    if lists.residuals is not None:
-        room = SLOT_NBYTES // (lists.shadows[0].element_size() + lists.residuals[0].element_size())
-    room -= room % 64
-    pieces: list[tuple[int, int, int]] = []  # tensor, first element, number of elements
-    start = 0  # address of the chunk's first element, in elements
-    index = 0
-    for tensor in sorted(range(len(lists.shadows)), key=lambda i: lists.shadows[i].data_ptr()):
-        shadow = lists.shadows[tensor]
-        at, done = _place(shadow), 0
-        while done < shadow.numel():
-            if pieces and (
-                at + done - start >= room or not _same_slab(lists, pieces[-1][0], tensor)
-            ):
-                yield _chunk(lists, pieces, room, slots.memory[index % _SLOTS])
-                pieces, index = [], index + 1
-            if not pieces:
-                start = at + done
-            length = min(shadow.numel() - done, room - (at + done - start))
-            pieces.append((tensor, done, length))
-            done += length
+class _Piece(NamedTuple):
+    """Elements [first, first + numel) of a tensor of the batch, at `offset` of its slab."""
+
+    tensor: int
+    first: int
+    numel: int
+    offset: int
+
+
+def _chunks(batch: UpdateBatch, slots: _Slots) -> Iterator[_Chunk]:
+    """Cut the averages, in order of their addresses, to the size of a slot."""
+    element_size = batch.averages[0].element_size()
+    if batch.residuals is not None:
+        element_size += batch.residuals[0].element_size()
+    room = SLOT_NBYTES // element_size // 64 * 64
+    for index, pieces in enumerate(_pieces_of_chunks(batch, room)):
+        yield _chunk(batch, pieces, room, slots.memory[index % _SLOTS])
+
+
+def _pieces_of_chunks(batch: UpdateBatch, room: int) -> Iterator[list[_Piece]]:
+    pieces: list[_Piece] = []
+    slab = None
+    for tensor in sorted(range(len(batch.averages)), key=lambda i: batch.averages[i].data_ptr()):
+        average = batch.averages[tensor]
+        first, offset = 0, int(average.storage_offset())
+        while first < average.numel():
+            in_same_slab = slab == average.untyped_storage().data_ptr()
+            if pieces and not (in_same_slab and offset - pieces[0].offset < room):
+                yield pieces
+                pieces = []
+            slab = average.untyped_storage().data_ptr()
+            start = pieces[0].offset if pieces else offset
+            numel = min(average.numel() - first, room - (offset - start))
+            pieces.append(_Piece(tensor, first, numel, offset))
+            first, offset = first + numel, offset + numel
     if pieces:
-        yield _chunk(lists, pieces, room, slots.memory[index % _SLOTS])
+        yield pieces
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return int(tensor.storage_offset())
-
-
-def _same_slab(lists: UpdateBatch, a: int, b: int) -> bool:
-    return (
-        lists.shadows[a].untyped_storage().data_ptr()
-        == lists.shadows[b].untyped_storage().data_ptr()
-    )
-
-
-def _chunk(
-    lists: UpdateBatch, pieces: Sequence[tuple[int, int, int]], room: int, memory: torch.Tensor
-) -> _Chunk:
-    """One chunk: the host memory from its first to its last element, and the same elements in a
-    slot.
-    """
-    shadows, shadow_copy = _mirrored(lists.shadows, pieces, memory)
-    residuals, copies = None, [shadow_copy]
-    if lists.residuals is not None:
-        after = memory[room * lists.shadows[0].element_size() :]
-        residuals, residual_copy = _mirrored(lists.residuals, pieces, after)
+def _chunk(batch: UpdateBatch, pieces: Sequence[_Piece], room: int, memory: torch.Tensor) -> _Chunk:
+    """Return the chunk from the first to the last of `pieces`, mirrored in a slot's memory."""
+    averages, average_copy = _mirror(batch.averages, pieces, memory)
+    residuals, copies = None, [average_copy]
+    if batch.residuals is not None:
+        rest = memory[room * batch.averages[0].element_size() :]
+        residuals, residual_copy = _mirror(batch.residuals, pieces, rest)
         copies.append(residual_copy)
-    params = [lists.params[i].detach().view(-1)[done : done + length] for i, done, length in pieces]
-    noise = lists.noise
+    params = [
+        batch.params[piece.tensor].detach().view(-1)[piece.first : piece.first + piece.numel]
+        for piece in pieces
+    ]
+    noise = batch.noise
     if noise is not None:
-        noise = Noise(
-            noise.seed, noise.call, [noise.positions[i].after(done) for i, done, _ in pieces]
-        )
-    return _Chunk(tuple(copies), UpdateBatch(shadows, params, residuals, lists.events, noise))
+        noise = noise.at([noise.positions[piece.tensor].after(piece.first) for piece in pieces])
+    return _Chunk(copies, UpdateBatch(averages, params, residuals, batch.nonfinite_count, noise))
 
 
-def _mirrored(
-    tensors: Sequence[torch.Tensor], pieces: Sequence[tuple[int, int, int]], memory: torch.Tensor
-) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece on the device, and (host, device) from the first to the last of them."""
-    first, begun, _ = pieces[0]
-    start = _place(tensors[first]) + begun
-    last, ended, length = pieces[-1]
-    total = _place(tensors[last]) + ended + length - start
-    host = tensors[first].as_strided((total,), (1,), start)
+def _mirror(
+    tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece], memory: torch.Tensor
+) -> tuple[list[torch.Tensor], _Copy]:
+    """Return each piece on the device, and the copy from the first to the last of them."""
+    offsets = [int(tensors[piece.tensor].storage_offset()) + piece.first for piece in pieces]
+    start, total = offsets[0], offsets[-1] + pieces[-1].numel - offsets[0]
+    host = tensors[pieces[0].tensor].as_strided((total,), (1,), start)
     slot = memory[: total * host.element_size()].view(host.dtype)
-    views = [slot[_place(tensors[i]) + done - start :][:length] for i, done, length in pieces]
-    return views, (host, slot)
+    views = [
+        slot[offset - start :][: piece.numel] for offset, piece in zip(offsets, pieces, strict=True)
+    ]
+    return views, _Copy(host, slot)

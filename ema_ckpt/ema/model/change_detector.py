@@ -11,7 +11,6 @@ compared by identity alone, with `map(is_, …)`, and memory by its addresses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -42,9 +41,9 @@ class ChangeDetector:
     def __init__(
         self, tracked_shards: Sequence[TrackedShard], module_links: Iterable[ModuleLink]
     ) -> None:
-        links = ((t.container, t.key, t.expected) for t in tracked_shards)
+        links = [(t.container, t.key, t.expected) for t in tracked_shards]
         expected: dict[int, tuple[dict[str, Any], dict[str, object]]] = {}
-        for container, key, value in chain(links, module_links):
+        for container, key, value in (*links, *module_links):
             expected.setdefault(id(container), (container, {}))[1][key] = value
         self._containers: list[dict[str, Any]] = []  # dictionaries compared as a whole,
         self._contents: list[dict[str, object]] = []  # and what they are to contain
@@ -62,8 +61,8 @@ class ChangeDetector:
         self._entries = (containers, keys)
         self._identities = _columns(identities)
         self._memory = [t.memory for t in tracked_shards if t.memory is not None]
-        self._addresses = [tensor.data_ptr() for tensor in self._memory]
-        self._layouts = [(tensor.shape, tensor.stride()) for tensor in self._memory]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._memory))
+        self._layouts = list(map(_layout, self._memory))
         self._dtensors = [
             t.expected for t in tracked_shards if hasattr(t.expected, "_local_tensor")
         ]
@@ -85,7 +84,7 @@ class ChangeDetector:
 
         Takes twice as long as `unchanged`.
         """
-        return [(tensor.shape, tensor.stride()) for tensor in self._memory] == self._layouts
+        return list(map(_layout, self._memory)) == self._layouts
 
     def _same_objects(self) -> bool:
         try:
@@ -97,6 +96,10 @@ class ChangeDetector:
             return False
 
 
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
+
+
 def _needs_identity(value: object) -> bool:
     """Return whether `==` is no proof: a tensor of one equal element passes it; a DTensor's may
     talk to other ranks."""
@@ -105,8 +108,6 @@ def _needs_identity(value: object) -> bool:
     return type(value).__eq__ is not object.__eq__
 
 
-def _columns(
-    entries: Sequence[ModuleLink],
-) -> tuple[list[dict[str, Any]], list[str], list[object]]:
+def _columns(entries: Sequence[ModuleLink]) -> tuple[list[dict[str, Any]], list[str], list[object]]:
     containers = [container for container, _, _ in entries]
     return containers, [key for _, key, _ in entries], [value for _, _, value in entries]

@@ -27,7 +27,7 @@ def dtensor_boxes(
     """Return the non-empty boxes of a DTensor of global `shape` on the rank at mesh `coordinate`.
 
     There is one, unless a `_StridedShard` counts shards that no mesh dimension to its right makes:
-    then it is what `torch.distributed.tensor` makes of it, a piece of each of `split_factor` chunks.
+    then it is as `torch.distributed.tensor` makes it, a piece of each of `split_factor` chunks.
     `compute_local_shape_and_global_offset` replays placements from left to right instead of
     outermost first, and is wrong where a strided dimension does not divide evenly (torch 2.13).
 

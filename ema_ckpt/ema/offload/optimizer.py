@@ -1,5 +1,4 @@
-"""Optimizer state in pinned host memory: it passes through two slots on the device while the
-optimizer steps.
+"""Optimizer state in pinned host memory, which passes through two slots on the device at each step.
 
 The parameters' moments (and float32 master weights, where an optimizer keeps them) lie in slabs of
 host memory. A step brings a chunk of them into a slot, lets the optimizer's own code work on just
@@ -13,8 +12,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,22 +23,19 @@ from torch.optim.optimizer import _foreach_supported_types
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.offload.state_slabs import (
     Chunk,
+    OffloadedState,
     Piece,
-    SlotPipeline,
-    StateSlab,
+    host_state_like,
     is_moment,
     local_of,
-    shown_like,
-    state_nbytes,
 )
 
-_OVERHEAD_NBYTES = (
-    4 << 10
-)  # gaps between the tensors of a slab, and between slabs in a slot, are less
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _HANDLE = "_ema_ckpt_offloaded"
 # of the `step` that schedulers put into an optimizer: it notes that it was called
 _NOTE = "_wrapped_by_lr_sched"
+
+_State = dict[str, Any]  # of one parameter
 
 
 def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 128 << 20) -> OffloadedOptimizer:
@@ -62,25 +58,30 @@ def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 128 << 20) -> Offl
             already.
     """
     if not isinstance(optimizer, Adam | AdamW):
-        raise UsageError(
-            "unsupported",
-            f"offload_optimizer: {type(optimizer).__name__} is neither Adam nor AdamW",
-        )
+        raise _refusal(f"{type(optimizer).__name__} is neither Adam nor AdamW")
     if handle_of(optimizer) is not None:
-        raise UsageError(
-            "usage", "offload_optimizer: the state of this optimizer is offloaded already"
-        )
+        raise _refusal("the state of this optimizer is offloaded already", code="usage")
     if slot_bytes < 1 << 16:
-        raise UsageError(
-            "usage", f"offload_optimizer: slot_bytes={slot_bytes}: expected 65536 or more"
-        )
+        raise _refusal(f"slot_bytes={slot_bytes}: expected 65536 or more", code="usage")
     return OffloadedOptimizer(optimizer, slot_bytes)
 
 
 def handle_of(optimizer: Optimizer) -> OffloadedOptimizer | None:
-    """The handle of an offloaded optimizer; None for others."""
+    """Return the handle of an offloaded optimizer; None for others."""
     handle: OffloadedOptimizer | None = vars(optimizer).get(_HANDLE)
     return handle
+
+
+def _refusal(reason: str, code: str = "unsupported") -> UsageError:
+    return UsageError(code, f"offload_optimizer: {reason}")
+
+
+class _PieceState(NamedTuple):
+    """The state of a piece as the optimizer's step gets it."""
+
+    piece: Piece
+    flat: torch.Tensor  # its parameter
+    state: _State
 
 
 class OffloadedOptimizer:
@@ -92,18 +93,15 @@ class OffloadedOptimizer:
 
     def __init__(self, optimizer: Optimizer, slot_nbytes: int) -> None:
         self._optimizer = optimizer
-        self._slot_nbytes = slot_nbytes
-        self._banks: list[StateSlab] = []
-        self._bank_of: dict[torch.Tensor, StateSlab] = {}
-        self._traffic: SlotPipeline | None = None
+        self._state = OffloadedState(optimizer, slot_nbytes)
         self._class = type(optimizer)
-        self._raw = _without_hooks(self._class)
+        step: Any = self._class.step
+        # without the hooks that torch puts around it
+        self._plain_step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._check()
         if "step" in vars(optimizer) and not hasattr(optimizer.step, _NOTE):
-            raise UsageError(
-                "unsupported", "offload_optimizer: something has replaced this optimizer's step()"
-            )
-        optimizer.__class__ = _offloaded(self._class)  # type: ignore[arg-type]
+            raise _refusal("something has replaced this optimizer's step()")
+        optimizer.__class__ = _offloaded_class(self._class)  # type: ignore[arg-type]
         _renew_note(optimizer)
         setattr(optimizer, _HANDLE, self)
         before: Any = lambda _: self.wait()  # noqa: E731
@@ -115,280 +113,190 @@ class OffloadedOptimizer:
         self.settle()
 
     def wait(self) -> None:
-        """Return once host memory holds what the last step left."""
-        if self._traffic is not None:
-            self._traffic.done.synchronize()
+        """Return once host memory holds the results of the last step."""
+        self._state.wait()
 
     def settle(self) -> None:
-        """Move state to host memory that is not there, as a checkpoint that was loaded or other
-        code put it.
-        """
-        self.wait()
-        kept = [bank for bank in self._banks if bank.is_whole(self._optimizer)]
-        if len(kept) < len(self._banks):
-            self._banks = kept
-            self._bank_of = {param: bank for bank in kept for param in bank.params}
-        for group in self._optimizer.param_groups:
-            self._adopt(
-                [
-                    p
-                    for p in group["params"]
-                    if p not in self._bank_of and self._optimizer.state.get(p)
-                ]
-            )
+        """Move state to host memory that is not there, as loaded from a checkpoint."""
+        self._state.settle()
 
     @staticmethod
     def zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """State of a parameter in host memory, to be filled and then taken over by `settle`."""
-        return shown_like(param, torch.zeros(local_of(param).shape, dtype=dtype))
+        """Make state of a parameter in host memory, to be filled and then adopted by `settle`."""
+        return host_state_like(param, torch.zeros(local_of(param).shape, dtype=dtype))
 
     def detach(self) -> None:
-        """Move the state back to the parameters' devices and make the optimizer what it was."""
+        """Move the state back to the parameters' devices and restore the optimizer's class."""
         optimizer = self._optimizer
         if handle_of(optimizer) is not self:
             return
         self.settle()
-        for bank in self._banks:
-            for param, shown in zip(bank.params, bank.shown, strict=True):
-                for name, value in shown.items():
-                    device = local_of(param).device
-                    optimizer.state[param][name] = shown_like(
-                        value, local_of(value).to(device, copy=True)
-                    )
+        self._state.release()
         for hook in self._hooks:
             hook.remove()
         delattr(optimizer, _HANDLE)
         optimizer.__class__ = self._class
         _renew_note(optimizer)
-        self._banks, self._bank_of, self._traffic = [], {}, None
 
     def step(self) -> None:
-        """What the optimizer's `step` does."""
+        """Step the optimizer, chunk by chunk."""
         self._check()
-        if any(not bank.is_whole(self._optimizer) for bank in self._banks):
+        if not self._state.is_whole():
             self.settle()
         for group in self._optimizer.param_groups:
             live = [param for param in group["params"] if param.grad is not None]
-            options = {key: value for key, value in group.items() if key != "params"}
-            if (
-                options.get("foreach") is None
-                and options.get("fused") is None
-                and any(map(_is_foreign, live))
-            ):
-                options["foreach"] = (
-                    False  # as torch chooses; what it is given here are plain tensors
-                )
-            fresh = [param for param in live if param not in self._bank_of]
-            stepped = self._first_steps(fresh, options)
-            banks = dict.fromkeys(self._bank_of[param] for param in live if param not in stepped)
-            if banks and self._traffic is not None:
-                self._traffic.begin()
-            for bank in banks:
-                for chunk in bank.chunks:
-                    self._work(chunk, options)
+            self._step_group(live, _step_options(group, live))
+
+    def _step_group(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+        state = self._state
+        fresh = {param: None for param in params if param not in state.slab_of}
+        self._first_steps(list(fresh), options)
+        slabs = dict.fromkeys(state.slab_of[param] for param in params if param not in fresh)
+        if slabs and state.pipeline is not None:
+            state.pipeline.begin()
+        for chunk in [chunk for slab in slabs for chunk in slab.chunks]:
+            if state.pipeline is None:
+                self._step_chunk(chunk, options, {})
+            else:
+                step = functools.partial(self._step_chunk, chunk, options)
+                state.pipeline.work(chunk, step)
 
     def _check(self) -> None:
         devices = set()
         for group in self._optimizer.param_groups:
             for option in _REFUSED:
                 if group.get(option):
-                    raise UsageError(
-                        "unsupported", f"offload_optimizer: {option}=True is not supported"
-                    )
+                    raise _refusal(f"{option}=True is not supported")
             for param in group["params"]:
                 local = local_of(param)
                 devices.add(local.device)
                 if not local.is_contiguous():
-                    message = f"a parameter of shape {tuple(param.shape)} is not contiguous"
-                    raise UsageError(
-                        "unsupported", f"offload_optimizer: {message}; call .contiguous() on it"
+                    shape = tuple(param.shape)
+                    raise _refusal(
+                        f"a parameter of shape {shape} is not contiguous; call .contiguous() on it"
                     )
         if len(devices) > 1:
-            found = ", ".join(sorted(map(str, devices)))
-            raise UsageError(
-                "unsupported", f"offload_optimizer: parameters on several devices: {found}"
-            )
+            raise _refusal(f"parameters on several devices: {', '.join(sorted(map(str, devices)))}")
 
-    def _first_steps(
-        self, params: Sequence[torch.Tensor], options: Mapping[str, Any]
-    ) -> set[torch.Tensor]:
-        """Step parameters that have no state: the optimizer makes it on the device, some at a time,
-        and it moves.
-        """
-        for batch in self._batches(params):
-            pieces = [_whole_piece(param) for param in batch]
-            states: dict[torch.Tensor, dict[str, Any]] = {piece: {} for piece in pieces}
-            left = self._run(options, states)
-            for param, piece in zip(batch, pieces, strict=True):
-                shape = local_of(param).shape
-                made = {
-                    name: shown_like(param, value.view(shape))
-                    if is_moment(name, value, piece)
-                    else value
-                    for name, value in left[piece].items()
-                }
-                self._optimizer.state[param] = made
-            self._adopt(batch)
-        return set(params)
+    def _first_steps(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Step parameters without state: the optimizer makes it on the device, then it moves."""
+        for batch in self._state.batches(params):
+            flats = [_flat_part(param, 0, local_of(param).numel()) for param in batch]
+            states = self._run_step(options, {flat: {} for flat in flats})
+            for param, flat in zip(batch, flats, strict=True):
+                state = states[flat]
+                for name, value in state.items():
+                    if is_moment(name, value, flat):
+                        state[name] = host_state_like(param, value.view(local_of(param).shape))
+                self._optimizer.state[param] = dict(state)
+            self._state.adopt(batch)
 
-    def _batches(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Parameters in order, of one dtype, so many that two moments of theirs fit into a slot;
-        one at least.
-        """
-        batch: list[torch.Tensor] = []
-        nbytes = 0
-        for param in params:
-            local = local_of(param)
-            own = state_nbytes(self._optimizer, param) + _OVERHEAD_NBYTES
-            if batch and (nbytes + own > self._slot_nbytes or local.dtype != batch[0].dtype):
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(param)
-            nbytes += own
-        if batch:
-            yield batch
-
-    def _adopt(self, params: Sequence[torch.Tensor]) -> None:
-        for batch in self._batches(params):
-            kinds: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-            for param in batch:
-                state = self._optimizer.state[param]
-                names = tuple(
-                    name for name, value in state.items() if is_moment(name, value, param)
-                )
-                kinds.setdefault((names, *(state[name].dtype for name in names)), []).append(param)
-            for (names, *_), members in kinds.items():
-                if names:
-                    self._keep(StateSlab(self._optimizer, members, names, self._slot_nbytes))
-
-    def _keep(self, bank: StateSlab) -> None:
-        self._banks.append(bank)
-        self._bank_of.update(dict.fromkeys(bank.params, bank))
-        device = local_of(bank.params[0]).device
-        if device.type == "cuda" and self._traffic is None:
-            self._traffic = SlotPipeline(device, self._slot_nbytes)
-
-    def _work(self, chunk: Chunk, options: Mapping[str, Any]) -> None:
-        if self._traffic is None:
-            self._on_chunk(chunk, options, {})
-        else:
-            self._traffic.work(chunk, lambda views: self._on_chunk(chunk, options, views))
-
-    def _on_chunk(
+    def _step_chunk(
         self, chunk: Chunk, options: Mapping[str, Any], views: Mapping[str, torch.Tensor]
     ) -> None:
-        bank, states = chunk.bank, dict[torch.Tensor, dict[str, Any]]()
-        given: list[tuple[Piece, torch.Tensor, dict[str, torch.Tensor]]] = []
+        """Step the pieces of a chunk; `views` are its state on the device, {} without CUDA."""
+        parts = []
         for piece in chunk.pieces:
-            param = bank.params[piece.index]
-            if param.grad is None:
-                continue
-            flat = _flat(param, piece.start, piece.stop)
-            state = dict(self._optimizer.state[param])
-            for name in bank.names:
-                if views:
-                    at = bank.starts[piece.index] + piece.start - chunk.first - bank.starts[0]
-                    state[name] = views[name][at : at + piece.stop - piece.start]
-                else:
-                    state[name] = local_of(state[name]).view(-1)[piece.start : piece.stop]
-            if (
-                not piece.is_last
-            ):  # counts are shared by the pieces of a parameter; the last one moves them on
-                state = {
-                    k: v if k in bank.names or not torch.is_tensor(v) else v.clone()
-                    for k, v in state.items()
-                }
-            states[flat] = state
-            given.append((piece, flat, {name: state[name] for name in bank.names}))
-        if not states:
+            param = chunk.slab.params[piece.index]
+            if param.grad is not None:
+                flat = _flat_part(param, piece.start, piece.stop)
+                parts.append(_PieceState(piece, flat, self._piece_state(chunk, piece, views)))
+        if not parts:
             return
-        left = self._run(options, states)
-        for piece, flat, moments in given:
-            for name, value in left[flat].items():
-                if name not in moments:
-                    if piece.is_last:
-                        self._optimizer.state[bank.params[piece.index]][name] = value
-                elif value is not moments[name]:  # put in its place instead of written into it
-                    moments[name].copy_(value)
+        moments = [{name: part.state[name] for name in chunk.slab.names} for part in parts]
+        states = self._run_step(options, {part.flat: part.state for part in parts})
+        for part, views_of_part in zip(parts, moments, strict=True):
+            state = self._optimizer.state[chunk.slab.params[part.piece.index]]
+            for name, value in states[part.flat].items():
+                if name in views_of_part:
+                    if value is not views_of_part[name]:  # replaced instead of written into
+                        views_of_part[name].copy_(value)
+                elif part.piece.is_last:
+                    state[name] = value
 
-    def _run(
-        self, options: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str, Any]]
-    ) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """Let the optimizer's own code step these tensors alone; returns their state after that."""
+    def _piece_state(self, chunk: Chunk, piece: Piece, views: Mapping[str, torch.Tensor]) -> _State:
+        slab = chunk.slab
+        state = dict(self._optimizer.state[slab.params[piece.index]])
+        for name, value in state.items():
+            if name in slab.names and views:
+                start = slab.starts[piece.index] - slab.starts[0] + piece.start - chunk.first
+                state[name] = views[name][start : start + piece.stop - piece.start]
+            elif name in slab.names:
+                state[name] = local_of(value).view(-1)[piece.start : piece.stop]
+            elif torch.is_tensor(value) and not piece.is_last:
+                # Counts are shared by the pieces of a parameter; the last one moves them on.
+                state[name] = value.clone()
+        return state
+
+    def _run_step(
+        self, options: Mapping[str, Any], states: Mapping[torch.Tensor, _State]
+    ) -> Mapping[torch.Tensor, _State]:
+        """Run the optimizer's own code on these tensors alone; returns their state after that."""
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
-        own = {**options, "params": list(states)}
-        optimizer.param_groups = [own]
+        group = {**options, "params": list(states)}
+        optimizer.param_groups = [group]
         optimizer.state = defaultdict(dict, states)
         try:
-            self._raw(optimizer)
-            left = optimizer.state
+            self._plain_step(optimizer)
+            new_states = optimizer.state
         finally:
             optimizer.param_groups, optimizer.state = groups, state
-        changed = [name for name in own if name != "params" and own[name] is not options.get(name)]
+        del group["params"]
+        changed = [repr(name) for name, value in group.items() if value is not options.get(name)]
         if changed:
-            message = f"{self._class.__name__}.step() changes {', '.join(map(repr, changed))} of its parameter groups"
-            raise UsageError(
-                "unsupported",
-                f"offload_optimizer: {message}, which it would do several times a step",
+            raise _refusal(
+                f"{self._class.__name__}.step() changes {', '.join(changed)} of its parameter"
+                " groups, which it would do several times a step"
             )
-        return left
+        return new_states
 
 
-def _without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """A class' `step` without the hooks that torch puts around it."""
-    step: Any = kind.step
-    unhooked: Callable[[Optimizer], Any] = (
-        step.__wrapped__ if getattr(step, "hooked", False) else step
-    )
-    return unhooked
+def _step_options(group: Mapping[str, Any], params: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return the options of a parameter group, `foreach` as torch would choose it."""
+    options = {key: value for key, value in group.items() if key != "params"}
+    chooses = options.get("foreach") is None and options.get("fused") is None
+    # The step gets plain tensors; for other types torch does not take its foreach way by itself.
+    if chooses and any(type(param) not in _foreach_supported_types for param in params):
+        options["foreach"] = False
+    return options
 
 
 @functools.cache
-def _offloaded(kind: type[Optimizer]) -> type[Optimizer]:
-    """The class of an offloaded optimizer: the same but for `step`."""
+def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
+    """Make the class of an offloaded optimizer: the same but for `step`."""
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> None:
         if closure is not None:
-            raise UsageError(
-                "unsupported", "offload_optimizer: step() with a closure is not supported"
-            )
+            raise _refusal("step() with a closure is not supported")
         handle: OffloadedOptimizer = getattr(self, _HANDLE)
         handle.step()
 
     def refuse(self: Optimizer, protocol: int) -> None:
         del self, protocol
-        raise UsageError(
-            "unsupported",
-            "offload_optimizer: detach() the handle before copying or pickling the optimizer",
-        )
+        raise _refusal("detach() the handle before copying or pickling the optimizer")
 
     hooked: Any = torch.compiler.disable(Optimizer.profile_hook_step(step))  # type: ignore[no-untyped-call]
     hooked.hooked = True  # torch wraps a step that is not
-    return type(
-        kind.__name__,
-        (kind,),
-        {
-            "step": hooked,
-            "__reduce_ex__": refuse,
-            "__module__": kind.__module__,
-            "__doc__": kind.__doc__,
-        },
-    )
+    attributes = {
+        "step": hooked,
+        "__reduce_ex__": refuse,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), attributes)
 
 
 def _renew_note(optimizer: Optimizer) -> None:
-    """Where a scheduler has put its `step` around the one of another class, put the same around the
-    present one.
-    """
+    """Put a scheduler's wrapper around the present class' `step`, if it is around another's."""
     if "step" not in vars(optimizer) or not hasattr(optimizer.step, _NOTE):
         return
     step: Any = type(optimizer).step
-    itself = weakref.ref(optimizer)
+    reference = weakref.ref(optimizer)
 
     @functools.wraps(step)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        optimizer: Any = itself()
+        optimizer: Any = reference()
         optimizer._opt_called = True
         return step(optimizer, *args, **kwargs)
 
@@ -396,24 +304,14 @@ def _renew_note(optimizer: Optimizer) -> None:
     optimizer.step = noted  # type: ignore[method-assign]
 
 
-def _flat(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Part of the local parameter with its gradient, as a plain tensor."""
+def _flat_part(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return part of the local parameter with its gradient, as a plain tensor."""
     grad: Any = param.grad
     if (
         isinstance(param, DTensor)
-        and isinstance(grad, DTensor)
-        and grad.placements != param.placements
+        and getattr(grad, "placements", param.placements) != param.placements
     ):
         grad = grad.redistribute(param.device_mesh, param.placements)
     flat = local_of(param).view(-1)[start:stop]
     flat.grad = local_of(grad).reshape(-1)[start:stop]
     return flat
-
-
-def _whole_piece(param: torch.Tensor) -> torch.Tensor:
-    return _flat(param, 0, local_of(param).numel())
-
-
-def _is_foreign(param: torch.Tensor) -> bool:
-    """Whether torch does not take its foreach way for tensors of this type by itself."""
-    return type(param) not in _foreach_supported_types

@@ -1,4 +1,4 @@
-"""Host memory that a device can copy from and to by itself, of the exact size asked for."""
+"""Page-locked host memory of exact size, which a device copies from and to by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 
 def pinned_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Zeros of each shape, one after the other in one slab of page-locked memory.
+    """Allocate zeros of each shape, one after the other in one slab of page-locked memory.
 
     torch's own pinned allocator rounds sizes up to a power of two, for large slabs nearly twice
     what is needed. Slabs of the same shapes have their tensors at the same elements, whatever their
@@ -31,14 +31,13 @@ def pinned_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[torch
         return [torch.zeros(shape, dtype=dtype) for shape in shapes]
     slab = torch.frombuffer(_Locked(starts[-1] * dtype.itemsize), dtype=dtype)
     return [
-        slab[at : at + shape.numel()].view(shape) for at, shape in zip(starts, shapes, strict=False)
+        slab[start : start + shape.numel()].view(shape)
+        for start, shape in zip(starts, shapes, strict=False)
     ]
 
 
 class _Locked(mmap.mmap):
-    """Anonymous pages that CUDA has locked; they are unlocked when the last tensor in them is
-    gone.
-    """
+    """Anonymous pages that CUDA has locked, until the last tensor in them is gone."""
 
     def __new__(cls, nbytes: int) -> _Locked:
         pages = super().__new__(cls, -1, nbytes)
@@ -51,8 +50,8 @@ class _Locked(mmap.mmap):
             pages.address = 0
             raise StateError(
                 "no-memory",
-                f"{nbytes} bytes of host memory could not be locked for the offloaded average (CUDA error {result}):"
-                " raise the limit of locked memory, or leave offload out",
+                f"{nbytes} bytes of host memory could not be locked for the offloaded average (CUDA"
+                f" error {result}): raise the limit of locked memory, or leave offload out",
             )
         return pages
 

@@ -1,6 +1,4 @@
-"""Slabs of host memory for the state of an optimizer, and its way through two slots of device
-memory.
-"""
+"""Slabs of host memory for an optimizer's state, and two slots of device memory to work on it."""
 
 from __future__ import annotations
 
@@ -15,35 +13,34 @@ from torch.optim import Optimizer
 from ema_ckpt.ema.offload.pinned import pinned_zeros
 
 _SLOTS = 2
+# Gaps between the tensors of a slab, and between slabs in a slot, are less.
+_OVERHEAD_NBYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Elements [start, stop) of the flattened local part of a bank's parameter; the last of them if
-    `is_last`.
-    """
+    """Elements [start, stop) of the flattened local part of a slab's parameter."""
 
-    index: int
+    index: int  # of the parameter
     start: int
     stop: int
-    is_last: bool
+    is_last: bool  # of the parameter's pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """What passes through a slot at once: per state name the host memory from the first to the last
-    piece.
-    """
+    """Pieces that pass through a slot at once."""
 
-    bank: StateSlab
+    slab: StateSlab
     pieces: tuple[Piece, ...]
-    hosts: Mapping[str, torch.Tensor]
+    hosts: Mapping[str, torch.Tensor]  # by state name, from the first to the last piece
     first: int  # element of the slabs at which it begins
 
 
 class StateSlab:
-    """The state of some parameters in slabs, one for each name; what the optimizer shows are views
-    of these.
+    """The state of some parameters, one slab of memory per state name.
+
+    `views[i]` are the tensors of parameter i in `optimizer.state`, which alias the slabs.
     """
 
     def __init__(
@@ -55,73 +52,143 @@ class StateSlab:
     ) -> None:
         self.params = list(params)
         self.names = names
-        self.shown: list[dict[str, torch.Tensor]] = [{} for _ in params]
+        self.views: list[dict[str, torch.Tensor]] = [{} for _ in params]
         self.starts: list[int] = []
         shapes = [local_of(param).shape for param in params]
         on_device = local_of(params[0]).is_cuda
-        bases = {}
+        hosts: dict[str, list[torch.Tensor]] = {}
         for name in names:
             dtype = optimizer.state[params[0]][name].dtype
-            hosts = (
-                pinned_zeros(shapes, dtype)
-                if on_device
-                else [torch.zeros(shape, dtype=dtype) for shape in shapes]
-            )
-            bases[name] = hosts
-            for host, param, shown in zip(hosts, params, self.shown, strict=True):
+            if on_device:
+                hosts[name] = pinned_zeros(shapes, dtype)
+            else:
+                hosts[name] = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+            for host, param, views in zip(hosts[name], params, self.views, strict=True):
                 value = optimizer.state[param][name]
                 host.copy_(local_of(value))
-                optimizer.state[param][name] = shown[name] = shown_like(value, host)
+                optimizer.state[param][name] = views[name] = host_state_like(value, host)
         if on_device:
-            self.starts = [int(host.storage_offset()) for host in bases[names[0]]]
-        self.chunks = list(self._cut(bases, slot_nbytes, on_device))
+            self.starts = [int(host.storage_offset()) for host in hosts[names[0]]]
+            self.chunks = list(self._cut(hosts, slot_nbytes))
+        else:
+            numels = enumerate(shape.numel() for shape in shapes)
+            pieces = tuple(Piece(index, 0, numel, is_last=True) for index, numel in numels)
+            self.chunks = [Chunk(self, pieces, {}, 0)]
 
     def is_whole(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer still shows this state, and nobody has put another in its place."""
+        """Return whether the optimizer still has this state, not another in its place."""
         return all(
-            optimizer.state.get(param, {}).get(name) is tensor
-            for param, shown in zip(self.params, self.shown, strict=True)
-            for name, tensor in shown.items()
+            optimizer.state.get(param, {}).get(name) is view
+            for param, views in zip(self.params, self.views, strict=True)
+            for name, view in views.items()
         )
 
-    def _cut(
-        self, bases: Mapping[str, list[torch.Tensor]], slot_nbytes: int, on_device: bool
-    ) -> Iterator[Chunk]:
-        sizes = [host.numel() for host in bases[self.names[0]]]
-        pieces = tuple(Piece(i, 0, size, is_last=True) for i, size in enumerate(sizes))
-        if not on_device:
-            yield Chunk(self, pieces, {}, 0)
-            return
-        stop = self.starts[-1] + sizes[-1] - self.starts[0]
-        whole = {name: _span(hosts, 0, stop) for name, hosts in bases.items()}
-        if len(sizes) > 1 or sum(map(_slot_nbytes, whole.values())) <= slot_nbytes:
-            yield Chunk(self, pieces, whole, 0)
+    def _cut(self, hosts: Mapping[str, list[torch.Tensor]], slot_nbytes: int) -> Iterator[Chunk]:
+        numels = [host.numel() for host in hosts[self.names[0]]]
+        stop = self.starts[-1] + numels[-1] - self.starts[0]
+        whole = {name: _span(tensors, 0, stop) for name, tensors in hosts.items()}
+        if len(numels) > 1 or sum(map(_nbytes_in_slot, whole.values())) <= slot_nbytes:
+            pieces = [Piece(index, 0, numel, is_last=True) for index, numel in enumerate(numels)]
+            yield Chunk(self, tuple(pieces), whole, 0)
             return
         room = slot_nbytes // sum(host.element_size() for host in whole.values()) // 256 * 256 - 256
         for start in range(0, stop, room):
             end = min(start + room, stop)
-            piece = Piece(0, start, end, is_last=end == stop)
-            yield Chunk(
-                self,
-                (piece,),
-                {name: _span(hosts, start, end) for name, hosts in bases.items()},
-                start,
-            )
+            spans = {name: _span(tensors, start, end) for name, tensors in hosts.items()}
+            yield Chunk(self, (Piece(0, start, end, is_last=end == stop),), spans, start)
 
 
 def _span(hosts: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
     return hosts[0].as_strided((stop - start,), (1,), hosts[0].storage_offset() + start)
 
 
-def _slot_nbytes(host: torch.Tensor) -> int:
-    """Bytes that a span takes in a slot."""
+def _nbytes_in_slot(host: torch.Tensor) -> int:
     return -(-host.numel() * host.element_size() // 256) * 256
 
 
+class OffloadedState:
+    """The state of an optimizer in slabs; state that is put there otherwise is adopted later."""
+
+    def __init__(self, optimizer: Optimizer, slot_nbytes: int) -> None:
+        self._optimizer = optimizer
+        self._slot_nbytes = slot_nbytes
+        self.slabs: list[StateSlab] = []
+        self.slab_of: dict[torch.Tensor, StateSlab] = {}
+        self.pipeline: SlotPipeline | None = None
+
+    def wait(self) -> None:
+        """Return once host memory holds the results of the last step."""
+        if self.pipeline is not None:
+            self.pipeline.done.synchronize()
+
+    def is_whole(self) -> bool:
+        """Return whether nobody has put other state in the place of a slab's."""
+        return all(slab.is_whole(self._optimizer) for slab in self.slabs)
+
+    def settle(self) -> None:
+        """Move all state into slabs that is not there, as loaded from a checkpoint."""
+        self.wait()
+        state = self._optimizer.state
+        if not self.is_whole():
+            self.slabs = [slab for slab in self.slabs if slab.is_whole(self._optimizer)]
+            self.slab_of = {param: slab for slab in self.slabs for param in slab.params}
+        for group in self._optimizer.param_groups:
+            self.adopt([p for p in group["params"] if p not in self.slab_of and state.get(p)])
+
+    def adopt(self, params: Sequence[torch.Tensor]) -> None:
+        """Move the state of parameters into slabs, one for those with the same names and dtypes."""
+        for batch in self.batches(params):
+            kinds: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+            for param in batch:
+                state = self._optimizer.state[param]
+                names = tuple(n for n, value in state.items() if is_moment(n, value, param))
+                kinds.setdefault((names, *(state[name].dtype for name in names)), []).append(param)
+            for (names, *_), members in kinds.items():
+                if names:
+                    slab = StateSlab(self._optimizer, members, names, self._slot_nbytes)
+                    self.slabs.append(slab)
+                    self.slab_of.update(dict.fromkeys(members, slab))
+                    device = local_of(members[0]).device
+                    if device.type == "cuda" and self.pipeline is None:
+                        self.pipeline = SlotPipeline(device, self._slot_nbytes)
+
+    def release(self) -> None:
+        """Move the state back to the parameters' devices."""
+        for slab in self.slabs:
+            for param, views in zip(slab.params, slab.views, strict=True):
+                device = local_of(param).device
+                for name, view in views.items():
+                    local = local_of(view).to(device, copy=True)
+                    self._optimizer.state[param][name] = host_state_like(view, local)
+        self.slabs, self.slab_of, self.pipeline = [], {}, None
+
+    def batches(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Yield parameters of one dtype, as many as have their state in a slot; one at least."""
+        batch: list[torch.Tensor] = []
+        nbytes = 0
+        for param in params:
+            local = local_of(param)
+            param_nbytes = self._state_nbytes(param) + _OVERHEAD_NBYTES
+            is_full = nbytes + param_nbytes > self._slot_nbytes
+            if batch and (is_full or local.dtype != batch[0].dtype):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(param)
+            nbytes += param_nbytes
+        if batch:
+            yield batch
+
+    def _state_nbytes(self, param: torch.Tensor) -> int:
+        """Return the bytes of a parameter's state, or of the two moments that it will have."""
+        local, state = local_of(param), self._optimizer.state.get(param)
+        if not state:
+            return 2 * local.numel() * local.element_size()
+        moments = [value for name, value in state.items() if is_moment(name, value, param)]
+        return sum(local.numel() * value.element_size() for value in moments)
+
+
 class _DeviceSlot:
-    """Device memory for one chunk, and the events that tell when it is full, worked on, and empty
-    again.
-    """
+    """Device memory for one chunk, and events: it is filled, worked on, and free again."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -129,16 +196,17 @@ class _DeviceSlot:
         self.full, self.worked, self.free = event(), event(), event()
 
     def views(self, chunk: Chunk) -> dict[str, torch.Tensor]:
-        """A flat tensor for each of the chunk's state names."""
-        views, at = {}, 0
+        """Return a flat tensor for each of the chunk's state names."""
+        views, offset = {}, 0
         for name, host in chunk.hosts.items():
-            views[name] = self.memory[at : at + host.numel() * host.element_size()].view(host.dtype)
-            at += _slot_nbytes(host)
+            memory = self.memory[offset : offset + host.numel() * host.element_size()]
+            views[name] = memory.view(host.dtype)
+            offset += _nbytes_in_slot(host)
         return views
 
 
 class SlotPipeline:
-    """The way of chunks through the two slots of a device."""
+    """The copies of chunks through the two slots of a device."""
 
     def __init__(self, device: torch.device, slot_nbytes: int) -> None:
         stream: Any = torch.cuda.Stream
@@ -149,15 +217,13 @@ class SlotPipeline:
         self._turn = 0
 
     def begin(self) -> None:
-        """What comes in must have gone out: the last step's chunks, and slots that an allocator
-        gave us.
-        """
+        """Wait, before copies in, for the last step's copies out, and for the slots' allocation."""
         if not self._turn:
             self.inward.wait_stream(torch.cuda.current_stream(self.device))
         self.inward.wait_event(self.done)
 
     def work(self, chunk: Chunk, job: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
-        """Bring a chunk in, do `job` with it in the current stream, and take it out."""
+        """Copy a chunk in, run `job` on it in the current stream, and copy it out."""
         slot = self.slots[self._turn % _SLOTS]
         self._turn += 1
         views, current = slot.views(chunk), torch.cuda.current_stream(self.device)
@@ -178,17 +244,16 @@ class SlotPipeline:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements, without autograd."""
+    """Return this rank's elements, without autograd."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def shown_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as a tensor of the same mesh and placements; `DTensor.from_local` would move it to
-    the mesh's device.
-    """
+def host_state_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return `local` as a tensor of `like`'s mesh and placements, wherever it is."""
     if not isinstance(like, DTensor):
         return local
-    shown = DTensor.from_local(
+    # `DTensor.from_local(local)` would move it to the mesh's device.
+    dtensor = DTensor.from_local(
         local.new_empty(0).to(like.device_mesh.device_type),
         like.device_mesh,
         like.placements,
@@ -196,22 +261,12 @@ def shown_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         shape=like.shape,
         stride=like.stride(),
     ).detach()
-    shown._local_tensor = local  # type: ignore[attr-defined]
-    return shown
+    dtensor._local_tensor = local  # type: ignore[attr-defined]
+    return dtensor
 
 
 def is_moment(name: str, value: object, param: torch.Tensor) -> bool:
-    """Whether a state entry has a number for each element of the parameter."""
+    """Return whether a state entry has a number for each element of the parameter."""
     if name == "step" or not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return False
     return value.is_floating_point() or value.is_complex()
-
-
-def state_nbytes(optimizer: Optimizer, param: torch.Tensor) -> int:
-    """Bytes of a parameter's state, or of the two moments that it will have."""
-    local = local_of(param)
-    state = optimizer.state.get(param)
-    if not state:
-        return 2 * local.numel() * local.element_size()
-    moments = [value for name, value in state.items() if is_moment(name, value, param)]
-    return sum(local.numel() * value.element_size() for value in moments)

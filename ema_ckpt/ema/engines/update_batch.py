@@ -1,0 +1,54 @@
+"""`UpdateBatch`, the parallel lists of local tensors that an engine moves in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ema_ckpt.ema.engines.noise import Noise
+
+# Moves all averages of a batch by one weight, 1 - β; made once, called every update.
+Step = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateBatch:
+    """Averages and the parameters they follow: one dtype of each, shapes equal pairwise.
+
+    All on one device, or the averages and residuals in pinned host memory and the rest on one
+    device.
+    """
+
+    averages: Sequence[torch.Tensor]
+    params: Sequence[torch.Tensor]
+    # one for each average: bfloat16, or complex64 as their averages
+    residuals: Sequence[torch.Tensor] | None = None
+    # 0-dim int64 on the parameters' device: counts updates in which an element was kept because its
+    # new value was not finite; None takes such values as they come
+    nonfinite_count: torch.Tensor | None = None
+    noise: Noise | None = None  # with it new averages are rounded stochastically
+
+    @property
+    def is_plain_lerp(self) -> bool:
+        """Whether the update is a bare lerp in the averages' own dtype."""
+        has_extras = self.residuals is not None or self.nonfinite_count is not None
+        return not has_extras and self.compute_dtype is self.averages[0].dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic: the averages', but at least float32."""
+        dtype = self.averages[0].dtype
+        return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+    def subset(self, indices: Sequence[int]) -> UpdateBatch:
+        """Return a batch of some of the pairs."""
+        residuals, noise = self.residuals, self.noise
+        if residuals is not None:
+            residuals = [residuals[i] for i in indices]
+        if noise is not None:
+            noise = noise.at([noise.positions[i] for i in indices])
+        averages = [self.averages[i] for i in indices]
+        params = [self.params[i] for i in indices]
+        return UpdateBatch(averages, params, residuals, self.nonfinite_count, noise)

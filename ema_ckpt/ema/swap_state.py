@@ -1,0 +1,54 @@
+"""The models that hold averages instead of their own weights at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ema_ckpt.core.errors import StateError
+from ema_ckpt.ema.model.scan import scan_model
+from ema_ckpt.ema.model.shards import TrackedShard
+
+# Ids of the tensors that hold averages, and of the dictionaries in which they are registered. The
+# managers inside their blocks keep them alive.
+_swapped: set[int] = set()
+
+
+def refuse_inside(model: nn.Module, call: str) -> None:
+    """Refuse a call on a model that holds averages instead of its own weights.
+
+    Raises:
+        StateError: inside `swap()` of any manager.
+    """
+    if holds_averages(model):
+        raise StateError(
+            "usage",
+            f"{call} inside swap(): the model holds averaged weights; leave the block first",
+        )
+
+
+def holds_averages(model: nn.Module) -> bool:
+    """Return whether tensors of a model hold averages, whatever a forward has gathered."""
+    if not _swapped:
+        return False
+    ids = {id(module._parameters) for module in model.modules()}
+    return not _swapped.isdisjoint(ids | _ids(scan_model(model).tensors))
+
+
+def mark_swapped(tracked_shards: Iterable[TrackedShard]) -> frozenset[int]:
+    """Mark tensors as holding averages; returns the marks for `unmark`."""
+    marks = _ids(tracked_shards)
+    _swapped.update(marks)
+    return marks
+
+
+def unmark(marks: frozenset[int]) -> None:
+    """Mark tensors as holding their own values again."""
+    _swapped.difference_update(marks)
+
+
+def _ids(tracked_shards: Iterable[TrackedShard]) -> frozenset[int]:
+    return frozenset(
+        identity for t in tracked_shards for identity in (id(t.container), id(t.owner))
+    )
