@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.engines import prepare
@@ -22,10 +23,10 @@ class PreparedSteps:
     def __init__(self, settings: Settings, counter: UpdateCounter) -> None:
         self.steps: list[Step] | None = None
         # per device: updates in which an element was kept; empty if values are taken as they come
-        self.nonfinite_counts: dict[torch.device, torch.Tensor] = {}
+        self.nonfinite_counts: dict[torch.device, Tensor] = {}
         self._settings = settings
         self._counter = counter
-        self._values: list[torch.Tensor] = []
+        self._values: list[Tensor] = []
 
     def discard(self) -> None:
         """Forget the steps: the averages are others now."""
@@ -44,9 +45,7 @@ class PreparedSteps:
             self.steps, self._values = [prepare(batch) for batch in batches], values
         return self.steps
 
-    def _batches(
-        self, shadows: Sequence[Shadow], values: Sequence[torch.Tensor]
-    ) -> list[UpdateBatch]:
+    def _batches(self, shadows: Sequence[Shadow], values: Sequence[Tensor]) -> list[UpdateBatch]:
         if self._settings.nonfinite != "ignore":
             for device in {value.device for value in values} - self.nonfinite_counts.keys():
                 self.nonfinite_counts[device] = torch.zeros((), dtype=torch.int64, device=device)
@@ -57,17 +56,17 @@ class PreparedSteps:
 
 
 class _Pair(NamedTuple):
-    average: torch.Tensor
-    residual: torch.Tensor | None
-    value: torch.Tensor
+    average: Tensor
+    residual: Tensor | None
+    value: Tensor
     position: Position | None
 
 
 def batches_of(
     shadows: Sequence[Shadow],
-    values: Sequence[torch.Tensor],
+    values: Sequence[Tensor],
     settings: Settings,
-    nonfinite_counts: dict[torch.device, torch.Tensor],
+    nonfinite_counts: dict[torch.device, Tensor],
     call: Callable[[], int],
 ) -> list[UpdateBatch]:
     """Group averages and values by device and dtypes; `call` gives the number of the call."""
@@ -97,7 +96,7 @@ def batches_of(
     return batches
 
 
-def _positioned_pairs(shadow: Shadow, value: torch.Tensor) -> Iterator[_Pair]:
+def _positioned_pairs(shadow: Shadow, value: Tensor) -> Iterator[_Pair]:
     """Cut a shadow and its value into pieces that have a `Position` in the global tensor."""
     pieces = positions(shadow.shard.fqn, shadow.boxes, shadow.shard.shape)
     if len(pieces) == 1:
@@ -115,7 +114,7 @@ def _positioned_pairs(shadow: Shadow, value: torch.Tensor) -> Iterator[_Pair]:
         yield _Pair(average, None, part, position)
 
 
-def _is_same_memory(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+def _is_same_memory(a: list[Tensor], b: list[Tensor]) -> bool:
     if a is b:
         return True
     same = (x is y or x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=False))

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.errors import StateError, UsageError
@@ -151,7 +152,7 @@ def _allocate(
         kinds.append(_Kind(dtype, shard.local.device, shard.dtype))
         residual_kinds.append(_Kind(residual_dtype, shard.local.device, shard.dtype))
     averages = _zeros(shapes, kinds, settings)
-    residuals: Sequence[torch.Tensor | None] = [None] * len(shards)
+    residuals: Sequence[Tensor | None] = [None] * len(shards)
     if settings.compensate:
         residuals = _zeros(shapes, residual_kinds, settings)
     return [
@@ -166,12 +167,12 @@ def _is_offloaded(device: torch.device, settings: Settings) -> bool:
 
 def _zeros(
     shapes: Sequence[torch.Size], kinds: Sequence[_Kind], settings: Settings
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Allocate zeros beside the shards, or in one slab of pinned host memory per kind."""
     members: dict[_Kind, list[int]] = {}
     for number, kind in enumerate(kinds):
         members.setdefault(kind, []).append(number)
-    zeros: dict[int, torch.Tensor] = {}
+    zeros: dict[int, Tensor] = {}
     for kind, numbers in members.items():
         kind_shapes = [shapes[number] for number in numbers]
         if _is_offloaded(kind.device, settings):
@@ -182,7 +183,7 @@ def _zeros(
     return [zeros[number] for number in range(len(kinds))]
 
 
-def _arena_zeros(shapes: Sequence[torch.Size], kind: _Kind) -> list[torch.Tensor]:
+def _arena_zeros(shapes: Sequence[torch.Size], kind: _Kind) -> list[Tensor]:
     """Allocate zeros of one kind; small ones follow each other in memory."""
     limit = _SMALL_NUMEL if kind.dtype is kind.followed_dtype else _SMALL_NUMEL_MIXED
     arenas: list[list[int]] = [[]]
@@ -194,7 +195,7 @@ def _arena_zeros(shapes: Sequence[torch.Size], kind: _Kind) -> list[torch.Tensor
                 used = 0
             arenas[-1].append(number)
             used += shape.numel()
-    zeros: dict[int, torch.Tensor] = {}
+    zeros: dict[int, Tensor] = {}
     for numbers in filter(None, arenas):
         numels = [shapes[number].numel() for number in numbers]
         arena = torch.zeros(sum(numels), dtype=kind.dtype, device=kind.device)
@@ -208,7 +209,7 @@ def _arena_zeros(shapes: Sequence[torch.Size], kind: _Kind) -> list[torch.Tensor
     ]
 
 
-def value_of(tracked: TrackedShard, source: Source | None) -> torch.Tensor:
+def value_of(tracked: TrackedShard, source: Source | None) -> Tensor:
     """Return the local values to average: the live ones, or those that `source` gives instead.
 
     Raises:
@@ -248,7 +249,7 @@ def seed(shadow: Shadow, tracked: TrackedShard, source: Source | None) -> None:
         shadow.residual.zero_()
 
 
-def live_part(shadow: Shadow, value: torch.Tensor) -> torch.Tensor:
+def live_part(shadow: Shadow, value: Tensor) -> Tensor:
     """Return the part of a local tensor that the shadow averages, as a view in its shape.
 
     Raises:
@@ -373,7 +374,7 @@ def _recut(pairs: Sequence[tuple[Shadow, TrackedShard]], settings: Settings) -> 
     return shadows
 
 
-def _cut(tensor: torch.Tensor, old: Shadow, new: Shadow) -> torch.Tensor:
+def _cut(tensor: Tensor, old: Shadow, new: Shadow) -> Tensor:
     if old.boxes == new.boxes:
         return tensor
     tensor = tensor.view(old.shard.shape)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
@@ -23,7 +24,7 @@ _Senders = dict[Box, tuple[int, int]]
 
 def gather_full(
     call: str,
-    read: Callable[[], tuple[Sequence[Shadow], dict[str, torch.Tensor], dict[str, Any]]],
+    read: Callable[[], tuple[Sequence[Shadow], dict[str, Tensor], dict[str, Any]]],
     timeout: float,
 ) -> dict[str, Any]:
     """Return on rank 0 the averages whole, and under the live model's names if there is one.
@@ -47,7 +48,7 @@ def gather_full(
     for name, value in live.items():
         first = first_names.setdefault(id(value), name)
         fqns.setdefault(name, first)
-        if fqns[name] == name and isinstance(value, torch.Tensor):
+        if fqns[name] == name and isinstance(value, Tensor):
             tensors.setdefault(name, value)
     gathered = gather_tensors(tensors, channel)
     if channel.rank:
@@ -55,9 +56,7 @@ def gather_full(
     return {name: gathered.get(fqns[name], value) for name, value in live.items()}
 
 
-def gather_tensors(
-    tensors: Mapping[str, torch.Tensor], channel: Channel
-) -> dict[str, torch.Tensor]:
+def gather_tensors(tensors: Mapping[str, Tensor], channel: Channel) -> dict[str, Tensor]:
     """Return on rank 0 each tensor whole and on the host; `{}` elsewhere.
 
     Collective, with the same names on all ranks.
@@ -93,7 +92,7 @@ def _senders(name: str, listings: Sequence[Mapping[str, Any]]) -> _Senders:
 
 
 def _plans(
-    tensors: Mapping[str, torch.Tensor], senders: Mapping[str, _Senders], size: int
+    tensors: Mapping[str, Tensor], senders: Mapping[str, _Senders], size: int
 ) -> list[tuple[list[str], list[tuple[str, int]]]]:
     """Return per rank the tensors with holes, and the pieces to send, as rank 0 receives them."""
     holes: list[str] = []
@@ -107,11 +106,8 @@ def _plans(
 
 
 def _receive(
-    tensor: torch.Tensor,
-    pieces: Sequence[tuple[Box, torch.Tensor]],
-    senders: _Senders,
-    channel: Channel,
-) -> torch.Tensor:
+    tensor: Tensor, pieces: Sequence[tuple[Box, Tensor]], senders: _Senders, channel: Channel
+) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for box, (rank, number) in senders.items():
         part = pieces[number][1] if not rank else torch.empty(box.sizes, dtype=tensor.dtype)

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
@@ -31,10 +32,10 @@ aten = torch.ops.aten
 def as_global_tensor(
     boxes: Sequence[Box],
     shape: Sequence[int],
-    local: torch.Tensor,
+    local: Tensor,
     layout: DTensor | Layout | None = None,
     replicas: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a tensor of global `shape` whose elements in `boxes` are those of `local`, aliased.
 
     Args:
@@ -78,7 +79,7 @@ def as_global_tensor(
     )
 
 
-def pieces_of(tensor: torch.Tensor) -> tuple[tuple[Box, torch.Tensor], ...]:
+def pieces_of(tensor: Tensor) -> tuple[tuple[Box, Tensor], ...]:
     """Return the boxes of a global tensor that this rank holds, with their local elements."""
     if isinstance(tensor, LocalShardsTensor):
         return tuple(zip(tensor.boxes, tensor.views, strict=True))
@@ -92,14 +93,14 @@ def pieces_of(tensor: torch.Tensor) -> tuple[tuple[Box, torch.Tensor], ...]:
     return ((whole(tensor.shape), tensor),)
 
 
-def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def box_of(tensor: Tensor, box: Box) -> Tensor:
     """Return the elements of `tensor` in `box`, as a view."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
-def box_views(boxes: Sequence[Box], local: torch.Tensor) -> list[torch.Tensor]:
+def box_views(boxes: Sequence[Box], local: Tensor) -> list[Tensor]:
     """Return `local` in pieces of the boxes' shapes, without a copy."""
     if len(boxes) == 1 and tuple(local.shape) == boxes[0].sizes:
         return [local]
@@ -109,7 +110,7 @@ def box_views(boxes: Sequence[Box], local: torch.Tensor) -> list[torch.Tensor]:
     return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
 
 
-class LocalShardsTensor(torch.Tensor):
+class LocalShardsTensor(Tensor):
     """This rank's pieces of a tensor of global shape: boxes, and views of the local memory.
 
     Understood by `dcp.save`, `dcp.load` and `dcp.async_save`'s staging through the protocol that
@@ -118,18 +119,14 @@ class LocalShardsTensor(torch.Tensor):
     """
 
     boxes: tuple[Box, ...]
-    views: tuple[torch.Tensor, ...]
+    views: tuple[Tensor, ...]
 
     def __new__(
-        cls,
-        shape: Sequence[int],
-        boxes: Sequence[Box],
-        views: Sequence[torch.Tensor],
-        like: torch.Tensor,
+        cls, shape: Sequence[int], boxes: Sequence[Box], views: Sequence[Tensor], like: Tensor
     ) -> Self:
         """Make a tensor of `like`'s dtype and device, which may have no piece at all."""
         strides = row_major_strides(shape)
-        self: Self = torch.Tensor._make_wrapper_subclass(
+        self: Self = Tensor._make_wrapper_subclass(
             cls, tuple(shape), strides=strides, dtype=like.dtype, device=like.device
         )
         self.boxes = tuple(boxes)
@@ -185,7 +182,7 @@ class LocalShardsTensor(torch.Tensor):
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes
         ]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for box, view in zip(self.boxes, self.views, strict=True):
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 return view
@@ -195,11 +192,7 @@ class LocalShardsTensor(torch.Tensor):
 
 
 def _placements_for(
-    boxes: tuple[Box, ...],
-    shape: tuple[int, ...],
-    local: torch.Tensor,
-    layout: Layout,
-    replicas: int,
+    boxes: tuple[Box, ...], shape: tuple[int, ...], local: Tensor, layout: Layout, replicas: int
 ) -> Sequence[Placement] | None:
     """Return placements under which torch finds every rank's elements at their boxes, if any."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -246,7 +239,7 @@ def _split_over_replicas(
     return candidates
 
 
-def _without_storage_offset(local: torch.Tensor) -> torch.Tensor:
+def _without_storage_offset(local: Tensor) -> Tensor:
     """Return the same memory as a tensor with storage offset 0.
 
     A DTensor takes over the offset of its local tensor; then its data pointer is not 0, and the
@@ -260,9 +253,7 @@ def _without_storage_offset(local: torch.Tensor) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(local)
 
 
-def _map_views(
-    tensor: LocalShardsTensor, change: Callable[[torch.Tensor], torch.Tensor]
-) -> LocalShardsTensor:
+def _map_views(tensor: LocalShardsTensor, change: Callable[[Tensor], Tensor]) -> LocalShardsTensor:
     like = change(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     views = [change(view) for view in tensor.views]
     return LocalShardsTensor(tensor.shape, tensor.boxes, views, like)
@@ -285,7 +276,7 @@ def _clone(
     return _map_views(tensor, torch.clone)
 
 
-def _new_empty(tensor: LocalShardsTensor, size: Sequence[int], **options: Any) -> torch.Tensor:
+def _new_empty(tensor: LocalShardsTensor, size: Sequence[int], **options: Any) -> Tensor:
     kwargs: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     kwargs |= {name: value for name, value in options.items() if value is not None}
     if tuple(size) != tuple(tensor.shape):
@@ -295,7 +286,7 @@ def _new_empty(tensor: LocalShardsTensor, size: Sequence[int], **options: Any) -
 
 def _empty_like(
     tensor: LocalShardsTensor, memory_format: torch.memory_format | None = None, **options: Any
-) -> torch.Tensor:
+) -> Tensor:
     del memory_format
     return _new_empty(tensor, tensor.shape, **options)
 
@@ -304,11 +295,11 @@ def _to_copy(tensor: LocalShardsTensor, **options: Any) -> LocalShardsTensor:
     return _map_views(tensor, lambda view: aten._to_copy.default(view, **options))
 
 
-def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, LocalShardsTensor):
         raise NotImplementedError("a rank that holds only pieces cannot fill a whole tensor")
     if not isinstance(source, LocalShardsTensor):
-        parts: Sequence[torch.Tensor] = [box_of(source, box) for box in target.boxes]
+        parts: Sequence[Tensor] = [box_of(source, box) for box in target.boxes]
     elif source.boxes == target.boxes:
         parts = source.views
     else:

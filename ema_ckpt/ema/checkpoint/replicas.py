@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import flat_range_boxes
@@ -23,7 +24,7 @@ class _Piece(NamedTuple):
     """Elements [offset, offset + numel) of each replica's part of a target."""
 
     shadow: Shadow
-    target: torch.Tensor  # of the local shard's size
+    target: Tensor  # of the local shard's size
     offset: int
     numel: int
 
@@ -51,7 +52,7 @@ def meet_replicas(
         raise failure
 
 
-def gather_replicas(targets: Mapping[Shadow, torch.Tensor]) -> None:
+def gather_replicas(targets: Mapping[Shadow, Tensor]) -> None:
     """Write each split average whole into its target, rounded to the target's dtype.
 
     Collective over the replicas.
@@ -84,7 +85,7 @@ def _parts(shadow: Shadow, count: int) -> list[tuple[int, int]]:
 
 
 def _pieces(
-    shadows: Sequence[Shadow], targets: Mapping[Shadow, torch.Tensor], count: int
+    shadows: Sequence[Shadow], targets: Mapping[Shadow, Tensor], count: int
 ) -> Iterator[_Piece]:
     for shadow in shadows:
         target = targets[shadow]
@@ -112,7 +113,7 @@ def _all_gather(message: Sequence[_Piece], replica: ReplicaGroup) -> None:
             _write_flat(piece.target, start + piece.offset, values)
 
 
-def _write_flat(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
+def _write_flat(target: Tensor, start: int, values: Tensor) -> None:
     """Write 1-D `values` from row-major element `start` on, however `target` lies in memory."""
     stop = start + values.numel()
     if target.is_contiguous():

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.core.box import Box, intersect
 from ema_ckpt.core.errors import StateError
@@ -94,12 +95,10 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
 
 
 def _values_of(
-    shadows: Iterable[Shadow],
-    tensors: Mapping[str, torch.Tensor],
-    tied: Mapping[str, Sequence[str]],
-) -> dict[Shadow, torch.Tensor]:
+    shadows: Iterable[Shadow], tensors: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]]
+) -> dict[Shadow, Tensor]:
     """Return each shadow's tensor of a state, under whichever of its names it is there."""
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, Tensor] = {}
     for name, aliases in tied.items():
         if name in tensors:
             named.update(dict.fromkeys(aliases, tensors[name]))
@@ -154,7 +153,7 @@ def _saved(averages: Averages) -> list[Shadow]:
     return [shadow for shadow, tracked in pairs if shadow.shard.is_parameter or tracked.persistent]
 
 
-def _as_global(shadow: Shadow, local: torch.Tensor, settings: Settings) -> torch.Tensor:
+def _as_global(shadow: Shadow, local: Tensor, settings: Settings) -> Tensor:
     shard, replicas = shadow.shard, 1
     # On all ranks alike, also where this rank's part is the whole shard.
     if settings.shard_replicas is not False and shard.replica is not None and shard.shape:
@@ -162,9 +161,7 @@ def _as_global(shadow: Shadow, local: torch.Tensor, settings: Settings) -> torch
     return as_global_tensor(shadow.boxes, shard.shape, local, shard.layout, replicas)
 
 
-def _copies(
-    shadow: Shadow, target: torch.Tensor | None, source: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _copies(shadow: Shadow, target: Tensor | None, source: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return (target view, source view) pairs; none if there is no target or it is the source."""
     if target is None:
         return []
@@ -173,7 +170,7 @@ def _copies(
         raise StateError(
             "usage", f"{fqn!r} has shape {shape}; the state to load has {tuple(source.shape)}"
         )
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
     if shadow.numel:
         source_pieces = pieces_of(source)
         for box, view in pieces_of(as_global_tensor(shadow.boxes, shape, target)):
@@ -188,8 +185,8 @@ def _copies(
 
 
 def _overlapping_views(
-    box: Box, view: torch.Tensor, pieces: Iterable[tuple[Box, torch.Tensor]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    box: Box, view: Tensor, pieces: Iterable[tuple[Box, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
     views = []
     for other, tensor in pieces:
         common = intersect(box, other)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 
@@ -28,13 +29,13 @@ _GATHERED_NUMEL = 1 << 17
 class _Block:
     """A contiguous part of the averages and its parameters; all tensors are views, made once."""
 
-    average: torch.Tensor
-    residual: torch.Tensor | None
-    params: tuple[torch.Tensor, ...]  # concatenated, they have the average's elements
-    gathered: torch.Tensor | None  # scratch to concatenate them, in their own dtype
-    widened: torch.Tensor | None  # scratch to convert them to the dtype of the arithmetic
+    average: Tensor
+    residual: Tensor | None
+    params: tuple[Tensor, ...]  # concatenated, they have the average's elements
+    gathered: Tensor | None  # scratch to concatenate them, in their own dtype
+    widened: Tensor | None  # scratch to convert them to the dtype of the arithmetic
 
-    def value(self) -> torch.Tensor:
+    def value(self) -> Tensor:
         """Return the parameters as one tensor in the dtype of the arithmetic."""
         value = self.params[0]
         if self.gathered is not None:
@@ -77,9 +78,7 @@ def _prepare_careful(batch: UpdateBatch) -> Step:
     return careful_step
 
 
-def _move(
-    block: _Block, weight: float, scratch: Sequence[torch.Tensor], *, skip: bool
-) -> torch.Tensor:
+def _move(block: _Block, weight: float, scratch: Sequence[Tensor], *, skip: bool) -> Tensor:
     """Move one block through scratch; with `skip`, return whether an element was kept, 0-dim."""
     average, residual, value = block.average, block.residual, block.value()
     old, new, step, rest = (s[: average.numel()].view(average.shape) for s in scratch)
@@ -103,9 +102,9 @@ def _move(
 class _Tensors(NamedTuple):
     """One average with its residual and parameter."""
 
-    average: torch.Tensor
-    residual: torch.Tensor | None
-    param: torch.Tensor
+    average: Tensor
+    residual: Tensor | None
+    param: Tensor
 
     def flat(self) -> _Tensors:
         residual = None if self.residual is None else self.residual.view(-1)
@@ -123,7 +122,7 @@ class _Tensors(NamedTuple):
         )
 
 
-def _is_adjacent(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def _is_adjacent(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     same_storage = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -137,7 +136,7 @@ def _blocks(batch: UpdateBatch) -> list[_Block]:
     widened = None
     if dtype is not batch.compute_dtype:
         widened = torch.empty(BLOCK_NUMEL, dtype=batch.compute_dtype, device=device)
-    residuals: Sequence[torch.Tensor | None] = batch.residuals or [None] * len(batch.averages)
+    residuals: Sequence[Tensor | None] = batch.residuals or [None] * len(batch.averages)
     small: list[_Tensors] = []
     runs: list[list[_Tensors]] = []
     for tensors in map(_Tensors, batch.averages, residuals, batch.params):
@@ -151,7 +150,7 @@ def _blocks(batch: UpdateBatch) -> list[_Block]:
     return [_block(run, gathered, widened) for run in runs]
 
 
-def _block(run: Sequence[_Tensors], gathered: torch.Tensor, widened: torch.Tensor | None) -> _Block:
+def _block(run: Sequence[_Tensors], gathered: Tensor, widened: Tensor | None) -> _Block:
     average, residual, _ = run[0]
     params = tuple(tensors.param for tensors in run)
     scratch = None

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.ema.engines import foreach, stochastic
 from ema_ckpt.ema.engines.noise import Position
@@ -30,9 +31,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Control:
     """Values that change from call to call, on the device, where a CUDA graph reads them."""
 
-    weight: torch.Tensor  # float32, 0-dim; 0 leaves all as it is
-    call: torch.Tensor  # int64, 0-dim: the number of the call, for stochastic rounding
-    replays: torch.Tensor  # int64, 0-dim: recorded updates that were replayed
+    weight: Tensor  # float32, 0-dim; 0 leaves all as it is
+    call: Tensor  # int64, 0-dim: the number of the call, for stochastic rounding
+    replays: Tensor  # int64, 0-dim: recorded updates that were replayed
 
     @classmethod
     def on(cls, device: torch.device) -> Control:
@@ -150,7 +151,7 @@ def _prepare_without_triton(batch: UpdateBatch) -> Step:
     return stochastic.prepare(batch, batch.noise)
 
 
-def _tables(batch: UpdateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(batch: UpdateBatch) -> tuple[Tensor, Tensor]:
     """Return the table row of each block, int32, and the table, a row per tensor; on the host."""
     counts = [-(-average.numel() // BLOCK_NUMEL) for average in batch.averages]
     addresses = [0] * len(counts)
@@ -174,12 +175,12 @@ def _tables(batch: UpdateBatch) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     # Pinned, a copy to the device makes no one wait.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _triton_dtype(tensor: torch.Tensor) -> Any:
+def _triton_dtype(tensor: Tensor) -> Any:
     import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
     triton_dtypes: tuple[Any, ...] = (tl.float32, tl.bfloat16, tl.float16)

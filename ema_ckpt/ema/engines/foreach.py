@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.ema.engines import cpu
 from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
@@ -14,7 +15,7 @@ from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 _SCRATCH_NUMEL = 1 << 23
 
 # averages, params, scratch
-_Chunk: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+_Chunk: TypeAlias = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def prepare(batch: UpdateBatch) -> Step:
@@ -59,7 +60,7 @@ def _chunks(batch: UpdateBatch) -> Iterator[_Chunk]:
         yield chunk
 
 
-def _pieces(batch: UpdateBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pieces(batch: UpdateBatch) -> Iterator[tuple[Tensor, Tensor]]:
     for average, param in zip(batch.averages, batch.params, strict=True):
         live = param.detach()
         if average.numel() <= _SCRATCH_NUMEL:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ema_ckpt.core.errors import StateError, UsageError
@@ -51,8 +52,8 @@ _hook: list[Any] = []
 class _Copy(NamedTuple):
     """A flat tensor in pinned memory and the one on the device that mirrors it."""
 
-    host: torch.Tensor
-    device: torch.Tensor
+    host: Tensor
+    device: Tensor
 
 
 class _Chunk(NamedTuple):
@@ -207,7 +208,7 @@ def _pieces_of_chunks(batch: UpdateBatch, room: int) -> Iterator[list[_Piece]]:
         yield pieces
 
 
-def _chunk(batch: UpdateBatch, pieces: Sequence[_Piece], room: int, memory: torch.Tensor) -> _Chunk:
+def _chunk(batch: UpdateBatch, pieces: Sequence[_Piece], room: int, memory: Tensor) -> _Chunk:
     """Return the chunk from the first to the last of `pieces`, mirrored in a slot's memory."""
     averages, average_copy = _mirror(batch.averages, pieces, memory)
     residuals, copies = None, [average_copy]
@@ -226,8 +227,8 @@ def _chunk(batch: UpdateBatch, pieces: Sequence[_Piece], room: int, memory: torc
 
 
 def _mirror(
-    tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece], memory: torch.Tensor
-) -> tuple[list[torch.Tensor], _Copy]:
+    tensors: Sequence[Tensor], pieces: Sequence[_Piece], memory: Tensor
+) -> tuple[list[Tensor], _Copy]:
     """Return each piece on the device, and the copy from the first to the last of them."""
     offsets = [int(tensors[piece.tensor].storage_offset()) + piece.first for piece in pieces]
     start, total = offsets[0], offsets[-1] + pieces[-1].numel - offsets[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.ema.engines.noise import Noise, Position, random_bits
 from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
@@ -34,12 +35,12 @@ def prepare(batch: UpdateBatch, noise: Noise) -> Step:
 
 
 def _move(
-    average: torch.Tensor,
-    param: torch.Tensor,
+    average: Tensor,
+    param: Tensor,
     weight: float,
     position: Position,
     key: tuple[int, int],
-    kept: torch.Tensor | None,
+    kept: Tensor | None,
 ) -> None:
     new = torch.lerp(average.float(), param.float(), weight)
     bits = random_bits(position, 0, new.numel(), *key, new.device)
@@ -51,7 +52,7 @@ def _move(
     average.copy_(result)
 
 
-def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     """Round float32 to what bfloat16 holds: up if `bits` exceed the gap to the next, else down."""
     cut = ((values.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(torch.isfinite(values), cut, values)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.ema.engines.noise import Noise
 
@@ -21,13 +22,13 @@ class UpdateBatch:
     device.
     """
 
-    averages: Sequence[torch.Tensor]
-    params: Sequence[torch.Tensor]
+    averages: Sequence[Tensor]
+    params: Sequence[Tensor]
     # one for each average: bfloat16, or complex64 as their averages
-    residuals: Sequence[torch.Tensor] | None = None
+    residuals: Sequence[Tensor] | None = None
     # 0-dim int64 on the parameters' device: counts updates in which an element was kept because its
     # new value was not finite; None takes such values as they come
-    nonfinite_count: torch.Tensor | None = None
+    nonfinite_count: Tensor | None = None
     noise: Noise | None = None  # with it new averages are rounded stochastically
 
     @property

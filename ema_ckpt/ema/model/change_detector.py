@@ -15,10 +15,11 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ema_ckpt.ema.model.shards import ModuleLink, TrackedShard
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)
 _LOCAL = attrgetter("_local_tensor")
 
 
@@ -61,7 +62,7 @@ class ChangeDetector:
         self._entries = (containers, keys)
         self._identities = _columns(identities)
         self._memory = [t.memory for t in tracked_shards if t.memory is not None]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._memory))
+        self._addresses = list(map(Tensor.data_ptr, self._memory))
         self._layouts = list(map(_layout, self._memory))
         self._dtensors = [
             t.expected for t in tracked_shards if hasattr(t.expected, "_local_tensor")
@@ -74,7 +75,7 @@ class ChangeDetector:
         return (
             all(map(is_, map(dict.get, containers, keys), values))
             and self._same_objects()
-            and list(map(torch.Tensor.data_ptr, self._memory)) == self._addresses
+            and list(map(Tensor.data_ptr, self._memory)) == self._addresses
             # Conversions swap the insides of a DTensor and keep the object.
             and all(map(is_, map(_LOCAL, self._dtensors), self._local_tensors))
         )
@@ -96,14 +97,14 @@ class ChangeDetector:
             return False
 
 
-def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
     return tensor.shape, tensor.stride()
 
 
 def _needs_identity(value: object) -> bool:
     """Return whether `==` is no proof: a tensor of one equal element passes it; a DTensor's may
     talk to other ranks."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.numel() <= 1 or type(value) not in _PLAIN
     return type(value).__eq__ is not object.__eq__
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ema_ckpt.core.box import Box, flat_range_boxes
 
@@ -40,7 +40,7 @@ class Shard:
     aliases: tuple[str, ...]  # the other canonical names of a tied tensor
     shape: tuple[int, ...]  # global
     dtype: torch.dtype  # of the live tensor
-    local: torch.Tensor  # live elements, in the one box's shape, or 1-D (a flat piece of FSDP1)
+    local: Tensor  # live elements, in the one box's shape, or 1-D (a flat piece of FSDP1)
     boxes: tuple[Box, ...]
     is_parameter: bool
     replica: ReplicaGroup | None
@@ -69,13 +69,13 @@ class TrackedShard:
     """
 
     shard: Shard
-    owner: torch.Tensor  # which an optimizer steps; of FSDP1 without original parameters: the flat
+    owner: Tensor  # which an optimizer steps; of FSDP1 without original parameters: the flat
     requires_grad: bool
     persistent: bool
     container: dict[str, Any]
     key: str
     expected: object
-    memory: torch.Tensor | None
+    memory: Tensor | None
     # (first element, numel of the whole) if the shard is part of a flat owner's local shard
     flat_range: tuple[int, int] | None = None
 
@@ -115,8 +115,8 @@ class Shadow:
     shard: Shard
     start: int
     numel: int
-    average: torch.Tensor
-    residual: torch.Tensor | None = None
+    average: Tensor
+    residual: Tensor | None = None
     # over the shard's replicas; of a small shard one part may be all, the others nothing
     is_split: bool = False
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _foreach_supported_types
@@ -80,7 +81,7 @@ class _PieceState(NamedTuple):
     """The state of a piece as the optimizer's step gets it."""
 
     piece: Piece
-    flat: torch.Tensor  # its parameter
+    flat: Tensor  # its parameter
     state: _State
 
 
@@ -121,7 +122,7 @@ class OffloadedOptimizer:
         self._state.settle()
 
     @staticmethod
-    def zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def zeros(param: torch.Tensor, dtype: torch.dtype) -> Tensor:
         """Make state of a parameter in host memory, to be filled and then adopted by `settle`."""
         return host_state_like(param, torch.zeros(local_of(param).shape, dtype=dtype))
 
@@ -147,7 +148,7 @@ class OffloadedOptimizer:
             live = [param for param in group["params"] if param.grad is not None]
             self._step_group(live, _step_options(group, live))
 
-    def _step_group(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+    def _step_group(self, params: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         state = self._state
         fresh = {param: None for param in params if param not in state.slab_of}
         self._first_steps(list(fresh), options)
@@ -178,7 +179,7 @@ class OffloadedOptimizer:
         if len(devices) > 1:
             raise _refusal(f"parameters on several devices: {', '.join(sorted(map(str, devices)))}")
 
-    def _first_steps(self, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+    def _first_steps(self, params: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         """Step parameters without state: the optimizer makes it on the device, then it moves."""
         for batch in self._state.batches(params):
             flats = [_flat_part(param, 0, local_of(param).numel()) for param in batch]
@@ -192,7 +193,7 @@ class OffloadedOptimizer:
             self._state.adopt(batch)
 
     def _step_chunk(
-        self, chunk: Chunk, options: Mapping[str, Any], views: Mapping[str, torch.Tensor]
+        self, chunk: Chunk, options: Mapping[str, Any], views: Mapping[str, Tensor]
     ) -> None:
         """Step the pieces of a chunk; `views` are its state on the device, {} without CUDA."""
         parts = []
@@ -214,7 +215,7 @@ class OffloadedOptimizer:
                 elif part.piece.is_last:
                     state[name] = value
 
-    def _piece_state(self, chunk: Chunk, piece: Piece, views: Mapping[str, torch.Tensor]) -> _State:
+    def _piece_state(self, chunk: Chunk, piece: Piece, views: Mapping[str, Tensor]) -> _State:
         slab = chunk.slab
         state = dict(self._optimizer.state[slab.params[piece.index]])
         for name, value in state.items():
@@ -229,8 +230,8 @@ class OffloadedOptimizer:
         return state
 
     def _run_step(
-        self, options: Mapping[str, Any], states: Mapping[torch.Tensor, _State]
-    ) -> Mapping[torch.Tensor, _State]:
+        self, options: Mapping[str, Any], states: Mapping[Tensor, _State]
+    ) -> Mapping[Tensor, _State]:
         """Run the optimizer's own code on these tensors alone; returns their state after that."""
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
@@ -252,7 +253,7 @@ class OffloadedOptimizer:
         return new_states
 
 
-def _step_options(group: Mapping[str, Any], params: Sequence[torch.Tensor]) -> dict[str, Any]:
+def _step_options(group: Mapping[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
     """Return the options of a parameter group, `foreach` as torch would choose it."""
     options = {key: value for key, value in group.items() if key != "params"}
     chooses = options.get("foreach") is None and options.get("fused") is None
@@ -304,7 +305,7 @@ def _renew_note(optimizer: Optimizer) -> None:
     optimizer.step = noted  # type: ignore[method-assign]
 
 
-def _flat_part(param: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _flat_part(param: Tensor, start: int, stop: int) -> Tensor:
     """Return part of the local parameter with its gradient, as a plain tensor."""
     grad: Any = param.grad
     if (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -33,7 +34,7 @@ class Chunk:
 
     slab: StateSlab
     pieces: tuple[Piece, ...]
-    hosts: Mapping[str, torch.Tensor]  # by state name, from the first to the last piece
+    hosts: Mapping[str, Tensor]  # by state name, from the first to the last piece
     first: int  # element of the slabs at which it begins
 
 
@@ -46,17 +47,17 @@ class StateSlab:
     def __init__(
         self,
         optimizer: Optimizer,
-        params: Sequence[torch.Tensor],
+        params: Sequence[Tensor],
         names: tuple[str, ...],
         slot_nbytes: int,
     ) -> None:
         self.params = list(params)
         self.names = names
-        self.views: list[dict[str, torch.Tensor]] = [{} for _ in params]
+        self.views: list[dict[str, Tensor]] = [{} for _ in params]
         self.starts: list[int] = []
         shapes = [local_of(param).shape for param in params]
         on_device = local_of(params[0]).is_cuda
-        hosts: dict[str, list[torch.Tensor]] = {}
+        hosts: dict[str, list[Tensor]] = {}
         for name in names:
             dtype = optimizer.state[params[0]][name].dtype
             if on_device:
@@ -83,7 +84,7 @@ class StateSlab:
             for name, view in views.items()
         )
 
-    def _cut(self, hosts: Mapping[str, list[torch.Tensor]], slot_nbytes: int) -> Iterator[Chunk]:
+    def _cut(self, hosts: Mapping[str, list[Tensor]], slot_nbytes: int) -> Iterator[Chunk]:
         numels = [host.numel() for host in hosts[self.names[0]]]
         stop = self.starts[-1] + numels[-1] - self.starts[0]
         whole = {name: _span(tensors, 0, stop) for name, tensors in hosts.items()}
@@ -98,11 +99,11 @@ class StateSlab:
             yield Chunk(self, (Piece(0, start, end, is_last=end == stop),), spans, start)
 
 
-def _span(hosts: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+def _span(hosts: Sequence[Tensor], start: int, stop: int) -> Tensor:
     return hosts[0].as_strided((stop - start,), (1,), hosts[0].storage_offset() + start)
 
 
-def _nbytes_in_slot(host: torch.Tensor) -> int:
+def _nbytes_in_slot(host: Tensor) -> int:
     return -(-host.numel() * host.element_size() // 256) * 256
 
 
@@ -113,7 +114,7 @@ class OffloadedState:
         self._optimizer = optimizer
         self._slot_nbytes = slot_nbytes
         self.slabs: list[StateSlab] = []
-        self.slab_of: dict[torch.Tensor, StateSlab] = {}
+        self.slab_of: dict[Tensor, StateSlab] = {}
         self.pipeline: SlotPipeline | None = None
 
     def wait(self) -> None:
@@ -135,10 +136,10 @@ class OffloadedState:
         for group in self._optimizer.param_groups:
             self.adopt([p for p in group["params"] if p not in self.slab_of and state.get(p)])
 
-    def adopt(self, params: Sequence[torch.Tensor]) -> None:
+    def adopt(self, params: Sequence[Tensor]) -> None:
         """Move the state of parameters into slabs, one for those with the same names and dtypes."""
         for batch in self.batches(params):
-            kinds: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+            kinds: dict[tuple[Any, ...], list[Tensor]] = {}
             for param in batch:
                 state = self._optimizer.state[param]
                 names = tuple(n for n, value in state.items() if is_moment(n, value, param))
@@ -162,9 +163,9 @@ class OffloadedState:
                     self._optimizer.state[param][name] = host_state_like(view, local)
         self.slabs, self.slab_of, self.pipeline = [], {}, None
 
-    def batches(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    def batches(self, params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yield parameters of one dtype, as many as have their state in a slot; one at least."""
-        batch: list[torch.Tensor] = []
+        batch: list[Tensor] = []
         nbytes = 0
         for param in params:
             local = local_of(param)
@@ -178,7 +179,7 @@ class OffloadedState:
         if batch:
             yield batch
 
-    def _state_nbytes(self, param: torch.Tensor) -> int:
+    def _state_nbytes(self, param: Tensor) -> int:
         """Return the bytes of a parameter's state, or of the two moments that it will have."""
         local, state = local_of(param), self._optimizer.state.get(param)
         if not state:
@@ -195,7 +196,7 @@ class _DeviceSlot:
         event: Any = torch.cuda.Event
         self.full, self.worked, self.free = event(), event(), event()
 
-    def views(self, chunk: Chunk) -> dict[str, torch.Tensor]:
+    def views(self, chunk: Chunk) -> dict[str, Tensor]:
         """Return a flat tensor for each of the chunk's state names."""
         views, offset = {}, 0
         for name, host in chunk.hosts.items():
@@ -222,7 +223,7 @@ class SlotPipeline:
             self.inward.wait_stream(torch.cuda.current_stream(self.device))
         self.inward.wait_event(self.done)
 
-    def work(self, chunk: Chunk, job: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+    def work(self, chunk: Chunk, job: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Copy a chunk in, run `job` on it in the current stream, and copy it out."""
         slot = self.slots[self._turn % _SLOTS]
         self._turn += 1
@@ -243,12 +244,12 @@ class SlotPipeline:
             self.done.record(self.outward)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's elements, without autograd."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def host_state_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def host_state_like(like: Tensor, local: Tensor) -> Tensor:
     """Return `local` as a tensor of `like`'s mesh and placements, wherever it is."""
     if not isinstance(like, DTensor):
         return local
@@ -265,8 +266,8 @@ def host_state_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return dtensor
 
 
-def is_moment(name: str, value: object, param: torch.Tensor) -> bool:
+def is_moment(name: str, value: object, param: Tensor) -> bool:
     """Return whether a state entry has a number for each element of the parameter."""
-    if name == "step" or not isinstance(value, torch.Tensor) or value.shape != param.shape:
+    if name == "step" or not isinstance(value, Tensor) or value.shape != param.shape:
         return False
     return value.is_floating_point() or value.is_complex()
