@@ -32,7 +32,7 @@ from ema_ckpt.discovery.location import (
 from ema_ckpt.formats.rank_files.names import missing_ranks
 from ema_ckpt.storage.directories import Folder, is_folder, join
 from ema_ckpt.storage.files import is_mangled_url, is_url, open_files
-from ema_ckpt.storage.stage_names import recovered
+from ema_ckpt.storage.stage_names import find_interrupted_switch
 
 _STEP = re.compile(
     r"(?:^|.*[-_=])(?:step|checkpoint|global_step|iter|iteration|epoch|ckpt)[-_=]?(\d+)", re.ASCII
@@ -151,7 +151,7 @@ def _check_ranks(location: Location) -> None:
 
 def _interrupted_switch(path: str) -> Location:
     """Read a target whose writer crashed between two renames from its stage."""
-    stage = None if is_url(path) or not path else recovered(path)
+    stage = None if is_url(path) or not path else find_interrupted_switch(path)
     if stage is None:
         hint = ""
         if is_mangled_url(path):

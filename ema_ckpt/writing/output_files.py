@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ema_ckpt.storage.files import held_limit
+from ema_ckpt.storage.files import max_open_files
 from ema_ckpt.writing.staging import preallocate
 
 # Linux keeps a file in folios of up to the length of a write, as far as their place in the file is
@@ -28,14 +28,14 @@ def write_end(offset: int, nbytes: int) -> int:
 
 
 class OutputFiles:
-    """The files being written, at their final size; the first stay open, more than `held_limit` are
+    """The files being written, at their final size; the first stay open, more than `max_open_files` are
     opened per use.
     """
 
     def __init__(self, root: Path, files: Mapping[str, int]) -> None:
         self._root = root
         self._fds: dict[str, int] = {}
-        limit = held_limit()
+        limit = max_open_files()
         try:
             for name, nbytes in files.items():
                 self._path(name).parent.mkdir(parents=True, exist_ok=True)

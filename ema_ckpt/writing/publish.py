@@ -15,7 +15,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from ema_ckpt.storage.stage_names import NOTE, OLD, noted
+from ema_ckpt.storage.stage_names import NOTE, OLD, interrupted_switch
 
 NOREPLACE, EXCHANGE = 1, 2
 
@@ -79,7 +79,7 @@ def finish(stage: Path, target: Path) -> bool:
     """Complete a switch that was cut in two: if `target` is missing and `stage` holds its noted
     successor.
     """
-    new = noted(stage)
+    new = interrupted_switch(stage)
     if new is None or os.path.lexists(target):
         return False
     try:

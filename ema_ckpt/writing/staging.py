@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.errors import SourceError, TargetError
-from ema_ckpt.storage.stage_names import JOURNAL, LOCK, noted, stage_path, stages_of
+from ema_ckpt.storage.stage_names import JOURNAL, LOCK, interrupted_switch, stage_path, stages_of
 from ema_ckpt.writing.journal import Journal, check_identity
 from ema_ckpt.writing.preflight import (
     OverwritePolicy,
@@ -213,7 +213,7 @@ def check_target(
             with contextlib.suppress(FileNotFoundError):  # its writer has just ended
                 for fd in _hold(left, path):
                     os.close(fd)
-            if noted(left) and not os.path.lexists(path) and not overwrite:
+            if interrupted_switch(left) and not os.path.lexists(path) and not overwrite:
                 raise TargetError(
                     "target-exists",
                     f"{path}: exists, in {left.name}; pass --overwrite to replace it",

@@ -21,7 +21,14 @@ from typing import Any
 import pytest
 
 from ema_ckpt.core.errors import TargetError
-from ema_ckpt.storage.stage_names import NOTE, OLD, is_stage_name, recovered, stage_path, stages_of
+from ema_ckpt.storage.stage_names import (
+    NOTE,
+    OLD,
+    find_interrupted_switch,
+    is_stage_name,
+    stage_path,
+    stages_of,
+)
 from ema_ckpt.writing import publish as publishing
 from ema_ckpt.writing.staging import Staged, check_target, preallocate, stage
 from tests.staged_writer import (
@@ -389,7 +396,7 @@ def test_killed_at_random_moments(tmp_path: Path, plain: bool) -> None:
             time.sleep(rng.uniform(0, 0.06))
             process.kill()
         left_behind += bool(stages_of(target))
-        found = recovered(target) or target
+        found = find_interrupted_switch(target) or target
         assert generation_of(found, 4) in (before, str(attempt))
         if not target.exists():
             assert plain
@@ -513,7 +520,7 @@ class TestCutSwitch:
         return target
 
     def test_reader_finds_the_new_one(self, target: Path) -> None:
-        found = recovered(target)
+        found = find_interrupted_switch(target)
         assert found is not None
         assert found.name == target.name
         assert read_target(found) == "new"
@@ -529,11 +536,11 @@ class TestCutSwitch:
             '{"new": "other"}',
         ):
             (stage_path(target, "0a1b2c3d") / NOTE).write_text(text)
-            assert recovered(target) is None
+            assert find_interrupted_switch(target) is None
 
     def test_reader_prefers_what_is_there(self, target: Path) -> None:
         make_old(target, is_directory=True)
-        assert recovered(target) is None
+        assert find_interrupted_switch(target) is None
 
     def test_next_writer_finishes(self, target: Path) -> None:
         with pytest.raises(TargetError) as caught:
