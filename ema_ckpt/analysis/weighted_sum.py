@@ -83,25 +83,20 @@ class WeightedSum:
             verifier.finish()
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
-        """Return the one payload: each sum lies bare in its own file."""
         return tuple([Payload(chunk.file, chunk.offset, chunk.nbytes) for chunk in tensor.chunks])
 
     def load(self, item: Object) -> object:
-        """Return an inline object; there are no others."""
         return item.inline
 
     def size(self, name: str) -> int:
-        """Bytes of a sum."""
         return self._sums[name][0].nbytes
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Bytes of a sum; both numbers are multiples of its element's size."""
         data = bytearray(nbytes)
         self.read_into(name, offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the sum of the elements from byte `offset` on."""
         import numpy as np
 
         tensor, parts = self._sums[name]
@@ -127,11 +122,10 @@ class WeightedSum:
                 self.overflow[tensor.name] = self.overflow.get(tensor.name, 0) + caster.overflow
 
     def listing(self) -> list[str]:
-        """One name for each sum."""
         return list(self._sums)
 
     def close(self) -> None:
-        """Close nothing: the sources are closed by who opened them."""
+        pass  # the sources are closed by who opened them
 
     def _locate(self, name: str) -> list[LocatedBox]:
         """Locate the parts of a sum; the last few are kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 from ema_ckpt.core.errors import UsageError
@@ -36,10 +37,11 @@ _PARTS = {
     **dict.fromkeys(("extra_state", "dataloader_state"), OTHER),
 }
 # Directories of accelerate, which are trees once they are in one checkpoint.
-_NUMBERED_PARTS = {
-    "pytorch_model_fsdp_": LIVE,
-    "pytorch_ema_model_fsdp_": EMA,
-    "optimizer_": OPTIMIZER,
+_NUMBERED = re.compile(r"(pytorch_model_fsdp|pytorch_ema_model_fsdp|optimizer)_\d+")
+_NUMBERED_ROLES = {
+    "pytorch_model_fsdp": LIVE,
+    "pytorch_ema_model_fsdp": EMA,
+    "optimizer": OPTIMIZER,
 }
 
 Path = tuple[str | int, ...]
@@ -82,10 +84,8 @@ def part_role(name: str) -> str | None:
 
 
 def _numbered_role(name: str) -> str | None:
-    for prefix, role in _NUMBERED_PARTS.items():
-        if name.startswith(prefix) and name[len(prefix) :].isdecimal():
-            return role
-    return None
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else _NUMBERED_ROLES[match[1]]
 
 
 def live_partners(name: str) -> tuple[str, ...]:
@@ -116,7 +116,6 @@ def glob_matcher(glob: str) -> Callable[[str], bool]:
         prefix = glob[:-1]
         return lambda name: name.startswith(prefix)
     import fnmatch
-    import re
 
     match = re.compile(fnmatch.translate(glob)).match
     return lambda name: match(name) is not None

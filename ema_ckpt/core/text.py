@@ -7,18 +7,9 @@ from collections.abc import Sequence
 from ema_ckpt.core.errors import UsageError
 
 _SHOWN_NAMES = 10
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 1000,
-    "mb": 1000**2,
-    "gb": 1000**3,
-    "tb": 1000**4,
-    "kib": 1024,
-    "mib": 1024**2,
-    "gib": 1024**3,
-    "tib": 1024**4,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 
 
 def parse_size(text: str | int) -> int:
@@ -72,11 +63,13 @@ def shown(names: Sequence[str]) -> str:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks: `rank 1`, `ranks 1–3`, `ranks 0, 2–5`."""
-    spans: list[list[int]] = []
+    spans: list[str] = []
+    first = last = -2
     for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
+        if rank == last + 1:
+            spans[-1] = f"{first}–{rank}"
         else:
-            spans.append([rank, rank])
-    text = ", ".join([str(a) if a == b else f"{a}–{b}" for a, b in spans])
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+            first = rank
+            spans.append(str(rank))
+        last = rank
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(spans)}"

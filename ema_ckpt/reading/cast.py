@@ -145,16 +145,10 @@ def _count_infinities(values: Array, dtype: str) -> int:
     return int(np.count_nonzero(is_infinite))
 
 
-def cast_block(block: Buffer, source: DType, target: DType) -> tuple[memoryview, int]:
-    """Cast one block; return it and the number of finite values that became infinite."""
-    caster = Caster(source, target)
-    return caster.cast(block), caster.overflow
-
-
 def import_all(casts: Iterable[tuple[DType, DType]]) -> None:
     """Import numpy and whatever these casts need, so that child processes share the modules."""
     import numpy as np  # noqa: F401
 
     for source, target in set(casts):
         if source != target:
-            cast_block(bytes(source.itemsize), source, target)
+            Caster(source, target).cast(bytes(source.itemsize))

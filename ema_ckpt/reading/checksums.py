@@ -13,8 +13,6 @@ from ema_ckpt.runtime.page_buffer import buffer
 
 _BLOCK_NBYTES = 1 << 19
 Interval = tuple[int, int, int]  # start and length in bytes, CRC-32
-Pending = dict[tuple[str, int], tuple[str, Payload, list[Interval], int]]
-"""Storages read in part, by file and offset: tensor, payload, intervals, bytes of these."""
 
 
 def mismatch(tensor: str, payload: Payload, crc: int) -> SourceError:
@@ -54,7 +52,8 @@ class ChecksumVerifier:
         self._source = source
         self._enabled = enabled
         self._lock = threading.Lock()
-        self._open: Pending = {}
+        # Storages read in part: tensor, payload, intervals and how many bytes these have.
+        self._open: dict[tuple[str, int], tuple[str, Payload, list[Interval], int]] = {}
 
     def record(self, tensor: str, payload: Payload, start: int, nbytes: int, crc: int) -> None:
         """Record the CRC-32 of `nbytes` bytes from `start`, relative to the storage.

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ema_ckpt.core.dtypes import by_name
+from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.reading.cast import Caster, cast_block
+from ema_ckpt.reading.cast import Caster
 
 NAMES = ["float64", "float32", "float16", "bfloat16"]
 PAIRS = [(a, b) for a in NAMES for b in NAMES]
@@ -21,6 +21,12 @@ BITS = {
     4: (np.uint32, torch.int32, np.int32),
     2: (np.uint16, torch.int16, np.int16),
 }
+
+
+def cast_block(block: bytes, source: DType, target: DType) -> tuple[memoryview, int]:
+    """The block cast, and how many finite values became infinite."""
+    caster = Caster(source, target)
+    return caster.cast(block), caster.overflow
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
