@@ -117,6 +117,10 @@ class Runs:
         assert not self.marker.exists(), "something in the checkpoint was executed"
         assert _listing(source) == before
         _check_manners(run.ended, target, sorted(path.name for path in place.iterdir()))
+        knowing = [
+            name for name, data in run.files().items() for at in (FIXTURES, self.root) if str(at).encode() in data
+        ]
+        assert not knowing, "what is written does not know where it came from"
         return run
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.stories.test_fixtures import FIXTURES, Commands
+from tests.stories.commands import FIXTURES, Commands
 
 SAMPLES = 25  # damages a file and kind
 

@@ -7,7 +7,10 @@ nothing, is asked of every run in `tests/stories/cells.py`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +19,7 @@ from safetensors import safe_open
 
 from tests.stories import golden, truth
 from tests.stories.cells import CELLS, FORMS, Cell, Run, Runs, fixtures
-from tests.stories.commands import FIXTURES
+from tests.stories.commands import FIXTURES, environment
 
 RECORD = golden.load()
 COLUMN = {"consolidate-pt": "consolidate", "reshard-2": "reshard", "convert-pt": "convert"}
@@ -80,9 +83,10 @@ def _codes(document: dict) -> list[str]:
 
 def _check_truth(run: Run, runs: Runs) -> None:
     fixture, form = run.cell.fixture, run.cell.form
+    check = CHECKS.get(form) or CHECKS.get(FORMS[form][0])
     if fixture in truth.EXPECTED:
-        if fixture not in truth.REFUSED and run.out != run.place:
-            CHECKS[FORMS[form][0] if form not in CHECKS else form](run, runs)
+        if check and fixture not in truth.REFUSED:
+            check(run, runs)
     elif fixture.startswith("nasty/") and form == "consolidate-pt" and run.ended.code == 0:
         _check_unharmed(run)
 
@@ -94,6 +98,11 @@ def _check_unharmed(run: Run) -> None:
         assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3))
     else:
         assert truth.facts_of(found) == truth.trees("nasty/base")["ema"]
+
+
+def _check_inspected(run: Run, runs: Runs) -> None:
+    found = {tensor["name"]: (tensor["shape"], tensor["dtype"]) for tensor in run.ended.document["tensors"]}
+    assert found == {name: fact[:2] for name, fact in truth.whole(run.cell.fixture).items()}
 
 
 def _check_consolidated(run: Run, runs: Runs) -> None:
@@ -163,6 +172,7 @@ def _check_back(run: Run, runs: Runs) -> None:
 
 
 CHECKS = {
+    "inspect": _check_inspected,
     "consolidate": _check_consolidated,
     "reshard": _check_dcp,
     "convert-dcp": _check_dcp,
@@ -170,8 +180,18 @@ CHECKS = {
     "convert-pt": _check_torch,
     "convert-bf16": _check_cast,
     "convert-back": _check_back,
-    "synthesize": lambda run, runs: None,
 }
+
+
+@pytest.mark.parametrize("name", ["hostile-metadata", "hostile-object-item", "hostile.pt"])
+@pytest.mark.parametrize("verb", ["inspect", "consolidate"])
+def test_the_installed_command_executes_nothing(name: str, verb: str, tmp_path: Path) -> None:
+    """The whole process as a user starts it."""
+    target = [tmp_path / "out.pt"] if verb == "consolidate" else []
+    command = [sys.executable, "-P", "-m", "ema_ckpt", verb, FIXTURES / "nasty" / name, *target]
+    env = environment(EMA_CKPT_MARKER=str(tmp_path / "marker"))
+    subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
+    assert not (tmp_path / "marker").exists()
 
 
 def test_public_names_are_as_recorded() -> None:

@@ -161,14 +161,3 @@ def test_a_dry_run_tells_the_bytes_and_touches_nothing(tmp_path: Path, out: str)
     assert not done.dry_run
     assert planned.files == done.files
     assert (planned.tensors, planned.nbytes, planned.tree) == (done.tensors, done.nbytes, done.tree)
-
-
-def test_nothing_written_knows_where_it_came_from(tmp_path: Path) -> None:
-    source = dcp_at(tmp_path / "secret-place" / "run")
-    for out in ("a.safetensors", "b.pt", "c"):
-        ema_ckpt.consolidate(source, tmp_path / out)
-    ema_ckpt.reshard(source, tmp_path / "d", 2)
-    for file in tmp_path.rglob("*"):
-        if file.is_file() and "secret-place" not in str(file):
-            assert b"secret-place" not in file.read_bytes(), file
-            assert str(tmp_path).encode() not in file.read_bytes(), file

@@ -1,4 +1,4 @@
-"""Checkpoints in the layouts of trainers that people come from: read, converted, consolidated, compared, resumed."""
+"""The table of `docs/migration.md`: a checkpoint in each trainer's layout is read, converted, compared, resumed."""
 
 from __future__ import annotations
 
@@ -187,7 +187,6 @@ class Seed:
     prefix: str = ""
     updates: int | None = None
     decay: float | None = None
-    restores: bool = True
 
 
 SEEDS = [
@@ -216,6 +215,13 @@ def assert_state(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_the_documented_table_has_these_layouts_and_trees() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in text.split("## ")[0].splitlines()]
+    trees = [(row[3], row[4]) for row in rows if len(row) == 7 and row[4] and not row[1].startswith(("trainer", "---"))]
+    assert trees == [(seed.live, seed.ema) for seed in SEEDS]
 
 
 @by_seed
