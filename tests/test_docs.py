@@ -103,7 +103,9 @@ def test_generated_pages_are_current(tmp_path: Path) -> None:
         made = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
         )
-        assert text_of(REPO / "docs" / "reference" / page) == made.stdout, "run: python docs/reference.py"
+        assert text_of(REPO / "docs" / "reference" / page) == made.stdout, (
+            "run: python docs/reference.py"
+        )
 
 
 def test_command_line_and_library_have_the_same_options() -> None:

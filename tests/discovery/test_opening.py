@@ -371,7 +371,9 @@ def test_a_warning_names_the_part(tmp_path: Path) -> None:
 
 def settings_of(path: Path) -> EmaConfig:
     catalog = open_catalog(path)
-    return read_ema_config(catalog, next(tree for tree in list_trees(catalog) if tree.role == "ema"))
+    return read_ema_config(
+        catalog, next(tree for tree in list_trees(catalog) if tree.role == "ema")
+    )
 
 
 def test_the_settings_of_our_own_form(tmp_path: Path) -> None:

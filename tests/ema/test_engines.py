@@ -85,7 +85,9 @@ def test_engines_equal_torch_lerp_bit_for_bit(
     _run(batch, prepare(batch), weights, spoil=False)
     for seed, weight in enumerate(weights, start=1):
         for shadow, value in zip(expected, _params(param_dtype, seed), strict=True):
-            shadow.copy_(torch.lerp(shadow.to(batch.compute_dtype), value.to(batch.compute_dtype), weight))
+            shadow.copy_(
+                torch.lerp(shadow.to(batch.compute_dtype), value.to(batch.compute_dtype), weight)
+            )
     for got, want in zip(batch.averages, expected, strict=True):
         assert torch.equal(got, want)
 

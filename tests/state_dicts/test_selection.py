@@ -203,7 +203,9 @@ def test_missing_weights_are_filled_from_the_live_tree() -> None:
 def test_names_given_by_position_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ema_ckpt")
     assert names(one({"model": {"w": W, "b": B}, "ema": {"shadow_params": [W, B]}})) == ["w", "b"]
-    assert caplog.messages == ["tree 'ema': 2 averages named after the parameters of 'model' in order"]
+    assert caplog.messages == [
+        "tree 'ema': 2 averages named after the parameters of 'model' in order"
+    ]
 
 
 # All trees.

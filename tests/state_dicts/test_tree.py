@@ -26,7 +26,9 @@ B = T((3,))
 
 
 def roles(tree: dict, *, nested: bool = True, **fields: object) -> dict[str, str]:
-    return {found.name: found.role for found in list_trees(catalog_of(tree, nested=nested, **fields))}
+    return {
+        found.name: found.role for found in list_trees(catalog_of(tree, nested=nested, **fields))
+    }
 
 
 def only_ema(tree: dict, *, nested: bool = True) -> Tree:

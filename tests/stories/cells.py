@@ -47,7 +47,10 @@ class Cell:
 
 def fixtures() -> list[str]:
     """Every checkpoint that is committed."""
-    return [*(f"{part}/{path.name}" for part in _PARTS for path in (FIXTURES / part).iterdir()), "tiny-lm"]
+    return [
+        *(f"{part}/{path.name}" for part in _PARTS for path in (FIXTURES / part).iterdir()),
+        "tiny-lm",
+    ]
 
 
 def _has(fixture: str, form: str) -> bool:
@@ -112,13 +115,19 @@ class Runs:
         quick = ["--no-fsync"] if target else []
         before = _listing(source)
         run = Run(
-            cell, self.commands.run(verb, *sources, *targets, *options, *tree, *quick, "--json"), place, place / target
+            cell,
+            self.commands.run(verb, *sources, *targets, *options, *tree, *quick, "--json"),
+            place,
+            place / target,
         )
         assert not self.marker.exists(), "something in the checkpoint was executed"
         assert _listing(source) == before
         _check_manners(run.ended, target, sorted(path.name for path in place.iterdir()))
         knowing = [
-            name for name, data in run.files().items() for at in (FIXTURES, self.root) if str(at).encode() in data
+            name
+            for name, data in run.files().items()
+            for at in (FIXTURES, self.root)
+            if str(at).encode() in data
         ]
         assert not knowing, "what is written does not know where it came from"
         return run

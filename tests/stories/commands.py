@@ -56,7 +56,12 @@ for line in sys.stdin:
 def environment(**more: str) -> dict[str, str]:
     """The environment of a child: the package of this checkout, unless `PYTHONPATH` names another one."""
     places = [os.environ.get("PYTHONPATH"), str(REPO)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "OPENBLAS_NUM_THREADS": "1", **more}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        "OPENBLAS_NUM_THREADS": "1",
+        **more,
+    }
 
 
 @dataclass(frozen=True)

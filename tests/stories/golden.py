@@ -42,12 +42,18 @@ def document(run: Run, root: Path) -> object:
 
 def _masked(value: object, scratch: re.Pattern[str]) -> object:
     if isinstance(value, dict):
-        return {key: "…" if key in _MASKED else _masked(item, scratch) for key, item in value.items()}
+        return {
+            key: "…" if key in _MASKED else _masked(item, scratch) for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_masked(item, scratch) for item in value]
     if isinstance(value, float):
         return float(f"{value:.9g}")  # sums of floats end differently on other processors
-    return scratch.sub("OUT", value.replace(str(FIXTURES), "FIXTURES")) if isinstance(value, str) else value
+    return (
+        scratch.sub("OUT", value.replace(str(FIXTURES), "FIXTURES"))
+        if isinstance(value, str)
+        else value
+    )
 
 
 def entry(run: Run, runs: Runs) -> dict[str, object]:

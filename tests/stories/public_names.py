@@ -15,8 +15,26 @@ import typing
 
 import ema_ckpt
 
-_KNOWN = {*dir(builtins), *dir(typing), *dir(collections.abc), *ema_ckpt.__all__, "os", *dir(os), "Path", "torch", "nn"}
-_SPECIAL = ("__call__", "__contains__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__")
+_KNOWN = {
+    *dir(builtins),
+    *dir(typing),
+    *dir(collections.abc),
+    *ema_ckpt.__all__,
+    "os",
+    *dir(os),
+    "Path",
+    "torch",
+    "nn",
+}
+_SPECIAL = (
+    "__call__",
+    "__contains__",
+    "__enter__",
+    "__exit__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+)
 
 
 class _Text:
@@ -40,7 +58,9 @@ def _shown(annotation: object) -> object:
 def _signature(function: typing.Any) -> str:
     found = inspect.signature(function)
     parameters = [p.replace(annotation=_shown(p.annotation)) for p in found.parameters.values()]
-    return str(found.replace(parameters=parameters, return_annotation=_shown(found.return_annotation)))
+    return str(
+        found.replace(parameters=parameters, return_annotation=_shown(found.return_annotation))
+    )
 
 
 def _member(value: object) -> str:
@@ -54,12 +74,21 @@ def _member(value: object) -> str:
 def _described(name: str, value: object) -> dict[str, str]:
     if not inspect.isclass(value):
         return {name: _signature(value) if callable(value) else type(value).__name__}
-    bases = ", ".join(base.__name__ for base in value.__mro__[1:] if not base.__name__.startswith("_"))
+    bases = ", ".join(
+        base.__name__ for base in value.__mro__[1:] if not base.__name__.startswith("_")
+    )
     members: dict[str, str] = {}
     for kind in reversed(value.__mro__):
         if kind.__module__.startswith("ema_ckpt"):
-            members |= {key: _member(item) for key, item in vars(kind).items() if key[0] != "_" or key in _SPECIAL}
-    return {name: f"class({bases}){_signature(value)}", **{f"{name}.{key}": text for key, text in members.items()}}
+            members |= {
+                key: _member(item)
+                for key, item in vars(kind).items()
+                if key[0] != "_" or key in _SPECIAL
+            }
+    return {
+        name: f"class({bases}){_signature(value)}",
+        **{f"{name}.{key}": text for key, text in members.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -39,7 +39,10 @@ def _table() -> dict[str, Row]:
         if cells[0] == "fixture":
             verbs = cells[1 : cells.index("names")]
         elif verbs and len(cells) == len(verbs) + 3 and cells[1][:1].isdigit():
-            ends = {verb: (int(text[0]), text.split()[1:]) for verb, text in zip(verbs, cells[1:], strict=False)}
+            ends = {
+                verb: (int(text[0]), text.split()[1:])
+                for verb, text in zip(verbs, cells[1:], strict=False)
+            }
             rows[cells[0].strip("`")] = Row(ends, cells[-2].strip("`"))
     return rows
 
@@ -77,7 +80,9 @@ def _check_table(run: Run) -> None:
 def _codes(document: dict) -> list[str]:
     if "error" in document:
         return [document["error"]["code"]]
-    told = (item for part in ("problems", "warnings", "findings") for item in document.get(part, ()))
+    told = (
+        item for part in ("problems", "warnings", "findings") for item in document.get(part, ())
+    )
     return sorted({item["code"] for item in told})
 
 
@@ -101,7 +106,10 @@ def _check_unharmed(run: Run) -> None:
 
 
 def _check_inspected(run: Run, runs: Runs) -> None:
-    found = {tensor["name"]: (tensor["shape"], tensor["dtype"]) for tensor in run.ended.document["tensors"]}
+    found = {
+        tensor["name"]: (tensor["shape"], tensor["dtype"])
+        for tensor in run.ended.document["tensors"]
+    }
     assert found == {name: fact[:2] for name, fact in truth.whole(run.cell.fixture).items()}
 
 
@@ -121,7 +129,9 @@ def _check_consolidated(run: Run, runs: Runs) -> None:
         _check_ties(run, tied)
         tensors = {name: fact for name, fact in tensors.items() if name not in tied}
     elif not run.out.suffix:  # all ties written out
-        tensors = tensors | {name: tensors[kept] for name, kept in truth.RECORDED.get(fixture, {}).items()}
+        tensors = tensors | {
+            name: tensors[kept] for name, kept in truth.RECORDED.get(fixture, {}).items()
+        }
     assert truth.facts_of(truth.load(run.out)) == tensors
 
 
@@ -144,7 +154,11 @@ def _check_dcp(run: Run, runs: Runs) -> None:
 def _check_safetensors(run: Run, runs: Runs) -> None:
     loaded = truth.load(run.out)
     again = {name: loaded[kept] for name, kept in truth.TIES.get(run.cell.fixture, {}).items()}
-    fitting = {n: fact for n, fact in truth.whole(run.cell.fixture).items() if truth.fits_safetensors({n: fact})}
+    fitting = {
+        n: fact
+        for n, fact in truth.whole(run.cell.fixture).items()
+        if truth.fits_safetensors({n: fact})
+    }
     assert truth.facts_of(loaded | again) == fitting
 
 
@@ -157,12 +171,19 @@ def _check_torch(run: Run, runs: Runs) -> None:
 def _check_cast(run: Run, runs: Runs) -> None:
     """A cast on the way is torch's own."""
     plain = truth.load(runs.of(Cell(run.cell.fixture, "convert-pt")).out)
-    wanted = {path: t.to(torch.bfloat16) if _is_cast(path, t) else t for path, t in truth.leaves(plain)}
+    wanted = {
+        path: t.to(torch.bfloat16) if _is_cast(path, t) else t for path, t in truth.leaves(plain)
+    }
     assert truth.facts_of(dict(truth.leaves(truth.load(run.out)))) == truth.facts_of(wanted)
 
 
 def _is_cast(path: tuple[str | int, ...], tensor: torch.Tensor) -> bool:
-    return path[0] != "optimizer" and tensor.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    return path[0] != "optimizer" and tensor.dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    )
 
 
 def _check_back(run: Run, runs: Runs) -> None:
@@ -201,21 +222,34 @@ def test_public_names_are_as_recorded() -> None:
 
 
 def test_every_cell_is_recorded_and_every_record_has_its_cell() -> None:
-    assert {key for key in RECORD if not key.startswith("ema_ckpt.")} == {str(cell) for cell in CELLS}
+    assert {key for key in RECORD if not key.startswith("ema_ckpt.")} == {
+        str(cell) for cell in CELLS
+    }
 
 
 def test_every_odd_and_nasty_fixture_has_a_row() -> None:
-    assert sorted(TABLE) == sorted(name for name in fixtures() if name.startswith(("odd/", "nasty/")))
+    assert sorted(TABLE) == sorted(
+        name for name in fixtures() if name.startswith(("odd/", "nasty/"))
+    )
 
 
 def test_every_kind_of_checkpoint_is_in_the_truth() -> None:
     known = [name for name in truth.EXPECTED if name not in truth.REFUSED]
-    assert {name.partition("/")[0] for name in known} == {name.partition("/")[0] for name in fixtures()}
-    assert {truth.EXPECTED[name]["world_size"] for name in known if name.startswith("dcp/")} == {1, 2, 4, 8}
+    assert {name.partition("/")[0] for name in known} == {
+        name.partition("/")[0] for name in fixtures()
+    }
+    assert {truth.EXPECTED[name]["world_size"] for name in known if name.startswith("dcp/")} == {
+        1,
+        2,
+        4,
+        8,
+    }
 
 
 def test_committed_fixtures_stay_small() -> None:
-    found = [path for path in FIXTURES.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    found = [
+        path for path in FIXTURES.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
     sizes = [path.lstat().st_size for path in found]
     assert sum(sizes) < 8_000_000
     assert max(sizes) < 1_400_000

@@ -219,8 +219,14 @@ def assert_state(found: State, expected: State) -> None:
 
 def test_the_documented_table_has_these_layouts_and_trees() -> None:
     text = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
-    rows = [[cell.strip(" `") for cell in line.split("|")] for line in text.split("## ")[0].splitlines()]
-    trees = [(row[3], row[4]) for row in rows if len(row) == 7 and row[4] and not row[1].startswith(("trainer", "---"))]
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")] for line in text.split("## ")[0].splitlines()
+    ]
+    trees = [
+        (row[3], row[4])
+        for row in rows
+        if len(row) == 7 and row[4] and not row[1].startswith(("trainer", "---"))
+    ]
     assert trees == [(seed.live, seed.ema) for seed in SEEDS]
 
 

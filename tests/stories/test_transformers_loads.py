@@ -36,8 +36,12 @@ def _loss(model: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100kB"])
-def test_transformers_loads_the_average_of_the_trained_model(max_shard_size: str, tmp_path: Path) -> None:
-    written = ema_ckpt.consolidate(FIXTURES / "tiny-lm", tmp_path / "model", max_shard_size=max_shard_size)
+def test_transformers_loads_the_average_of_the_trained_model(
+    max_shard_size: str, tmp_path: Path
+) -> None:
+    written = ema_ckpt.consolidate(
+        FIXTURES / "tiny-lm", tmp_path / "model", max_shard_size=max_shard_size
+    )
     assert written.tree == "ema"
     shards = [file.path for file in written.files if file.path.endswith(".safetensors")]
     assert (len(shards) > 1) == (max_shard_size != "5GB")
@@ -49,7 +53,10 @@ def test_transformers_loads_the_average_of_the_trained_model(max_shard_size: str
 @pytest.mark.parametrize("name", ["hf/one-file", "hf/sharded"])
 def test_transformers_loads_its_own_checkpoint_written_anew(name: str, tmp_path: Path) -> None:
     ema_ckpt.consolidate(FIXTURES / name, tmp_path / "model")
-    assert truth.facts_of(_loaded(tmp_path / "model", FIXTURES / name).state_dict()) == truth.trees(name)[""]
+    assert (
+        truth.facts_of(_loaded(tmp_path / "model", FIXTURES / name).state_dict())
+        == truth.trees(name)[""]
+    )
 
 
 def test_a_torch_file_loads_strictly_into_the_model(tmp_path: Path) -> None:

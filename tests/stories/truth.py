@@ -63,7 +63,11 @@ def _weights(tree: str, tensors: dict[str, Fact]) -> dict[str, Fact]:
     if not tree.endswith("ema"):
         return tensors
     if any(name.startswith("weights.") for name in tensors):
-        return {name.removeprefix("weights."): fact for name, fact in tensors.items() if name not in _SETTINGS}
+        return {
+            name.removeprefix("weights."): fact
+            for name, fact in tensors.items()
+            if name not in _SETTINGS
+        }
     return {name: fact for name, fact in tensors.items() if "float" in fact[1]}
 
 
@@ -76,7 +80,11 @@ def fact_of(tensor: torch.Tensor) -> Fact:
     """What the truth says of a tensor, taken from the tensor."""
     plain = tensor.detach().contiguous()
     raw = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size())
-    return list(plain.shape), str(plain.dtype).removeprefix("torch."), hashlib.sha256(raw).hexdigest()
+    return (
+        list(plain.shape),
+        str(plain.dtype).removeprefix("torch."),
+        hashlib.sha256(raw).hexdigest(),
+    )
 
 
 def facts_of(tensors: dict) -> dict:
@@ -100,8 +108,12 @@ def load_shards(out: Path) -> dict[str, torch.Tensor]:
     index_file = out / "model.safetensors.index.json"
     if index_file.exists():
         index = json.loads(index_file.read_text())
-        assert index["weight_map"] == {name: shard for shard, tensors in held.items() for name in tensors}
-        assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in loaded.values())
+        assert index["weight_map"] == {
+            name: shard for shard, tensors in held.items() for name in tensors
+        }
+        assert index["metadata"]["total_size"] == sum(
+            t.numel() * t.element_size() for t in loaded.values()
+        )
     else:
         assert list(held) == ["model.safetensors"]
     return loaded
@@ -120,7 +132,9 @@ def _load_dcp(out: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def leaves(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
+def leaves(
+    value: object, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
     """The tensors of a nested state dict, with the keys that lead to them: of dicts as text, of lists as numbers."""
     items: Iterable[tuple[str | int, object]] = ()
     if isinstance(value, dict):
@@ -139,7 +153,11 @@ def shape_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return fact_of(value)
     if isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if not str(getattr(item, "dtype", "")).endswith(_TORCH_ONLY)}
+        kept = {
+            key: item
+            for key, item in value.items()
+            if not str(getattr(item, "dtype", "")).endswith(_TORCH_ONLY)
+        }
         return {"dict": {repr(key): shape_of(item) for key, item in kept.items()}}
     if isinstance(value, list | tuple):
         return (type(value).__name__, [shape_of(item) for item in value])
