@@ -222,3 +222,28 @@ def test_memory_is_of_the_size_asked_for_and_given_back() -> None:
     away.update()
     del away, model
     assert torch.cuda.memory_allocated() == before
+
+
+def _offload_step(ema: ShardedEMA) -> offload.OffloadStep:
+    """The step of the only offloaded manager there is."""
+    ema.update()
+    ema.wait(host=True)
+    return next(iter(offload._steps))
+
+
+@pytest.mark.parametrize("offers_time", [True, False])
+def test_slots_go_side_by_side_only_where_updates_fall_behind(offers_time: bool) -> None:
+    model = Bag(torch.float32, LARGE)
+    reference, ema = ShardedEMA(model, DECAY), ShardedEMA(model, DECAY, offload=True)
+    step = _offload_step(ema)
+    reference.update()
+    for seed in range(8):
+        ema.wait()
+        _noise(model, seed)
+        for manager in (reference, ema):
+            manager.update()
+        ema.wait(host=True)
+        if offers_time:
+            torch.cuda._sleep(400_000_000)  # about 200 ms
+    assert step.slots_in_flight == (1 if offers_time else offload._SLOTS)
+    assert _equal(ema, reference)

@@ -1,10 +1,15 @@
 """The engine for averages in pinned host memory: they pass through small slots on the device.
 
 Averages that follow each other in memory travel as one chunk: copied in, moved by the kernel,
-copied out, beside the training. Three slots are in flight, each in a stream of its own. All of it
-is recorded once as a CUDA graph: launching chunk by chunk from Python takes longer than the copies
-of small chunks, and takes that time from the training loop. Streams of high priority made no
-measurable difference to the step beside them.
+copied out, beside the training. All of it is recorded once as a CUDA graph: launching chunk by
+chunk from Python takes longer than the copies of small chunks, and takes that time from the
+training loop. Streams of high priority made no measurable difference to the step beside them.
+
+FSDP2 uploads a small table for every group it gathers or reduces, in the stream of the computation.
+Such an upload queues behind the copies into the device that are waiting in the copy engine, and
+with sharded ranks the slowest one holds up all. So one chunk after the other goes through its slot,
+which leaves the engine idle half of the time. Only where that is too slow for the training (few
+ranks share the averages, or steps are short) do chunks go through all slots side by side.
 
 An update starts after the work that its caller has queued (the optimizer's step) and reads
 parameters after it has returned. So whatever writes parameters has to wait: a global hook makes
@@ -14,6 +19,7 @@ every `optimizer.step()` do so, other writers call `ShardedEMA.wait()`.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
@@ -30,6 +36,8 @@ from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 # into its cache), smaller ones take longer to launch (docs/about/benchmarks_gpu.md).
 SLOT_NBYTES = 16 << 20
 _SLOTS = 3
+# Share of the time between two updates that one may take with its chunks one after the other.
+_MOST_BUSY = 0.85
 
 
 class _Slots:
@@ -80,10 +88,14 @@ class OffloadStep:
             key = (self.device, SLOT_NBYTES)
             _slots[key] = self._slots = slots = _slots.get(key) or _Slots(self.device)
             slots.main.wait_stream(torch.cuda.current_stream())
-            self._done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done = _event()
             with torch.cuda.stream(slots.main):
-                self._run = _prepare(batch, slots, cuda.Control.on(self.device))
+                # Kept: it owns the tables that its graphs read.
+                self._record = _prepare(batch, slots, cuda.Control.on(self.device))
+                self._run = self._record(1)
                 self._done.record()
+        self.slots_in_flight = 1
+        self._pace = _Pace()
         _steps.add(self)
         if not _hook:
             hook = torch.compiler.disable(_before_any_step)  # type: ignore[no-untyped-call]
@@ -92,10 +104,23 @@ class OffloadStep:
     def __call__(self, weight: float) -> None:
         with torch.cuda.device(self.device):
             main = self._slots.main
+            if self.slots_in_flight == 1 and self._pace.is_too_slow():
+                self._use_all_slots()
             main.wait_stream(torch.cuda.current_stream())
+            begin, end = _event(), _event()
             with torch.cuda.stream(main):
+                begin.record(main)
                 self._run(weight)
-                self._done.record(main)
+                end.record(main)
+            self._done = end
+            if self.slots_in_flight == 1:
+                self._pace.updates.append((begin, end))
+
+    def _use_all_slots(self) -> None:
+        self._done.synchronize()  # a graph must outlast what is still running
+        with torch.cuda.stream(self._slots.main):
+            self._run = self._record(_SLOTS)
+        self.slots_in_flight = _SLOTS
 
     def join(self) -> None:
         """Make later work in the current stream wait for the pending update."""
@@ -111,48 +136,80 @@ class OffloadStep:
             self._done.synchronize()
 
 
-def _prepare(batch: UpdateBatch, slots: _Slots, control: cuda.Control) -> Step:
-    """Return a step that queues one update in the main stream."""
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class _Pace:
+    """Measures which share of the time between two updates they take on the device."""
+
+    def __init__(self) -> None:
+        self.updates: deque[tuple[Any, Any]] = deque()  # (begin, end) of those not evaluated yet
+        self._slow_in_a_row = 0
+
+    def is_too_slow(self) -> bool:
+        """Whether two updates in a row left hardly any time before the next. Waits for nothing."""
+        while len(self.updates) > 1:
+            (begin, end), (next_begin, _) = self.updates[0], self.updates[1]
+            if not (end.query() and next_begin.query()):
+                break
+            share = begin.elapsed_time(end) / max(begin.elapsed_time(next_begin), 1e-6)
+            self._slow_in_a_row = self._slow_in_a_row + 1 if share > _MOST_BUSY else 0
+            self.updates.popleft()
+        return self._slow_in_a_row >= 2
+
+
+def _prepare(batch: UpdateBatch, slots: _Slots, control: cuda.Control) -> Callable[[int], Step]:
+    """Return what records a step: one update in the main stream, so many slots in flight."""
     chunks = list(_chunks(batch, slots))
     if not cuda.serves(batch):
 
-        def queue_step(weight: float) -> None:
-            # Made and dropped at each update: the scratch of all chunks at once would be larger
-            # than the averages.
-            _queue(chunks, slots, lambda chunk: cuda.prepare(chunk.batch)(weight))
+        def queue_by_torch(in_flight: int) -> Step:
+            # Prepared and dropped at each update: the scratch of all chunks at once would be
+            # larger than the averages.
+            def step(weight: float) -> None:
+                _queue(chunks, slots, in_flight, lambda chunk: cuda.prepare(chunk.batch)(weight))
 
-        return queue_step
+            return step
+
+        return queue_by_torch
     kernel_steps = {id(chunk): cuda.TritonStep(chunk.batch, control) for chunk in chunks}
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may be talking to CUDA, as the watchdog of NCCL does.
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        _queue(chunks, slots, lambda chunk: kernel_steps[id(chunk)].launch())
-    finally:
-        graph.capture_end()
 
-    def step(weight: float) -> None:
-        kernel_steps  # noqa: B018 - the graph reads their tables
-        control.weight.fill_(weight)
-        if batch.noise is not None:
-            control.call.fill_(batch.noise.call())
-        graph.replay()
+    def record_graph(in_flight: int) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may be talking to CUDA, as the watchdog of NCCL does.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            _queue(chunks, slots, in_flight, lambda chunk: kernel_steps[id(chunk)].launch())
+        finally:
+            graph.capture_end()
 
-    return step
+        def step(weight: float) -> None:
+            control.weight.fill_(weight)
+            if batch.noise is not None:
+                control.call.fill_(batch.noise.call())
+            graph.replay()
+
+        return step
+
+    return record_graph
 
 
-def _queue(chunks: Sequence[_Chunk], slots: _Slots, move: Callable[[_Chunk], None]) -> None:
-    """Queue all chunks, in turn in the slots' streams; the main one waits for them."""
-    for stream in slots.streams:
+def _queue(
+    chunks: Sequence[_Chunk], slots: _Slots, in_flight: int, move: Callable[[_Chunk], None]
+) -> None:
+    """Queue all chunks, in turn in the streams of so many slots; the main one waits for them."""
+    streams = slots.streams[:in_flight]
+    for stream in streams:
         stream.wait_stream(slots.main)
     for index, chunk in enumerate(chunks):
-        with torch.cuda.stream(slots.streams[index % _SLOTS]):
+        with torch.cuda.stream(streams[index % in_flight]):
             for copy in chunk.copies:
                 copy.device.copy_(copy.host, non_blocking=True)
             move(chunk)
             for copy in chunk.copies:
                 copy.host.copy_(copy.device, non_blocking=True)
-    for stream in slots.streams:
+    for stream in streams:
         slots.main.wait_stream(stream)
 
 
