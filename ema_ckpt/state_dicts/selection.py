@@ -149,7 +149,7 @@ def select_tree(
             `name-collision`.
         SourceError: `unsupported` if the tree's weights cannot be named.
     """
-    if tree.form == POSITIONS and tree.problem is None:
+    if tree.layout == POSITIONS and tree.problem is None:
         averages = counted(len(tree.named), "average")
         message = f"tree {tree.name!r}: {averages} named after the parameters of {tree.partner!r} in order"
         logging.getLogger("ema_ckpt").info(message)

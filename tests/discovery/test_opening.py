@@ -260,7 +260,7 @@ def test_the_content_of_an_ema_part(tmp_path: Path, content: dict, form: str) ->
     known = list_trees(catalog)
     assert {tree.name: tree.role for tree in known} == {"model": "live", "ema": "ema"}
     average = find_tree(known, "ema")
-    assert average.form == form
+    assert average.layout == form
     assert sorted(average.weights) == ["b", "layer.w"]
     assert live_of(known, average) is find_tree(known, "model")
     assert value(catalog, average.weights["b"].name) == [7.5, 7.5]

@@ -319,7 +319,7 @@ def test_forms(
     nested: bool, inside: dict, form: str, weights: list[str], settings: list[str] | None
 ) -> None:
     ema = only_ema({"ema": inside, "model": {"a.w": W}}, nested=nested)
-    assert (ema.name, ema.form, list(ema.weights)) == ("ema", form, weights)
+    assert (ema.name, ema.layout, list(ema.weights)) == ("ema", form, weights)
     assert settings is None or list(ema.settings) == settings
 
 
