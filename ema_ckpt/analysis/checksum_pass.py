@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from ema_ckpt.analysis.records import StoredRecord
 from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import Interval, join_crcs
+from ema_ckpt.reading.checksums import Interval, join_crcs, range_crc
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.runtime.page_buffer import buffer
@@ -92,8 +91,9 @@ class _ChecksumPass:
 
         def read(job: _ReadRanges) -> int:
             for index, start, stop in job.ranges:
+                file, offset = self.records[index].file, self.records[index].offset + start
                 try:
-                    crc = self._checksum(self.records[index], start, stop, block)
+                    crc = range_crc(self._source, file, offset, stop - start, block)
                 except SourceError as error:
                     self.errors.setdefault(index, []).append(error)
                 else:
@@ -101,14 +101,6 @@ class _ChecksumPass:
             return job.nbytes
 
         return read
-
-    def _checksum(self, record: StoredRecord, start: int, stop: int, block: memoryview) -> int:
-        crc, read_into = 0, self._source.read_into
-        for position in range(start, stop, len(block)):
-            view = block[: stop - position]
-            read_into(record.file, record.offset + position, view)
-            crc = crc32(view, crc)
-        return crc
 
     def dump(self) -> bytes:
         errors = [

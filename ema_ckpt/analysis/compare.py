@@ -85,16 +85,13 @@ class PairStats:
             return parts[0] if parts else PairStats()
         total: dict[str, Any] = {}
         for name in _SUMMED:
-            total[name] = _fsum([getattr(part, name) for part in parts])
+            values = [getattr(part, name) for part in parts]
+            total[name] = math.fsum(values) if all(map(math.isfinite, values)) else math.nan
         for name in _COUNTED:
             total[name] = sum([getattr(part, name) for part in parts])
         largest = [part.largest for part in parts]
         total["largest"] = math.nan if any(map(math.isnan, largest)) else max(largest)
         return PairStats(**total, same_bits=all(part.same_bits for part in parts))
-
-
-def _fsum(values: list[float]) -> float:
-    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
 class Comparer:

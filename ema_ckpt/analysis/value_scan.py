@@ -59,8 +59,16 @@ class Scanner:
         """Count in raw little-endian bytes of whole elements."""
         import numpy as np
 
-        if self._ieee is None:
-            return _scan_codes(block, self._dtype)
+        if self._ieee is None:  # a small float: count its codes, then look each one up once
+            counts = np.bincount(np.frombuffer(block, np.uint8), minlength=256)
+            values = table(self._dtype.name).reshape(-1)
+            counts = np.repeat(counts, values.size // 256)
+            present = values[np.isfinite(values) & (counts > 0)]
+            return ValueCounts(
+                nan=int(counts[np.isnan(values)].sum()),
+                inf=int(counts[np.isinf(values)].sum()),
+                largest=float(np.abs(present).max(initial=0)),
+            )
         unsigned, mask, infinity = self._ieee
         bits = np.frombuffer(block, unsigned)
         if self._scratch.size < bits.size:
@@ -78,18 +86,3 @@ class Scanner:
 
     def _value(self, bits: Any) -> float:
         return float(decode(bits.tobytes(), self._dtype, "f8")[0])
-
-
-def _scan_codes(block: memoryview, dtype: DType) -> ValueCounts:
-    """Count the codes of a small float type, then look each one up once."""
-    import numpy as np
-
-    counts = np.bincount(np.frombuffer(block, np.uint8), minlength=256)
-    values = table(dtype.name).reshape(-1)
-    counts = np.repeat(counts, values.size // 256)
-    present = values[np.isfinite(values) & (counts > 0)]
-    return ValueCounts(
-        nan=int(counts[np.isnan(values)].sum()),
-        inf=int(counts[np.isinf(values)].sum()),
-        largest=float(np.abs(present).max(initial=0)),
-    )

@@ -11,6 +11,7 @@ EmaCkptError
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Self
 
 
@@ -33,7 +34,8 @@ class EmaCkptError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between ranks; the default would call __init__ with the message alone.
-        return (_rebuild, (type(self), self.code, str(self), self.tensor, self.file))
+        rebuild = partial(type(self), tensor=self.tensor, file=self.file)
+        return rebuild, (self.code, str(self))
 
     def about(
         self,
@@ -81,9 +83,3 @@ class CollectiveError(EmaCkptError):
 
 class StateError(EmaCkptError):
     """A training-side call came at the wrong moment, or with the wrong model."""
-
-
-def _rebuild(
-    kind: type[EmaCkptError], code: str, message: str, tensor: str | None, file: str | None
-) -> EmaCkptError:
-    return kind(code, message, tensor=tensor, file=file)

@@ -130,25 +130,19 @@ class BoxReader:
         if located.ranges is None:
             slabs = find_row_slabs(located.overlaps, blocks, itemsize)
             if slabs is not None:
-                yield from self._read_slabs(
-                    located, RowSlabReader(located.source, slabs, blocks, itemsize), first, stop
-                )
+                slab_reader = RowSlabReader(located.source, slabs, blocks, itemsize)
+                memory = self._buffer("block", slab_reader.block_nbytes)
+                scratch = self._buffer("scratch", slab_reader.block_nbytes)
+                for index in range(first, stop):
+                    yield slab_reader.read(index, memory, scratch)
+                if self._verifier is not None:
+                    slab_reader.report_checksums(located.tensor.name, self._verifier)
                 return
         for index in range(first, stop):
             start, numel = blocks.extent(index)
             view = self._buffer("block", numel * itemsize)
             self.read(located, view, start * itemsize)
             yield view
-
-    def _read_slabs(
-        self, located: LocatedBox, reader: RowSlabReader, first: int, stop: int
-    ) -> Iterator[memoryview]:
-        block = self._buffer("block", reader.block_nbytes)
-        scratch = self._buffer("scratch", reader.block_nbytes)
-        for index in range(first, stop):
-            yield reader.read(index, block, scratch)
-        if self._verifier is not None:
-            reader.report_checksums(located.tensor.name, self._verifier)
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
         memory = self._buffers.get(name)
@@ -211,6 +205,9 @@ class BoxReader:
     def _read_strided(
         self, located: LocatedBox, overlap: Overlap, box: Box, target: NDArray[Any]
     ) -> None:
+        """Read tiles into scratch, the reads of each one behind the other; copy strided views."""
+        import numpy as np
+
         tensor, payload, itemsize = located.tensor, overlap.payload, located.tensor.dtype.itemsize
         if self._verifier is not None:
             self._verifier.require_full_read(tensor.name, payload)
@@ -222,26 +219,22 @@ class BoxReader:
             raise SourceError("out-of-bounds", message, tensor=tensor.name, file=payload.file)
         gap = self.block_nbytes if is_url(located.source.root) else _GAP_NBYTES
         for tile in _tiles(box, overlap.strides, itemsize, self.block_nbytes, gap):
-            values = self._read_tile(located.source, overlap, tile, target.dtype)
+            strides, nbytes = list(overlap.strides), tile.span * itemsize
+            step = strides[tile.axis] if strides else 0
+            scratch = self._buffer("scratch", tile.reads * nbytes)
+            for index in range(tile.reads):
+                offset = payload.offset + (overlap.start(tile.box) + index * step) * itemsize
+                view = scratch[index * nbytes : (index + 1) * nbytes]
+                located.source.read_into(payload.file, offset, view)
+            if tile.reads > 1:
+                strides[tile.axis] = tile.span
+            values = np.lib.stride_tricks.as_strided(
+                np.frombuffer(scratch, target.dtype),
+                tile.box.sizes,
+                [stride * itemsize for stride in strides],
+                writeable=False,
+            )
             target[tile.box.within(box).slices()] = values
-
-    def _read_tile(self, source: Files, overlap: Overlap, tile: _Tile, dtype: Any) -> NDArray[Any]:
-        """Read a tile into scratch, its reads one behind the other; return a strided view of it."""
-        import numpy as np
-
-        payload, itemsize, strides = overlap.payload, dtype.itemsize, list(overlap.strides)
-        start, nbytes = overlap.start(tile.box), tile.span * itemsize
-        step = strides[tile.axis] if tile.reads > 1 else 0
-        scratch = self._buffer("scratch", tile.reads * nbytes)
-        for index in range(tile.reads):
-            offset = payload.offset + (start + index * step) * itemsize
-            view = scratch[index * nbytes : (index + 1) * nbytes]
-            source.read_into(payload.file, offset, view)
-        if tile.reads > 1:
-            strides[tile.axis] = tile.span
-        steps = tuple([stride * itemsize for stride in strides])
-        values = np.frombuffer(scratch, dtype)
-        return np.lib.stride_tricks.as_strided(values, tile.box.sizes, steps, writeable=False)
 
 
 class _Tile(NamedTuple):

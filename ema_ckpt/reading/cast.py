@@ -74,6 +74,8 @@ class Caster:
 
     def _cast(self, values: Array, out: Array) -> None:
         """Run one pass, by way of float32, which holds every value of the 16-bit types."""
+        import numpy as np
+
         source, target = self.source.name, self.target.name
         if source == target or self._scratch is None:
             out[:] = values
@@ -82,7 +84,8 @@ class Caster:
             values, source, out if target == "float32" else self._scratch[: values.size]
         )
         if source == "float16" and not _is_finite(single):
-            _quiet_nans(single)
+            # numpy keeps signalling NaNs; the hardware that torch uses makes them quiet.
+            single.view(np.uint32)[np.isnan(single)] |= 0x400000
         if target == "bfloat16":
             is_finite = _round_to_bfloat16(single, out, 0x7FC0 if source == "float16" else 0xFFFF)
         elif target == "float16":
@@ -94,13 +97,6 @@ class Caster:
             is_finite = source != "float64" or _is_finite(out)
         if not is_finite:
             self.overflow += _count_infinities(out, target) - _count_infinities(values, source)
-
-
-def _quiet_nans(values: Array) -> None:
-    """Make signalling NaNs quiet, as the hardware that torch uses does and numpy does not."""
-    import numpy as np
-
-    values.view(np.uint32)[np.isnan(values)] |= 0x400000
 
 
 def _round_to_bfloat16(values: Array, out: Array, nan: int) -> bool:
