@@ -1,20 +1,23 @@
-"""Rank files: what one process wrote of a checkpoint, told by name (`model_world_size_4_rank_0.pt`,
-`ema_rank0.pt`).
+"""Names of rank files, and the ranks that a family of them lacks.
+
+A rank file is what one process wrote of a checkpoint: `model_world_size_4_rank_0.pt`,
+`ema_rank0.pt`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import shown
 
 _RANK_FILE = re.compile(r"((?:.*?[-_.])??)(?:world_size_(\d+)_)?rank_?(\d+)(.*)\.pt", re.DOTALL)
 
 
 class Family(NamedTuple):
-    """What the files of one checkpoint share: the name before the rank, the world size in it, the
-    name after.
-    """
+    """What the file names of one checkpoint share: text before the rank, world size, text after."""
 
     stem: str
     world_size: int | None
@@ -22,7 +25,7 @@ class Family(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that a person would give it: `model` of `model_world_size_4_rank_0.pt`."""
+        """The name a person would give it: `model` of `model_world_size_4_rank_0.pt`."""
         return self.stem.rstrip("-_.")
 
 
@@ -35,13 +38,13 @@ def _parse(name: str) -> tuple[Family, int] | None:
 
 
 def family_of(name: str) -> Family | None:
-    """The family that a file of this name belongs to, or None if it names no rank."""
+    """Return the family of a file of this name, or None if it names no rank."""
     parsed = _parse(name)
     return parsed[0] if parsed else None
 
 
 def families(names: Iterable[str]) -> dict[Family, list[str]]:
-    """Rank files among `names` by family, each in the order of ranks."""
+    """Group the rank files among `names` by family, each in the order of ranks."""
     ranked: dict[Family, list[tuple[int, str]]] = {}
     for name in names:
         if parsed := _parse(name):
@@ -50,13 +53,35 @@ def families(names: Iterable[str]) -> dict[Family, list[str]]:
 
 
 def missing_ranks(names: Iterable[str]) -> tuple[int, list[int]]:
-    """The world size of one family's files, and the ranks that are not there.
+    """Return the world size of one family's files, and the ranks that are not there.
 
     Where the names do not tell the world size, it is one more than the highest rank.
     """
     parsed = [one for one in map(_parse, names) if one]
     ranks = {rank for _, rank in parsed}
-    world_size = next(
-        (family.world_size for family, _ in parsed if family.world_size), max(ranks, default=-1) + 1
-    )
+    world_size = max(ranks, default=-1) + 1
+    for family, _ in parsed:
+        if family.world_size:
+            world_size = family.world_size
+            break
     return world_size, sorted(set(range(world_size)) - ranks)
+
+
+def check_ranks(names: Sequence[str], where: str) -> None:
+    """Check that no rank is missing among one family's files. Raises SourceError `incomplete`."""
+    world_size, missing = missing_ranks(names)
+    if missing:
+        raise missing_error(missing, world_size, names, where)
+
+
+def missing_error(
+    missing: Sequence[int], world_size: int, names: Sequence[str], where: str
+) -> SourceError:
+    """Return the error for the files of ranks `missing` beside the files `names`."""
+    ranks = ", ".join(map(str, missing[:10]))
+    if len(missing) > 10:
+        ranks += f" and {len(missing) - 10} more"
+    problem = f"the files of rank {ranks} of {world_size} are missing (found {shown(names)})"
+    remedy = "runs on several nodes leave some ranks' files on each; bring all into one directory"
+    file = names[0] if names else None
+    return SourceError("incomplete", f"{where}: {problem}; {remedy}", file=file)
