@@ -29,7 +29,7 @@ from ema_ckpt.discovery.location import (
     locate_file,
     loose_files,
 )
-from ema_ckpt.formats.rank_files.names import missing_ranks
+from ema_ckpt.formats.rank_files.names import check_ranks
 from ema_ckpt.storage.directories import Folder, is_folder, join
 from ema_ckpt.storage.files import is_mangled_url, is_url, open_files
 from ema_ckpt.storage.stage_names import find_interrupted_switch
@@ -112,7 +112,7 @@ def check_complete(location: Location) -> Location:
         else:
             for name in location.names:
                 _check_torch_file(source, name)
-            _check_ranks(location)
+            check_ranks(location.names, location.resolved)
         return location
     finally:
         source.close()
@@ -138,15 +138,6 @@ def _check_torch_file(source: Files, name: str) -> None:
         from ema_ckpt.formats.torch_zip.reader import read_archive
 
         read_archive(source, name, 0, nbytes)
-
-
-def _check_ranks(location: Location) -> None:
-    world_size, missing = missing_ranks(location.names)
-    if missing:
-        listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
-        files = counted(world_size, "rank file")
-        message = f"{location.resolved}: {len(missing)} of {files} missing: rank {listed}"
-        raise SourceError("incomplete", message)
 
 
 def _interrupted_switch(path: str) -> Location:

@@ -332,7 +332,7 @@ def test_steps_of_other_formats_must_be_whole_too(tmp_path: Path) -> None:
     assert short(found, tmp_path) == ("safetensors", "checkpoint-1", "model.safetensors")
     assert found.note is not None
     for step, reason in (
-        (5, "1 of 2 rank files missing: rank 1"),
+        (5, "the files of rank 1 of 2 are missing"),
         (4, "gone.safetensors"),
         (3, "m.pt"),
         (2, "model.safetensors"),
