@@ -216,7 +216,7 @@ def _named_by_model(
     trained = {tracked.shard.fqn for tracked in model.parameters if tracked.requires_grad}
     prefix = f"{tree.name}." if tree.name else ""
     objects = [item.name.removeprefix(prefix) for item in tree.objects]
-    averages = find_averages(tree.name, list(tensors_of(tree).items()), objects)
+    averages = find_averages(tree.name, tensors_of(tree), objects)
     # safetensors files sort their tensors.
     ordered = reader.catalog.format != "safetensors"
     named = name_averages(tree.name, averages, live, trained, ordered=ordered)

@@ -13,7 +13,7 @@ from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.names import EMA, LIVE
-from ema_ckpt.state_dicts.tree import Tree
+from ema_ckpt.state_dicts.tree import Tree, of_role
 
 COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
 """Settings that count the updates, by precedence."""
@@ -53,7 +53,7 @@ class EmaConfig:
 def read_ema_config(catalog: Catalog, tree: Tree, *, open_objects: bool = True) -> EmaConfig:
     """Read the settings of an EMA tree, at most 64 KiB of each entry.
 
-    Without `open_objects` no pickled object of the checkpoint is opened; what it records stays None.
+    Without `open_objects` no pickled object is opened, and what it records stays None.
 
     Raises:
         SourceError: a settings tensor cannot be read or does not match its checksum.
@@ -69,19 +69,19 @@ def read_ema_config(catalog: Catalog, tree: Tree, *, open_objects: bool = True) 
     decay = raw.get("decay")
     if "decay" in settings:
         decay = _read_value(catalog, settings["decay"], open_objects)
-    count = None
-    for name in COUNTERS:
-        if count is None and name in settings:
-            count = _as_count(_read_value(catalog, settings[name], open_objects))
-    if count is None:  # DistEMA counts its steps in the configuration
-        count = _as_count(raw.get("num_updates", raw.get("decay_steps")))
-    averaged = [tensor.dtype for tensor in tree.named.values()]
-    dtypes = list(dict.fromkeys(d.name for d in averaged if d.kind not in ("int", "bool")))
+    # DistEMA counts its steps in the configuration.
+    count = _as_count(raw.get("num_updates", raw.get("decay_steps")))
+    for name in filter(settings.__contains__, COUNTERS):
+        stored = _as_count(_read_value(catalog, settings[name], open_objects))
+        if stored is not None:
+            count = stored
+            break
+    dtypes = {t.dtype.name for t in tree.named.values() if t.dtype.kind not in ("int", "bool")}
     return EmaConfig(
         num_updates=count,
         decay=float(decay) if _is_number(decay) else None,
         schedule=raw["schedule"] if "schedule" in raw else _warmup_schedule(raw),
-        dtype="mixed" if len(dtypes) > 1 else next(iter(dtypes), None),
+        dtype="mixed" if len(dtypes) > 1 else "".join(dtypes) or None,
         raw=raw,
     )
 
@@ -97,7 +97,7 @@ def read_samples_seen(catalog: Catalog, tree: Tree) -> int | None:
 
 
 def parse_config(value: object) -> dict[str, object]:
-    """Parse a configuration: one JSON document, or a dictionary. Anything else gives an empty one."""
+    """Parse a configuration: one JSON document, or a dictionary; {} for anything else."""
     if isinstance(value, (str, bytes)):
         try:
             value = json.loads(value)
@@ -137,8 +137,8 @@ def swap_marks(catalog: Catalog, trees: Sequence[Tree]) -> list[Tensor | Object]
     Only beside the trees or among an average's settings: weights, and a user's own values, may bear
     any name.
     """
-    weights = {id(tensor) for tree in trees if tree.role == LIVE for tensor in tree.tensors}
-    parents = {"", *(tree.name for tree in trees if tree.role == EMA)}
+    weights = set(map(id, chain.from_iterable(tree.tensors for tree in of_role(trees, LIVE))))
+    parents = {"", *(tree.name for tree in of_role(trees, EMA))}
     marks = []
     for item in chain[Tensor | Object](catalog.tensors, catalog.objects):
         parent, _, last = ".".join(map(str, item.path)).rpartition(".")

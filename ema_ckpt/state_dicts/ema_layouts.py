@@ -16,28 +16,32 @@ counts:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.names import LIVE, SETTINGS, canonical, role_of
 from ema_ckpt.core.text import counted, shown
 
-Entries = Sequence[tuple[str, Tensor]]
-"""Names inside a tree (without its prefix) and their tensors, in stored order."""
+Tensors = Mapping[str, Tensor]
+"""Tensors by their name inside a tree (without its prefix), in stored order."""
 
 POSITIONS = "shadow_params.*"
-_BESIDE_WEIGHTS = frozenset(
+_EMA_PARAMS = ".ema_params"
+_NO_WEIGHTS = frozenset(
     {"residual", "backup", "online_model", "collected_params", "temp_stored_params"}
 )
 _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+_Value = TypeVar("_Value")
 
 
 class Averages(NamedTuple):
     """The averaged weights of an EMA tree by name, and why they cannot be named, if so."""
 
     layout: str
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
     problem: EmaCkptError | None = None
 
 
@@ -48,69 +52,73 @@ def is_setting(name: str, tensor: Tensor) -> bool:
 
 def is_weight(name: str, tensor: Tensor) -> bool:
     """Check whether a tensor inside an EMA tree can have been averaged."""
-    return tensor.dtype.kind not in ("int", "bool") and not is_setting(name, tensor)
+    return _is_floating(tensor) and not is_setting(name, tensor)
 
 
-def find_averages(tree: str, entries: Entries, objects: Collection[str]) -> Averages:
+def weights_among(tensors: Tensors) -> dict[str, Tensor]:
+    """Keep the tensors that can have been averaged."""
+    return {name: tensor for name, tensor in tensors.items() if is_weight(name, tensor)}
+
+
+def inside(items: Mapping[str, _Value], prefix: str) -> dict[str, _Value]:
+    """Keep the items whose names start with `prefix`, under their names without it."""
+    skip = len(prefix)
+    return {name[skip:]: item for name, item in items.items() if name.startswith(prefix)}
+
+
+def find_averages(tree: str, tensors: Tensors, objects: Collection[str]) -> Averages:
     """Find the averaged weights of the EMA tree called `tree`; `objects` are its objects' names."""
-    names = {name for name, _ in entries}.union(objects)
+    return next(filter(None, _try_layouts(tree, tensors, {*tensors, *objects})))
+
+
+def _try_layouts(tree: str, tensors: Tensors, names: Collection[str]) -> Iterator[Averages | None]:
     top_names = {name.partition(".")[0] for name in names}
-    averages = _below(tree, "weights", entries, certain="num_updates" in names)
-    averages = averages or _per_parameter(entries) or _by_position(tree, entries)
-    for prefix, mark in (
-        ("ema_model", ""),
-        ("shadow", ""),
-        ("model", "config"),
-        ("module", "n_averaged"),
-    ):
-        if averages is None and (not mark or mark in top_names):
-            averages = _below(tree, prefix, entries, certain=bool(mark))
-    if averages is None:
-        return Averages("*", {name: tensor for name, tensor in entries if is_weight(name, tensor)})
-    return averages
+    yield _below("weights", tensors, "num_updates" in names)
+    yield _dictionary(tree, "weights", tensors)
+    yield _per_parameter(tensors)
+    yield _positions(tree, tensors)
+    yield _dictionary(tree, "ema_model", tensors)
+    yield _dictionary(tree, "shadow", tensors)
+    yield _below("model", tensors, "config" in top_names)
+    yield _below("module", tensors, "n_averaged" in top_names)
+    yield Averages("*", weights_among(tensors))
 
 
-def _below(tree: str, prefix: str, entries: Entries, *, certain: bool) -> Averages | None:
-    """Find the tensors below `prefix`, if it is a dictionary or no other tensor can be a weight.
+def _below(prefix: str, tensors: Tensors, is_marked: bool) -> Averages | None:
+    averages = inside(tensors, f"{prefix}.")
+    return Averages(f"{prefix}.*", averages) if averages and is_marked else None
+
+
+def _dictionary(tree: str, prefix: str, tensors: Tensors) -> Averages | None:
+    """Take the tensors below `prefix` if that is a dictionary or nothing else can be a weight.
 
     Without that test a module that happens to be called `shadow` would swallow its siblings.
     """
-    head = f"{prefix}."
-    tensors = {name[len(head) :]: tensor for name, tensor in entries if name.startswith(head)}
-    if not tensors:
+    averages = _below(prefix, tensors, True)
+    if averages is None:
         return None
-    path = next(iter(tensors.values())).path
-    parents = [".".join(map(str, path[:depth])) for depth in range(1, len(path))]
-    if not certain and f"{tree}.{prefix}".removeprefix(".") not in parents:
-        for name, tensor in entries:
-            top_name = name.partition(".")[0]
-            if top_name != prefix and top_name not in _BESIDE_WEIGHTS and is_weight(name, tensor):
-                return None
-    return Averages(f"{prefix}.*", tensors)
+    path = next(iter(averages.tensors.values())).path
+    dictionaries = accumulate(map(str, path[:-1]), "{}.{}".format)
+    if f"{tree}.{prefix}".removeprefix(".") in dictionaries:
+        return averages
+    top_names = {name.partition(".")[0] for name in weights_among(tensors)}
+    return averages if top_names <= {prefix, *_NO_WEIGHTS} else None
 
 
-def _per_parameter(entries: Entries) -> Averages | None:
-    head, tail = "state.", ".ema_params"
-    tensors = {}
-    for name, tensor in entries:
-        if not name.startswith(head):
-            if is_weight(name, tensor):
-                return None
-        elif name.endswith(tail):
-            tensors[name[len(head) : -len(tail)]] = tensor
-    return Averages("state.<fqn>.ema_params", tensors) if tensors else None
-
-
-def _by_position(tree: str, entries: Entries) -> Averages | None:
-    head = "" if tree.rpartition(".")[2] == "shadow_params" else "shadow_params."
-    tensors = {}
-    for name, tensor in entries:
-        position = name.removeprefix(head)
-        if name.startswith(head) and position.isdecimal():
-            tensors[int(position)] = tensor
-    if not tensors:
+def _per_parameter(tensors: Tensors) -> Averages | None:
+    state = inside(tensors, "state.")
+    averages = {n[: -len(_EMA_PARAMS)]: t for n, t in state.items() if n.endswith(_EMA_PARAMS)}
+    if not averages or weights_among(tensors).keys() - {f"state.{name}" for name in state}:
         return None
-    return Averages(POSITIONS, {str(position): tensors[position] for position in sorted(tensors)})
+    return Averages("state.<fqn>.ema_params", averages)
+
+
+def _positions(tree: str, tensors: Tensors) -> Averages | None:
+    is_list = tree.rpartition(".")[2] == "shadow_params"
+    items = inside(tensors, "" if is_list else "shadow_params.")
+    positions = sorted(filter(str.isdecimal, items), key=int)
+    averages = {str(int(position)): items[position] for position in positions}
+    return Averages(POSITIONS, averages) if averages else None
 
 
 def matches(names: Iterable[str], others: Iterable[str]) -> bool:
@@ -118,19 +126,16 @@ def matches(names: Iterable[str], others: Iterable[str]) -> bool:
 
     LitEma's names without dots count too.
     """
-    names = {canonical(name) for name in names}
-    others = {canonical(name) for name in others}
-    if not names.isdisjoint(others):
-        return True
-    if not names or any("." in name for name in names):
-        return False
-    return any(name.replace(".", "") in names for name in others)
+    names, others = set(map(canonical, names)), set(map(canonical, others))
+    if _have_dots(names):
+        return not names.isdisjoint(others)
+    return not names.isdisjoint(others.union(name.replace(".", "") for name in others))
 
 
 def name_averages(
     tree: str,
     averages: Averages,
-    live: Mapping[str, Tensor],
+    live: Tensors,
     trained: Collection[str],
     *,
     ordered: bool,
@@ -146,24 +151,30 @@ def name_averages(
         The averages; what cannot be named carries its error in `problem`, so that listing the
         checkpoint still works.
     """
-    names = averages.tensors.keys()
     if averages.layout == POSITIONS:
         return _name_positions(tree, averages, live, trained, ordered)
+    names = averages.tensors
     if averages.layout != "*" or not live or not names:
         return averages
-    if any("." in name for name in live) and not any("." in name for name in names):
+    if _have_dots(live) and not _have_dots(names):
         return _restore_dots(tree, averages, live)
     first = next(iter(names)).partition(".")[0]
-    head = f"{first}."
-    if role_of(first) != LIVE or not all(name.startswith(head) for name in names):
-        return averages
-    bare = {name[len(head) :]: tensor for name, tensor in averages.tensors.items()}
-    if matches(names, live) or not matches(bare, live):
-        return averages
-    return Averages(f"{head}*", bare)
+    bare = inside(names, f"{first}.")
+    is_prefixed = role_of(first) == LIVE and len(bare) == len(names)
+    if is_prefixed and matches(bare, live) and not matches(names, live):
+        return Averages(f"{first}.*", bare)
+    return averages
 
 
-def _restore_dots(tree: str, averages: Averages, live: Mapping[str, Tensor]) -> Averages:
+def _have_dots(names: Iterable[str]) -> bool:
+    return "." in "".join(names)
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.dtype.kind not in ("int", "bool")
+
+
+def _restore_dots(tree: str, averages: Averages, live: Tensors) -> Averages:
     # LitEma registers its shadows as buffers, whose names must not hold a dot, and so drops them.
     names = averages.tensors.keys()
     if names <= live.keys() or not matches(names, live):
@@ -183,7 +194,7 @@ def _restore_dots(tree: str, averages: Averages, live: Mapping[str, Tensor]) -> 
 def _name_positions(
     tree: str,
     averages: Averages,
-    live: Mapping[str, Tensor],
+    live: Tensors,
     trained: Collection[str],
     ordered: bool,
 ) -> Averages:
@@ -192,7 +203,8 @@ def _name_positions(
         reason = f"positions 0 to {positions[-1]} expected, {len(positions)} found"
         return _unpaired(tree, averages, live, reason)
     if not live:
-        reason = "the shadows have positions for names and no single live tree is beside them to name them"
+        reason = "the shadows have positions for names and no single live tree is beside them"
+        reason += " to name them"
         return _unpaired(tree, averages, live, reason)
     shapes = [tensor.shape for tensor in averages.tensors.values()]
     fitting = set()
@@ -204,7 +216,8 @@ def _name_positions(
         named = zip(fitting.pop(), averages.tensors.values(), strict=True)
         return averages._replace(tensors=dict(named))
     if not ordered:
-        reason = "its file sorts tensors, so that their order is lost, and shapes alone do not tell which is which"
+        reason = "its file sorts tensors, so that their order is lost, and shapes alone do not tell"
+        reason += " which is which"
     elif fitting:
         reason = "several lists of parameters fit"
     else:
@@ -213,7 +226,7 @@ def _name_positions(
 
 
 def _sort_by_shape(
-    names: tuple[str, ...], live: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]]
+    names: tuple[str, ...], live: Tensors, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[str, ...]:
     """Bring live tensors into the order of `shapes`; return () unless each has its own shape.
 
@@ -226,29 +239,24 @@ def _sort_by_shape(
     return tuple(owners[shape] for shape in shapes)
 
 
-def _parameter_lists(
-    live: Mapping[str, Tensor], trained: Collection[str]
-) -> Iterator[tuple[str, ...]]:
+def _parameter_lists(live: Tensors, trained: Collection[str]) -> Iterator[tuple[str, ...]]:
     """List what the live parameters may be, in stored order: a state dict also holds buffers."""
-    floating = [name for name in live if live[name].dtype.kind not in ("int", "bool")]
+    floating = [name for name in live if _is_floating(live[name])]
     learned = [name for name in floating if name.rpartition(".")[2] not in _BUFFERS]
-    stepped = [name for name in learned if name in trained]
-    for names in (learned, floating, stepped, list(live)):
+    stepped = filter(set(trained).__contains__, learned)
+    for names in (learned, floating, list(stepped), list(live)):
         yield tuple(names)
         # `Module.parameters()` yields a tied parameter once, a state dict under each name.
-        untied: list[str] = []
-        seen = set()
+        memory: dict[object, str] = {}
         for name in names:
             tensor = live[name]
             spans = tuple((chunk.file, chunk.offset) for chunk in tensor.chunks)
-            memory = (tensor.storage, tensor.shape, spans)
-            if tensor.storage is None or memory not in seen:
-                untied.append(name)
-            seen.add(memory)
-        yield tuple(untied)
+            shared = (tensor.storage, tensor.shape, spans)
+            memory.setdefault(name if tensor.storage is None else shared, name)
+        yield tuple(memory.values())
 
 
-def _unpaired(tree: str, averages: Averages, live: Mapping[str, Tensor], reason: str) -> Averages:
+def _unpaired(tree: str, averages: Averages, live: Tensors, reason: str) -> Averages:
     count = counted(len(averages.tensors), "averaged tensor")
     message = (
         f"tree {tree!r}: its {count} cannot be paired with the {counted(len(live), 'tensor')} of "

@@ -7,7 +7,7 @@ decide only where nothing nests, and then on whole dot components.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -19,9 +19,10 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.state_dicts.ema_layouts import (
     Averages,
     find_averages,
+    inside,
     is_setting,
-    is_weight,
     matches,
+    weights_among,
 )
 
 _Item = Tensor | Object
@@ -29,46 +30,47 @@ _Item = Tensor | Object
 
 @dataclass
 class Group:
-    """The entries of one tree under names without its prefix, and its role once that is known."""
+    """The entries of one tree by name without its prefix, and its role once that is known.
+
+    The cached properties are for groups that are complete.
+    """
 
     name: str
     role: str | None = None
-    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
-    objects: list[tuple[str, Object]] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    objects: dict[str, Object] = field(default_factory=dict)
 
     def add(self, name: str, item: _Item) -> None:
         """Add an entry under its name inside the tree."""
         if isinstance(item, Tensor):
-            self.tensors.append((name, item))
+            self.tensors[name] = item
         else:
-            self.objects.append((name, item))
+            self.objects[name] = item
 
     @cached_property
-    def names(self) -> frozenset[str]:
-        """Names of all entries. The group must be complete."""
-        return frozenset(name for name, _ in chain[tuple[str, _Item]](self.tensors, self.objects))
-
-    @cached_property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the tensors that can have been averaged. The group must be complete."""
-        return tuple(name for name, tensor in self.tensors if is_weight(name, tensor))
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that can have been averaged."""
+        return weights_among(self.tensors)
 
     @cached_property
     def averages(self) -> Averages:
-        """The averaged weights, if this is an EMA. The group must be complete."""
-        return find_averages(self.name, self.tensors, [name for name, _ in self.objects])
+        """The averaged weights, if this is an EMA."""
+        return find_averages(self.name, self.tensors, self.objects)
 
+    @cached_property
     def is_average(self) -> bool:
-        """Check whether the contents alone show that this is an EMA."""
+        """Whether the contents alone show that this is an EMA."""
+        names = [*self.tensors, *self.objects]
         if not self.tensors:
             return False
-        if "num_updates" in self.names and any(n.startswith("weights.") for n in self.names):
+        if "num_updates" in names and any(name.startswith("weights.") for name in names):
             return True
-        return bool(self.weights) and all(map(_is_ema_param, self.weights))
+        states = inside(self.weights, "state.")
+        return 0 < len(states) == len(self.weights) and _are_ema_params(states)
 
 
-def _is_ema_param(name: str) -> bool:
-    return name.startswith("state.") and name.endswith(".ema_params")
+def _are_ema_params(names: Iterable[str]) -> bool:
+    return all(f".{name}".endswith(".ema_params") for name in names)
 
 
 def group_entries(catalog: Catalog) -> list[Group]:
@@ -77,33 +79,30 @@ def group_entries(catalog: Catalog) -> list[Group]:
     Raises:
         SourceError: `name-collision` if two paths join to one dotted name.
     """
-    _refuse_collisions(catalog)
-    if catalog.nested and any(len(tensor.path) > 1 for tensor in catalog.tensors):
-        groups = _group_by_nesting(catalog)
-    else:
-        groups = _group_by_name(catalog)
-    split = [part for group in groups.values() for part in _without_online_model(group)]
-    _assign_roles(split)
-    return split
-
-
-def _refuse_collisions(catalog: Catalog) -> None:
     seen: set[str] = set()
-    twice: list[str] = []
-    for item in chain[_Item](catalog.tensors, catalog.objects):
+    twice = []
+    for item in _entries(catalog):
         if item.name in seen:
             twice.append(item.name)
         seen.add(item.name)
     if twice:
-        message = (
-            f"several entries share the name {shown(twice)}; names joined with dots must be unique"
-        )
-        raise SourceError("name-collision", f"{catalog.resolved}: {message}", tensor=twice[0])
+        message = f"{catalog.resolved}: several entries share the name {shown(twice)}; names joined"
+        message += " with dots must be unique"
+        raise SourceError("name-collision", message, tensor=twice[0])
+    nests = catalog.nested and any(len(tensor.path) > 1 for tensor in catalog.tensors)
+    groups = _group_by_nesting(catalog) if nests else _group_by_name(catalog)
+    split = list(chain.from_iterable(map(_without_online_model, groups.values())))
+    _assign_roles(split)
+    return split
+
+
+def _entries(catalog: Catalog) -> Iterable[_Item]:
+    return chain(catalog.tensors, catalog.objects)
 
 
 def _collect(catalog: Catalog, tree_of: Callable[[_Item], str]) -> dict[str, Group]:
     groups: dict[str, Group] = {}
-    for item in chain[_Item](catalog.tensors, catalog.objects):
+    for item in _entries(catalog):
         name = tree_of(item)
         if name not in groups:
             groups[name] = Group(name)
@@ -114,44 +113,38 @@ def _collect(catalog: Catalog, tree_of: Callable[[_Item], str]) -> dict[str, Gro
 def _group_by_nesting(catalog: Catalog) -> dict[str, Group]:
     groups = _collect(catalog, _first_element)
     whole = _whole_average(groups)
-    opened = set()
-    for name, group in groups.items():
-        if name and name not in catalog.part_roles and _holds_only_trees(group):
-            opened.add(name)
+    if whole:
+        return _collect(catalog, lambda item: "" if (e := _first_element(item)) in whole else e)
+    roles = catalog.part_roles
+    opened = {name for name in groups.keys() - roles.keys() if _holds_only_trees(groups[name])}
 
     def tree_of(item: _Item) -> str:
         first = _first_element(item)
-        if first in whole:
-            return ""
-        if not whole and first in opened and len(item.path) > 2:
-            return f"{first}.{item.path[1]}"
-        return first
+        return f"{first}.{item.path[1]}" if first in opened and len(item.path) > 2 else first
 
-    if whole or opened:
-        groups = _collect(catalog, tree_of)
-    for name, role in catalog.part_roles.items():
-        if name in groups and not whole:
-            groups[name].role = role
+    groups = _collect(catalog, tree_of) if opened else groups
+    for name in groups.keys() & roles.keys():
+        groups[name].role = roles[name]
     return groups
 
 
 def _first_element(item: _Item) -> str:
-    path = item.path
-    if len(path) == 1:
+    """Name the tree of a nested entry: the first element of its path, "" for one at the top."""
+    if len(item.path) == 1:
         return ""
     # A list at the top is a tree only where its name says so: `shadow_params`, `optimizer_states`.
-    first = str(path[0])
-    return first if isinstance(path[1], str) or role_of(first) is not None else ""
+    first = str(item.path[0])
+    return first if isinstance(item.path[1], str) or role_of(first) is not None else ""
 
 
 def _whole_average(groups: Mapping[str, Group]) -> frozenset[str]:
     """Name the top-level entries that together are the state dict of one EMA, saved alone."""
-    if "weights" in groups and "" in groups and "num_updates" in groups[""].names:
+    root = groups.get("", Group(""))
+    if "weights" in groups and "num_updates" in {*root.tensors, *root.objects}:
         return frozenset({"weights", "residual", "config"})
-    if "state" in groups and sum(bool(group.weights) for group in groups.values()) == 1:
-        names = groups["state"].weights
-        if names and all(f".{name}".endswith(".ema_params") for name in names):
-            return frozenset({"state"})
+    with_weights = [group for group in groups.values() if group.weights]
+    if [group.name for group in with_weights] == ["state"]:
+        return frozenset(["state"] if _are_ema_params(with_weights[0].weights) else [])
     return frozenset()
 
 
@@ -162,25 +155,31 @@ def _holds_only_trees(group: Group) -> bool:
     itself, unless it holds several averages of one model.
     """
     role = role_of(group.name)
-    if role not in (None, EMA):
+    if not group.name or role not in (None, EMA):
         return False
+    children = _children(group)
+    averages = [child.name for child in children.values() if child.is_average]
+    if role == EMA:
+        return 0 < len(averages) == len(children)
+    roles = {role_of(name) or (EMA if name in averages else None) for name in children}
+    return None not in roles and not roles.isdisjoint({LIVE, EMA, OPTIMIZER})
+
+
+def _children(group: Group) -> dict[str, Group]:
+    """Group a dictionary's entries by the dictionaries in it; {} if a tensor lies beside them."""
     children: dict[str, Group] = {}
-    for name, item in chain[tuple[str, _Item]](group.tensors, group.objects):
-        if len(item.path) > 2 and isinstance(item.path[1], str):
-            child = item.path[1]
+    for name, item in chain[tuple[str, _Item]](group.tensors.items(), group.objects.items()):
+        child = item.path[1]
+        if len(item.path) > 2 and isinstance(child, str):
             children.setdefault(child, Group(child)).add(name[len(child) + 1 :], item)
         elif isinstance(item, Tensor) and item.shape:
-            return False
-    if role == EMA:
-        return bool(children) and all(child.is_average() for child in children.values())
-    roles = [role_of(c.name) or (EMA if c.is_average() else None) for c in children.values()]
-    return None not in roles and not {LIVE, EMA, OPTIMIZER}.isdisjoint(roles)
+            return {}
+    return children
 
 
 def _group_by_name(catalog: Catalog) -> dict[str, Group]:
     groups = _collect(catalog, _first_component)
-    averages = [group for group in groups.values() if role_of(group.name) == EMA]
-    prefix = _live_prefix(groups[""], averages) if "" in groups else None
+    prefix = _live_prefix(groups)
     if prefix is None:
         return groups
     head = f"{prefix}."
@@ -192,72 +191,76 @@ def _group_by_name(catalog: Catalog) -> dict[str, Group]:
 
 
 def _first_component(item: _Item) -> str:
+    """Name the tree of an entry by the first component of its dotted name, or return ""."""
     if len(item.path) > 1:
         return _first_element(item)
     first, dot, _ = item.name.partition(".")
     return first if dot and role_of(first) in (EMA, OPTIMIZER, OTHER) else ""
 
 
-def _live_prefix(root: Group, averages: Sequence[Group]) -> str | None:
-    """Find the live tree's name that all weights of `root` start with.
+def _live_prefix(groups: Mapping[str, Group]) -> str | None:
+    """Find the live tree's name that all weights outside other trees start with.
 
     It counts only if the names are those of an EMA without it, and not with it.
     """
-    averaged = {name for group in averages for name in group.averages.tensors}
-    weights = []
-    for name, tensor in root.tensors:
+    averaged: set[str] = set()
+    for group in groups.values():
+        if role_of(group.name) == EMA:
+            averaged.update(group.averages.tensors)
+    weights = {}
+    for name, tensor in groups[""].tensors.items() if "" in groups else ():
         # Such as the `step` of ema-pytorch.
         is_bookkeeping = is_setting(name, tensor) or (not tensor.shape and "." not in name)
         if name in averaged or not is_bookkeeping:
-            weights.append(name)
-    if not weights or not averaged:
+            weights[name] = tensor
+    first = next(iter(weights), "")
+    prefix = "app.model" if first.startswith("app.model.") else first.partition(".")[0]
+    bare = inside(weights, f"{prefix}.")
+    if role_of(prefix) != LIVE or len(bare) != len(weights):
         return None
-    first = weights[0].partition(".")[0]
-    prefix = "app.model" if weights[0].startswith("app.model.") else first
-    head = f"{prefix}."
-    if role_of(prefix) != LIVE or not all(name.startswith(head) for name in weights):
-        return None
-    bare = [name.removeprefix(head) for name in weights]
     return prefix if matches(averaged, bare) and not matches(averaged, weights) else None
 
 
 def _without_online_model(group: Group) -> list[Group]:
     """Split ema-pytorch's copy of the live model off the tree of its averages."""
-    head = "online_model."
-    if tree_role(group.name) != EMA or not any(n.startswith(head) for n, _ in group.tensors):
+    online = inside(group.tensors, "online_model.")
+    if tree_role(group.name) != EMA or not online:
         return [group]
-    rest = Group(group.name, group.role, objects=group.objects)
-    online = Group(f"{group.name}.online_model", LIVE)
-    for name, tensor in group.tensors:
-        (online if name.startswith(head) else rest).add(name.removeprefix(head), tensor)
-    return [rest, online]
+    rest = {n: t for n, t in group.tensors.items() if not n.startswith("online_model.")}
+    return [
+        Group(group.name, group.role, rest, group.objects),
+        Group(f"{group.name}.online_model", LIVE, online),
+    ]
 
 
 def _assign_roles(groups: Sequence[Group]) -> None:
     for group in groups:
-        role = EMA if group.is_average() else group.role or tree_role(group.name)
-        if (role == EMA and not group.weights) or (role == LIVE and not group.tensors):
-            role = OTHER
-        group.role = role
+        group.role = _own_role(group)
     # Lightning's WeightAveraging callback stores the averages under `state_dict` and moves the live
     # weights aside.
     by_name = {group.name: group for group in groups}
-    marks = by_name.get("averaging_state")
-    is_lightning = {"averaging_state", "state_dict", "current_model_state"} <= by_name.keys()
-    if is_lightning and marks is not None and "n_averaged" in marks.names:
-        by_name["state_dict"].role = EMA
-        marks.role = OTHER
-    unnamed = [group for group in groups if group.role is None]
-    live = _only_candidate(unnamed, {group.role for group in groups})
-    for group in unnamed:
-        group.role = LIVE if group is live else OTHER
+    marks = by_name.get("averaging_state", Group(""))
+    is_lightning = {"state_dict", "current_model_state"} <= by_name.keys()
+    if is_lightning and "n_averaged" in {*marks.tensors, *marks.objects}:
+        by_name["state_dict"].role, marks.role = EMA, OTHER
+    live = _unnamed_live(groups)
+    for group in groups:
+        group.role = group.role or (LIVE if group is live else OTHER)
 
 
-def _only_candidate(unnamed: Sequence[Group], roles: set[str | None]) -> Group | None:
-    """Find the group without a known name that holds the live weights: the only one with any."""
-    candidates = []
-    if LIVE not in roles:
-        candidates = [g for g in unnamed if any(tensor.shape for _, tensor in g.tensors)]
-    if not candidates and roles <= {None, OTHER, OPTIMIZER}:
-        candidates = [group for group in unnamed if group.tensors]
+def _own_role(group: Group) -> str | None:
+    """Tell a group's role by its contents and name alone."""
+    role = EMA if group.is_average else group.role or tree_role(group.name)
+    needed = {EMA: group.weights, LIVE: group.tensors}
+    return role if needed.get(role or "", True) else OTHER
+
+
+def _unnamed_live(groups: Sequence[Group]) -> Group | None:
+    """Find the live weights if no name tells them: the only group without a role that has any."""
+    roles = {group.role for group in groups}
+    unnamed = [group for group in groups if group.role is None and group.tensors]
+    shaped = [g for g in unnamed if any(tensor.shape for tensor in g.tensors.values())]
+    if LIVE in roles or (EMA in roles and not shaped):
+        return None
+    candidates = shaped or unnamed
     return candidates[0] if len(candidates) == 1 else None

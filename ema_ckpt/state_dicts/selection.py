@@ -7,7 +7,7 @@ names as the verb would write them before any rename.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
@@ -79,13 +79,14 @@ class Selection:
 
 @dataclass(slots=True)
 class _Row:
-    """One candidate on its way through the steps."""
+    """A tensor or object on its way through the steps; `dtype` is what a tensor is cast to."""
 
     before: str
     name: str
     path: Path
     source: Tensor | Object
     castable: bool
+    dtype: DType | None = None
 
 
 def cast_target(dtype: str) -> DType | None:
@@ -112,8 +113,7 @@ def options(
     keep_dtype: Iterable[str] = (),
     keep_prefixes: bool = False,
 ) -> SelectionOptions:
-    """SelectionOptions as the command line or a caller gives them, checked: `rename` as `OLD=NEW` or as a
-    mapping.
+    """Check the options of a command or caller; `rename` is `OLD=NEW` texts or a mapping.
 
     Raises:
         UsageError: `usage` for a rename without `=` or an unknown dtype.
@@ -131,48 +131,40 @@ def _many(values: Iterable[str]) -> Iterable[str]:
 
 
 def missing_weights(ema: Tree, live: Tree) -> dict[str, Tensor]:
-    """Weights of the live tree whose names (wrapper prefixes aside) the EMA lacks, in stored
-    order.
-    """
-    present = {canonical(name) for name in ema.weights}
+    """List weights of the live tree that the EMA lacks, wrapper prefixes aside, in stored order."""
+    present = set(map(canonical, ema.weights))
     return {name: tensor for name, tensor in live.weights.items() if canonical(name) not in present}
 
 
 def select_tree(
     tree: Tree, chosen: SelectionOptions, fill: Mapping[str, Tensor] | None = None
 ) -> Selection:
-    """Select from one tree, under names without its prefix; `fill` adds weights that the tree
-    lacks.
+    """Select from one tree, under names without its prefix; `fill` adds weights that it lacks.
 
     Raises:
         UsageError: `empty-selection` if a glob or rename fits nothing or nothing is left;
             `name-collision`.
         SourceError: `unsupported` if the tree's weights cannot be named.
     """
+    where, filled = f"tree {tree.name!r}", fill or {}
     if tree.layout == POSITIONS and tree.problem is None:
-        averages = counted(len(tree.named), "average")
-        message = f"tree {tree.name!r}: {averages} named after the parameters of {tree.partner!r} in order"
-        logging.getLogger("ema_ckpt").info(message)
-    casts = tree.role != OPTIMIZER
-    weights = {**tree.weights, **(fill or {})}
-    rows = [_Row(name, name, (name,), tensor, casts) for name, tensor in weights.items()]
-    if not chosen.keep_prefixes:
-        for row in rows:
-            row.name = canonical(row.name)
-            row.path = (row.name,)
-    where = f"tree {tree.name!r}"
-    if not rows and (tree.tensors or tree.objects):
+        averages = f"{counted(len(tree.named), 'average')} named after the parameters of"
+        logging.getLogger("ema_ckpt").info(f"{where}: {averages} {tree.partner!r} in order")
+    rows = []
+    for before, tensor in {**tree.weights, **filled}.items():
+        name = before if chosen.keep_prefixes else canonical(before)
+        rows.append(_Row(before, name, (name,), tensor, tree.role != OPTIMIZER))
+    if tree.entries and not rows:
         raise UsageError("empty-selection", f"{where} holds no tensor to write")
-    selected = _finish(rows, rows, chosen, where)
-    added = {id(tensor) for tensor in (fill or {}).values()}
-    return replace(
-        selected, filled=tuple(e.name for e in selected.entries if id(e.source) in added)
-    )
+    selected = _write(_filter(rows, chosen, where), chosen, rows, where)
+    added = set(map(id, filled.values()))
+    names = tuple(tensor.name for tensor in selected.entries if id(tensor.source) in added)
+    return replace(selected, filled=names)
 
 
 def select_all(
     catalog: Catalog,
-    known: Sequence[Tree],
+    trees: Sequence[Tree],
     chosen: SelectionOptions,
     only: Iterable[str] = (),
     *,
@@ -188,38 +180,32 @@ def select_all(
         UsageError: `unknown-tree`; `empty-selection` if a glob or rename fits nothing or nothing is
             left; `name-collision`.
     """
-    wanted = _wanted(catalog, known, tuple(_many(only)))
-    rows = list(_full_rows(catalog, known, strip=strip and not chosen.keep_prefixes))
-    inside = rows if wanted is None else [row for row in rows if id(row.source) in wanted]
-    kept = _filter(inside, chosen, catalog.resolved)
-    kept_ids = {id(row.source) for row in kept}
-    brought = _settings_of(known, kept_ids) - kept_ids
-    if brought:
-        excluded = _Globs(chosen.exclude)
-        more = {
-            id(row.source)
-            for row in rows
-            if id(row.source) in brought and not excluded.fits(row.name)
-        }
-        kept = [row for row in rows if id(row.source) in kept_ids or id(row.source) in more]
-    return _write(kept, chosen, inside, catalog.resolved)
+    where = catalog.resolved
+    rows = list(_full_rows(catalog, trees, strip=strip and not chosen.keep_prefixes))
+    candidates = rows
+    names = tuple(_many(only))
+    if names:
+        picked = chain.from_iterable(find_trees(trees, name, where) for name in names)
+        wanted = set(map(id, chain.from_iterable(tree.entries for tree in picked)))
+        candidates = [row for row in rows if id(row.source) in wanted]
+    kept = {id(row.source) for row in _filter(candidates, chosen, where)}
+    settings: set[int] = set()
+    for tree in trees:
+        if not kept.isdisjoint(map(id, tree.named.values())):
+            settings.update(map(id, tree.settings.values()))
+    excluded = _Globs(chosen.exclude)
+    for row in rows:
+        if id(row.source) in settings and not excluded.fits(row.name):
+            kept.add(id(row.source))
+    return _write([row for row in rows if id(row.source) in kept], chosen, candidates, where)
 
 
-def _wanted(catalog: Catalog, known: Sequence[Tree], only: Sequence[str]) -> set[int] | None:
-    if not only:
-        return None
-    found = [tree for name in only for tree in find_trees(known, name, catalog.resolved)]
-    return {id(item) for tree in found for item in (*tree.tensors, *tree.objects)}
-
-
-def _settings_of(known: Sequence[Tree], kept: set[int]) -> set[int]:
-    averages = (tree for tree in known if any(id(tensor) in kept for tensor in tree.named.values()))
-    return {id(item) for tree in averages for item in tree.settings.values()}
-
-
-def _full_rows(catalog: Catalog, known: Sequence[Tree], *, strip: bool) -> Iterable[_Row]:
-    owners = {id(item): tree for tree in known for item in (*tree.tensors, *tree.objects)}
-    settings = {id(item) for tree in known for item in tree.settings.values()}
+def _full_rows(catalog: Catalog, trees: Sequence[Tree], *, strip: bool) -> Iterator[_Row]:
+    owners: dict[int, Tree] = {}
+    settings: set[int] = set()
+    for tree in trees:
+        owners.update(dict.fromkeys(map(id, tree.entries), tree))
+        settings.update(map(id, tree.settings.values()))
     for item in chain[Tensor | Object](catalog.tensors, catalog.objects):
         tree = owners[id(item)]
         castable = tree.role in (LIVE, EMA) and id(item) not in settings
@@ -275,17 +261,11 @@ class _Globs:
 
 
 def _filter(rows: Sequence[_Row], chosen: SelectionOptions, where: str) -> list[_Row]:
-    """Apply `match` and `exclude`."""
     names = [row.name for row in rows]
     refuse_idle("--match", chosen.match, names, where)
     refuse_idle("--exclude", chosen.exclude, names, where)
-    kept = list(rows)
-    if chosen.match:
-        matched = _Globs(chosen.match)
-        kept = [row for row in kept if matched.fits(row.name)]
-    if chosen.exclude:
-        excluded = _Globs(chosen.exclude)
-        kept = [row for row in kept if not excluded.fits(row.name)]
+    matched, excluded = _Globs(chosen.match or ["*"]), _Globs(chosen.exclude)
+    kept = [row for row in rows if matched.fits(row.name) and not excluded.fits(row.name)]
     if rows and not kept:
         message = f"{where}: --match and --exclude leave none of {counted(len(rows), 'name')}"
         raise UsageError("empty-selection", message)
@@ -293,55 +273,41 @@ def _filter(rows: Sequence[_Row], chosen: SelectionOptions, where: str) -> list[
 
 
 def refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Raise UsageError `empty-selection` if one of `globs`, given as `flag`, fits none of
-    `names`.
-    """
-    idle = _Globs(globs).idle(names) if globs else []
-    if idle:
-        near = nearest(idle[0], names)[:3] if len(names) <= _SUGGESTED_FROM else list(names[:3])
-        hint = f"; names there are like {shown(near)}" if near else "; it holds nothing"
-        message = (
-            f"{flag} {shown(idle)} fits none of {counted(len(names), 'name')} of {where}{hint}"
-        )
-        raise UsageError("empty-selection", message)
-
-
-def _finish(
-    rows: Sequence[_Row], inside: Sequence[_Row], chosen: SelectionOptions, where: str
-) -> Selection:
-    return _write(_filter(rows, chosen, where), chosen, inside, where)
+    """Raise UsageError `empty-selection` if one of `globs`, given as `flag`, fits no name."""
+    idle = _Globs(globs).idle(names)
+    if not idle:
+        return
+    near = nearest(idle[0], names) if len(names) <= _SUGGESTED_FROM else names
+    hint = f"names there are like {shown(near[:3])}" if near else "it holds nothing"
+    message = f"{flag} {shown(idle)} fits none of {counted(len(names), 'name')} of {where}; {hint}"
+    raise UsageError("empty-selection", message)
 
 
 def _write(
-    kept: Sequence[_Row], chosen: SelectionOptions, inside: Sequence[_Row], where: str
+    kept: Sequence[_Row], chosen: SelectionOptions, candidates: Sequence[_Row], where: str
 ) -> Selection:
     """Apply `keep_dtype` and `rename`, refuse collisions, and build what is written."""
-    refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in inside], where)
+    refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in candidates], where)
     spared = _Globs(chosen.keep_dtype)
-    dtypes = [_dtype(row, chosen, spared) for row in kept]
+    for row in kept:
+        if row.castable and not spared.fits(row.name):
+            row.dtype = chosen.dtype
     _rename(kept, chosen.rename, where)
     _refuse_collisions(kept, where, renamed=bool(chosen.rename))
-    entries, objects = [], []
-    for row, dtype in zip(kept, dtypes, strict=True):
-        if isinstance(row.source, Tensor):
-            entries.append(OutputTensor(row.name, row.path, row.source, dtype or row.source.dtype))
-        else:
+    tensors, objects = [], []
+    for row in kept:
+        if isinstance(row.source, Object):
             objects.append(KeptObject(row.name, row.path, row.source))
+        elif row.dtype is not None and row.source.dtype.is_castable:
+            tensors.append(OutputTensor(row.name, row.path, row.source, row.dtype))
+        else:
+            tensors.append(OutputTensor(row.name, row.path, row.source, row.source.dtype))
     renamed = {row.before: row.name for row in kept if row.before != row.name}
-    return Selection(tuple(entries), tuple(objects), renamed)
-
-
-def _dtype(row: _Row, chosen: SelectionOptions, spared: _Globs) -> DType | None:
-    if chosen.dtype is None or not row.castable or not isinstance(row.source, Tensor):
-        return None
-    return chosen.dtype if row.source.dtype.is_castable and not spared.fits(row.name) else None
+    return Selection(tuple(tensors), tuple(objects), renamed)
 
 
 def _rename(rows: Sequence[_Row], rules: Sequence[tuple[str, str]], where: str) -> None:
-    if not rules:
-        return
-    names = [row.name for row in rows]
-    idle = [f"{old}={new}" for old, new in rules if not any(name.startswith(old) for name in names)]
+    idle = [f"{old}={new}" for old, new in rules if not any(r.name.startswith(old) for r in rows)]
     if idle:
         raise UsageError("empty-selection", f"--rename {shown(idle)}: no name of {where} begins so")
     for row in rows:
@@ -350,23 +316,26 @@ def _rename(rows: Sequence[_Row], rules: Sequence[tuple[str, str]], where: str) 
                 row.path = rename_path(row.path, old, new)
                 row.name = new + row.name[len(old) :]
                 break
-        if not row.name:
+        if rules and not row.name:
             raise UsageError("usage", f"--rename leaves {row.before!r} without a name")
 
 
 def _refuse_collisions(rows: Sequence[_Row], where: str, *, renamed: bool) -> None:
     first: dict[str, str] = {}
+    remedy = "change --rename" if renamed else "use --keep-prefixes or --rename"
     for row in rows:
         other = first.setdefault(row.name, row.before)
         if other != row.before:
-            remedy = "change --rename" if renamed else "use --keep-prefixes or --rename"
-            message = f"{where}: {other!r} and {row.before!r} would both be written as {row.name!r}; {remedy}"
+            message = f"{other!r} and {row.before!r} would both be written as {row.name!r}"
+            message = f"{where}: {message}; {remedy}"
             raise UsageError("name-collision", message, tensor=row.name)
-    if renamed:
-        leaves = {row.path for row in rows}
-        for row in rows:
-            for depth in range(1, len(row.path)):
-                if row.path[:depth] in leaves:
-                    name = ".".join(map(str, row.path[:depth]))
-                    message = f"{where}: --rename would make {name!r} both a tensor and a dictionary with {row.name!r}"
-                    raise UsageError("name-collision", message, tensor=row.name)
+    if not renamed:
+        return
+    leaves = {row.path for row in rows}
+    for row in rows:
+        for depth in range(1, len(row.path)):
+            if row.path[:depth] in leaves:
+                name = ".".join(map(str, row.path[:depth]))
+                message = f"{where}: --rename would make {name!r} both a tensor and a dictionary"
+                message += f" with {row.name!r}"
+                raise UsageError("name-collision", message, tensor=row.name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, product
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import EmaCkptError, UsageError
@@ -20,7 +21,7 @@ from ema_ckpt.core.names import (
     tree_role,
 )
 from ema_ckpt.core.text import counted, shown
-from ema_ckpt.state_dicts.ema_layouts import POSITIONS, is_setting, matches, name_averages
+from ema_ckpt.state_dicts.ema_layouts import POSITIONS, inside, is_setting, matches, name_averages
 from ema_ckpt.state_dicts.roles import Group, group_entries
 
 _LISTS_OF_AVERAGES = frozenset({"shadow_params", "shadow", "ema_model", "state_dict"})
@@ -70,10 +71,20 @@ class Tree:
         return self.named
 
     @property
+    def entries(self) -> tuple[Tensor | Object, ...]:
+        """Everything in it."""
+        return (*self.tensors, *self.objects)
+
+    @property
     def left_out(self) -> tuple[Tensor, ...]:
         """Tensors of an EMA tree that are neither weights nor settings (integer buffers, say)."""
-        used = {id(tensor) for tensor in (*self.named.values(), *self.settings.values())}
+        used = set(map(id, (*self.named.values(), *self.settings.values())))
         return tuple(tensor for tensor in self.tensors if id(tensor) not in used)
+
+
+def of_role(trees: Iterable[Tree], *roles: str) -> list[Tree]:
+    """Keep the trees of some roles."""
+    return [tree for tree in trees if tree.role in roles]
 
 
 def list_trees(catalog: Catalog) -> tuple[Tree, ...]:
@@ -83,58 +94,44 @@ def list_trees(catalog: Catalog) -> tuple[Tree, ...]:
         SourceError: `name-collision` if two paths join to one dotted name.
     """
     groups = {group.name: group for group in group_entries(catalog)}
-    plain = {}
-    trained: set[str] = set()  # parameters that an optimizer's state lists: `state.<fqn>.exp_avg`
-    for group in groups.values():
-        if group.role != EMA:
-            plain[group.name] = _plain_tree(group, catalog.digests)
-        if group.role == OPTIMIZER:
-            states = [name for name, _ in group.tensors if name.startswith("state.")]
-            trained.update(name.removeprefix("state.").rpartition(".")[0] for name in states)
-    others = list(plain.values())
-    trees = []
-    for group in groups.values():
-        if group.role == EMA:
-            # An EMA's state dict saved as the whole file has its settings beside the list.
-            beside = groups.get("averaging_state" if group.name == "state_dict" else "")
-            trees.append(_average_tree(group, others, frozenset(trained), beside))
-        else:
-            trees.append(plain[group.name])
-    return tuple(trees)
+    trees = {name: _plain_tree(group, catalog.digests) for name, group in groups.items()}
+    others = of_role(trees.values(), LIVE, OPTIMIZER, OTHER)
+    states = [inside(tree.named, "state.") for tree in of_role(others, OPTIMIZER)]
+    # Parameters that an optimizer's state lists: `state.<fqn>.exp_avg`.
+    trained = {name.rpartition(".")[0] for name in chain.from_iterable(states)}
+    for name in [tree.name for tree in of_role(trees.values(), EMA)]:
+        # An EMA's state dict saved as the whole file has its settings beside the list.
+        beside = groups.get("averaging_state" if name == "state_dict" else "")
+        trees[name] = _average_tree(groups[name], others, trained, beside)
+    return tuple(trees.values())
 
 
 def _plain_tree(group: Group, digests: Mapping[str, int]) -> Tree:
-    tensors = tuple(tensor for _, tensor in group.tensors)
-    objects = tuple(item for _, item in group.objects)
+    tensors, objects = tuple(group.tensors.values()), tuple(group.objects.values())
     # A safetensors file sorts its tensors; our own record in it, shown by its digests, restores the
     # order.
-    first = tensors[0] if tensors else None
-    is_sorted = first and first.chunks and first.chunks[0].file.endswith(".safetensors")
-    ordered = first is None or not is_sorted or first.name in digests
-    role = group.role or OTHER
-    return Tree(group.name, role, tensors, objects, dict(group.tensors), ordered=ordered)
+    chunks = tensors[0].chunks if tensors else ()
+    is_sorted = bool(chunks) and chunks[0].file.endswith(".safetensors")
+    ordered = not is_sorted or tensors[0].name in digests
+    return Tree(group.name, group.role or OTHER, tensors, objects, group.tensors, ordered=ordered)
 
 
 def _average_tree(
-    group: Group, others: Sequence[Tree], trained: frozenset[str], beside: Group | None
+    group: Group, others: Sequence[Tree], trained: Collection[str], beside: Group | None
 ) -> Tree:
     live = _live_partner(group, others)
-    averages = name_averages(
-        group.name,
-        group.averages,
-        live.named if live else {},
-        trained,
-        ordered=live is None or live.ordered,
-    )
-    settings = _settings(group, {id(tensor) for tensor in averages.tensors.values()})
+    named = live.named if live else {}
+    ordered = live is None or live.ordered
+    averages = name_averages(group.name, group.averages, named, trained, ordered=ordered)
+    settings = _settings(group, averages.tensors)
     is_list = group.name.rpartition(".")[2] in _LISTS_OF_AVERAGES
     if not settings and beside is not None and is_list:
-        settings = _settings(beside, set())
+        settings = _settings(beside, {})
     return Tree(
         group.name,
         EMA,
-        tuple(tensor for _, tensor in group.tensors),
-        tuple(item for _, item in group.objects),
+        tuple(group.tensors.values()),
+        tuple(group.objects.values()),
         averages.tensors,
         settings,
         live.name if live else None,
@@ -143,33 +140,32 @@ def _average_tree(
     )
 
 
-def _settings(group: Group, weights: set[int]) -> dict[str, Tensor | Object]:
-    settings: dict[str, Tensor | Object] = {}
-    for name, tensor in group.tensors:
-        if is_setting(name, tensor) and id(tensor) not in weights:
-            settings[name] = tensor
-    for name, item in group.objects:
-        if name.partition(".")[0] in SETTINGS:
-            settings[name] = item
-    return settings
+def _settings(group: Group, averages: Mapping[str, Tensor]) -> dict[str, Tensor | Object]:
+    weights = set(map(id, averages.values()))
+    settings: dict[str, Tensor | Object] = {
+        name: tensor
+        for name, tensor in group.tensors.items()
+        if is_setting(name, tensor) and id(tensor) not in weights
+    }
+    objects = group.objects.items()
+    return settings | {name: item for name, item in objects if name.partition(".")[0] in SETTINGS}
 
 
 def _live_partner(group: Group, others: Sequence[Tree]) -> Tree | None:
-    """Find the live tree of an EMA: by name, by name one level below the root, else the only one."""
-    candidates = {tree.name: tree for tree in others if tree.role != OPTIMIZER and tree.tensors}
-    names = live_partners(group.name)
+    """Find the live tree of an EMA: by name, by name inside another tree, else the only one."""
+    candidates = {tree.name: tree for tree in of_role(others, LIVE, EMA, OTHER) if tree.tensors}
+    names = list(live_partners(group.name))
     if group.name == "state_dict":
-        names = ("current_model_state",)
-    for name in names:
-        if name in candidates and name != group.name:
-            return candidates[name]
-    lives = [tree for tree in candidates.values() if tree.role == LIVE]
+        names = ["current_model_state"]
+    exact = candidates.keys() & set(names) - {group.name}
+    if exact:
+        return candidates[min(exact, key=names.index)]
     averaged = group.averages.tensors
-    for name in names:
-        for tree in lives:
-            part = _cut(tree, name)
-            if part and matches(averaged, part.named) and not matches(averaged, tree.named):
-                return part
+    lives = of_role(candidates.values(), LIVE)
+    for name, tree in product(names, lives):
+        part = _cut(tree, name)
+        if part and matches(averaged, part.named) and not matches(averaged, tree.named):
+            return part
     return lives[0] if len(lives) == 1 else None
 
 
@@ -181,11 +177,8 @@ def live_of(trees: Sequence[Tree], ema: Tree) -> Tree | None:
     live = None if ema.partner is None else _exact_or_below(trees, ema.partner)
     if live is None or not ema.live_prefix:
         return live
-    part = {}
-    for name, tensor in live.named.items():
-        plain = canonical(name)
-        if plain.startswith(ema.live_prefix):
-            part[plain.removeprefix(ema.live_prefix)] = tensor
+    named = {canonical(name): tensor for name, tensor in live.named.items()}
+    part = inside(named, ema.live_prefix)
     path = f"{live.name}.{ema.live_prefix}".strip(".")
     return Tree(path, live.role, tuple(part.values()), (), part, ordered=live.ordered)
 
@@ -207,44 +200,47 @@ def _cut(tree: Tree, path: str) -> Tree | None:
     """Take what lies below the dotted `path` inside `tree`, under names without that path."""
     if tree.name and not path.startswith(f"{tree.name}."):
         return None
-    head = f"{path}."
-    tensors = tuple(tensor for tensor in tree.tensors if tensor.name.startswith(head))
-    objects = tuple(item for item in tree.objects if item.name.startswith(head))
-    if not tensors and not objects:
+    named = inside({tensor.name: tensor for tensor in tree.tensors}, f"{path}.")
+    objects = inside({item.name: item for item in tree.objects}, f"{path}.")
+    if not named and not objects:
         return None
-    named = {tensor.name.removeprefix(head): tensor for tensor in tensors}
-    return Tree(
-        path, tree.role, tensors, objects, named, partner=tree.partner, ordered=tree.ordered
-    )
+    contents = tuple(named.values()), tuple(objects.values())
+    return Tree(path, tree.role, *contents, named, partner=tree.partner, ordered=tree.ordered)
 
 
 def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
     """Complete `part`, which was cut out of `tree`, with what makes it an EMA if it is one."""
-    group = Group(part.name, None, list(part.named.items()))
-    group.objects = [(item.name[len(part.name) + 1 :], item) for item in part.objects]
+    skip = len(part.name) + 1
+    objects = {item.name[skip:]: item for item in part.objects}
+    group = Group(part.name, None, dict(part.named), objects)
     is_named_ema = tree_role(part.name) == EMA and tree.role in (LIVE, OTHER)
-    if group.weights and (is_named_ema or group.is_average()):
-        siblings = (_cut(tree, name) for name in live_partners(part.name))
-        others = [sibling for sibling in siblings if sibling is not None]
-        others += [other for other in trees if other.role != EMA and other is not tree]
-        return _average_tree(group, others, frozenset(), None)
+    if group.weights and (is_named_ema or group.is_average):
+        siblings = filter(None, [_cut(tree, name) for name in live_partners(part.name)])
+        others = [t for t in of_role(trees, LIVE, OPTIMIZER, OTHER) if t is not tree]
+        return _average_tree(group, [*siblings, *others], (), None)
     if tree.role != EMA:
         return part
     part = replace(part, settings=tree.settings, layout=tree.layout)
-    fqns = {id(tensor): fqn for fqn, tensor in tree.named.items()}
     if tree.layout == POSITIONS:  # part of a list: the positions there are no names
-        stored = {id(tensor) for tensor in part.tensors}
+        stored = set(map(id, part.tensors))
         named = {fqn: tensor for fqn, tensor in tree.named.items() if id(tensor) in stored}
         return replace(part, named=named, problem=tree.problem)
-    heads = set()
+    prefix = _live_prefix(tree, part)
+    if prefix is None:
+        return replace(part, partner=None)
+    return replace(part, live_prefix=prefix)
+
+
+def _live_prefix(tree: Tree, part: Tree) -> str | None:
+    """Find how the averages in `part` of `tree` begin in the live tree; None if named otherwise."""
+    fqns = {id(tensor): fqn for fqn, tensor in tree.named.items()}
+    prefixes = set()
     for name, tensor in part.named.items():
         fqn = fqns.get(id(tensor))
         if fqn is not None:
-            heads.add(fqn[: -len(name)] if f".{fqn}".endswith(f".{name}") else None)
-    head = heads.pop() if len(heads) == 1 else None
-    if head is None:  # the averages are named otherwise than in the live tree
-        return replace(part, partner=None)
-    return replace(part, live_prefix=canonical(f"{head}x")[:-1])
+            prefixes.add(fqn[: -len(name)] if f".{fqn}".endswith(f".{name}") else None)
+    prefix = prefixes.pop() if len(prefixes) == 1 else None
+    return None if prefix is None else canonical(f"{prefix}x")[:-1]
 
 
 def find_tree(trees: Sequence[Tree], name: str, where: str = "the checkpoint") -> Tree:
@@ -298,23 +294,22 @@ def default_tree(
     Raises:
         UsageError: `ambiguous-tree` if neither is unique, with one command per candidate.
     """
-    averages = [tree for tree in trees if tree.role == EMA]
-    lives = [tree for tree in trees if tree.role == LIVE]
+    averages, lives = of_role(trees, EMA), of_role(trees, LIVE)
     if len(averages or lives) == 1:
         return (averages or lives)[0]
     filled = [tree for tree in trees if tree.tensors]
     if not filled:
         return Tree("", LIVE)
-    candidates = averages + lives or [tree for tree in filled if tree.role != OPTIMIZER]
-    if candidates:
-        counts = f"{counted(len(averages), 'EMA tree')} and {counted(len(lives), 'live tree')}"
-        reason = f"has {counts}; name the one that is meant"
-        commands = [f"{command} --tree {shlex.quote(t.name)}{options}" for t in candidates]
-    else:
-        reason = "holds optimizer state alone, no weights; convert takes it whole"
+    counts = f"{counted(len(averages), 'EMA tree')} and {counted(len(lives), 'live tree')}"
+    message = f"{where or 'the checkpoint'} has {counts}; name the one that is meant"
+    candidates = averages + lives or of_role(filled, LIVE, EMA, OTHER)
+    commands = [f"{command} --tree {shlex.quote(tree.name)}{options}" for tree in candidates]
+    if not candidates:
+        message = f"{where or 'the checkpoint'} holds optimizer state alone, no weights; convert"
+        message += " takes it whole"
         commands = [command.replace(" consolidate ", " convert ") + options]
-    ready = "; ".join(f"`{one}`" for one in commands)
-    raise UsageError("ambiguous-tree", f"{where or 'the checkpoint'} {reason}: {ready}")
+    ready = "; ".join(f"`{command}`" for command in commands)
+    raise UsageError("ambiguous-tree", f"{message}: {ready}")
 
 
 def inner_names(tree: Tree) -> dict[str, str]:
