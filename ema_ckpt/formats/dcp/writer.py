@@ -60,7 +60,9 @@ class DcpWritePlan:
     source: Files
     entries: Sequence[OutputTensor]
 
-    def header_bytes(self, crcs: Sequence[int], digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
+    def header_bytes(
+        self, crcs: Sequence[int], digests: Mapping[str, int]
+    ) -> Iterator[HeaderBytes]:
         """Archives around payloads, objects, digests and, last, the metadata that makes it a
         checkpoint.
         """

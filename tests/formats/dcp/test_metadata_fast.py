@@ -1,0 +1,49 @@
+"""The fast way to read `.metadata` gives what the interpreter gives, on whole files and damaged ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ema_ckpt import EmaCkptError
+from ema_ckpt.formats.dcp.metadata import Metadata, parse
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+METADATA = sorted(FIXTURES.glob("*/.metadata")) + sorted(FIXTURES.glob("*/*/.metadata"))
+WHOLE = [(FIXTURES / "dcp" / name / ".metadata").read_bytes() for name in ("fsdp2-w4", "dtypes-w2")]
+
+
+def outcome(data: bytes, *, fast: bool) -> Metadata | str:
+    """What is read, or the code of the error."""
+    try:
+        return parse(data, "t", fast=fast)
+    except EmaCkptError as error:
+        return error.code
+
+
+def check_same(data: bytes) -> None:
+    fast, slow = outcome(data, fast=True), outcome(data, fast=False)
+    assert fast == slow
+    if isinstance(fast, Metadata) and isinstance(slow, Metadata):
+        assert list(fast.entries) == list(slow.entries)
+
+
+@pytest.mark.parametrize("path", METADATA, ids=lambda p: str(p.parent.relative_to(FIXTURES)))
+def test_fixtures(path: Path) -> None:
+    check_same(path.read_bytes())
+
+
+@given(st.sampled_from(WHOLE), st.integers(0, 1 << 20), st.integers(1, 255))
+def test_one_changed_byte(data: bytes, place: int, change: int) -> None:
+    damaged = bytearray(data)
+    damaged[place % len(data)] ^= change
+    check_same(bytes(damaged))
+
+
+@given(st.sampled_from(WHOLE), st.integers(0, 1 << 20), st.integers(0, 40), st.binary(max_size=8))
+def test_a_replaced_run_of_bytes(data: bytes, place: int, length: int, new: bytes) -> None:
+    place %= len(data)
+    check_same(data[:place] + new + data[place + length :])
