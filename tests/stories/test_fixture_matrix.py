@@ -65,7 +65,8 @@ def test_it_ends_as_the_table_says_with_the_truth_and_as_recorded(cell: Cell, ru
     _check_table(run)
     _check_truth(run, runs)
     complaint = golden.complaint(str(cell), RECORD.get(str(cell), {}), golden.entry(run, runs))
-    assert not complaint, complaint
+    if complaint:
+        pytest.fail(complaint, pytrace=False)
 
 
 def _check_table(run: Run) -> None:
@@ -216,9 +217,10 @@ def test_the_installed_command_executes_nothing(name: str, verb: str, tmp_path: 
 
 
 def test_public_names_are_as_recorded() -> None:
-    found = golden.public_names()
     recorded = {key: text for key, text in RECORD.items() if key.startswith("ema_ckpt.")}
-    assert not list(golden.differences(recorded, found))
+    changed = "\n".join(golden.differences(recorded, golden.public_names()))
+    if changed:
+        pytest.fail(f"Public names are not as recorded:\n{changed}", pytrace=False)
 
 
 def test_every_cell_is_recorded_and_every_record_has_its_cell() -> None:
