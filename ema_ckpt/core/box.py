@@ -32,7 +32,7 @@ class Box(NamedTuple):
         if not len(self.sizes) == len(self.offsets) == len(shape):
             return False
         for offset, size, length in zip(self.offsets, self.sizes, shape, strict=True):
-            if offset < 0 or size < 0 or offset + size > length:
+            if not 0 <= offset <= offset + size <= length:
                 return False
         return True
 
@@ -192,12 +192,12 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         return filled[0], filled[1]
     axis = max(range(ndim), key=lambda dim: len({boxes[i].offsets[dim] for i in filled}))
     filled.sort(key=lambda i: boxes[i].offsets[axis])
-    active: list[int] = []
+    active: list[tuple[int, int]] = []  # where a box ends along the axis, and its index
     for index in filled:
-        start = boxes[index].offsets[axis]
-        active = [i for i in active if boxes[i].offsets[axis] + boxes[i].sizes[axis] > start]
-        for other in active:
+        offsets, sizes = boxes[index]
+        active = [(end, other) for end, other in active if end > offsets[axis]]
+        for _, other in active:
             if intersect(boxes[other], boxes[index]):
                 return other, index
-        active.append(index)
+        active.append((offsets[axis] + sizes[axis], index))
     return None

@@ -52,10 +52,12 @@ def _are_rows(tensor: Tensor, chunks: list[Chunk]) -> bool:
         return len(chunks) == 1 and chunks[0].offsets == ()
     row, inner, zeros = 0, shape[1:], (0,) * (len(shape) - 1)
     for chunk in chunks:
-        if chunk.offsets != (row, *zeros) or chunk.sizes[1:] != inner:
+        if (chunk.offsets, chunk.sizes[1:]) != ((row, *zeros), inner):
             return False
         row += chunk.sizes[0]
-    return row == shape[0] if tensor.numel else not chunks
+    if not tensor.numel:
+        return not chunks
+    return row == shape[0]
 
 
 def _error(code: str, tensor: Tensor, message: str, chunk: Chunk | None = None) -> SourceError:

@@ -57,7 +57,8 @@ def canonical(name: str) -> str:
     if not is_wrapped(name):
         return name
     *heads, last = name.split(".")
-    return ".".join([*(head for head in heads if head not in WRAPPERS), last])
+    kept = [head for head in heads if head not in WRAPPERS]
+    return ".".join([*kept, last])
 
 
 def role_of(name: str) -> str | None:
@@ -158,10 +159,11 @@ def rename_path(path: Path, old: str, new: str) -> Path:
 
 def _covered(path: Path, old: str, new: str) -> tuple[int, int]:
     """How many elements the prefix `old` touches, and the length of their dotted name with dot."""
+    # With `new` empty or ending in a dot, an element that begins where `old` ends stays.
+    limit = len(old) - 1 if new[-1:] in ("", ".") else len(old)
     count, end = 0, 0
     for element in path:
-        ends_here = end == len(old) and (not new or new.endswith("."))
-        if end > len(old) or ends_here:
+        if end > limit:
             break
         end += len(str(element)) + 1
         count += 1

@@ -51,7 +51,9 @@ def format_size(nbytes: int) -> str:
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """Format a count: `1 tensor`, `1,200 tensors`."""
-    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {plural or f'{noun}s'}"
 
 
 def shown(names: Sequence[str]) -> str:

@@ -20,7 +20,9 @@ class Folder(NamedTuple):
 
 def join(root: str, name: str) -> str:
     """Path of `name` inside the directory or URL `root`."""
-    return f"{root.rstrip('/')}/{name}" if is_url(root) else os.path.join(root, name)
+    if is_url(root):
+        return f"{root.rstrip('/')}/{name}"
+    return os.path.join(root, name)
 
 
 def base_name(path: str) -> str:
@@ -30,9 +32,10 @@ def base_name(path: str) -> str:
 
 def parent_of(path: str) -> str:
     """Directory that holds `path`."""
+    stripped = path.rstrip("/")
     if is_url(path):
-        return path.rstrip("/").rpartition("/")[0]
-    return os.path.dirname(path.rstrip("/") or "/") or "."
+        return stripped.rpartition("/")[0]
+    return os.path.dirname(stripped or "/") or "."
 
 
 def is_folder(path: str) -> bool | None:

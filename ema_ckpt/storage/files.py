@@ -78,7 +78,9 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
 
 def open_files(root: str) -> Files:
     """Open a local directory or an fsspec URL. Raises SourceError as `open_filesystem`."""
-    return RemoteFiles(*open_filesystem(root), root) if is_url(root) else LocalFiles(root)
+    if is_url(root):
+        return RemoteFiles(*open_filesystem(root), root)
+    return LocalFiles(root)
 
 
 def _missing(name: str, root: str) -> SourceError:
@@ -91,7 +93,7 @@ def _truncated(name: str, offset: int, expected: int, nbytes: int) -> SourceErro
 
 
 def _check_bounds(name: str, offset: int, nbytes: int, size: int) -> None:
-    if offset < 0 or nbytes < 0 or offset + nbytes > size:
+    if not 0 <= offset <= offset + nbytes <= size:
         raise _truncated(name, offset, nbytes, size - offset)
 
 
@@ -119,7 +121,9 @@ class LocalFiles:
             opened = self._open.get(name)
             if opened is None and len(self._open) < self._limit:
                 opened = self._open[name] = (*self._open_regular(name), True)
-        return opened or (*self._open_regular(name), False)
+        if opened is None:
+            return (*self._open_regular(name), False)
+        return opened
 
     def _open_regular(self, name: str) -> tuple[int, int]:
         path = os.path.join(self.root, safe_name(name))

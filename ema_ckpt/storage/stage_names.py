@@ -21,6 +21,7 @@ LOCK = ".ema-ckpt.lock"
 NOTE = ".ema-ckpt.note"
 OLD = ".ema-ckpt.old"
 
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}\Z)[^/]+")
 _ANY_STAGE = re.compile(r"\..*\.ema-ckpt-.*", re.DOTALL)
 
 
@@ -51,7 +52,7 @@ def interrupted_switch(stage: Path) -> Path | None:
         name = json.loads((stage / NOTE).read_bytes())["new"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
+    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
         return None
     new = stage / name
     return new if os.path.lexists(new) else None

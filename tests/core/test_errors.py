@@ -1,22 +1,32 @@
-"""Words that messages share."""
+"""Errors: what they name, and that nothing is lost where they travel between processes."""
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from ema_ckpt.core.text import counted
+from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 tensors"), (1, "1 tensor"), (2, "2 tensors"), (1200, "1,200 tensors")],
-)
-def test_one_is_no_plural(count: int, text: str) -> None:
-    assert counted(count, "tensor") == text
+@pytest.mark.parametrize("kind", [SourceError, UnsafeError])
+def test_an_error_names_tensor_and_file_once(kind: type[EmaCkptError]) -> None:
+    error = kind("hole", "3 of 4 elements").about(tensor="w", file="a.pt")
+    assert type(error) is kind
+    assert (error.code, error.tensor, error.file) == ("hole", "w", "a.pt")
+    assert str(error) == "a.pt: tensor 'w': 3 of 4 elements"
+    assert str(error.about(tensor="w", file="a.pt")) == str(error)
 
 
-def test_a_plural_of_its_own() -> None:
-    assert [counted(n, "shape differs", "shapes differ") for n in (1, 2)] == [
-        "1 shape differs",
-        "2 shapes differ",
-    ]
+def test_an_error_keeps_what_it_names_already() -> None:
+    error = SourceError("x", "b.pt: 'v' is short", tensor="v", file="b.pt")
+    again = error.about(tensor="v", file="b.pt", label="left", remedy="use another copy")
+    assert (again.tensor, again.file) == ("v", "b.pt")
+    assert str(again) == "left: b.pt: 'v' is short; use another copy"
+    assert str(SourceError("x", "m").about(tensor="o", kind="object")) == "object 'o': m"
+
+
+def test_errors_travel_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(SourceError("hole", "message", tensor="w", file="f")))
+    assert type(error) is SourceError
+    assert (str(error), error.code, error.tensor, error.file) == ("message", "hole", "w", "f")

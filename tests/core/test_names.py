@@ -1,4 +1,4 @@
-"""Names: wrapper prefixes, roles, globs, renames, sizes."""
+"""Names: wrapper prefixes, roles, globs, renames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ema_ckpt.core.names import (
     rename_path,
     role_of,
 )
-from ema_ckpt.core.text import format_size, parse_size
 
 components = st.sampled_from(
     [*sorted(WRAPPERS), "layers", "0", "weight", "submodule", "", "modules"]
@@ -213,42 +212,3 @@ def test_a_renamed_path_joins_to_the_renamed_name(path: list, cut: int, new: str
 def test_the_nearest_name_comes_first() -> None:
     assert nearest("emma", ["optimizer", "model", "ema"])[0] == "ema"
     assert nearest("x", []) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("1", 1),
-        ("5GB", 5_000_000_000),
-        ("5 gb", 5_000_000_000),
-        ("1.5kB", 1500),
-        ("16MiB", 16 * 1024**2),
-        ("2GiB", 2 * 1024**3),
-        ("3KiB", 3072),
-        ("2TB", 2 * 10**12),
-        ("7B", 7),
-        (4096, 4096),
-    ],
-)
-def test_sizes(text: str | int, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "GB", "-5", "0", "0.1", "1..5MB", "5.", "5XB", "1e9", "0x10", "٣", "inf", "1,5MB", -1],
-)
-def test_what_is_no_size_is_refused(text: str | int) -> None:
-    with pytest.raises(UsageError, match="is not a size") as caught:
-        parse_size(text)
-    assert caught.value.code == "usage"
-
-
-def test_sizes_for_people() -> None:
-    assert [format_size(n) for n in (0, 999, 1000, 999_600, 3_960_000_000)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "1 MB",
-        "3.96 GB",
-    ]
