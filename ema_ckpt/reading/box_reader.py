@@ -2,7 +2,7 @@
 
 Where the box consists of byte ranges of the storages (row shards, whole tensors), their bytes are
 read as they are. Otherwise blocks of it are assembled: each is put together from all chunks that
-hold a part of it. Rows of column shards have a fast path of their own (`row_slabs`).
+hold a part of it. Rows of column shards have a fast path of their own (`RowSlab`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,17 +19,18 @@ from ema_ckpt.core.catalog import Catalog, Files, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.checksums import ChecksumVerifier, Interval
 from ema_ckpt.reading.overlaps import (
     UNITS,
     ByteRange,
     Overlap,
     RowBlocks,
+    RowSlab,
     contiguous_ranges,
     find_overlaps,
+    find_row_slabs,
     row_ranges,
 )
-from ema_ckpt.reading.row_slabs import RowSlabReader, find_row_slabs
 from ema_ckpt.runtime.page_buffer import buffer
 from ema_ckpt.storage.files import is_url
 
@@ -130,19 +132,50 @@ class BoxReader:
         if located.ranges is None:
             slabs = find_row_slabs(located.overlaps, blocks, itemsize)
             if slabs is not None:
-                slab_reader = RowSlabReader(located.source, slabs, blocks, itemsize)
-                memory = self._buffer("block", slab_reader.block_nbytes)
-                scratch = self._buffer("scratch", slab_reader.block_nbytes)
-                for index in range(first, stop):
-                    yield slab_reader.read(index, memory, scratch)
-                if self._verifier is not None:
-                    slab_reader.report_checksums(located.tensor.name, self._verifier)
+                yield from self._read_slabs(located, slabs, blocks, range(first, stop))
                 return
         for index in range(first, stop):
             start, numel = blocks.extent(index)
             view = self._buffer("block", numel * itemsize)
             self.read(located, view, start * itemsize)
             yield view
+
+    def _read_slabs(
+        self, located: LocatedBox, slabs: Sequence[RowSlab], blocks: RowBlocks, indices: range
+    ) -> Iterator[memoryview]:
+        """Yield blocks of interleaved rows; one interval of each slab's storage is read."""
+        source, verifier = located.source, self._verifier
+        inner, unit = blocks.box.sizes[blocks.axis + 1 :], UNITS[located.tensor.dtype.itemsize]
+        row_nbytes = prod(inner) * located.tensor.dtype.itemsize
+        memory = self._buffer("block", blocks.rows(0)[1] * row_nbytes)
+        scratch = self._buffer("scratch", len(memory))
+        intervals: dict[int, Interval] = {}
+        for index in indices:
+            first, count = blocks.rows(index)
+            out, rows = memory[: count * row_nbytes], None
+            for number, slab in enumerate(slabs):
+                low, high = max(first, slab.first), min(first + count, slab.stop)
+                if low >= high:
+                    continue
+                start = slab.start + (low - slab.first) * slab.row_nbytes
+                nbytes = (high - low) * slab.row_nbytes
+                view = out[(low - first) * row_nbytes :] if slab.full else scratch
+                view = view[:nbytes]
+                source.read_into(slab.payload.file, slab.payload.offset + start, view)
+                if verifier is not None:
+                    begin, total, crc = intervals.get(number, (start, 0, 0))
+                    intervals[number] = (begin, total + nbytes, crc32(view, crc))
+                if not slab.full:
+                    import numpy as np
+
+                    if rows is None:
+                        rows = np.frombuffer(out, unit).reshape(count, *inner)
+                    part = np.frombuffer(view, unit).reshape(high - low, *slab.sizes)
+                    rows[(slice(low - first, high - first), *slab.inner)] = part
+            yield out
+        for number, interval in intervals.items():
+            if verifier is not None:
+                verifier.record(located.tensor.name, slabs[number].payload, *interval)
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
         memory = self._buffers.get(name)

@@ -146,6 +146,52 @@ class RowBlocks:
         return Box(tuple(offsets), tuple(sizes))
 
 
+class RowSlab(NamedTuple):
+    """Rows [first, stop) along the blocks' axis that one chunk holds, as one byte range.
+
+    Column shards, FSDP2 × TP and rows that two chunks share are of this kind. `start` is where row
+    `first` begins, in bytes of the storage; `inner` is where the rows lie on the axes that follow,
+    of sizes `sizes`; `full` if they are as wide as the box.
+    """
+
+    payload: Payload
+    first: int
+    stop: int
+    start: int
+    row_nbytes: int
+    inner: tuple[slice, ...]
+    sizes: tuple[int, ...]
+    full: bool
+
+
+def find_row_slabs(
+    overlaps: Sequence[Overlap], blocks: RowBlocks, itemsize: int
+) -> list[RowSlab] | None:
+    """Overlaps of a box as row slabs of its blocks; None if one is none, or if outer axes count."""
+    box, axis = blocks.box, blocks.axis
+    if not box.sizes or prod(box.sizes[:axis]) != 1:
+        return None
+    slabs = []
+    for overlap in overlaps:
+        sizes = overlap.box.sizes[axis + 1 :]
+        if overlap.payload.strides is not None or sizes != overlap.chunk.sizes[axis + 1 :]:
+            return None
+        part = overlap.box.within(box)
+        first = part.offsets[axis]
+        slab = RowSlab(
+            payload=overlap.payload,
+            first=first,
+            stop=first + part.sizes[axis],
+            start=overlap.start(overlap.box) * itemsize,
+            row_nbytes=prod(sizes) * itemsize,
+            inner=part.slices()[axis + 1 :],
+            sizes=sizes,
+            full=sizes == box.sizes[axis + 1 :],
+        )
+        slabs.append(slab)
+    return slabs
+
+
 class BlockRange(NamedTuple):
     """Blocks [first, stop) of a tensor that `blocks` cuts."""
 

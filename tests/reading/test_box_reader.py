@@ -16,15 +16,15 @@ from ema_ckpt.core.catalog import Chunk, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.box_reader import BoxReader, locate_box
+from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate_box
 from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.reading.overlaps import (
     RowBlocks,
     contiguous_ranges,
     find_overlaps,
+    find_row_slabs,
     row_ranges,
 )
-from ema_ckpt.reading.row_slabs import RowSlabReader, find_row_slabs
 from ema_ckpt.storage.files import LocalFiles
 
 KINDS = {"int16": "<i2", "float32": "<f4", "complex128": "<c16", "uint8": "u1", "float64": "<f8"}
@@ -168,23 +168,21 @@ def test_slabs_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject)
         box = Box(box.offsets, (tensor.shape[0] - start, *tensor.shape[1:]))
     itemsize = tensor.dtype.itemsize
     blocks = RowBlocks(box, itemsize, rows * int(np.prod(tensor.shape[1:])) * itemsize)
-    slabs = find_row_slabs(find_overlaps(tensor, payloads, prove(tensor), box), blocks, itemsize)
-    if slabs is None:
+    overlaps = find_overlaps(tensor, payloads, prove(tensor), box)
+    if find_row_slabs(overlaps, blocks, itemsize) is None:
         assert blocks.axis > 0 or not tensor.shape
         return
-    checks = ChecksumVerifier(LocalFiles(tmp_path), enabled=True)
-    out, half = bytearray(), blocks.count // 2
-    for job in (range(half), range(half, blocks.count)):
-        reader = RowSlabReader(LocalFiles(tmp_path), slabs, blocks, itemsize)
-        for index in job:
-            block, scratch = (
-                memoryview(bytearray(len(raw) + 16)),
-                memoryview(bytearray(len(raw) + 16)),
-            )
-            out += reader.read(index, block, scratch)
-        reader.report_checksums("t", checks)
-    assert bytes(out) == cut_out(values, box).tobytes()
-    checks.finish()
+    source = LocalFiles(tmp_path)
+    verifier = ChecksumVerifier(source, enabled=True)
+    reader = BoxReader(16, verifier)
+    located = LocatedBox(source, tensor, box, None, overlaps)
+    half = blocks.count // 2
+    out = b"".join(map(bytes, reader.blocks(located, blocks, 0, half)))
+    out += b"".join(map(bytes, reader.blocks(located, blocks, half)))
+    assert out == cut_out(values, box).tobytes()
+    assert out == b"".join(map(bytes, BoxReader(16).blocks(located, blocks)))
+    verifier.finish()
+    source.close()
 
 
 @given(
