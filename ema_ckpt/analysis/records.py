@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ema_ckpt.core.catalog import Catalog, Chunk, Payload, Tensor
-from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.formats.torch_zip.reader import read_archive
 
@@ -115,7 +115,7 @@ class RecordList:
         return tuple(payloads)
 
     def _report(self, error: SourceError, tensor: str, chunk: Chunk) -> None:
-        self._on_error(error.about(tensor=tensor, file=chunk.file), chunk.nbytes)
+        self._on_error(about(error, tensor=tensor, file=chunk.file), chunk.nbytes)
 
     def _item_records(
         self, owner: str, file: str, offset: int, nbytes: int, is_object: bool
@@ -136,7 +136,7 @@ class RecordList:
             archive = read_archive(self.catalog.source, file, offset, nbytes)
         except SourceError as error:
             kind = "object" if has_objects else "tensor"
-            self._on_error(error.about(tensor=owner, file=file, kind=kind), nbytes)
+            self._on_error(about(error, tensor=owner, file=file, kind=kind), nbytes)
             return
         if not archive.is_torchs():
             place = f"in the archive at byte {archive.window.offset}"

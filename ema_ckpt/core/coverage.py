@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ema_ckpt.core.box import Box, first_overlap
 from ema_ckpt.core.catalog import Chunk, Tensor
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.core.text import counted
 
 
@@ -62,4 +62,4 @@ def _are_rows(tensor: Tensor, chunks: list[Chunk]) -> bool:
 
 def _error(code: str, tensor: Tensor, message: str, chunk: Chunk | None = None) -> SourceError:
     file = chunk.file if chunk else None
-    return SourceError(code, message).about(tensor=tensor.name, file=file)
+    return about(SourceError(code, message), tensor=tensor.name, file=file)

@@ -12,7 +12,7 @@ EmaCkptError
 from __future__ import annotations
 
 from functools import partial
-from typing import Self
+from typing import TypeVar
 
 
 class EmaCkptError(Exception):
@@ -37,29 +37,6 @@ class EmaCkptError(Exception):
         rebuild = partial(type(self), tensor=self.tensor, file=self.file)
         return rebuild, (self.code, str(self))
 
-    def about(
-        self,
-        *,
-        tensor: str | None = None,
-        file: str | None = None,
-        kind: str = "tensor",
-        label: str = "",
-        remedy: str = "",
-    ) -> Self:
-        """Return the same error that also names `tensor` and `file`, as far as it names none yet.
-
-        `kind` says what `tensor` is (`object`, say); `label` is put before the message, `remedy`
-        after it.
-        """
-        message = str(self)
-        if tensor is not None and repr(tensor) not in message:
-            message = f"{kind} {tensor!r}: {message}"
-        if file is not None and file not in message:
-            message = f"{file}: {message}"
-        message = f"{label}: {message}" if label else message
-        message = f"{message}; {remedy}" if remedy else message
-        return type(self)(self.code, message, tensor=self.tensor or tensor, file=self.file or file)
-
 
 class UsageError(EmaCkptError):
     """The call asks for something that is not there or not allowed."""
@@ -83,3 +60,32 @@ class CollectiveError(EmaCkptError):
 
 class StateError(EmaCkptError):
     """A training-side call came at the wrong moment, or with the wrong model."""
+
+
+ErrorT = TypeVar("ErrorT", bound=EmaCkptError)
+
+
+def about(
+    error: ErrorT,
+    *,
+    tensor: str | None = None,
+    file: str | None = None,
+    kind: str = "tensor",
+    label: str = "",
+    remedy: str = "",
+) -> ErrorT:
+    """Return the same error that also names `tensor` and `file`, as far as it names none yet.
+
+    `kind` says what `tensor` is (`object`, say); `label` is put before the message, `remedy` after
+    it.
+    """
+    message = str(error)
+    if tensor is not None and repr(tensor) not in message:
+        message = f"{kind} {tensor!r}: {message}"
+    if file is not None and file not in message:
+        message = f"{file}: {message}"
+    if label:
+        message = f"{label}: {message}"
+    if remedy:
+        message = f"{message}; {remedy}"
+    return type(error)(error.code, message, tensor=error.tensor or tensor, file=error.file or file)

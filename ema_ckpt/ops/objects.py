@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic
-from ema_ckpt.core.errors import UnsafeError, UsageError
+from ema_ckpt.core.errors import UnsafeError, UsageError, about
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats import sidecar
@@ -45,7 +45,7 @@ def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> 
             value = catalog.reader.load(item.source)
         except UnsafeError as error:
             remedy = f"leave it out with --exclude {item.name!r}"
-            raise error.about(tensor=item.name, kind="object", remedy=remedy) from None
+            raise about(error, tensor=item.name, kind="object", remedy=remedy) from None
         opaque = opaque_within(value)
         if form == "dcp" and not item.source.is_inline:
             plan.kept.append(item)

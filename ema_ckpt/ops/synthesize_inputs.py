@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ema_ckpt.analysis.phema import Profile, mismatch, solve
 from ema_ckpt.analysis.weighted_sum import Part
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
-from ema_ckpt.core.errors import EmaCkptError, UsageError
+from ema_ckpt.core.errors import EmaCkptError, UsageError, about
 from ema_ckpt.core.names import canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
@@ -234,7 +234,7 @@ def _recorded(snapshot: Snapshot) -> tuple[float | None, float | None, str | Non
         settings = read_ema_config(snapshot.catalog, snapshot.tree)
         samples = read_samples_seen(snapshot.catalog, snapshot.tree)
     except EmaCkptError as error:
-        raise error.about(label=snapshot.label) from None
+        raise about(error, label=snapshot.label) from None
     schedule = settings.schedule if isinstance(settings.schedule, dict) else {}
     width, unit = schedule.get("sigma_rel"), str(schedule.get("unit", "updates"))
     time = samples if unit == "samples" else settings.num_updates

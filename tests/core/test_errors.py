@@ -6,24 +6,24 @@ import pickle
 
 import pytest
 
-from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
+from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError, about
 
 
 @pytest.mark.parametrize("kind", [SourceError, UnsafeError])
 def test_an_error_names_tensor_and_file_once(kind: type[EmaCkptError]) -> None:
-    error = kind("hole", "3 of 4 elements").about(tensor="w", file="a.pt")
+    error = about(kind("hole", "3 of 4 elements"), tensor="w", file="a.pt")
     assert type(error) is kind
     assert (error.code, error.tensor, error.file) == ("hole", "w", "a.pt")
     assert str(error) == "a.pt: tensor 'w': 3 of 4 elements"
-    assert str(error.about(tensor="w", file="a.pt")) == str(error)
+    assert str(about(error, tensor="w", file="a.pt")) == str(error)
 
 
 def test_an_error_keeps_what_it_names_already() -> None:
     error = SourceError("x", "b.pt: 'v' is short", tensor="v", file="b.pt")
-    again = error.about(tensor="v", file="b.pt", label="left", remedy="use another copy")
+    again = about(error, tensor="v", file="b.pt", label="left", remedy="use another copy")
     assert (again.tensor, again.file) == ("v", "b.pt")
     assert str(again) == "left: b.pt: 'v' is short; use another copy"
-    assert str(SourceError("x", "m").about(tensor="o", kind="object")) == "object 'o': m"
+    assert str(about(SourceError("x", "m"), tensor="o", kind="object")) == "object 'o': m"
 
 
 def test_errors_travel_between_processes() -> None:

@@ -12,7 +12,7 @@ from reprlib import repr as brief  # bounded: a hostile value may nest without e
 from typing import NamedTuple
 
 from ema_ckpt.core.dtypes import DType, by_name
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.formats.dcp.metadata_fast import Shortcuts
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
@@ -204,7 +204,7 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
     try:
         kind = by_name(dtype.name)
     except SourceError as error:
-        raise error.about(tensor=name, file=where) from None
+        raise about(error, tensor=name, file=where) from None
     shape = _ints(entry.fields["size"])
     return TensorEntry(
         kind, shape, tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])

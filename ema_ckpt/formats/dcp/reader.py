@@ -23,7 +23,7 @@ from ema_ckpt.core.catalog import (
     Tensor,
     check_geometry,
 )
-from ema_ckpt.core.errors import SourceError, UnsafeError
+from ema_ckpt.core.errors import SourceError, UnsafeError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar as record
 from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
@@ -285,7 +285,7 @@ class _Reader:
             archive = self._archive(chunk.file, chunk.offset, chunk.nbytes)
             ref = self._ref(archive)
         except SourceError as error:
-            raise error.about(tensor=tensor.name, file=chunk.file) from None
+            raise about(error, tensor=tensor.name, file=chunk.file) from None
         if ref.dtype != tensor.dtype or ref.shape != chunk.sizes:
             found = f"{ref.dtype.name} {list(ref.shape)}"
             message = (
@@ -300,7 +300,7 @@ class _Reader:
         stored = archive.record(f"data/{ref.storage.key}")
         if stored.nbytes != ref.storage.nbytes:
             message = f"{chunk.file}: its storage has {stored.nbytes} bytes, expected {ref.storage.nbytes}"
-            raise SourceError("bad-header", message).about(tensor=tensor.name, file=chunk.file)
+            raise about(SourceError("bad-header", message), tensor=tensor.name, file=chunk.file)
         strides = None if ref.strides == row_major_strides(ref.shape) else _meaningful(ref)
         payload = Payload(chunk.file, stored.offset, stored.nbytes, strides, ref.start, stored.crc)
         template = template_of(archive, stored.name)
@@ -323,7 +323,7 @@ class _Reader:
                 raise UnsafeError("unsafe-pickle", f"{where}: {unsafe}")
             return value
         except SourceError as error:
-            raise error.about(tensor=item.name, file=item.file, kind="object") from None
+            raise about(error, tensor=item.name, file=item.file, kind="object") from None
 
     def _archive(self, file: str, offset: int, nbytes: int) -> Archive:
         if not file:

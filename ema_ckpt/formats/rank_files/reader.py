@@ -26,7 +26,7 @@ from ema_ckpt.core.catalog import (
     check_geometry,
 )
 from ema_ckpt.core.dtypes import DType, by_name
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.core.names import OTHER, part_role
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
@@ -354,7 +354,7 @@ def _stored_box(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int
     try:
         record = file.archive.storage(ref.storage.key, ref.storage.nbytes)
     except SourceError as error:
-        raise error.about(tensor=name, file=file.name) from None
+        raise about(error, tensor=name, file=file.name) from None
     return _StoredBox(box, record, file.name, start, ref.strides_in_storage())
 
 

@@ -22,7 +22,7 @@ from ema_ckpt.core.catalog import (
     Tensor,
     check_geometry,
 )
-from ema_ckpt.core.errors import SourceError, UnsafeError
+from ema_ckpt.core.errors import SourceError, UnsafeError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.nesting import flatten
@@ -175,7 +175,7 @@ def read_leaves(
         # Each thing that is stored takes a byte of the pickle at least.
         leaves, nesting = flatten(root, is_tensor, len(data) + 64)
     except SourceError as error:
-        raise error.about(file=file) from None
+        raise about(error, file=file) from None
     return [(path, value) for path, value in leaves if path], nesting
 
 
@@ -184,7 +184,7 @@ def _tensor(name: str, path: Path, ref: TensorRef, archive: Archive) -> Tensor:
     try:
         record = archive.storage(ref.storage.key, ref.storage.nbytes)
     except SourceError as error:
-        raise error.about(tensor=name, file=archive.file) from None
+        raise about(error, tensor=name, file=archive.file) from None
     storage = (archive.file, ref.storage.key, ref.start, ref.strides_in_storage())
     chunk = Chunk((0,) * len(ref.shape), ref.shape, archive.file, record.offset, record.nbytes)
     return Tensor(name, path, ref.shape, ref.dtype, (chunk,), storage)
