@@ -1,16 +1,15 @@
-"""Proof of a conversion: every tensor of a checkpoint has the digest it has in the one it was made
-from.
+"""`verify --against`: compare every tensor's digest with that in the checkpoint it was made from.
 
-Digests that either side records are taken as they are; the rest is computed. Names are matched in
-full or through trees, as a verb may have written one tree under plain names; what was renamed is
-found by its digest.
+Digests that either side records are used as they are; the rest is computed. Names are matched in
+full or through trees, as a verb may have written one tree under plain names; a renamed tensor is
+matched by its digest.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ema_ckpt.analysis.audit import Audit
 from ema_ckpt.core.catalog import Catalog, Tensor
@@ -30,8 +29,7 @@ _BLOCK_NBYTES = 512 << 10
 
 
 def compare_with(audit: Audit, source: str | os.PathLike[str]) -> None:
-    """Report every tensor of the audited checkpoint that is not, bit for bit or after its cast, in
-    `source`.
+    """Report every tensor that `source` does not have, bit for bit or after its cast.
 
     Raises:
         EmaCkptError: if `source` cannot be read.
@@ -43,181 +41,171 @@ def compare_with(audit: Audit, source: str | os.PathLike[str]) -> None:
         origin.source.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """One way to pair names: a label for messages, and the source's tensors by the name they would
-    have.
-    """
+class _Naming(NamedTuple):
+    """One way to name the source's tensors; `label` is for messages."""
 
     label: str
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor]
+
+    def counterpart(self, name: str) -> Tensor | None:
+        """Return the source's tensor of that name, with or without wrapper prefixes."""
+        return self.tensors.get(name) or self.tensors.get(canonical(name))
 
 
 class _Comparison:
+    """Comparison of an audited checkpoint with its source."""
+
     def __init__(self, audit: Audit, origin: Catalog) -> None:
-        self._audit = audit
-        self._origin = origin
-        self._reader = BoxReader(_BLOCK_NBYTES)
-        self._origin_digests: dict[tuple[str, str], int | None] = {}
+        self.audit = audit
+        self.tensors = {tensor.name: tensor for tensor in audit.catalog.tensors}
+        self.origin = origin
+        self.origin_trees = list_trees(origin)
+        self.reader = BoxReader(_BLOCK_NBYTES)
+        self.origin_digests: dict[tuple[str, str], int | None] = {}
 
     def run(self) -> None:
-        """Try each way to pair names until one proves all; else report by the best."""
-        mine = {t.name: t for t in self._audit.catalog.tensors}
-        ways = self._ways(mine)
-        best: tuple[list[str], list[str]] | None = None
-        for way in ways:
-            missing = [name for name in mine if self._counterpart(name, way) is None]
-            differing = [n for n in mine if n not in set(missing) and not self._equal(mine[n], way)]
-            if best is None or len(missing) + len(differing) < len(best[0]) + len(best[1]):
-                best, chosen = (missing, differing), way
-            if not missing and not differing:
+        """Try each naming until one matches every tensor; else report by the best."""
+        best: tuple[int, _Naming, list[str], list[str]] | None = None
+        for naming in self.namings():
+            missing, differing = [], []
+            for name in self.tensors:
+                if naming.counterpart(name) is None:
+                    missing.append(name)
+                elif not self.is_equal(name, naming):
+                    differing.append(name)
+            count = len(missing) + len(differing)
+            if best is None or count < best[0]:
+                best = count, naming, missing, differing
+            if not count:
                 break
         if best is not None:
-            self._report(mine, chosen, *best)
+            self.report(*best[1:])
 
-    def _ways(self, mine: Mapping[str, Tensor]) -> Sequence[_Names]:
-        """Full names, then each tree under the names inside it, the likeliest first."""
-        known = list_trees(self._origin)
-        full = {_stripped(t.name, tree): t for tree in known for t in tree.tensors}
-        full |= {t.name: t for t in self._origin.tensors}
-        ways = [
-            _Names("", full),
-            *(_by_tree(with_tied_names(self._origin, tree)) for tree in known),
-        ]
-        overlap = {
-            id(way): sum(self._counterpart(name, way) is not None for name in mine) for way in ways
-        }
-        return sorted(ways, key=lambda way: -overlap[id(way)])
+    def namings(self) -> Sequence[_Naming]:
+        """Return full names, and each tree under the names inside it, the likeliest first."""
+        full = {}
+        for tree in self.origin_trees:
+            skip = len(tree.name) + 1 if tree.name else 0
+            for tensor in tree.tensors:  # writers strip wrapper prefixes inside the tree only
+                full[tensor.name[:skip] + canonical(tensor.name[skip:])] = tensor
+        full |= {tensor.name: tensor for tensor in self.origin.tensors}
+        namings = [_Naming("", full)]
+        for tree in self.origin_trees:
+            names = _names_inside(with_tied_names(self.origin, tree))
+            plain = {canonical(name): tensor for name, tensor in names.items()}
+            namings.append(_Naming(f", tree {tree.name!r}", plain | names))
+        matches = {}
+        for naming in namings:
+            matches[naming.label] = sum(naming.counterpart(n) is not None for n in self.tensors)
+        return sorted(namings, key=lambda naming: -matches[naming.label])
 
-    def _counterpart(self, name: str, way: _Names) -> Tensor | None:
-        return way.tensors.get(name) or way.tensors.get(canonical(name))
-
-    def _equal(self, tensor: Tensor, way: _Names) -> bool:
-        other = self._counterpart(tensor.name, way)
+    def is_equal(self, name: str, naming: _Naming) -> bool:
+        """Check whether shape and digest equal those in the source."""
+        tensor, other = self.tensors[name], naming.counterpart(name)
         if other is None or other.shape != tensor.shape:
             return False
-        digest = self._digest(tensor)
-        return digest is not None and digest == self._origin_digest(other, tensor.dtype)
+        digest = self.digest(tensor)
+        return digest is not None and digest == self.origin_digest(other, tensor.dtype)
 
-    def _digest(self, tensor: Tensor) -> int | None:
-        """The digest of the audited side, from the bytes that were read."""
-        payloads = self._audit.payloads_of(tensor)
-        return None if payloads is None else self._audit.digest(tensor, payloads, self._reader)
+    def digest(self, tensor: Tensor) -> int | None:
+        """Return the digest of an audited tensor, from the bytes that were read."""
+        payloads = self.audit.payloads_of(tensor)
+        return None if payloads is None else self.audit.digest(tensor, payloads, self.reader)
 
-    def _origin_digest(self, tensor: Tensor, dtype: DType) -> int | None:
+    def origin_digest(self, tensor: Tensor, dtype: DType) -> int | None:
+        """Return the digest of a source's tensor, after the cast to `dtype`; cached."""
         key = (tensor.name, dtype.name)
-        if key not in self._origin_digests:
-            self._origin_digests[key] = self._find(tensor, dtype)
-        return self._origin_digests[key]
+        if key not in self.origin_digests:
+            try:
+                self.origin_digests[key] = self.compute_origin_digest(tensor, dtype)
+            except EmaCkptError as error:
+                message = f"{self.origin.resolved}: {error}"
+                self.audit.report(error.code, message, error.tensor, error.file)
+                self.origin_digests[key] = None
+        return self.origin_digests[key]
 
-    def _find(self, tensor: Tensor, dtype: DType) -> int | None:
-        """The digest in the source, of the bytes as they are or as a cast to `dtype` makes them."""
-        try:
-            if dtype == tensor.dtype:
-                recorded = recorded_digest(self._origin, tensor)
-                return (
-                    recorded
-                    if recorded is not None
-                    else compute_digest(locate(self._origin, tensor), self._reader)
-                )
-            if not (dtype.is_castable and tensor.dtype.is_castable):
-                return None
-            return compute_digest(
-                locate(self._origin, tensor), self._reader, Caster(tensor.dtype, dtype).cast
-            )
-        except EmaCkptError as error:
-            message = f"{self._origin.resolved}: {error}"
-            self._audit.report(error.code, message, error.tensor, error.file)
+    def compute_origin_digest(self, tensor: Tensor, dtype: DType) -> int | None:
+        cast = None
+        if dtype == tensor.dtype:
+            recorded = recorded_digest(self.origin, tensor)
+            if recorded is not None:
+                return recorded
+        elif dtype.is_castable and tensor.dtype.is_castable:
+            cast = Caster(tensor.dtype, dtype).cast
+        else:
             return None
+        return compute_digest(locate(self.origin, tensor), self.reader, cast)
 
-    # Telling.
+    # Report.
 
-    def _report(
-        self, mine: Mapping[str, Tensor], way: _Names, missing: list[str], differing: list[str]
-    ) -> None:
-        where = f"{self._origin.resolved}{way.label}"
-        used = {id(self._counterpart(name, way)) for name in mine}
-        spare = {name: t for name, t in way.tensors.items() if id(t) not in used}
-        for name in list(missing):
-            found = self._renamed(mine[name], spare)
-            if found is not None:
-                del spare[found]
-                missing.remove(name)
-        bad = {*missing, *differing}
-        for name in mine.keys() - bad:
-            self._audit.mark_checked(self._audit.payloads_of(mine[name]) or ())
+    def report(self, naming: _Naming, missing: list[str], differing: list[str]) -> None:
+        """Report what is missing or differs, and what the source has more."""
+        where = f"{self.origin.resolved}{naming.label}"
+        used = {id(naming.counterpart(name)) for name in self.tensors}
+        spare = {name: tensor for name, tensor in naming.tensors.items() if id(tensor) not in used}
+        missing = [name for name in missing if not self.take_renamed(self.tensors[name], spare)]
+        for name in self.tensors.keys() - {*missing, *differing}:
+            self.audit.mark_checked(self.audit.payloads_of(self.tensors[name]) or ())
         for name in missing:
             message = f"tensor {name!r}: {where} has no tensor of that name or of these bytes"
-            self._audit.report("index-mismatch", message, name)
+            self.audit.report("index-mismatch", message, name)
         for name in differing:
-            self._audit.report(
-                "checksum",
-                f"{self._difference(mine[name], way)} in {where}",
-                name,
-                _file(mine[name]),
-            )
-        ties = {*_ties(self._audit.catalog), *_ties(self._origin)}
-        once = {id(tensor): name for name, tensor in spare.items()}
-        lost = [name for name in once.values() if name not in ties]
-        if lost and (way.label or not self._is_part(spare, mine)):
-            self._audit.report(
-                "incomplete",
-                f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}",
-                lost[0],
-            )
+            self.report_difference(self.tensors[name], naming, where)
+        self.report_spare(spare, naming, where)
 
-    def _renamed(self, tensor: Tensor, spare: Mapping[str, Tensor]) -> str | None:
+    def report_difference(self, tensor: Tensor, naming: _Naming, where: str) -> None:
+        other = naming.counterpart(tensor.name) or tensor
+        message = f"tensor {tensor.name!r}: its bytes differ from those of {other.name!r}"
+        if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            message += f" ({other.dtype.name} {list(other.shape)})"
+        file = tensor.chunks[0].file if tensor.chunks else None
+        self.audit.report("checksum", f"{message} in {where}", tensor.name, file)
+
+    def report_spare(self, spare: Mapping[str, Tensor], naming: _Naming, where: str) -> None:
+        """Report tensors that only the source has, other than tied names and whole trees."""
+        ties = {*_tied_names(self.audit.catalog), *_tied_names(self.origin)}
+        names = {id(tensor): name for name, tensor in spare.items()}  # of each tensor one
+        lost = [name for name in names.values() if name not in ties]
+        if lost and (naming.label or not self.left_out_whole_trees(spare)):
+            message = f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}"
+            self.audit.report("incomplete", message, lost[0])
+
+    def take_renamed(self, tensor: Tensor, spare: dict[str, Tensor]) -> bool:
+        """Remove a tensor of equal bytes from `spare`; return whether there is one."""
         fitting = [
-            n for n, t in spare.items() if (t.shape, t.dtype) == (tensor.shape, tensor.dtype)
+            name
+            for name, other in spare.items()
+            if (other.shape, other.dtype) == (tensor.shape, tensor.dtype)
         ]
-        digest = self._digest(tensor) if fitting else None
-        return next(
-            (name for name in fitting if self._origin_digest(spare[name], tensor.dtype) == digest),
-            None,
-        )
+        digest = self.digest(tensor) if fitting else None
+        for name in fitting:
+            if self.origin_digest(spare[name], tensor.dtype) == digest:
+                del spare[name]
+                return True
+        return False
 
-    def _difference(self, tensor: Tensor, way: _Names) -> str:
-        other = self._counterpart(tensor.name, way)
-        head = f"tensor {tensor.name!r}: its bytes differ from those of"
-        if other is None or (other.shape == tensor.shape and other.dtype == tensor.dtype):
-            return f"{head} {other.name if other else tensor.name!r}"
-        return f"{head} {other.name!r} ({other.dtype.name} {list(other.shape)})"
-
-    def _is_part(self, spare: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> bool:
-        """Whether only whole trees were left out, as `--tree` does."""
-        kept = {t.name for t in self._origin.tensors if t.name in mine}
-        if not kept:
-            return False
-        for tree in list_trees(self._origin):
-            names = {t.name for t in tree.tensors}
-            if names & kept and names & {t.name for t in spare.values()}:
+    def left_out_whole_trees(self, spare: Mapping[str, Tensor]) -> bool:
+        """Check whether the spare tensors are those of whole trees, as `--tree` leaves them out."""
+        kept = {tensor.name for tensor in self.origin.tensors if tensor.name in self.tensors}
+        left_out = {tensor.name for tensor in spare.values()}
+        for tree in self.origin_trees:
+            names = {tensor.name for tensor in tree.tensors}
+            if names & kept and names & left_out:
                 return False
-        return True
+        return bool(kept)
 
 
-def _stripped(name: str, tree: Tree) -> str:
-    """A full name without wrapper prefixes, as writers strip them: those inside the tree only."""
-    skip = len(tree.name) + 1 if tree.name else 0
-    return name[:skip] + canonical(name[skip:])
-
-
-def _by_tree(tree: Tree) -> _Names:
+def _names_inside(tree: Tree) -> dict[str, Tensor]:
     if tree.role == EMA and tree.problem is None:
-        kept = dict(tree.named)
-    else:
-        inner = inner_names(tree)
-        kept = {inner[t.name]: t for t in tree.tensors}
-    return _Names(f", tree {tree.name!r}", {canonical(name): t for name, t in kept.items()} | kept)
+        return dict(tree.named)
+    inner = inner_names(tree)
+    return {inner[tensor.name]: tensor for tensor in tree.tensors}
 
 
-def _ties(catalog: Catalog) -> Iterator[str]:
+def _tied_names(catalog: Catalog) -> Iterator[str]:
     yield from catalog.ties
     first: dict[object, str] = {}
     for tensor in catalog.tensors:
         key = (tensor.storage, tensor.shape, tensor.dtype.name)
         if tensor.storage is not None and first.setdefault(key, tensor.name) != tensor.name:
             yield tensor.name
-
-
-def _file(tensor: Tensor) -> str | None:
-    return tensor.chunks[0].file if tensor.chunks else None
