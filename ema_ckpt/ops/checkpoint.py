@@ -28,7 +28,7 @@ _BLOCK_NBYTES = 4 << 20
 
 
 def tree_entry(tree: Tree) -> TreeEntry:
-    """A tree's role and totals."""
+    """Return role and totals of a tree."""
     return TreeEntry(
         name=tree.name,
         role=tree.role,
@@ -39,53 +39,30 @@ def tree_entry(tree: Tree) -> TreeEntry:
     )
 
 
-def _float_kind(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """What `dtype` asks floating-point tensors to become; None to keep them as they are."""
-    import torch
-
-    if isinstance(dtype, str):
-        target = cast_target(dtype)
-        dtype = None if target is None else getattr(torch, target.name)
-    if dtype is not None and not (
-        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-    ):
-        raise UsageError(
-            "usage", f"dtype {dtype!r}: expected a floating-point type of 16 bits or more"
-        )
-    return dtype
-
-
 class Checkpoint:
-    """A checkpoint opened for reading. Tensors are whole, on the CPU, and checked against stored
-    checksums.
-    """
+    """Checkpoint opened for reading: whole tensors on the CPU, checked against stored checksums."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._known = list_trees(catalog)
+        self._trees = list_trees(catalog)
         self._by_name = {tensor.name: tensor for tensor in catalog.tensors}
 
     @property
     def path(self) -> str:
-        """The checkpoint that was found."""
+        """Directory or file of the checkpoint."""
         return self._catalog.resolved
 
     @property
     def trees(self) -> Mapping[str, TreeEntry]:
         """Role and totals of each tree, by its name."""
-        return MappingProxyType({tree.name: tree_entry(tree) for tree in self._known})
+        return MappingProxyType({tree.name: tree_entry(tree) for tree in self._trees})
 
     def keys(self, tree: str | None = None) -> list[str]:
-        """Full stored names, of one tree or of all, in stored order. Raises UsageError
-        `unknown-tree`.
-        """
+        """Full stored names, of one tree or of all, in order. Raises UsageError `unknown-tree`."""
         if tree is None:
             return list(self._by_name)
-        return [
-            tensor.name
-            for found in find_trees(self._known, tree, self.path)
-            for tensor in found.tensors
-        ]
+        picked = find_trees(self._trees, tree, self.path)
+        return [tensor.name for one in picked for tensor in one.tensors]
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
@@ -112,8 +89,7 @@ class Checkpoint:
     def state_dict(
         self, tree: str | None = None, dtype: torch.dtype | str | None = None
     ) -> dict[str, torch.Tensor]:
-        """The weights of one tree by their names inside it: by default of the only EMA, or only
-        live tree.
+        """The weights of one tree, by default the only EMA or only live tree, by name inside it.
 
         Tied weights are one tensor under several names. `dtype`, one of torch's or `keep fp32 bf16
         fp16`, casts floating-point tensors, those of 8 bits excepted.
@@ -123,37 +99,33 @@ class Checkpoint:
             SourceError: as for a single tensor.
         """
         if tree is None:
-            picked = default_tree(
-                self._known, f"ema_ckpt.open({self.path!r}).state_dict", self.path
-            )
+            call = f"ema_ckpt.open({self.path!r}).state_dict"
+            picked = default_tree(self._trees, call, self.path)
         else:
-            picked = find_tree(self._known, tree, self.path)
-        kind = _float_kind(dtype)
-        weights = with_tied_names(self._catalog, picked).weights
+            picked = find_tree(self._trees, tree, self.path)
+        cast_dtype = _cast_dtype(dtype)
         shared: dict[object, torch.Tensor] = {}
-        found = {}
-        for name, tensor in weights.items():
+        state_dict = {}
+        for name, tensor in with_tied_names(self._catalog, picked).weights.items():
             key = (tensor.storage or id(tensor), tensor.shape, tensor.dtype.name)
             if key not in shared:
-                shared[key] = self._read_as(tensor, kind)
-            found[name] = shared[key]
-        return found
-
-    def _read_as(self, tensor: Tensor, kind: torch.dtype | None) -> torch.Tensor:
-        value = self._read(tensor)
-        return value if kind is None or not tensor.dtype.is_castable else value.to(kind)
+                shared[key] = self._read(tensor)
+                if cast_dtype is not None and tensor.dtype.is_castable:
+                    shared[key] = shared[key].to(cast_dtype)
+            state_dict[name] = shared[key]
+        return state_dict
 
     def _read(self, tensor: Tensor) -> torch.Tensor:
         import torch
 
-        kind: torch.dtype = getattr(torch, tensor.dtype.name)
+        dtype: torch.dtype = getattr(torch, tensor.dtype.name)
         if not tensor.numel:
-            return torch.empty(tensor.shape, dtype=kind)
+            return torch.empty(tensor.shape, dtype=dtype)
         data = bytearray(tensor.nbytes)
         verifier = ChecksumVerifier(self._catalog.source, enabled=True)
         BoxReader(_BLOCK_NBYTES, verifier).read(locate(self._catalog, tensor), memoryview(data))
         verifier.finish()
-        return torch.frombuffer(data, dtype=kind).reshape(tensor.shape)
+        return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
 
     def close(self) -> None:
         """Close its files; tensors that were read stay."""
@@ -164,6 +136,21 @@ class Checkpoint:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype to cast floating-point tensors to; None to keep theirs."""
+    import torch
+
+    if isinstance(dtype, str):
+        target = cast_target(dtype)
+        return None if target is None else getattr(torch, target.name)
+    if dtype is None:
+        return None
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
+        return dtype
+    message = f"dtype {dtype!r}: expected a floating-point type of 16 bits or more"
+    raise UsageError("usage", message)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -151,7 +151,8 @@ def _partial(picked: Tree, live: Tree | None, filled: dict[str, Tensor]) -> Iter
 
 
 def _stalled(catalog: Catalog, picked: Tree) -> Iterator[Diagnostic]:
-    if picked.role == EMA:
-        if read_ema_config(catalog, picked, open_objects=False).num_updates == 0:
-            message = "was never updated (num_updates is 0): it equals its first weights"
-            yield Diagnostic("ema-stalled", f"{picked.name!r} {message}")
+    if picked.role != EMA:
+        return
+    if read_ema_config(catalog, picked, open_objects=False).num_updates == 0:
+        message = "was never updated (num_updates is 0): it equals its first weights"
+        yield Diagnostic("ema-stalled", f"{picked.name!r} {message}")

@@ -1,12 +1,11 @@
-"""`inspect`: what is in a checkpoint, from its metadata."""
+"""`inspect`: describe a checkpoint from its metadata."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.core.names import EMA, glob_matcher
@@ -31,8 +30,8 @@ def inspect(
 
     Args:
         path: a checkpoint, a directory that holds one, or an fsspec URL of either.
-        tree: only the tensors of this tree, or below this dotted path. match: only names that fit a
-            glob.
+        tree: only the tensors of this tree, or below this dotted path.
+        match: only names that match a glob.
 
     Raises:
         EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle unknown-tree
@@ -40,15 +39,9 @@ def inspect(
     """
     with opened(path, lenient=True) as catalog:
         known = list_trees(catalog)
-        warnings = [*catalog.warnings, *_missing_files(catalog), *_geometry(catalog)]
-        warnings += [
-            Diagnostic(tree.problem.code, str(tree.problem))
-            for tree in known
-            if tree.problem is not None
-        ]
-        settings = {
-            tree.name: _settings(catalog, tree, warnings) for tree in known if tree.role == EMA
-        }
+        warnings = [*catalog.warnings, *_damage(catalog)]
+        problems = [one.problem for one in known if one.problem is not None]
+        warnings += [Diagnostic(problem.code, str(problem)) for problem in problems]
         return InspectResult(
             path=catalog.path,
             resolved=catalog.resolved,
@@ -56,33 +49,27 @@ def inspect(
             world_size=catalog.world_size,
             nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
             trees=tuple(map(tree_entry, known)),
-            tensors=tuple(_tensor_entries(catalog, known, tree, match)),
+            ema={t.name: _settings(catalog, t, warnings) for t in known if t.role == EMA},
+            tensors=tuple(_tensor_entries(known, _select(catalog, known, tree, match))),
             objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
-            ema=settings,
             warnings=tuple(warnings),
         )
 
 
-def _missing_files(catalog: Catalog) -> Iterable[Diagnostic]:
-    told = {
-        warning.message.partition(":")[0] for warning in catalog.warnings
-    }  # by a reader that met it first
+def _damage(catalog: Catalog) -> Iterator[Diagnostic]:
+    """Warn of files that are missing or too short, and of tensors with holes or overlaps."""
+    warned = {warning.message.partition(":")[0] for warning in catalog.warnings}  # by the reader
     for file, expected in catalog.files.items():
-        if file in told:
+        if file in warned:
             continue
         try:
-            found = catalog.source.size(file)
+            size = catalog.source.size(file)
         except (SourceError, UnsafeError) as error:
             yield Diagnostic(error.code, str(error))
             continue
-        if found < expected:
-            yield Diagnostic(
-                "truncated-file",
-                f"{file}: expected at least {expected} bytes, found {found}: the file is truncated",
-            )
-
-
-def _geometry(catalog: Catalog) -> Iterable[Diagnostic]:
+        if size < expected:
+            lengths = f"expected at least {expected} bytes, found {size}"
+            yield Diagnostic("truncated-file", f"{file}: {lengths}: the file is truncated")
     for tensor in catalog.tensors:
         try:
             prove(tensor)
@@ -91,49 +78,52 @@ def _geometry(catalog: Catalog) -> Iterable[Diagnostic]:
 
 
 def _settings(catalog: Catalog, tree: Tree, warnings: list[Diagnostic]) -> dict[str, object]:
+    """Return the settings of an EMA; errors and an EMA without updates are added to `warnings`."""
+    keys = ("num_updates", "decay", "schedule", "dtype")
     try:
-        found = read_ema_config(catalog, tree)
+        config = read_ema_config(catalog, tree)
     except EmaCkptError as error:
         warnings.append(Diagnostic(error.code, str(error)))
-        return {"num_updates": None, "decay": None, "schedule": None, "dtype": None}
-    if found.num_updates == 0:
-        warnings.append(
-            Diagnostic("ema-stalled", f"{tree.name!r} was never updated (num_updates is 0)")
-        )
-    return {
-        "num_updates": found.num_updates,
-        "decay": found.decay,
-        "schedule": found.schedule,
-        "dtype": found.dtype,
-    }
+        return dict.fromkeys(keys)
+    if config.num_updates == 0:
+        message = f"{tree.name!r} was never updated (num_updates is 0)"
+        warnings.append(Diagnostic("ema-stalled", message))
+    return {key: getattr(config, key) for key in keys}
 
 
-def _tensor_entries(
+def _select(
     catalog: Catalog, known: Sequence[Tree], only: str | None, match: Sequence[str]
-) -> Iterable[TensorEntry]:
-    wanted: set[int] | None = None
-    if only is not None:
-        picked = find_trees(known, only, catalog.resolved)
-        wanted = {id(item) for found in picked for item in (*found.tensors, *found.objects)}
+) -> Iterator[Tensor]:
+    """Yield the tensors of the tree `only` whose names match a glob of `match`, in stored order."""
+    picked = known if only is None else find_trees(known, only, catalog.resolved)
+    tensors = {id(tensor) for tree in picked for tensor in tree.tensors}
+    objects = {id(item) for tree in picked for item in tree.objects}
     globs = (match,) if isinstance(match, str) else tuple(match)
-    items = chain[Tensor | Object](catalog.tensors, catalog.objects)
-    held = [item.name for item in items if wanted is None or id(item) in wanted]
-    refuse_idle("--match", globs, held, catalog.resolved)
-    tests = [glob_matcher(glob) for glob in globs]
-    owner = {id(tensor): tree.name for tree in known for tensor in tree.tensors}
-    fqns = {name: fqn for tree in known for name, fqn in inner_names(tree).items()}
+    names = [tensor.name for tensor in catalog.tensors if id(tensor) in tensors]
+    names += [item.name for item in catalog.objects if id(item) in objects]
+    refuse_idle("--match", globs, names, catalog.resolved)
+    matchers = [glob_matcher(glob) for glob in globs]
     for tensor in catalog.tensors:
-        if wanted is not None and id(tensor) not in wanted:
+        if id(tensor) not in tensors:
             continue
-        if tests and not any(test(tensor.name) for test in tests):
-            continue
-        yield _tensor_entry(tensor, owner.get(id(tensor), ""), fqns.get(tensor.name, tensor.name))
+        if not matchers or any(matches(tensor.name) for matches in matchers):
+            yield tensor
 
 
-def _tensor_entry(tensor: Tensor, tree: str, fqn: str) -> TensorEntry:
-    chunks = tuple(
-        ChunkEntry(c.offsets, c.sizes, c.file) for c in tensor.chunks if 0 not in c.sizes
-    )
-    return TensorEntry(
-        tensor.name, fqn, tree, tensor.shape, tensor.dtype.name, tensor.nbytes, chunks
-    )
+def _tensor_entries(known: Sequence[Tree], tensors: Iterable[Tensor]) -> Iterator[TensorEntry]:
+    owners: dict[int, str] = {}
+    fqns: dict[str, str] = {}
+    for tree in known:
+        owners |= {id(tensor): tree.name for tensor in tree.tensors}
+        fqns |= inner_names(tree)
+    for tensor in tensors:
+        chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
+        yield TensorEntry(
+            name=tensor.name,
+            fqn=fqns.get(tensor.name, tensor.name),
+            tree=owners.get(id(tensor), ""),
+            shape=tensor.shape,
+            dtype=tensor.dtype.name,
+            nbytes=tensor.nbytes,
+            chunks=tuple(ChunkEntry(c.offsets, c.sizes, c.file) for c in chunks),
+        )
