@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
-from ema_ckpt.core.errors import SourceError, UsageError
+from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
-from ema_ckpt.discovery.locate import step_number
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.objects import plan_objects, rank_keyed, refuse_skipped, unsupported_metadata
+from ema_ckpt.ops.objects import (
+    left_out,
+    plan_objects,
+    rank_keyed,
+    refuse_skipped,
+)
 from ema_ckpt.ops.results import Skipped, WriteResult
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
 from ema_ckpt.state_dicts.selection import select_all
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, list_trees
-from ema_ckpt.storage.directories import join, list_folder
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
 from ema_ckpt.writing.preflight import check_sources
 
 if TYPE_CHECKING:
     import os
-
-# A model's weights in a second form, as Hugging Face repositories have them, are no other state.
-_STATE_FILES = re.compile(
-    r"trainer_state.*|(?!pytorch_model).*\.(pt|pth|bin|ckpt|pkl|pickle|npz|distcp)"
-)
-_OWN_FILES = re.compile(
-    r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|ema_ckpt\.json|.*\.safetensors(\.index\.json)?"
-)
 
 
 def reshard(
@@ -120,10 +114,7 @@ def _transfer(
         skipped = [
             *objects.skipped,
             *unfit,
-            *_unknown(catalog),
-            *unsupported_metadata(catalog, tensors, output.form),
-            *_rank_private(catalog),
-            *_beside(catalog),
+            *left_out(catalog, tensors, output.form),
         ]
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in tensors))
@@ -174,56 +165,6 @@ def _fitting(
             file = tensor.source.chunks[0].file if tensor.source.chunks else ""
             skipped.append(Skipped(tensor.name, file, reason))
     return kept, skipped
-
-
-def _unknown(catalog: Catalog) -> Iterator[Skipped]:
-    """List entries of a DCP whose class is unknown, each once."""
-    for name, kind, file in dict.fromkeys(
-        (e.name, e.kind, e.file) for e in catalog.unknown_entries
-    ):
-        yield Skipped(name, file, f"is a {kind}, unknown to ema_ckpt")
-
-
-def _rank_private(catalog: Catalog) -> Iterator[Skipped]:
-    """List state of single ranks in rank files."""
-    for path, file, reason in catalog.rank_private:
-        yield Skipped(".".join(map(str, path)), file, reason)
-
-
-def _beside(catalog: Catalog) -> Iterator[Skipped]:
-    """List files and folders beside the checkpoint that may hold state of the run.
-
-    Beside a DCP that is every file; elsewhere a config, a tokenizer or a README is no state. A
-    checkpoint that is one file, named as such, has nothing beside it.
-    """
-    if catalog.resolved.rstrip("/") != catalog.source.root.rstrip("/"):
-        return
-    own = {part for file in catalog.files for part in (file, file.partition("/")[0])}
-    # The folder of the checkpoint, then those of its parts.
-    for folder in dict.fromkeys(["", *(file.rpartition("/")[0] for file in catalog.files)]):
-        listing = list_folder(join(catalog.source.root, folder) if folder else catalog.source.root)
-        names = listing.files if folder else (*listing.folders, *listing.files)
-        for name in names:
-            if name.startswith(".") or _OWN_FILES.fullmatch(name):
-                continue
-            path = f"{folder}/{name}" if folder else name
-            if name in listing.folders:
-                is_state = _holds_weights(join(listing.root, name))
-            else:
-                is_state = catalog.format == "dcp" or _STATE_FILES.fullmatch(name) is not None
-            if is_state and path not in own:
-                yield Skipped(path, path, "beside the checkpoint, not part of it")
-
-
-def _holds_weights(folder: str) -> bool:
-    """Whether a folder beside a checkpoint has state of its own and is not another step."""
-    if step_number(folder.rpartition("/")[2]) is not None:
-        return False
-    try:
-        files = list_folder(folder).files
-    except SourceError:  # a folder that cannot be listed is reported, not passed over
-        return True
-    return any(_STATE_FILES.fullmatch(name) or _OWN_FILES.fullmatch(name) for name in files)
 
 
 def _low_precision(tensors: Sequence[OutputTensor], known: Sequence[Tree]) -> Iterator[Diagnostic]:

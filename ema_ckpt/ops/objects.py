@@ -1,4 +1,4 @@
-"""Objects and header text: what the output's format can hold, and what is skipped."""
+"""Objects, header text and files beside a checkpoint: what an output holds, what is skipped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic
-from ema_ckpt.core.errors import UnsafeError, UsageError, about
+from ema_ckpt.core.errors import SourceError, UnsafeError, UsageError
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
+from ema_ckpt.discovery.locate import step_number
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
 from ema_ckpt.formats.pickle.tensors import TensorRef
@@ -17,7 +18,15 @@ from ema_ckpt.formats.pickle.writer import is_plain
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.state_dicts.selection import KeptObject
 from ema_ckpt.state_dicts.ties import dropped_names
+from ema_ckpt.storage.directories import base_name, join, list_folder
 
+# A model's weights in a second form, as Hugging Face repositories have them, are no other state.
+_STATE_FILES = re.compile(
+    r"trainer_state.*|(?!pytorch_model).*\.(pt|pth|bin|ckpt|pkl|pickle|npz|distcp)"
+)
+_OWN_FILES = re.compile(
+    r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|ema_ckpt\.json|.*\.safetensors(\.index\.json)?"
+)
 _RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
 
 
@@ -111,6 +120,50 @@ def unsupported_metadata(
     if form != "safetensors":
         for key in header_text(catalog):
             yield Skipped(f"__metadata__.{key}", "", "text of a safetensors header")
+
+
+def left_out(catalog: Catalog, tensors: Sequence[OutputTensor], form: str) -> Iterator[Skipped]:
+    """List all that is neither a tensor nor an object and that `form` does not record."""
+    entries = [(entry.name, entry.kind, entry.file) for entry in catalog.unknown_entries]
+    for name, kind, file in dict.fromkeys(entries):
+        yield Skipped(name, file, f"is a {kind}, unknown to ema_ckpt")
+    yield from unsupported_metadata(catalog, tensors, form)
+    for path, file, reason in catalog.rank_private:
+        yield Skipped(".".join(map(str, path)), file, reason)
+    # A checkpoint that is one file, named as such, has nothing beside it.
+    if catalog.resolved.rstrip("/") == catalog.source.root.rstrip("/"):
+        own = {*catalog.files, *(file.partition("/")[0] for file in catalog.files)}
+        for file in _state_beside(catalog):
+            name = base_name(file)
+            if file not in own and not name.startswith(".") and not _OWN_FILES.fullmatch(name):
+                yield Skipped(file, file, "beside the checkpoint, not part of it")
+
+
+def _state_beside(catalog: Catalog) -> list[str]:
+    """List folders and files in the checkpoint's directory, and in its parts', that may hold state.
+
+    Of a DCP that is every file; elsewhere a config, a tokenizer or a README is no state.
+    """
+    root = list_folder(catalog.source.root)
+    folders = [name for name in root.folders if _holds_weights(join(root.root, name))]
+    files = list(root.files)
+    parts = dict.fromkeys(file.rpartition("/")[0] for file in catalog.files if "/" in file)
+    for part in parts:
+        files += [f"{part}/{name}" for name in list_folder(join(root.root, part)).files]
+    if catalog.format != "dcp":
+        files = [file for file in files if _STATE_FILES.fullmatch(base_name(file))]
+    return folders + files
+
+
+def _holds_weights(folder: str) -> bool:
+    """Check whether a folder beside a checkpoint has state of its own and is not another step."""
+    if step_number(folder.rpartition("/")[2]) is not None:
+        return False
+    try:
+        files = list_folder(folder).files
+    except SourceError:  # a folder that cannot be listed is reported, not passed over
+        return True
+    return any(_STATE_FILES.fullmatch(name) or _OWN_FILES.fullmatch(name) for name in files)
 
 
 def refuse_skipped(skipped: Sequence[Skipped], strict: bool) -> None:

@@ -208,9 +208,9 @@ def _profiles(
         message = "some snapshots count updates and others samples; give --steps in one unit"
         raise UsageError("usage", message)
     profiles = []
-    for index, (snapshot, (width, time, _)) in enumerate(zip(snapshots, recorded, strict=True)):
-        width = sigma_rels[index] if sigma_rels else width
-        time = steps[index] if steps else time
+    for index, snapshot in enumerate(snapshots):
+        width = sigma_rels[index] if sigma_rels else recorded[index].sigma_rel
+        time = steps[index] if steps else recorded[index].time
         if width is None or time is None:
             lacks = "no power-function schedule" if width is None else "no step"
             hint = "give --sigma-rels and --steps, one number for each snapshot"
