@@ -88,7 +88,7 @@ def consolidate(
         selection = select_tree(whole, options.selection, filled or None)
         skipped = [
             *unknown_objects(catalog),
-            *_not_averaged(picked),
+            *(Skipped.tensor(tensor, tensor.name, "not averaged") for tensor in picked.left_out),
             *unsupported_metadata(catalog, selection.entries, output.format),
         ]
         refuse_skipped(skipped, options.strict)
@@ -130,12 +130,6 @@ def _fill_tree(
         message = f"--fill: {catalog.resolved} has no live tree beside {picked.name!r}"
         raise UsageError("unknown-tree", message)
     return live
-
-
-def _not_averaged(picked: Tree) -> Iterator[Skipped]:
-    for tensor in picked.left_out:
-        file = tensor.chunks[0].file if tensor.chunks else ""
-        yield Skipped(tensor.name, file, "not averaged")
 
 
 def _partial(picked: Tree, live: Tree | None, filled: dict[str, Tensor]) -> Iterator[Diagnostic]:

@@ -162,8 +162,7 @@ def _fitting(
         if reason is None:
             kept.append(tensor)
         else:
-            file = tensor.source.chunks[0].file if tensor.source.chunks else ""
-            skipped.append(Skipped(tensor.name, file, reason))
+            skipped.append(Skipped.tensor(tensor.source, tensor.name, reason))
     return kept, skipped
 
 

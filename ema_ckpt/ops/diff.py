@@ -10,7 +10,6 @@ from dataclasses import astuple
 from typing import NamedTuple
 
 from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
-from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ops.diff_findings import ComparedTrees, find_all
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
@@ -198,6 +197,24 @@ class _CompareWorker:
 def _result(compared: ComparedTrees) -> DiffResult:
     a, b, pairing = compared.a, compared.b, compared.pairing
     total = PairStats.total(list(compared.stats.values()))
+    tensors = []
+    for name, x, y in pairing.pairs:
+        stats = compared.stats[name]
+        numbers = x.numel * (2 if "complex" in (x.dtype.kind, y.dtype.kind) else 1)
+        tensor = DiffTensor(
+            name=name,
+            numel=x.numel,
+            rel_l2=stats.rel_l2,
+            max_abs=stats.largest,
+            mean_abs=stats.absolute / numbers if numbers else 0.0,
+            cosine=stats.cosine,
+            changed=stats.changed,
+            nan_a=stats.nan_a,
+            nan_b=stats.nan_b,
+            inf_a=stats.inf_a,
+            inf_b=stats.inf_b,
+        )
+        tensors.append(tensor)
     result = DiffResult(
         a=a.catalog.resolved,
         b=b.catalog.resolved,
@@ -211,26 +228,9 @@ def _result(compared: ComparedTrees) -> DiffResult:
             Mismatch(name, ShapeEntry(x.shape, x.dtype.name), ShapeEntry(y.shape, y.dtype.name))
             for name, x, y in pairing.mismatched
         ),
-        tensors=tuple(_entry(name, x, y, compared.stats[name]) for name, x, y in pairing.pairs),
+        tensors=tuple(tensors),
         summary=DiffSummary(total.rel_l2, total.largest, total.cosine, total.changed),
         findings=find_all(compared),
     )
     object.__setattr__(result, "pair_stats", compared.stats)  # the class is frozen
     return result
-
-
-def _entry(name: str, a: Tensor, b: Tensor, stats: PairStats) -> DiffTensor:
-    numbers = a.numel * (2 if "complex" in (a.dtype.kind, b.dtype.kind) else 1)
-    return DiffTensor(
-        name=name,
-        numel=a.numel,
-        rel_l2=stats.rel_l2,
-        max_abs=stats.largest,
-        mean_abs=stats.absolute / numbers if numbers else 0.0,
-        cosine=stats.cosine,
-        changed=stats.changed,
-        nan_a=stats.nan_a,
-        nan_b=stats.nan_b,
-        inf_a=stats.inf_a,
-        inf_b=stats.inf_b,
-    )

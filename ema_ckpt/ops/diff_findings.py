@@ -37,15 +37,15 @@ def find_all(compared: ComparedTrees) -> tuple[Diagnostic, ...]:
     """Return all findings, the gravest first."""
     findings: list[Diagnostic] = []
     if compared.a.tree.role == EMA:
-        findings += [*_swapped(compared.a), *_unrelated(compared)]
+        findings += [*swapped(compared.a), *unrelated(compared)]
     averages = [side for side in (compared.a, compared.b) if side.tree.role == EMA]
     for side in averages:
-        findings += _stalled(side)
-    findings += _equal(compared)
-    findings += _non_finite(compared)
+        findings += stalled(side)
+    findings += equal_to_live(compared)
+    findings += non_finite(compared)
     for side in averages:
-        findings += _low_precision(side)
-    findings += _names(compared)
+        findings += low_precision(side)
+    findings += unpaired_names(compared)
     return tuple(dict.fromkeys(findings))  # both sides may be the same tree
 
 
@@ -57,7 +57,7 @@ def _where(side: Side) -> str:
     return f"{side.tree.name or 'the root'!r} of {side.catalog.resolved}"
 
 
-def _swapped(side: Side) -> Iterator[Diagnostic]:
+def swapped(side: Side) -> Iterator[Diagnostic]:
     """Look for a mark that live weights and averages were swapped when the checkpoint was saved."""
     for item in swap_marks(side.catalog, side.trees):
         if _is_set(side.catalog, item):
@@ -80,7 +80,8 @@ def _is_set(catalog: Catalog, item: Tensor | Object) -> bool:
     return any(data)
 
 
-def _unrelated(compared: ComparedTrees) -> Iterator[Diagnostic]:
+def unrelated(compared: ComparedTrees) -> Iterator[Diagnostic]:
+    """Find an EMA of another model: other shapes or names, or weights that point elsewhere."""
     a, b, pairing = compared.a, compared.b, compared.pairing
     shared = len(pairing.pairs) + len(pairing.mismatched)
     total = PairStats.total(
@@ -103,7 +104,8 @@ def _unrelated(compared: ComparedTrees) -> Iterator[Diagnostic]:
     yield Diagnostic("ema-unrelated", message)
 
 
-def _stalled(side: Side) -> Iterator[Diagnostic]:
+def stalled(side: Side) -> Iterator[Diagnostic]:
+    """Find an EMA that was never updated."""
     if _num_updates(side) == 0:
         message = (
             f"EMA {side.tree.name!r} was never updated (num_updates is 0): it is still the weights "
@@ -116,7 +118,8 @@ def _num_updates(side: Side) -> int | None:
     return read_ema_config(side.catalog, side.tree, open_objects=False).num_updates
 
 
-def _equal(compared: ComparedTrees) -> Iterator[Diagnostic]:
+def equal_to_live(compared: ComparedTrees) -> Iterator[Diagnostic]:
+    """Find an EMA that equals its live weights bit for bit."""
     a, b, pairing = compared.a, compared.b, compared.pairing
     if not compared.is_pair or a.tree.role != EMA or b.tree.role != LIVE:
         return
@@ -133,7 +136,8 @@ def _equal(compared: ComparedTrees) -> Iterator[Diagnostic]:
         yield Diagnostic("ema-equals-live", message)
 
 
-def _non_finite(compared: ComparedTrees) -> Iterator[Diagnostic]:
+def non_finite(compared: ComparedTrees) -> Iterator[Diagnostic]:
+    """Find NaN and infinities on either side."""
     names: dict[str, list[str]] = {"a": [], "b": []}
     for name, stats in compared.stats.items():
         if stats.nan_a or stats.inf_a:
@@ -146,7 +150,8 @@ def _non_finite(compared: ComparedTrees) -> Iterator[Diagnostic]:
             yield Diagnostic("non-finite", f"{message}; go back to a checkpoint before that")
 
 
-def _low_precision(side: Side) -> Iterator[Diagnostic]:
+def low_precision(side: Side) -> Iterator[Diagnostic]:
+    """Find averages stored in less than float32."""
     low: list[str] = []
     dtypes: set[str] = set()
     for name, tensor in side.tree.weights.items():
@@ -161,7 +166,8 @@ def _low_precision(side: Side) -> Iterator[Diagnostic]:
         yield Diagnostic("ema-low-precision", message)
 
 
-def _names(compared: ComparedTrees) -> Iterator[Diagnostic]:
+def unpaired_names(compared: ComparedTrees) -> Iterator[Diagnostic]:
+    """Find names that only one side has."""
     a, b, pairing = compared.a, compared.b, compared.pairing
     if pairing.only_in_a:
         names = f"{counted(len(pairing.only_in_a), 'name')}, {shown(pairing.only_in_a)}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING
 
-from ema_ckpt.core.catalog import Diagnostic, Problem
+from ema_ckpt.core.catalog import Diagnostic, Problem, Tensor
 
 if TYPE_CHECKING:
     from ema_ckpt.analysis.compare import PairStats
@@ -31,6 +30,11 @@ class Skipped:
     name: str
     file: str
     reason: str
+
+    @classmethod
+    def tensor(cls, tensor: Tensor, name: str, reason: str) -> Skipped:
+        """Describe a tensor; its file is that of its first chunk."""
+        return cls(name, tensor.chunks[0].file if tensor.chunks else "", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +221,7 @@ class DiffResult(_PairStatsSlot):
 def as_json(value: object) -> object:
     """A result as plain dicts, lists and scalars; NaN and infinities become None."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: as_json(getattr(value, name)) for name in _names(type(value))}
+        return {name: as_json(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -225,8 +229,3 @@ def as_json(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-@cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))

@@ -13,7 +13,7 @@ from ema_ckpt.analysis.weighted_sum import WeightedSum
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import counted, parse_size
-from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem, WritePlan
+from ema_ckpt.core.write_plan import HeaderBytes, WriteItem, WritePlan
 from ema_ckpt.ops.objects import refuse_skipped, unknown_objects
 from ema_ckpt.ops.results import Skipped, WriteResult
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
@@ -138,17 +138,14 @@ def _write(
         read_paths=[path for path in local_paths if path is not None],
     )
     result = finish(job, options)
-    overflows = _overflows(selection.entries, weighted_sum)
-    return replace(result, warnings=(*result.warnings, *overflows))
-
-
-def _overflows(tensors: Sequence[OutputTensor], weighted_sum: WeightedSum) -> Iterator[Diagnostic]:
-    for tensor in tensors:
+    overflows = []
+    for tensor in selection.entries:
         count = weighted_sum.overflow.get(tensor.source.name)
         if count:
             sums = f"{counted(count, 'finite sum')} of {tensor.name!r}"
             infinite = f"became infinite in {tensor.source.dtype.name}; use smaller weights"
-            yield Diagnostic("overflow", f"{sums} {infinite}")
+            overflows.append(Diagnostic("overflow", f"{sums} {infinite}"))
+    return replace(result, warnings=(*result.warnings, *overflows))
 
 
 def _virtual_catalog(

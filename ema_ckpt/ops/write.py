@@ -50,6 +50,11 @@ class Output:
         return self.form != "pt" and self.path.suffix != ".safetensors"
 
     @property
+    def keeps_foreign(self) -> bool:
+        """Whether foreign files stay; a Hugging Face directory also holds a tokenizer, a config."""
+        return self.is_directory and self.form == "safetensors"
+
+    @property
     def format(self) -> str:
         """Name of the form in results."""
         return "torch" if self.form == "pt" else self.form
@@ -168,6 +173,12 @@ class PlannedWrite:
     warnings: list[Diagnostic] = field(default_factory=list)
     read_paths: Sequence[str] = ()
 
+    @property
+    def sources(self) -> list[str]:
+        """Local places that are read, which the destination may not touch."""
+        source = local_path(self.catalog.resolved)
+        return [*([] if source is None else [source]), *self.read_paths]
+
 
 def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
     """Write a planned output, or with `dry_run` only check it, and report it.
@@ -179,9 +190,9 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         check_target(
             job.output.path,
             is_directory=job.output.is_directory,
-            sources=_sources(job),
+            sources=job.sources,
             overwrite=options.overwrite,
-            keep_foreign=_keeps_foreign(job.output),
+            keep_foreign=job.output.keeps_foreign,
             nbytes=sum(job.plan.files.values()),
         )
     else:
@@ -207,17 +218,6 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
     )
 
 
-def _sources(job: PlannedWrite) -> list[str]:
-    """Local places that are read, which the destination may not touch."""
-    source = local_path(job.catalog.resolved)
-    return [*([] if source is None else [source]), *job.read_paths]
-
-
-def _keeps_foreign(output: Output) -> bool:
-    # A Hugging Face directory also holds a tokenizer, a config, a model card.
-    return output.is_directory and output.form == "safetensors"
-
-
 def _write(job: PlannedWrite, options: WriteOptions) -> None:
     stamps = _stamps(job.catalog)
     identity = _identity(job, stamps)
@@ -228,9 +228,9 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
     with stage(
         job.output.path,
         is_directory=job.output.is_directory,
-        sources=_sources(job),
+        sources=job.sources,
         overwrite=options.overwrite,
-        keep_foreign=_keeps_foreign(job.output),
+        keep_foreign=job.output.keeps_foreign,
         nbytes=sum(job.plan.files.values()),
         fsync=options.fsync,
         resume=options.resume,
@@ -242,7 +242,11 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
             group.exchange((identity, str(staged.path), cut))
             group.exchange("the journal is open")
         outcome = run(job.catalog, job.plan, staged.path, options, staged.journal, group)
-        _refuse_changed(job.catalog, stamps)
+        changed = [f for f, stamp in _stamps(job.catalog).items() if stamp != stamps[f]]
+        if changed:
+            hint = "changed while being read; let the writer finish and try again"
+            message = f"{job.catalog.resolved}: {shown(changed)} {hint}"
+            raise SourceError("source-changed", message, file=changed[0])
     job.warnings += [*staged.warnings, *_overflows(job.plan, outcome)]
 
 
@@ -306,11 +310,3 @@ def _stamps(catalog: Catalog) -> dict[str, str]:
         else:
             stamps[file] = f"{status.st_size} {status.st_mtime_ns}"
     return stamps
-
-
-def _refuse_changed(catalog: Catalog, before: Mapping[str, str]) -> None:
-    changed = [file for file, stamp in _stamps(catalog).items() if stamp != before[file]]
-    if changed:
-        hint = "changed while being read; let the writer finish and try again"
-        message = f"{catalog.resolved}: {shown(changed)} {hint}"
-        raise SourceError("source-changed", message, file=changed[0])

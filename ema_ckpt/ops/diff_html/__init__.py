@@ -104,11 +104,11 @@ def page(result: DiffResult) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>",
         f"<h1>{title}</h1>",
-        *_summary(result),
-        *_findings(result),
-        *_charts(result),
-        *_unpaired(result),
-        *_table(result),
+        *summary_section(result),
+        *findings_section(result),
+        *charts_section(result),
+        *unpaired_section(result),
+        *table_section(result),
         f"</main>\n<script>{script}</script>\n</body>\n</html>\n",
     ]
     return "\n".join(parts)
@@ -126,7 +126,8 @@ def _number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.3g}"
 
 
-def _summary(result: DiffResult) -> Iterator[str]:
+def summary_section(result: DiffResult) -> Iterator[str]:
+    """Yield the sides and the numbers over all tensors."""
     summary = result.summary
     numel = sum(tensor.numel for tensor in result.tensors)
     yield f'<p class="sides"><b>a</b> tree {_text(repr(result.tree_a))} of {_text(result.a)}<br>'
@@ -144,7 +145,8 @@ def _summary(result: DiffResult) -> Iterator[str]:
     yield "</dl>"
 
 
-def _findings(result: DiffResult) -> Iterator[str]:
+def findings_section(result: DiffResult) -> Iterator[str]:
+    """Yield the findings."""
     if not result.findings:
         yield '<p class="quiet">No findings.</p>'
         return
@@ -155,7 +157,8 @@ def _findings(result: DiffResult) -> Iterator[str]:
     yield "</ul>"
 
 
-def _charts(result: DiffResult) -> Iterator[str]:
+def charts_section(result: DiffResult) -> Iterator[str]:
+    """Yield the histogram and the curves over depth."""
     distribution = histogram(result.tensors)
     if distribution:
         yield f"<section><h2>Tensors by relative L2</h2>\n{distribution}</section>"
@@ -168,7 +171,8 @@ def _charts(result: DiffResult) -> Iterator[str]:
         yield f'<ul class="legend">{legend}</ul></section>'
 
 
-def _unpaired(result: DiffResult) -> Iterator[str]:
+def unpaired_section(result: DiffResult) -> Iterator[str]:
+    """Yield the names without a partner of equal shape."""
     shapes = [f"{m.name}: {list(m.a.shape)} and {list(m.b.shape)}" for m in result.mismatched]
     lists = (
         (f"{counted(len(result.only_in_a), 'name')} only in a", result.only_in_a),
@@ -181,7 +185,8 @@ def _unpaired(result: DiffResult) -> Iterator[str]:
             yield f"<details><summary>{title}</summary><ul>{items}</ul></details>"
 
 
-def _table(result: DiffResult) -> Iterator[str]:
+def table_section(result: DiffResult) -> Iterator[str]:
+    """Yield the table of tensors, largest relative L2 first."""
     yield "<section><h2>Tensors</h2>"
     field = '<input id="filter" type="search" placeholder="part of a name">'
     yield f'<p><label>Filter {field}</label> <span id="count"></span></p>'
