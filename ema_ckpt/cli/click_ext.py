@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import click
@@ -39,20 +40,20 @@ def spread(argv: Sequence[str], positionals: int, with_value: Iterable[str]) -> 
     seen, list_flag = 0, ""
     words = iter(argv)
     for word in words:
-        flag, has_equals, _ = word.partition("=")
         if word == "--":
             return [*result, word, *words]
-        if not word.startswith("-") or word == "-":
+        if word == "-" or not word.startswith("-"):
             result += [list_flag, word] if list_flag else [word]
             seen += not list_flag
             continue
+        flag = word.partition("=")[0]
         list_flag = flag if flag in _LIST_OPTIONS and seen >= positionals else ""
-        if flag in _OPTIONAL_VALUE and not has_equals:
-            result.append(f"{flag}=" if seen < positionals else flag)
+        if word in _OPTIONAL_VALUE and seen < positionals:
+            result.append(f"{word}=")
             continue
         result.append(word)
-        if flag in value_flags and not has_equals:
-            result += [value for value in (next(words, None),) if value is not None]
+        if word in value_flags:
+            result += islice(words, 1)
     return result
 
 

@@ -51,14 +51,16 @@ def _run_writer(
 @click.argument("path")
 @click.option("--tree", metavar="T", help="Only this tree, or tensors below this dotted path.")
 @click.option("--match", multiple=True, metavar="GLOB", help="Only matching names. Repeatable.")
-@click.option("--depth", type=int, metavar="N", help="Levels of modules to show. Default: 2.")
+@click.option(
+    "--depth", type=int, default=2, metavar="N", help="Levels of modules to show. Default: 2."
+)
 @click.option("--shards", is_flag=True, help="Show which file holds which rows.")
 @general
 def inspect_command(
     path: str,
     tree: str | None,
     match: tuple[str, ...],
-    depth: int | None,
+    depth: int,
     shards: bool,
     **options: Any,
 ) -> None:

@@ -26,7 +26,7 @@ def print_diff(result: DiffResult, top: int) -> None:
     console = terminal()
     console.print(f"a: tree {markup(repr(result.tree_a))} of {markup(result.a)}")
     console.print(f"b: tree {markup(repr(result.tree_b))} of {markup(result.b)}")
-    console.print(_summary(result))
+    console.print(summary_line(result))
     for finding in result.findings:
         colour = "cyan" if finding.code in _INFORMATION else "yellow"
         console.print(f"[{colour}]{finding.code}[/{colour}]: {markup(finding.message)}")
@@ -34,12 +34,13 @@ def print_diff(result: DiffResult, top: int) -> None:
         shapes = f"{list(mismatch.a.shape)} and {list(mismatch.b.shape)}"
         console.print(f"shapes differ: {markup(mismatch.name)} {escape(shapes)}")
     if result.compared and result.identical < result.compared:
-        console.print(_module_tree(result))
-        for line in _top_lines(result.tensors, top):
+        console.print(module_tree(result))
+        for line in top_lines(result.tensors, top):
             console.print(line)
 
 
-def _summary(result: DiffResult) -> str:
+def summary_line(result: DiffResult) -> str:
+    """Return counts and totals in one line."""
     summary = result.summary
     numel = sum(tensor.numel for tensor in result.tensors)
     parts = [
@@ -68,7 +69,7 @@ class _Module:
     children: dict[str, _Module] = field(default_factory=dict)
 
 
-def _module_tree(result: DiffResult) -> RichTree:
+def module_tree(result: DiffResult) -> RichTree:
     """Return relative L2 of each module, to a depth, with a bar on a logarithmic scale."""
     root = _Module()
     for name, stats in result.pair_stats.items():
@@ -111,7 +112,7 @@ def _rows(module: _Module, depth: int) -> Iterator[tuple[str, _Module, int]]:
             yield from _rows(node, depth + 1)
 
 
-def _top_lines(tensors: Sequence[DiffTensor], top: int) -> Iterator[str]:
+def top_lines(tensors: Sequence[DiffTensor], top: int) -> Iterator[str]:
     """Yield aligned rows; undefined values come first, as one side holds NaN or Inf."""
     ranked = sorted(
         tensors, key=lambda t: math.inf if math.isnan(t.rel_l2) else t.rel_l2, reverse=True

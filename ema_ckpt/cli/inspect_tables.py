@@ -18,26 +18,24 @@ _MAX_ROWS = 200
 _MAX_CHILDREN = 40
 
 
-def print_inspected(
-    result: InspectResult, tree: str | None, depth: int | None, shards: bool
-) -> None:
+def print_inspected(result: InspectResult, tree: str | None, depth: int, shards: bool) -> None:
     """Print trees, EMA settings, then modules (to `depth`) or shards; of `tree` alone if given."""
     console = terminal()
     if tree is not None:
-        result = _part_of(result, tree)
+        result = narrow(result, tree)
     size = f"{result.format}, {format_size(result.nbytes)}"
     world = f", saved by {counted(result.world_size, 'rank')}" if result.world_size else ""
     console.print(f"[bold]{markup(result.resolved)}[/bold]: {size}{world}")
-    console.print(_tree_table(result))
+    console.print(tree_table(result))
     for name, settings in result.ema.items():
         recorded = {key: value for key, value in settings.items() if value is not None}
         text = ", ".join(f"{key} {_setting(value)}" for key, value in recorded.items())
         text = markup(text) or "no settings recorded"
         console.print(f"EMA {markup(repr(name))}: {text}")
     if shards:
-        console.print(_shard_table(result.tensors))
+        console.print(shard_table(result.tensors))
     else:
-        console.print(_module_tree(result, 2 if depth is None else depth))
+        console.print(module_tree(result, depth))
     if result.objects:
         names = ", ".join(markup(item.name) for item in result.objects[:20])
         more = f" and {len(result.objects) - 20} more" if len(result.objects) > 20 else ""
@@ -65,37 +63,48 @@ def _short(value: object) -> str:
     return repr(value)
 
 
-def _part_of(result: InspectResult, tree: str) -> InspectResult:
+def narrow(result: InspectResult, tree: str) -> InspectResult:
     """Reduce `result`, whose tensors are those of `tree`, to its trees, settings and objects."""
-    names = [entry.name for entry in result.trees]
-    owners = {tensor.tree for tensor in result.tensors}
-    owners |= {tree} if tree in names else {name for name in names if name.startswith(f"{tree}.")}
+    owners = owning_trees(result, tree)
     trees = tuple(entry for entry in result.trees if entry.name in owners)
     settings = {name: values for name, values in result.ema.items() if name in owners}
-    if any(_is_or_contains(tree, entry.name) for entry in trees):
-        objects = tuple(item for item in result.objects if _owner(item.name, names) in owners)
+    if any(is_path_of(tree, entry.name) for entry in trees):
+        objects = tuple(o for o in result.objects if owner_of(o.name, result.trees) in owners)
     else:  # a path below a tree
-        trees = tuple(_row_of_part(entry, tree, result.tensors) for entry in trees)
-        objects = tuple(item for item in result.objects if item.name.startswith(f"{tree}."))
+        trees = tuple(row_of_part(entry, tree, result.tensors) for entry in trees)
+        objects = tuple(o for o in result.objects if o.name.startswith(f"{tree}."))
     return replace(result, trees=trees, objects=objects, ema=settings)
 
 
-def _is_or_contains(tree: str, name: str) -> bool:
-    return f".{name}".endswith(f".{tree}") or name.startswith(f"{tree}.")
+def owning_trees(result: InspectResult, tree: str) -> set[str]:
+    """Return the names of the trees that `tree` is, contains, or lies in."""
+    names = [entry.name for entry in result.trees]
+    owners = {tensor.tree for tensor in result.tensors}
+    if tree in names:
+        return owners | {tree}
+    return owners | {name for name in names if name.startswith(f"{tree}.")}
 
 
-def _owner(name: str, trees: list[str]) -> str:
+def is_path_of(path: str, name: str) -> bool:
+    """Check whether a path is a tree's name, its last components, or a prefix of it."""
+    return f".{name}".endswith(f".{path}") or name.startswith(f"{path}.")
+
+
+def owner_of(name: str, trees: tuple[TreeEntry, ...]) -> str:
     """Return the innermost tree that an object of this full name is in."""
-    return max((tree for tree in trees if name.startswith(f"{tree}.")), key=len, default="")
+    owners = [tree.name for tree in trees if name.startswith(f"{tree.name}.")]
+    return max(owners, key=len, default="")
 
 
-def _row_of_part(whole: TreeEntry, name: str, tensors: tuple[TensorEntry, ...]) -> TreeEntry:
+def row_of_part(whole: TreeEntry, name: str, tensors: tuple[TensorEntry, ...]) -> TreeEntry:
+    """Return the row of a part of a tree."""
     numel, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
     dtypes = Counter(tensor.dtype for tensor in tensors)
     return TreeEntry(name, whole.role, len(tensors), numel, nbytes, dtypes)
 
 
-def _tree_table(result: InspectResult) -> Table:
+def tree_table(result: InspectResult) -> Table:
+    """Return the table of trees."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("tree", "role", "tensors", "elements", "bytes", "dtypes"):
         is_text = heading in ("tree", "role", "dtypes")
@@ -107,7 +116,7 @@ def _tree_table(result: InspectResult) -> Table:
     return table
 
 
-def _module_tree(result: InspectResult, depth: int) -> RichTree:
+def module_tree(result: InspectResult, depth: int) -> RichTree:
     """Return modules to `depth` levels below each tree, with the bytes and tensors below them."""
     root = RichTree("tensors", hide_root=True)
     nodes: dict[tuple[str, ...], tuple[RichTree, list[int]]] = {}
@@ -133,7 +142,8 @@ def _module_tree(result: InspectResult, depth: int) -> RichTree:
     return root
 
 
-def _shard_table(tensors: tuple[TensorEntry, ...]) -> Table:
+def shard_table(tensors: tuple[TensorEntry, ...]) -> Table:
+    """Return the table of tensors and their chunks."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("tensor", "dtype", "shape", "offsets", "sizes", "file"):
         table.add_column(heading)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
@@ -93,11 +93,7 @@ def consolidate(
         ]
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in selection.entries))
-        warnings = [
-            *catalog.warnings,
-            *_partial(whole, live, filled),
-            *_stalled(catalog, picked),
-        ]
+        warnings = [*catalog.warnings, *ema_warnings(catalog, whole, live, filled)]
         plan, ties = plan_for(output, catalog, selection.entries, expand_ties=options.expand_ties)
         job = PlannedWrite(
             catalog,
@@ -132,21 +128,20 @@ def _fill_tree(
     return live
 
 
-def _partial(picked: Tree, live: Tree | None, filled: dict[str, Tensor]) -> Iterator[Diagnostic]:
-    """Warn of weights that the EMA lacks and that are not filled."""
-    if live is None or picked.role != EMA:
+def ema_warnings(
+    catalog: Catalog, tree: Tree, live: Tree | None, filled: Mapping[str, Tensor]
+) -> Iterator[Diagnostic]:
+    """Warn of weights that an EMA lacks and that are not filled, and of an EMA without updates."""
+    if tree.role != EMA:
         return
-    missing = missing_weights(replace(picked, named={**picked.weights, **filled}), live)
-    if missing:
+    missing: Mapping[str, Tensor] = {}
+    if live is not None:
+        missing = missing_weights(replace(tree, named={**tree.weights, **filled}), live)
+    if live is not None and missing:
         lacks = f"lacks {counted(len(missing), 'tensor')} that {live.name!r} has"
         hint = f"--fill takes them from {live.name!r}"
-        message = f"{picked.name!r} {lacks}: {shown(list(missing))}; {hint}"
+        message = f"{tree.name!r} {lacks}: {shown(list(missing))}; {hint}"
         yield Diagnostic("ema-partial", message)
-
-
-def _stalled(catalog: Catalog, picked: Tree) -> Iterator[Diagnostic]:
-    if picked.role != EMA:
-        return
-    if read_ema_config(catalog, picked, open_objects=False).num_updates == 0:
+    if read_ema_config(catalog, tree, open_objects=False).num_updates == 0:
         message = "was never updated (num_updates is 0): it equals its first weights"
-        yield Diagnostic("ema-stalled", f"{picked.name!r} {message}")
+        yield Diagnostic("ema-stalled", f"{tree.name!r} {message}")

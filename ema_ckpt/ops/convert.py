@@ -122,8 +122,8 @@ def _transfer(
         split: list[bool] = []
         if output.form == "dcp":
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]
-            warnings += [*rank_keyed(names), *_low_precision(tensors, known)]
-            split = _split(catalog, known, tensors)
+            warnings += [*rank_keyed(names), *low_precision_casts(tensors, known)]
+            split = split_rows(catalog, known, tensors)
         plan, ties = plan_for(
             output,
             catalog,
@@ -166,7 +166,10 @@ def _fitting(
     return kept, skipped
 
 
-def _low_precision(tensors: Sequence[OutputTensor], known: Sequence[Tree]) -> Iterator[Diagnostic]:
+def low_precision_casts(
+    tensors: Sequence[OutputTensor], known: Sequence[Tree]
+) -> Iterator[Diagnostic]:
+    """Warn of averages that are cast to less than float32."""
     averages = {id(tensor) for tree in known if tree.role == EMA for tensor in tree.tensors}
     count = 0
     for tensor in tensors:
@@ -177,7 +180,9 @@ def _low_precision(tensors: Sequence[OutputTensor], known: Sequence[Tree]) -> It
         yield Diagnostic("ema-low-precision", f"{stored}: a run that resumes from them stalls")
 
 
-def _split(catalog: Catalog, known: Sequence[Tree], tensors: Sequence[OutputTensor]) -> list[bool]:
+def split_rows(
+    catalog: Catalog, known: Sequence[Tree], tensors: Sequence[OutputTensor]
+) -> list[bool]:
     """Return which tensors are cut into rows: as in the source, or the weights of a whole one."""
     owner = {id(tensor): tree for tree in known for tensor in tree.tensors}
     settings = {id(item) for tree in known for item in tree.settings.values()}

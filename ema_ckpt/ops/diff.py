@@ -72,7 +72,7 @@ def diff(
         remote = any(is_url(side.catalog.source.root) for side in (a, b))
         pairing = pair(a.tree, b.tree)
         nbytes = sum(x.nbytes + y.nbytes for _, x, y in pairing.pairs)
-        pool, block_nbytes = _resources(nbytes, workers, budget or default_budget(remote), remote)
+        pool, block_nbytes = fit_workers(nbytes, workers, budget or default_budget(remote), remote)
         check_sources(a.catalog, (x for _, x, _ in pairing.pairs))
         unknown_objects(a.catalog)  # refuses a torch file that would run code
         check_sources(b.catalog, (y for _, _, y in pairing.pairs))
@@ -91,7 +91,7 @@ def diff(
     return result
 
 
-def _resources(nbytes: int, threads: int, budget: int, remote: bool) -> tuple[Workers, int]:
+def fit_workers(nbytes: int, threads: int, budget: int, remote: bool) -> tuple[Workers, int]:
     """Choose workers, and the bytes of one buffer, for a comparison of `nbytes` bytes."""
     # Two buffers and as much scratch for each worker fit the budget. Behind a URL blocks become
     # shorter; elsewhere fewer workers, because block length changes the rounding in float32.

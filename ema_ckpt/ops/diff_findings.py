@@ -60,7 +60,7 @@ def _where(side: Side) -> str:
 def swapped(side: Side) -> Iterator[Diagnostic]:
     """Look for a mark that live weights and averages were swapped when the checkpoint was saved."""
     for item in swap_marks(side.catalog, side.trees):
-        if _is_set(side.catalog, item):
+        if is_set(side.catalog, item):
             message = (
                 f"{side.catalog.resolved} is marked as swapped ({item.name!r}): its EMA tree "
                 f"{side.tree.name!r} holds the live weights and its live tree the averages; "
@@ -70,9 +70,10 @@ def swapped(side: Side) -> Iterator[Diagnostic]:
             return
 
 
-def _is_set(catalog: Catalog, item: Tensor | Object) -> bool:
+def is_set(catalog: Catalog, item: Tensor | Object) -> bool:
+    """Check whether a mark is true; objects of a DCP are not opened."""
     if isinstance(item, Object):
-        return item.is_inline and bool(item.inline)  # objects of a DCP are not opened here
+        return item.is_inline and bool(item.inline)
     if item.numel != 1:
         return False
     data = bytearray(item.nbytes)

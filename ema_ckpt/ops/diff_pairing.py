@@ -59,12 +59,12 @@ def open_sides(
         else:
             a = find_tree(trees_a, tree, catalog_a.resolved)
         if other is None:
-            b = _tree_beside(catalog_a, trees_a, a, against)
+            b = tree_beside(catalog_a, trees_a, a, against)
         else:
             catalog_b = open_catalog(other)
             undo.callback(catalog_b.source.close)
             trees_b = list_trees(catalog_b)
-            b = _tree_of_other(trees_b, tree, against, command, catalog_b.resolved)
+            b = tree_of_other(trees_b, tree, against, command, catalog_b.resolved)
         sides = (
             Side(catalog_a, _with_names_of(b, catalog_a, a), trees_a),
             Side(catalog_b, _with_names_of(a, catalog_b, b), trees_b),
@@ -80,7 +80,7 @@ def _with_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:
     return replace(tree, named={name: whole[name] for name in whole if name in wanted})
 
 
-def _tree_beside(catalog: Catalog, trees: Sequence[Tree], a: Tree, against: str | None) -> Tree:
+def tree_beside(catalog: Catalog, trees: Sequence[Tree], a: Tree, against: str | None) -> Tree:
     """Return the tree of the same checkpoint to compare `a` with: `against`, or its live tree."""
     if against is not None:
         return find_tree(trees, against, catalog.resolved)
@@ -96,7 +96,7 @@ def _tree_beside(catalog: Catalog, trees: Sequence[Tree], a: Tree, against: str 
     raise UsageError("unknown-tree", message)
 
 
-def _tree_of_other(
+def tree_of_other(
     trees: Sequence[Tree], tree: str | None, against: str | None, command: str, where: str
 ) -> Tree:
     """Return the other checkpoint's tree: `against`, else the one named `tree`, else default."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.core.names import EMA, glob_matcher
@@ -39,9 +39,11 @@ def inspect(
     """
     with opened(path, lenient=True) as catalog:
         known = list_trees(catalog)
-        warnings = [*catalog.warnings, *_damage(catalog)]
+        warnings = [*catalog.warnings, *damage(catalog)]
         problems = [one.problem for one in known if one.problem is not None]
         warnings += [Diagnostic(problem.code, str(problem)) for problem in problems]
+        picked = known if tree is None else find_trees(known, tree, catalog.resolved)
+        globs = (match,) if isinstance(match, str) else tuple(match)
         return InspectResult(
             path=catalog.path,
             resolved=catalog.resolved,
@@ -49,14 +51,14 @@ def inspect(
             world_size=catalog.world_size,
             nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
             trees=tuple(map(tree_entry, known)),
-            ema={t.name: _settings(catalog, t, warnings) for t in known if t.role == EMA},
-            tensors=tuple(_tensor_entries(known, _select(catalog, known, tree, match))),
+            ema={t.name: ema_settings(catalog, t, warnings) for t in known if t.role == EMA},
+            tensors=tuple(_tensor_entries(known, select_tensors(catalog, picked, globs))),
             objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
             warnings=tuple(warnings),
         )
 
 
-def _damage(catalog: Catalog) -> Iterator[Diagnostic]:
+def damage(catalog: Catalog) -> Iterator[Diagnostic]:
     """Warn of files that are missing or too short, and of tensors with holes or overlaps."""
     warned = {warning.message.partition(":")[0] for warning in catalog.warnings}  # by the reader
     for file, expected in catalog.files.items():
@@ -77,7 +79,7 @@ def _damage(catalog: Catalog) -> Iterator[Diagnostic]:
             yield Diagnostic(error.code, str(error))
 
 
-def _settings(catalog: Catalog, tree: Tree, warnings: list[Diagnostic]) -> dict[str, object]:
+def ema_settings(catalog: Catalog, tree: Tree, warnings: list[Diagnostic]) -> dict[str, object]:
     """Return the settings of an EMA; errors and an EMA without updates are added to `warnings`."""
     keys = ("num_updates", "decay", "schedule", "dtype")
     try:
@@ -91,23 +93,19 @@ def _settings(catalog: Catalog, tree: Tree, warnings: list[Diagnostic]) -> dict[
     return {key: getattr(config, key) for key in keys}
 
 
-def _select(
-    catalog: Catalog, known: Sequence[Tree], only: str | None, match: Sequence[str]
-) -> Iterator[Tensor]:
-    """Yield the tensors of the tree `only` whose names match a glob of `match`, in stored order."""
-    picked = known if only is None else find_trees(known, only, catalog.resolved)
-    tensors = {id(tensor) for tree in picked for tensor in tree.tensors}
-    objects = {id(item) for tree in picked for item in tree.objects}
-    globs = (match,) if isinstance(match, str) else tuple(match)
-    names = [tensor.name for tensor in catalog.tensors if id(tensor) in tensors]
-    names += [item.name for item in catalog.objects if id(item) in objects]
+def select_tensors(catalog: Catalog, trees: Sequence[Tree], globs: Sequence[str]) -> list[Tensor]:
+    """Return the tensors of `trees` whose names match one of `globs`, in stored order."""
+    inside = {id(item) for tree in trees for item in (*tree.tensors, *tree.objects)}
+    items: list[Tensor | Object] = [*catalog.tensors, *catalog.objects]
+    names = [item.name for item in items if id(item) in inside]
     refuse_idle("--match", globs, names, catalog.resolved)
     matchers = [glob_matcher(glob) for glob in globs]
+    selected = []
     for tensor in catalog.tensors:
-        if id(tensor) not in tensors:
-            continue
-        if not matchers or any(matches(tensor.name) for matches in matchers):
-            yield tensor
+        matches = not globs or any(matcher(tensor.name) for matcher in matchers)
+        if matches and id(tensor) in inside:
+            selected.append(tensor)
+    return selected
 
 
 def _tensor_entries(known: Sequence[Tree], tensors: Iterable[Tensor]) -> Iterator[TensorEntry]:

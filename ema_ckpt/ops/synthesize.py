@@ -110,7 +110,7 @@ def _write(
     started: float,
 ) -> WriteResult:
     weighted_sum = WeightedSum(options.verify)
-    catalog = _virtual_catalog(weighted_sum, snapshots, match_names(snapshots), factors)
+    catalog = virtual_catalog(weighted_sum, snapshots, match_names(snapshots), factors)
     last = snapshots[-1].tree
     named = {tensor.name: tensor for tensor in catalog.tensors}
     average = Tree(last.name, last.role, catalog.tensors, named=named)
@@ -148,7 +148,7 @@ def _write(
     return replace(result, warnings=(*result.warnings, *overflows))
 
 
-def _virtual_catalog(
+def virtual_catalog(
     weighted_sum: WeightedSum,
     snapshots: Sequence[Snapshot],
     named: Mapping[str, list[Tensor]],

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from ema_ckpt.analysis.phema import Profile, mismatch, solve
@@ -79,11 +80,11 @@ def match_names(snapshots: Sequence[Snapshot]) -> dict[str, list[Tensor]]:
             message = f"{both} do not hold the same names: only one has {shown(unmatched)}"
             raise UsageError("usage", message)
         for name, tensor in tensors.items():
-            _check_alike(name, tensor, last[name], snapshot.label, last_label)
+            check_alike(name, tensor, last[name], snapshot.label, last_label)
     return {name: [tensors[name] for tensors in named] for name in last}
 
 
-def _check_alike(name: str, tensor: Tensor, last: Tensor, label: str, last_label: str) -> None:
+def check_alike(name: str, tensor: Tensor, last: Tensor, label: str, last_label: str) -> None:
     """Check that two tensors have one shape, and one dtype or dtypes that can be cast."""
     if tensor.shape != last.shape:
         shapes = f"{list(tensor.shape)} in {label}, {list(last.shape)} in {last_label}"
@@ -149,7 +150,7 @@ def weights_for(
     if weights is not None:
         _check_count("--weights", weights, snapshots)
         return list(weights), _check_sum(weights)
-    profiles = _profiles(snapshots, sigma_rels, steps)
+    profiles = profiles_of(snapshots, sigma_rels, steps)
     target = Profile(max(profile.time for profile in profiles), sigma_rel or 0.0)
     solved = solve(profiles, target)
     distance = mismatch(profiles, solved, target)
@@ -185,7 +186,7 @@ def _check_sum(weights: Sequence[float]) -> list[Diagnostic]:
     return [Diagnostic("weights-sum", f"the weights sum to {total:.6g}, not 1: {scale}")]
 
 
-class _Recorded(NamedTuple):
+class RecordedProfile(NamedTuple):
     """Profile of a snapshot as its own settings record it."""
 
     sigma_rel: float | None
@@ -193,33 +194,41 @@ class _Recorded(NamedTuple):
     unit: str
 
 
-def _profiles(
+def profiles_of(
     snapshots: Sequence[Snapshot], sigma_rels: Sequence[float] | None, steps: Sequence[float] | None
 ) -> list[Profile]:
     """Return width and time of each snapshot: as given, else as recorded."""
-    if sigma_rels:
-        _check_count("--sigma-rels", sigma_rels, snapshots)
-    if steps:
-        _check_count("--steps", steps, snapshots)
+    for flag, values in (("--sigma-rels", sigma_rels), ("--steps", steps)):
+        if values:
+            _check_count(flag, values, snapshots)
     if sigma_rels and steps:
         return [Profile(time, width) for time, width in zip(steps, sigma_rels, strict=True)]
-    recorded = [_recorded_profile(snapshot) for snapshot in snapshots]
-    if not steps and len({one.unit for one in recorded}) > 1:
+    recorded = [recorded_profile(snapshot) for snapshot in snapshots]
+    units = set(map(attrgetter("unit"), recorded))
+    if not steps and len(units) > 1:
         message = "some snapshots count updates and others samples; give --steps in one unit"
         raise UsageError("usage", message)
-    profiles = []
-    for index, snapshot in enumerate(snapshots):
-        width = sigma_rels[index] if sigma_rels else recorded[index].sigma_rel
-        time = steps[index] if steps else recorded[index].time
-        if width is None or time is None:
-            lacks = "no power-function schedule" if width is None else "no step"
-            hint = "give --sigma-rels and --steps, one number for each snapshot"
-            raise UsageError("usage", f"{snapshot.label} records {lacks}; {hint}")
-        profiles.append(Profile(time, width))
-    return profiles
+    return [
+        complete_profile(
+            snapshot.label,
+            sigma_rels[index] if sigma_rels else recorded[index].sigma_rel,
+            steps[index] if steps else recorded[index].time,
+        )
+        for index, snapshot in enumerate(snapshots)
+    ]
 
 
-def _recorded_profile(snapshot: Snapshot) -> _Recorded:
+def complete_profile(label: str, width: float | None, time: float | None) -> Profile:
+    """Return a profile; refuse one without width or time."""
+    if width is not None and time is not None:
+        return Profile(time, width)
+    lacks = "no power-function schedule" if width is None else "no step"
+    hint = "give --sigma-rels and --steps, one number for each snapshot"
+    raise UsageError("usage", f"{label} records {lacks}; {hint}")
+
+
+def recorded_profile(snapshot: Snapshot) -> RecordedProfile:
+    """Read width, time and unit of a snapshot from its own settings."""
     try:
         config = read_ema_config(snapshot.catalog, snapshot.tree)
         samples = read_samples_seen(snapshot.catalog, snapshot.tree)
@@ -229,5 +238,5 @@ def _recorded_profile(snapshot: Snapshot) -> _Recorded:
     width, unit = schedule.get("sigma_rel"), str(schedule.get("unit", "updates"))
     time = samples if unit == "samples" else config.num_updates
     if schedule.get("kind") != "power-function" or not isinstance(width, int | float):
-        return _Recorded(None, time, unit)
-    return _Recorded(float(width), time, unit)
+        return RecordedProfile(None, time, unit)
+    return RecordedProfile(float(width), time, unit)

@@ -220,7 +220,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
 
 def _write(job: PlannedWrite, options: WriteOptions) -> None:
     stamps = _stamps(job.catalog)
-    identity = _identity(job, stamps)
+    identity = identity_of(job, stamps)
     group = current_group()
     if group is not None and group.rank:
         _write_share(job, options, identity, group)
@@ -286,7 +286,7 @@ def _overflows(plan: WritePlan, outcome: Outcome | None) -> Iterator[Diagnostic]
 # Identity of a run.
 
 
-def _identity(job: PlannedWrite, stamps: Mapping[str, str]) -> dict[str, str]:
+def identity_of(job: PlannedWrite, stamps: Mapping[str, str]) -> dict[str, str]:
     """Digests of source and plan; an interrupted run is continued only if both are the same."""
     source, plan = hashlib.sha256(), hashlib.sha256()
     for file, stamp in stamps.items():

@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 def drawn(capsys: pytest.CaptureFixture[str], path: Path, tree: str | None = None) -> list[str]:
     """The lines that `inspect` prints, without the one that names the checkpoint."""
-    print_inspected(inspect(path, tree), tree, None, False)
+    print_inspected(inspect(path, tree), tree, 2, False)
     return capsys.readouterr().out.splitlines()[1:]
 
 

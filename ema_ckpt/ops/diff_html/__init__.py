@@ -196,7 +196,7 @@ def table_section(result: DiffResult) -> Iterator[str]:
         yield f'<th scope="col" aria-sort="none">{button}</th>'
     yield "</tr></thead><tbody>"
     yield from map(
-        _row,
+        table_row,
         sorted(
             result.tensors,
             key=lambda t: math.inf if math.isnan(t.rel_l2) else t.rel_l2,
@@ -206,7 +206,8 @@ def table_section(result: DiffResult) -> Iterator[str]:
     yield "</tbody></table></div></section>"
 
 
-def _row(tensor: DiffTensor) -> str:
+def table_row(tensor: DiffTensor) -> str:
+    """Return the row of one tensor."""
     share = tensor.changed / tensor.numel if tensor.numel else 0.0
     distances = (tensor.rel_l2, tensor.max_abs, tensor.mean_abs, 1 - tensor.cosine)
     counts = (tensor.nan_a, tensor.nan_b, tensor.inf_a, tensor.inf_b)
