@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 from ema_ckpt.analysis.phema import Profile, mismatch, solve
@@ -203,8 +202,11 @@ def profiles_of(
             _check_count(flag, values, snapshots)
     if sigma_rels and steps:
         return [Profile(time, width) for time, width in zip(steps, sigma_rels, strict=True)]
-    recorded = [recorded_profile(snapshot) for snapshot in snapshots]
-    units = set(map(attrgetter("unit"), recorded))
+    recorded: list[RecordedProfile] = []
+    units: set[str] = set()
+    for snapshot in snapshots:
+        recorded.append(recorded_profile(snapshot))
+        units.add(recorded[-1].unit)
     if not steps and len(units) > 1:
         message = "some snapshots count updates and others samples; give --steps in one unit"
         raise UsageError("usage", message)
