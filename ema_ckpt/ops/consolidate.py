@@ -68,22 +68,22 @@ def consolidate(
     output = Output(destination, form, max_shard_nbytes=shard_nbytes, basename=basename)
     with opened(path) as opened_catalog:
         catalog = with_dropped(opened_catalog) if options.expand_ties else opened_catalog
-        known = list_trees(catalog)
+        trees = list_trees(catalog)
         if tree is None:
             given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
             command = suggested_command("consolidate", path, out)
             flags = suggested_options(given, consolidate.__kwdefaults__)
-            picked = default_tree(known, command, catalog.resolved, flags)
+            picked = default_tree(trees, command, catalog.resolved, flags)
         else:
-            picked = find_tree(known, tree, catalog.resolved)
+            picked = find_tree(trees, tree, catalog.resolved)
             if picked.role == OPTIMIZER:
                 command = suggested_command("convert", path, out)
                 command += suggested_options({"tree": tree, **args})
                 message = "an optimizer's state is no state dict of a model"
                 raise UsageError("usage", f"--tree {tree}: {message}; `{command}` takes it whole")
         whole = with_tied_names(catalog, picked)
-        live = live_of(known, whole)
-        fill_from = _fill_tree(catalog, known, whole, live, fill)
+        live = live_of(trees, whole)
+        fill_from = _fill_tree(catalog, trees, whole, live, fill)
         filled = {} if fill_from is None else missing_weights(whole, fill_from)
         selection = select_tree(whole, options.selection, filled or None)
         skipped = [
@@ -113,13 +113,13 @@ def consolidate(
 
 
 def _fill_tree(
-    catalog: Catalog, known: Sequence[Tree], picked: Tree, live: Tree | None, fill: bool | str
+    catalog: Catalog, trees: Sequence[Tree], picked: Tree, live: Tree | None, fill: bool | str
 ) -> Tree | None:
     """Return the tree that `fill` takes missing weights from."""
     if fill is False:
         return None
     if isinstance(fill, str):
-        named = find_tree(known, fill, catalog.resolved)
+        named = find_tree(trees, fill, catalog.resolved)
         if named.name != picked.partner:
             return named
     if live is None:

@@ -107,8 +107,8 @@ def _transfer(
     started = time.perf_counter()
     with opened(path) as opened_catalog:
         catalog = with_dropped(opened_catalog) if options.expand_ties else opened_catalog
-        known = list_trees(catalog)
-        selection = select_all(catalog, known, options.selection, tree, strip=strip)
+        trees = list_trees(catalog)
+        selection = select_all(catalog, trees, options.selection, tree, strip=strip)
         objects = plan_objects(catalog, selection.objects, output.format)
         tensors, unfit = _fitting(selection.entries, output.form)
         skipped = [
@@ -122,8 +122,8 @@ def _transfer(
         split: list[bool] = []
         if output.form == "dcp":
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]
-            warnings += [*rank_keyed(names), *low_precision_casts(tensors, known)]
-            split = split_rows(catalog, known, tensors)
+            warnings += [*rank_keyed(names), *low_precision_casts(tensors, trees)]
+            split = split_rows(catalog, trees, tensors)
         plan, ties = plan_for(
             output,
             catalog,
@@ -167,10 +167,10 @@ def _fitting(
 
 
 def low_precision_casts(
-    tensors: Sequence[OutputTensor], known: Sequence[Tree]
+    tensors: Sequence[OutputTensor], trees: Sequence[Tree]
 ) -> Iterator[Diagnostic]:
     """Warn of averages that are cast to less than float32."""
-    averages = {id(tensor) for tree in known if tree.role == EMA for tensor in tree.tensors}
+    averages = {id(tensor) for tree in trees if tree.role == EMA for tensor in tree.tensors}
     count = 0
     for tensor in tensors:
         if tensor.casts and id(tensor.source) in averages and tensor.dtype.itemsize < 4:
@@ -181,11 +181,11 @@ def low_precision_casts(
 
 
 def split_rows(
-    catalog: Catalog, known: Sequence[Tree], tensors: Sequence[OutputTensor]
+    catalog: Catalog, trees: Sequence[Tree], tensors: Sequence[OutputTensor]
 ) -> list[bool]:
     """Return which tensors are cut into rows: as in the source, or the weights of a whole one."""
-    owner = {id(tensor): tree for tree in known for tensor in tree.tensors}
-    settings = {id(item) for tree in known for item in tree.settings.values()}
+    owner = {id(tensor): tree for tree in trees for tensor in tree.tensors}
+    settings = {id(item) for tree in trees for item in tree.settings.values()}
     is_whole = catalog.world_size is None or catalog.world_size == 1
 
     def is_cut(tensor: Tensor) -> bool:

@@ -38,11 +38,11 @@ def inspect(
             empty-selection …`.
     """
     with opened(path, lenient=True) as catalog:
-        known = list_trees(catalog)
+        trees = list_trees(catalog)
         warnings = [*catalog.warnings, *damage(catalog)]
-        problems = [one.problem for one in known if one.problem is not None]
+        problems = [one.problem for one in trees if one.problem is not None]
         warnings += [Diagnostic(problem.code, str(problem)) for problem in problems]
-        picked = known if tree is None else find_trees(known, tree, catalog.resolved)
+        picked = trees if tree is None else find_trees(trees, tree, catalog.resolved)
         globs = (match,) if isinstance(match, str) else tuple(match)
         return InspectResult(
             path=catalog.path,
@@ -50,9 +50,9 @@ def inspect(
             format=catalog.format,
             world_size=catalog.world_size,
             nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
-            trees=tuple(map(tree_entry, known)),
-            ema={t.name: ema_settings(catalog, t, warnings) for t in known if t.role == EMA},
-            tensors=tuple(_tensor_entries(known, select_tensors(catalog, picked, globs))),
+            trees=tuple(map(tree_entry, trees)),
+            ema={t.name: ema_settings(catalog, t, warnings) for t in trees if t.role == EMA},
+            tensors=tuple(_tensor_entries(trees, select_tensors(catalog, picked, globs))),
             objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
             warnings=tuple(warnings),
         )
@@ -108,10 +108,10 @@ def select_tensors(catalog: Catalog, trees: Sequence[Tree], globs: Sequence[str]
     return selected
 
 
-def _tensor_entries(known: Sequence[Tree], tensors: Iterable[Tensor]) -> Iterator[TensorEntry]:
+def _tensor_entries(trees: Sequence[Tree], tensors: Iterable[Tensor]) -> Iterator[TensorEntry]:
     owners: dict[int, str] = {}
     fqns: dict[str, str] = {}
-    for tree in known:
+    for tree in trees:
         owners |= {id(tensor): tree.name for tensor in tree.tensors}
         fqns |= inner_names(tree)
     for tensor in tensors:
