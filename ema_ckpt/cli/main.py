@@ -20,7 +20,7 @@ EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 EXIT_TERMINATED = 143
-_DISTRIBUTED_VERBS = ("consolidate", "reshard", "convert")
+_DISTRIBUTED_VERBS = {"consolidate", "reshard", "convert"}
 
 
 class _StoppedError(BaseException):
@@ -84,13 +84,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _run(argv: list[str]) -> int:
     try:
         signals = _SignalHandler()
-        # Names need not be UTF-8, and a caller may have closed either stream.
-        if sys.stdout is None:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
-        elif isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
-        if sys.stderr is None:  # `print(file=None)` would go to stdout
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        _prepare_streams()
         from ema_ckpt.cli.commands import run
         from ema_ckpt.comm.launched import command_group
 
@@ -112,6 +106,16 @@ def _run(argv: list[str]) -> int:
         return _end_output(argv, error)
     except Exception as error:  # noqa: BLE001 - whatever it is, a user gets one line
         return _report_error(argv, error)
+
+
+def _prepare_streams() -> None:
+    """Print names that are not UTF-8 as escapes; replace streams that the caller has closed."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stderr is None:  # `print(file=None)` would go to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _is_distributed(argv: Sequence[str]) -> bool:
@@ -140,7 +144,7 @@ def _report_error(argv: list[str], error: Exception) -> int:
         traceback.print_exc()
     if isinstance(error, EmaCkptError):
         message = str(error)
-        alone = argv[:1] and argv[0] in _DISTRIBUTED_VERBS and not _is_distributed(argv)
+        alone = _DISTRIBUTED_VERBS & set(argv[:1]) and not _is_distributed(argv)
         if alone and error.code in ("busy", "target-exists") and is_launched():
             message += "; where a launcher started several processes, pass --distributed"
         exit_code = EXIT_INTERNAL if error.code == "internal" else EXIT_ERROR
