@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic
-from ema_ckpt.core.errors import SourceError, UnsafeError, UsageError
+from ema_ckpt.core.errors import SourceError, UnsafeError, UsageError, about
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.locate import step_number

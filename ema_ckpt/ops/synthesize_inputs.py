@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ema_ckpt.analysis.phema import Profile, mismatch, solve
 from ema_ckpt.analysis.weighted_sum import Part
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
-from ema_ckpt.core.errors import EmaCkptError, UsageError
+from ema_ckpt.core.errors import EmaCkptError, UsageError, about
 from ema_ckpt.core.names import canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
