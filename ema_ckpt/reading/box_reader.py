@@ -105,13 +105,24 @@ class BoxReader:
         Raises:
             SourceError: `truncated-file checksum out-of-bounds …`.
         """
-        if located.ranges is not None:
-            return self._read_ranges(located, located.ranges, out, start)
+        done, ranges = 0, located.ranges
+        if ranges is not None:
+            crc, index = None, bisect_right(ranges, start, key=_dest) - 1
+            while done < len(out):
+                byte_range = ranges[index]
+                skipped = start + done - byte_range.dest
+                part = out[done : done + byte_range.nbytes - skipped]
+                crc = self._read_range(
+                    located, byte_range.payload, byte_range.start + skipped, part
+                )
+                done += len(part)
+                index += 1
+            return crc if done == 0 or len(part) == done else None
         itemsize, corner = located.tensor.dtype.itemsize, located.box.offsets
-        done, first = 0, start // itemsize
-        for part in flat_range_boxes(located.box.sizes, first, first + len(out) // itemsize):
-            offsets = [o + c for o, c in zip(part.offsets, corner, strict=True)]
-            blocks = RowBlocks(Box(tuple(offsets), part.sizes), itemsize, self.block_nbytes)
+        first = start // itemsize
+        for box in flat_range_boxes(located.box.sizes, first, first + len(out) // itemsize):
+            offsets = [o + c for o, c in zip(box.offsets, corner, strict=True)]
+            blocks = RowBlocks(Box(tuple(offsets), box.sizes), itemsize, self.block_nbytes)
             for index in range(blocks.count):
                 block = blocks.block(index)
                 nbytes = block.numel * itemsize
@@ -182,21 +193,6 @@ class BoxReader:
         if memory is None or len(memory) < nbytes:
             memory = self._buffers[name] = buffer(max(nbytes, self.block_nbytes))
         return memory if len(memory) == nbytes else memory[:nbytes]
-
-    def _read_ranges(
-        self, located: LocatedBox, ranges: Sequence[ByteRange], out: memoryview, start: int
-    ) -> int | None:
-        done, crc, index = 0, None, bisect_right(ranges, start, key=_dest) - 1
-        while done < len(out):
-            byte_range = ranges[index]
-            skipped = start + done - byte_range.dest
-            part = out[done : done + byte_range.nbytes - skipped]
-            crc = self._read_range(located, byte_range.payload, byte_range.start + skipped, part)
-            done += len(part)
-            index += 1
-            if len(part) < len(out):
-                crc = None
-        return crc
 
     def _read_range(
         self, located: LocatedBox, payload: Payload, start: int, out: memoryview
