@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple, TypeGuard
 
@@ -32,8 +33,7 @@ Leaves = Mapping[Path, object]
 
 _NAMES = ("names", "name_list", "param_names", "parameter_names", "fqns")
 _SHAPES = ("shapes", "shape_list", "param_shapes", "parameter_shapes")
-_SHAPE_KEYS = {(key,) for key in _SHAPES}
-_RANGES = ("index_list", "indices", "ranges")
+_RANGES = (("index_list",), ("indices",), ("ranges",))
 
 
 class FlatBox(NamedTuple):
@@ -86,105 +86,95 @@ def find_flat(leaves: Leaves, file: str) -> list[FlatPiece]:
     """
     pieces = []
     for path, names in leaves.items():
-        if path[-1] in _NAMES and _are_names(names):
+        if path[-1] not in _NAMES or not isinstance(names, list | tuple):
+            continue
+        if {type(name) for name in names} == {str}:
             piece = _read_piece(leaves, path, tuple(names), file)
             if piece is not None:
                 pieces.append(piece)
     return pieces
 
 
-def _are_names(value: object) -> TypeGuard[Sequence[str]]:
-    if not isinstance(value, list | tuple):
-        return False
-    return len(value) > 0 and {type(name) for name in value} == {str}
-
-
 def _read_piece(
     leaves: Leaves, names_path: Path, names: tuple[str, ...], file: str
 ) -> FlatPiece | None:
-    home = names_path[:-1]
-    beside = {path: leaves[path] for path in leaves if path[: len(home)] == home}
-    del beside[names_path]
-    data = _flat_tensors(home, beside)
-    if not data:
-        return None
-    ranges_path = _key_in(_RANGES, home, beside)
-    shapes, shape_paths = _read_shapes(beside, home, names)
+    home, depth = names_path[:-1], len(names_path) - 1
+    below = {path[depth:]: value for path, value in leaves.items() if path[:depth] == home}
+    del below[names_path[depth:]]
+    data = _flat_tensors(below)
+    used = [names_path[depth:], *data]
+    ranges_path = next((path for path in below if path in _RANGES), None)
+    shapes = _read_shapes(below, names, used)
     if not shapes and ranges_path:
-        shapes = _live_shapes(leaves, home, names)
+        shapes = _live_shapes(leaves, home)
+    if data:
+        _check_shapes(names, shapes, names_path, file)
+    flat, ranges = None, tuple[FlatRange, ...]()
+    if data and ranges_path:
+        used.append(ranges_path)
+        ranges = tuple(_read_ranges(names, below[ranges_path], list(data.values()), file))
+    elif len(data) == 1:
+        flat = next(iter(data.values()))
+    else:
+        return None
+    rank, world_size = _number(below, "rank", used), _number(below, "world_size", used)
+    paths = frozenset([(*home, *path) for path in used])
+    return FlatPiece(home, names, shapes, flat, ranges, paths, rank, world_size)
+
+
+def _check_shapes(
+    names: Sequence[str], shapes: Mapping[str, Ints], names_path: Path, file: str
+) -> None:
     lost = [name for name in names if name not in shapes]
     if lost:
-        where = ".".join(map(str, home)) or "the file"
+        where = ".".join(map(str, names_path[:-1])) or "the file"
         problem = f"holds flattened tensors, but the shapes of {shown(lost)} are missing"
         remedy = f"store a list `shapes` beside `{names_path[-1]}`"
         raise SourceError("unsupported", f"{file}: {where} {problem}; {remedy}", file=file)
-    used = {names_path, *shape_paths, *data}
-    rank, world_size = (
-        _number("rank", home, beside, used),
-        _number("world_size", home, beside, used),
-    )
-    refs = list(data.values())
-    if ranges_path:
-        used.add(ranges_path)
-        ranges = tuple(_read_ranges(names, beside[ranges_path], refs, file))
-        return FlatPiece(home, names, shapes, None, ranges, frozenset(used), rank, world_size)
-    if len(refs) > 1:
-        return None
-    return FlatPiece(home, names, shapes, refs[0], (), frozenset(used), rank, world_size)
 
 
-def _key_in(keys: Sequence[str], home: Path, beside: Leaves) -> Path | None:
-    for path in beside:
-        if path[:-1] == home and path[-1] in keys:
-            return path
-    return None
-
-
-def _number(key: str, home: Path, beside: Leaves, used: set[Path]) -> int | None:
-    value = beside.get((*home, key))
+def _number(below: Leaves, key: str, used: list[Path]) -> int | None:
+    value = below.get((key,))
     if type(value) is not int:
         return None
-    used.add((*home, key))
+    used.append((key,))
     return value
 
 
-def _flat_tensors(home: Path, beside: Leaves) -> dict[Path, TensorRef]:
+def _flat_tensors(below: Leaves) -> dict[Path, TensorRef]:
     """Find the one flat tensor of a dictionary, or the one list of them."""
-    groups: dict[Path, dict[Path, TensorRef]] = {}
-    for path, value in beside.items():
-        if isinstance(value, TensorRef) and _is_flat(value):
-            groups.setdefault(path[:-1], {})[path] = value
-    single = groups.pop(home, {})
-    if single:
-        return single if len(single) == 1 else {}
-    lists = []
-    for inside, tensors in groups.items():
-        is_list = any(isinstance(path[-1], int) for path in tensors)
-        if is_list and len(inside) == len(home) + 1:
-            lists.append(tensors)
-    return lists[0] if len(lists) == 1 else {}
+    single: dict[Path, TensorRef] = {}
+    lists: dict[str | int, dict[Path, TensorRef]] = {}
+    for path, ref in below.items():
+        if not isinstance(ref, TensorRef) or len(ref.shape) != 1:
+            continue
+        if ref.strides != (1,) and ref.shape[0] > 1:
+            continue
+        match path:
+            case (_,):
+                single[path] = ref
+            case (key, int()):
+                lists.setdefault(key, {})[path] = ref
+    candidates = [single] if single else list(lists.values())
+    if len(candidates) != 1 or len(single) > 1:
+        return {}
+    return candidates[0]
 
 
-def _is_flat(ref: TensorRef) -> bool:
-    return len(ref.shape) == 1 and (ref.strides == (1,) or ref.shape[0] < 2)
-
-
-def _read_shapes(
-    beside: Leaves, home: Path, names: Sequence[str]
-) -> tuple[dict[str, Ints], list[Path]]:
-    """Read shapes by name, from a list in the order of `names` or a dictionary; and their paths."""
-    depth = len(home)
-    paths = [path for path in beside if path[depth : depth + 1] in _SHAPE_KEYS]
-    if len(paths) == 1 and len(paths[0]) == depth + 1:
-        listed = beside[paths[0]]
+def _read_shapes(below: Leaves, names: Sequence[str], used: list[Path]) -> dict[str, Ints]:
+    """Read shapes by name, from a list in the order of `names` or from a dictionary."""
+    paths = [path for path in below if path[0] in _SHAPES]
+    used += paths
+    if len(paths) == 1 and len(paths[0]) == 1:
+        listed = below[paths[0]]
         if _are_shapes(listed) and len(listed) == len(names):
-            return dict(zip(names, map(tuple, listed), strict=True)), paths
+            return dict(zip(names, map(tuple, listed), strict=True))
     shapes = {}
     for path in paths:
-        shape = beside[path]
+        shape = below[path]
         if _is_shape(shape):
-            shapes[".".join(map(str, path[depth + 1 :]))] = tuple(shape)
-    return shapes, paths
+            shapes[".".join(map(str, path[1:]))] = tuple(shape)
+    return shapes
 
 
 def _is_shape(value: object) -> TypeGuard[Sequence[int]]:
@@ -195,43 +185,35 @@ def _are_shapes(value: object) -> TypeGuard[Sequence[Sequence[int]]]:
     return isinstance(value, list | tuple) and all(map(_is_shape, value))
 
 
-def _live_shapes(leaves: Leaves, home: Path, names: Sequence[str]) -> dict[str, Ints]:
-    """Return the shapes of live weights of the same names in the same file."""
-    wanted, shapes = set(names), {}
-    for path, value in leaves.items():
-        name = ".".join(map(str, path[1:]))
-        is_inside = bool(home) and path[: len(home)] == home
-        if isinstance(value, TensorRef) and not is_inside and name in wanted:
-            shapes[name] = value.shape
+def _live_shapes(leaves: Leaves, home: Path) -> dict[str, Ints]:
+    """Return the shapes of the tensors of other trees in the same file, by name in their tree."""
+    shapes = {}
+    for path, ref in leaves.items():
+        if isinstance(ref, TensorRef) and (not home or path[: len(home)] != home):
+            shapes[".".join(map(str, path[1:]))] = ref.shape
     return shapes
 
 
 def _read_ranges(
     names: Sequence[str], recorded: object, data: Sequence[TensorRef], file: str
-) -> Iterator[FlatRange]:
-    if (
-        not _are_shapes(recorded)
-        or len(recorded) != len(names)
-        or not all(map(_is_range, recorded))
-    ):
+) -> list[FlatRange]:
+    firsts, counts = [], []
+    for pair in recorded if _are_shapes(recorded) else ():
+        if len(pair) == 2 and pair[0] <= pair[1]:
+            firsts.append(pair[0])
+            counts.append(pair[1] - pair[0] + 1)
+    if not isinstance(recorded, list | tuple) or not len(recorded) == len(counts) == len(names):
         expected = f"the first and last element of each of {counted(len(names), 'name')}"
         raise SourceError("unreadable", f"{file}: expected {expected}")
-    counts = [last - first + 1 for first, last in recorded]
     lengths = [ref.shape[0] for ref in data]
-    if lengths not in (counts, [sum(counts)]):
+    if lengths == counts:
+        starts, refs = [0] * len(counts), list(data)
+    elif lengths == [sum(counts)]:
+        starts, refs = [0, *accumulate(counts[:-1])], list(data) * len(counts)
+    else:
         problem = f"its flat pieces have {lengths} elements, its index says {counts}"
         raise SourceError("unreadable", f"{file}: {problem}")
-    start = 0
-    for number, (name, (first, _), count) in enumerate(zip(names, recorded, counts, strict=True)):
-        if lengths == counts:
-            yield FlatRange(name, first, count, data[number], 0)
-        else:
-            yield FlatRange(name, first, count, data[0], start)
-            start += count
-
-
-def _is_range(pair: Sequence[int]) -> bool:
-    return len(pair) == 2 and pair[0] <= pair[1]
+    return list(map(FlatRange, names, firsts, counts, refs, starts))
 
 
 def range_boxes(

@@ -102,9 +102,8 @@ def _placement(value: object, ndim: int) -> MeshCut:
     if value.name not in ("Shard", "_StridedShard"):
         problem = f"a DTensor is placed as {value.name}, of which no rank has final values"
         raise _unsupported(f"{problem}; redistribute it first")
-    fields = {} if value.state is None else _state_fields(value.state, value.name)
-    dim = fields.get("dim", value.args[0] if value.args else None)
-    factor = fields.get("split_factor", 1)
+    fields = _state_fields(value.state, value.name)
+    dim, factor = fields.get("dim", *value.args[:1]), fields.get("split_factor", 1)
     if type(dim) is not int or not -ndim <= dim < ndim or type(factor) is not int or factor < 1:
         raise _unsupported(f"a DTensor has a {value.name} without a dimension that it has")
     return dim % ndim, factor if value.name == "_StridedShard" else 1
@@ -116,9 +115,11 @@ def _shard_order(entries: object) -> dict[int, Ints] | None:
         return None
     order = {}
     for entry in entries:
-        if not isinstance(entry, Opaque) or len(entry.args) != 2 or type(entry.args[0]) is not int:
-            raise _unsupported("a DTensor records the order of its shards in an unknown form")
-        order[entry.args[0]] = _ints(entry.args[1])
+        match entry:
+            case Opaque(args=(int() as dim, mesh_dims)):
+                order[dim] = _ints(mesh_dims)
+            case _:
+                raise _unsupported("a DTensor records the order of its shards in an unknown form")
     return order
 
 
@@ -215,9 +216,10 @@ def _state_fields(state: object, subject: str) -> Fields:
     # With __slots__ the state is a pair: attributes in __dict__, attributes in slots.
     fields: dict[str, object] = {}
     for part in state if isinstance(state, tuple) else (state,):
-        if part is not None and not isinstance(part, dict):
+        if isinstance(part, dict):
+            fields.update(part)
+        elif part is not None:
             raise _unsupported(f"{subject} is stored in an unknown form")
-        fields.update((str(key), value) for key, value in (part or {}).items())
     return fields
 
 
