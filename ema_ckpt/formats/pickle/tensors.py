@@ -18,16 +18,11 @@ from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque
 
 Ints = tuple[int, ...]
 
-_UNSUPPORTED = (
-    "_rebuild_wrapper_subclass",
-    "_rebuild_sparse_tensor",
-    "_rebuild_nested_tensor",
-    "_rebuild_qtensor",
-    "_rebuild_meta_tensor_no_storage",
-    "_rebuild_device_tensor_from_numpy",
-    "_rebuild_device_tensor_from_cpu_tensor",
-    "_rebuild_sparse_csr_tensor",
-)
+_UNSUPPORTED = """
+    _rebuild_wrapper_subclass _rebuild_sparse_tensor _rebuild_sparse_csr_tensor
+    _rebuild_nested_tensor _rebuild_qtensor _rebuild_meta_tensor_no_storage
+    _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor
+    """.split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +122,6 @@ def _rebuild_v3(*args: object) -> TensorRef:
     return _view(by_name(dtype.name), storage, start, shape, strides, bits)
 
 
-def _rebuild_parameter(data: object, *_rest: object) -> object:
-    return data
-
-
 def _rebuild_from_type(function: object, _kind: object, args: object, _state: object) -> object:
     # The subclass is only named, never imported: the strided data under it is read.
     make = function.make if isinstance(function, Global) else None
@@ -189,8 +180,8 @@ TENSOR_GLOBALS: dict[tuple[str, str], Maker] = {
     **PLAIN_GLOBALS,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_rest: data,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_rest: data,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     **{("torch._utils", name): _unsupported(name) for name in _UNSUPPORTED},
 }

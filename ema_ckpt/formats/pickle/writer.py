@@ -81,12 +81,6 @@ class PickleWriter:
         """Push `value`. Raises TypeError as `dumps`."""
         _WRITERS[value.__class__](self, value, depth + 1)
 
-    def _none(self, _value: None, _depth: int) -> None:
-        self.out += b"N"
-
-    def _bool(self, value: bool, _depth: int) -> None:
-        self.out += b"\x88" if value else b"\x89"
-
     def _int(self, value: int, _depth: int = 0) -> None:
         if 0 <= value < 256:
             self.out += b"K%c" % value
@@ -99,9 +93,6 @@ class PickleWriter:
             if len(data) > 255:
                 raise TypeError("an integer of more than 255 bytes cannot be written")
             self.out += b"\x8a%c" % len(data) + data
-
-    def _float(self, value: float, _depth: int) -> None:
-        self.out += struct.pack(">cd", b"G", value)
 
     def _str(self, text: str, _depth: int = 0, *, repeats: bool = False) -> None:
         memoized = repeats or self._memoizes_all
@@ -241,10 +232,10 @@ class _Writers(dict[type, Callable[[PickleWriter, Any, int], None]]):
 
 _WRITERS = _Writers(
     {
-        type(None): PickleWriter._none,
-        bool: PickleWriter._bool,
+        type(None): lambda w, _none, _depth: w.out.extend(b"N"),
+        bool: lambda w, value, _depth: w.out.extend(b"\x88" if value else b"\x89"),
         int: PickleWriter._int,
-        float: PickleWriter._float,
+        float: lambda w, value, _depth: w.out.extend(struct.pack(">cd", b"G", value)),
         str: PickleWriter._str,
         bytes: PickleWriter._bytes,
         bytearray: lambda w, v, depth: w._call(Call("builtins", "bytearray", (bytes(v),)), depth),

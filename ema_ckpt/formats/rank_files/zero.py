@@ -26,14 +26,8 @@ TREE = "module"
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 _STATE = "optimizer_state_dict"
-_MODEL_KEYS = {
-    "param_shapes",
-    "buffer_names",
-    "frozen_param_fragments",
-    "frozen_param_shapes",
-    "shared_params",
-    "module",
-}
+_FROZEN = ("frozen_param_fragments", "frozen_param_shapes")
+_MODEL_KEYS = {"module", "param_shapes", "buffer_names", "shared_params", *_FROZEN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +168,12 @@ def _whole_weights(model: Leaves, where: str) -> dict[str, TensorRef]:
     weights = {}
     for path, value in model.items():
         name = str(path[-1])
-        is_frozen = path[0] == "frozen_param_fragments"
-        if not is_frozen and not (path[0] == "module" and name in buffers):
+        is_buffer = path[0] == "module" and name in buffers
+        if len(path) != 2 or not (is_buffer or path[0] == _FROZEN[0]):
             continue
-        if len(path) != 2 or not isinstance(value, TensorRef):
+        if not isinstance(value, TensorRef):
             continue
-        if model.get(("frozen_param_shapes", name), value.shape) != value.shape:
+        if model.get((_FROZEN[1], name), value.shape) != value.shape:
             problem = f"the frozen weight {name!r} is cut over the ranks, a form that is not read"
             message = f"{where}: {problem}; use zero_to_fp32.py"
             raise SourceError("unsupported", message, tensor=name, file=where)
