@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from ema_ckpt.core.box import row_major_strides
 from ema_ckpt.core.catalog import (
     Catalog,
     Chunk,
@@ -297,11 +296,8 @@ class _Reader:
                 tensor=tensor.name,
                 file=chunk.file,
             )
-        stored = archive.record(f"data/{ref.storage.key}")
-        if stored.nbytes != ref.storage.nbytes:
-            message = f"{chunk.file}: its storage has {stored.nbytes} bytes, expected {ref.storage.nbytes}"
-            raise about(SourceError("bad-header", message), tensor=tensor.name, file=chunk.file)
-        strides = None if ref.strides == row_major_strides(ref.shape) else _meaningful(ref)
+        stored = archive.storage(ref.storage.key, ref.storage.nbytes, tensor.name)
+        strides = ref.strides_in_storage()
         payload = Payload(chunk.file, stored.offset, stored.nbytes, strides, ref.start, stored.crc)
         template = template_of(archive, stored.name)
         if template is not None:
@@ -353,14 +349,3 @@ class _Reader:
                 raise SourceError("unsupported", f"{archive.file}: written on a big-endian machine")
             ref = self._pickles[data] = load_tensor(data, archive.file)
         return ref
-
-
-def _meaningful(ref: TensorRef) -> tuple[int, ...] | None:
-    """Strides with those of length-1 dims as row-major order has them; None if that makes it
-    row-major.
-    """
-    row_major = row_major_strides(ref.shape)
-    strides = tuple(
-        r if size == 1 else s for s, r, size in zip(ref.strides, row_major, ref.shape, strict=True)
-    )
-    return None if strides == row_major else strides

@@ -26,7 +26,7 @@ from ema_ckpt.core.catalog import (
     check_geometry,
 )
 from ema_ckpt.core.dtypes import DType, by_name
-from ema_ckpt.core.errors import SourceError, about
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import OTHER, part_role
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
@@ -351,10 +351,7 @@ class _Merger:
 
 
 def _stored_box(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int) -> _StoredBox:
-    try:
-        record = file.archive.storage(ref.storage.key, ref.storage.nbytes)
-    except SourceError as error:
-        raise about(error, tensor=name, file=file.name) from None
+    record = file.archive.storage(ref.storage.key, ref.storage.nbytes, name)
     return _StoredBox(box, record, file.name, start, ref.strides_in_storage())
 
 

@@ -181,10 +181,7 @@ def read_leaves(
 
 def _tensor(name: str, path: Path, ref: TensorRef, archive: Archive) -> Tensor:
     check_geometry(name, ref.shape, ref.dtype, archive.file)
-    try:
-        record = archive.storage(ref.storage.key, ref.storage.nbytes)
-    except SourceError as error:
-        raise about(error, tensor=name, file=archive.file) from None
+    record = archive.storage(ref.storage.key, ref.storage.nbytes, name)
     storage = (archive.file, ref.storage.key, ref.start, ref.strides_in_storage())
     chunk = Chunk((0,) * len(ref.shape), ref.shape, archive.file, record.offset, record.nbytes)
     return Tensor(name, path, ref.shape, ref.dtype, (chunk,), storage)

@@ -96,12 +96,13 @@ class Archive:
             raise self.window.bad(f"it has no record {name!r}: not written by torch.save")
         return record
 
-    def storage(self, key: str, nbytes: int) -> Record:
-        """Return a storage's record. Raises SourceError `bad-header` unless it has `nbytes`."""
+    def storage(self, key: str, nbytes: int, tensor: str) -> Record:
+        """Return the storage of a tensor. Raises SourceError `bad-header` unless it has `nbytes`."""
         record = self.record(f"data/{key}")
         if record.nbytes != nbytes:
-            message = f"its storage has {record.nbytes} bytes, the pickle says {nbytes}"
-            raise SourceError("bad-header", message, file=self.file)
+            problem = f"its storage has {record.nbytes} bytes, the pickle says {nbytes}"
+            message = f"{self.file}: tensor {tensor!r}: {problem}"
+            raise SourceError("bad-header", message, tensor=tensor, file=self.file)
         return record
 
     def is_torchs(self) -> bool:
