@@ -97,7 +97,7 @@ class Archive:
         return record
 
     def storage(self, key: str, nbytes: int, tensor: str) -> Record:
-        """Return the storage of a tensor. Raises SourceError `bad-header` unless it has `nbytes`."""
+        """Return a tensor's storage. Raises SourceError `bad-header` unless it has `nbytes`."""
         record = self.record(f"data/{key}")
         if record.nbytes != nbytes:
             problem = f"its storage has {record.nbytes} bytes, the pickle says {nbytes}"
