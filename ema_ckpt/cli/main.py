@@ -86,15 +86,8 @@ def _run(argv: list[str]) -> int:
         signals = _SignalHandler()
         _prepare_streams()
         from ema_ckpt.cli.commands import run
-        from ema_ckpt.comm.launched import command_group
 
-        if not _is_distributed(argv):
-            code = run(argv)
-        else:
-            if not _is_first(argv):  # the first process reports for all
-                argv[:] = [argv[0], "--quiet", *[word for word in argv[1:] if word != "--json"]]
-            with command_group(lambda text: print(text, file=sys.stderr, flush=True)):
-                code = run(argv)
+        code = _run_distributed(argv) if _is_distributed(argv) else run(argv)
         signals.is_active = False
         return code
     except _StoppedError as error:
@@ -120,6 +113,16 @@ def _prepare_streams() -> None:
 
 def _is_distributed(argv: Sequence[str]) -> bool:
     return "--distributed" in argv and argv[0] in _DISTRIBUTED_VERBS
+
+
+def _run_distributed(argv: list[str]) -> int:
+    from ema_ckpt.cli.commands import run
+    from ema_ckpt.comm.launched import command_group
+
+    if not _is_first(argv):  # the first process reports for all
+        argv[:] = [argv[0], "--quiet", *[word for word in argv[1:] if word != "--json"]]
+    with command_group(lambda text: print(text, file=sys.stderr, flush=True)):
+        return run(argv)
 
 
 def _is_first(argv: Sequence[str]) -> bool:

@@ -73,6 +73,18 @@ def print_written(result: WriteResult, style: Style) -> None:
     print_result(result, style, result.warnings)
     if not style.talks:
         return
+    print_changes(result)
+    verb = "would write" if result.dry_run else "wrote"
+    if result.dry_run or len(result.files) > 1:
+        for entry in result.files:
+            print(f"{verb} {entry.path} ({format_size(entry.nbytes)})")
+    payload = f"{counted(result.tensors, 'tensor')}, {format_size(result.nbytes)}"
+    tree = "" if result.tree is None else f" of tree {result.tree!r}"
+    print(f"{verb} {payload}{tree} to {result.target} in {result.seconds:.2f} s")
+
+
+def print_changes(result: WriteResult) -> None:
+    """Print what was renamed, filled and skipped."""
     for before, after in list(result.renamed.items())[:10]:
         print(f"renamed {clean(before)} -> {clean(after)}")
     if len(result.renamed) > 10:
@@ -82,13 +94,6 @@ def print_written(result: WriteResult, style: Style) -> None:
         print(f"filled {counted(len(result.filled), 'tensor')} from the live tree: {names}")
     for item in result.skipped:
         print(f"skipped {clean(item.name)}: {item.reason}")
-    verb = "would write" if result.dry_run else "wrote"
-    if result.dry_run or len(result.files) > 1:
-        for entry in result.files:
-            print(f"{verb} {entry.path} ({format_size(entry.nbytes)})")
-    payload = f"{counted(result.tensors, 'tensor')}, {format_size(result.nbytes)}"
-    tree = "" if result.tree is None else f" of tree {result.tree!r}"
-    print(f"{verb} {payload}{tree} to {result.target} in {result.seconds:.2f} s")
 
 
 def print_verified(result: VerifyResult, style: Style) -> None:

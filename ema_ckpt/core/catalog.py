@@ -103,6 +103,11 @@ class Tensor:
         """Bytes of the tensor when whole and contiguous."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def first_file(self) -> str | None:
+        """File of the first chunk, or None without chunks."""
+        return self.chunks[0].file if self.chunks else None
+
 
 @dataclass(frozen=True, slots=True)
 class Object:

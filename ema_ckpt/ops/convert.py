@@ -170,10 +170,10 @@ def low_precision_casts(
     tensors: Sequence[OutputTensor], trees: Sequence[Tree]
 ) -> Iterator[Diagnostic]:
     """Warn of averages that are cast to less than float32."""
-    averages = {id(tensor) for tree in trees if tree.role == EMA for tensor in tree.tensors}
+    roles = {id(tensor): tree.role for tree in trees for tensor in tree.tensors}
     count = 0
     for tensor in tensors:
-        if tensor.casts and id(tensor.source) in averages and tensor.dtype.itemsize < 4:
+        if tensor.casts and roles.get(id(tensor.source)) == EMA and tensor.dtype.itemsize < 4:
             count += 1
     if count:
         stored = f"{counted(count, 'averaged tensor')} stored in less than fp32"
@@ -189,10 +189,8 @@ def split_rows(
     is_whole = catalog.world_size is None or catalog.world_size == 1
 
     def is_cut(tensor: Tensor) -> bool:
-        if not tensor.shape:
-            return False
         # Copies of one box, as replicas leave them in rank files, do not cut a tensor.
-        if len(tensor.chunks) > 1 and len({(c.offsets, c.sizes) for c in tensor.chunks}) > 1:
+        if len({(chunk.offsets, chunk.sizes) for chunk in tensor.chunks}) > 1:
             return True
         if not is_whole or not tensor.dtype.is_floating or id(tensor) in settings:
             return False
@@ -201,4 +199,4 @@ def split_rows(
             return True
         return role_of(tree.name) is None
 
-    return [is_cut(tensor.source) for tensor in tensors]
+    return [bool(tensor.source.shape) and is_cut(tensor.source) for tensor in tensors]

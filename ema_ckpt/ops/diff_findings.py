@@ -28,6 +28,12 @@ class ComparedTrees:
     is_pair: bool
 
     @property
+    def same_bits(self) -> bool:
+        """Whether all pairs are equal bit for bit, and no shape differs."""
+        equal = all(stats.same_bits for stats in self.stats.values())
+        return equal and not self.pairing.mismatched
+
+    @property
     def has_floats(self) -> bool:
         """Whether any pair holds floating-point or complex elements."""
         return any(_is_float(tensor) and tensor.numel for _, tensor, _ in self.pairing.pairs)
@@ -121,11 +127,10 @@ def _num_updates(side: Side) -> int | None:
 
 def equal_to_live(compared: ComparedTrees) -> Iterator[Diagnostic]:
     """Find an EMA that equals its live weights bit for bit."""
-    a, b, pairing = compared.a, compared.b, compared.pairing
-    if not compared.is_pair or a.tree.role != EMA or b.tree.role != LIVE:
+    a, b = compared.a, compared.b
+    if not compared.is_pair or (a.tree.role, b.tree.role) != (EMA, LIVE):
         return
-    same_bits = all(stats.same_bits for stats in compared.stats.values())
-    if pairing.mismatched or not same_bits or not compared.has_floats:
+    if not compared.same_bits or not compared.has_floats:
         return
     updates = _num_updates(a)
     if updates != 0:

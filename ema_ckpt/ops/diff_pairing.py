@@ -84,7 +84,7 @@ def tree_beside(catalog: Catalog, trees: Sequence[Tree], a: Tree, against: str |
     """Return the tree of the same checkpoint to compare `a` with: `against`, or its live tree."""
     if against is not None:
         return find_tree(trees, against, catalog.resolved)
-    live = live_of(trees, a) if a.role == EMA else None
+    live = live_of(trees, a)  # of an EMA
     if live is not None:
         return live
     others = shown([tree.name for tree in trees if tree.tensors and tree.name != a.name])

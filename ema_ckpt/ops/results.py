@@ -34,7 +34,7 @@ class Skipped:
     @classmethod
     def tensor(cls, tensor: Tensor, name: str, reason: str) -> Skipped:
         """Describe a tensor; its file is that of its first chunk."""
-        return cls(name, tensor.chunks[0].file if tensor.chunks else "", reason)
+        return cls(name, tensor.first_file or "", reason)
 
 
 @dataclass(frozen=True, slots=True)

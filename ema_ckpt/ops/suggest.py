@@ -31,7 +31,7 @@ def suggested_options(
         elif value is not None:
             for text in _texts(value):
                 words += [flag, text]
-    return "".join(f" {shlex.quote(word)}" for word in words)
+    return " ".join(["", *map(shlex.quote, words)])
 
 
 def _texts(value: object) -> list[str]:

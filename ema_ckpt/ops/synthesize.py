@@ -28,7 +28,7 @@ from ema_ckpt.ops.synthesize_inputs import (
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
 from ema_ckpt.state_dicts.selection import select_tree
 from ema_ckpt.state_dicts.tree import Tree
-from ema_ckpt.storage.files import local_path
+from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
 from ema_ckpt.writing.preflight import check_sources
 
@@ -123,19 +123,19 @@ def _write(
     refuse_skipped(list(skipped), options.strict)
     split = [bool(tensor.source.shape) for tensor in selection.entries]
     plan, _ = plan_for(output, catalog, selection.entries, split=split)
-    local_paths = [local_path(snapshot.catalog.resolved) for snapshot in snapshots]
+    resolved = [snapshot.catalog.resolved for snapshot in snapshots]
     job = PlannedWrite(
         catalog,
         output,
         _CheckedPlan(plan, weighted_sum),
         selection.entries,
         started,
-        source=", ".join(dict.fromkeys(snapshot.catalog.resolved for snapshot in snapshots)),
+        source=", ".join(dict.fromkeys(resolved)),
         tree=", ".join(dict.fromkeys(snapshot.tree.name for snapshot in snapshots)),
         renamed=selection.renamed,
         skipped=list(skipped),
         warnings=[*catalog.warnings, *warnings],
-        read_paths=[path for path in local_paths if path is not None],
+        read_paths=local_paths(resolved),
     )
     result = finish(job, options)
     overflows = []

@@ -106,6 +106,11 @@ class _Report:
             return
         except EmaCkptError as error:
             self.add_error(error)
+        for part in self.parts_of(location):
+            yield from self.open_parts(part, path)
+
+    def parts_of(self, location: Location) -> list[Location]:
+        """Return the parts, or the files beside an index."""
         parts = [part for _, part in location.parts]
         kind = location.format
         if kind in (SAFETENSORS, TORCH) and location.names[0].endswith(".index.json"):
@@ -114,8 +119,7 @@ class _Report:
                 if name.endswith(suffixes):
                     file = join(location.root, name)
                     parts.append(Location(kind, location.root, (name,), file))
-        for part in parts:
-            yield from self.open_parts(part, path)
+        return parts
 
     def add_error(self, error: EmaCkptError) -> None:
         """Add an error as a problem; raise one that says nothing of damage."""
@@ -181,8 +185,7 @@ def scan_values(audit: Audit, threads: int) -> None:
         if counts.nan or counts.inf:
             values = f"{counts.nan} NaN and {counts.inf} infinite"
             message = f"{label} {values} of {counted(tensor.numel, 'value')}"
-            file = tensor.chunks[0].file if tensor.chunks else None
-            audit.report("non-finite", message, tensor.name, file)
+            audit.report("non-finite", message, tensor.name, tensor.first_file)
         elif counts.largest == 0 and tensor.numel > 1:
             audit.warn("all-zero", f"{label} all of its {tensor.numel} values are zero")
         if counts.largest >= ABSURD:

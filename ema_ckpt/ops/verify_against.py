@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from ema_ckpt.analysis.audit import Audit
@@ -65,7 +66,7 @@ class _Comparison:
 
     def run(self) -> None:
         """Try each naming until one matches every tensor; else report by the best."""
-        best: tuple[int, _Naming, list[str], list[str]] | None = None
+        tried: list[tuple[int, _Naming, list[str], list[str]]] = []
         for naming in self.namings():
             missing, differing = [], []
             for name in self.tensors:
@@ -73,13 +74,11 @@ class _Comparison:
                     missing.append(name)
                 elif not self.is_equal(name, naming):
                     differing.append(name)
-            count = len(missing) + len(differing)
-            if best is None or count < best[0]:
-                best = count, naming, missing, differing
-            if not count:
+            tried.append((len(missing) + len(differing), naming, missing, differing))
+            if not missing and not differing:
                 break
-        if best is not None:
-            self.report(*best[1:])
+        _, naming, missing, differing = min(tried, key=itemgetter(0))
+        self.report(naming, missing, differing)
 
     def namings(self) -> Sequence[_Naming]:
         """Return full names, and each tree under the names inside it, the likeliest first."""
@@ -94,10 +93,11 @@ class _Comparison:
             names = _names_inside(with_tied_names(self.origin, tree))
             plain = {canonical(name): tensor for name, tensor in names.items()}
             namings.append(_Naming(f", tree {tree.name!r}", plain | names))
-        matches = {}
-        for naming in namings:
-            matches[naming.label] = sum(naming.counterpart(n) is not None for n in self.tensors)
-        return sorted(namings, key=lambda naming: -matches[naming.label])
+        return sorted(namings, key=self.matches, reverse=True)
+
+    def matches(self, naming: _Naming) -> int:
+        """Count the tensors that a naming matches."""
+        return sum(naming.counterpart(name) is not None for name in self.tensors)
 
     def is_equal(self, name: str, naming: _Naming) -> bool:
         """Check whether shape and digest equal those in the source."""
@@ -158,8 +158,7 @@ class _Comparison:
         message = f"tensor {tensor.name!r}: its bytes differ from those of {other.name!r}"
         if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
             message += f" ({other.dtype.name} {list(other.shape)})"
-        file = tensor.chunks[0].file if tensor.chunks else None
-        self.audit.report("checksum", f"{message} in {where}", tensor.name, file)
+        self.audit.report("checksum", f"{message} in {where}", tensor.name, tensor.first_file)
 
     def report_spare(self, spare: Mapping[str, Tensor], naming: _Naming, where: str) -> None:
         """Report tensors that only the source has, other than tied names and whole trees."""

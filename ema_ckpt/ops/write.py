@@ -20,7 +20,7 @@ from ema_ckpt.ops.objects import header_text
 from ema_ckpt.ops.results import FileEntry, Skipped, WriteResult
 from ema_ckpt.state_dicts.selection import KeptObject
 from ema_ckpt.state_dicts.ties import dropped_names
-from ema_ckpt.storage.files import local_path
+from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
 from ema_ckpt.writing.options import WriteOptions
@@ -85,10 +85,10 @@ def output_form(destination: Path, to: str | None, default: str) -> str:
         return implied or default
     if to not in ("dcp", "safetensors", "pt"):
         raise UsageError("usage", f"--to {to}: expected dcp, safetensors or pt")
-    if implied is not None and implied != to:
+    if implied not in (None, to):
         message = f"--to {to}: {destination.name} has the ending of a {implied} file"
         raise UsageError("usage", message)
-    if to == "pt" and implied is None:
+    if (to, implied) == ("pt", None):
         message = f"--to pt: {destination.name} needs the ending .pt, .pth, .bin or .ckpt"
         raise UsageError("usage", message)
     return to
@@ -176,8 +176,7 @@ class PlannedWrite:
     @property
     def sources(self) -> list[str]:
         """Local places that are read, which the destination may not touch."""
-        source = local_path(self.catalog.resolved)
-        return [*([] if source is None else [source]), *self.read_paths]
+        return [*local_paths([self.catalog.resolved]), *self.read_paths]
 
 
 def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,12 @@ def local_path(path: str) -> str | None:
         return path
     scheme, _, rest = path.partition("://")
     return rest if scheme in ("file", "local") else None
+
+
+def local_paths(paths: Iterable[str]) -> list[str]:
+    """Return the local paths of those `paths` that lie on this machine."""
+    candidates = [local_path(path) for path in paths]
+    return [path for path in candidates if path is not None]
 
 
 def safe_name(name: str) -> str:

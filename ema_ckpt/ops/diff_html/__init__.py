@@ -19,7 +19,7 @@ from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import counted
 from ema_ckpt.ops.diff_html.charts import curves, depth_chart, histogram
 from ema_ckpt.ops.results import DiffResult, DiffTensor
-from ema_ckpt.storage.files import local_path
+from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.preflight import check_place, resolve_target
 
 # Nothing may be loaded from anywhere, whatever a tensor is called.
@@ -48,10 +48,9 @@ def check_page(path: str | os.PathLike[str], sources: Sequence[Catalog]) -> Path
             nothing can be written.
         UsageError: `usage` for URLs, the current directory and those above it, and mount points.
     """
-    local_paths = [local_path(source.resolved) for source in sources]
     try:
         target = resolve_target(path)
-        check_place(target, [place for place in local_paths if place is not None])
+        check_place(target, local_paths(source.resolved for source in sources))
     except (TargetError, UsageError) as error:
         raise type(error)(error.code, f"--html {error}") from None
     if not os.path.lexists(target):
@@ -68,10 +67,10 @@ def check_page(path: str | os.PathLike[str], sources: Sequence[Catalog]) -> Path
 
 
 def _local_files(source: Catalog) -> Iterator[os.stat_result]:
-    root = local_path(source.source.root)
-    for name in source.files if root is not None else ():
-        with contextlib.suppress(OSError):
-            yield os.stat(os.path.join(root or "", name))
+    for root in local_paths([source.source.root]):
+        for name in source.files:
+            with contextlib.suppress(OSError):
+                yield os.stat(os.path.join(root, name))
 
 
 def write_page(
