@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ema_ckpt.analysis.compare import Comparer, PairStats
 from ema_ckpt.core.dtypes import DTYPES, by_name
-from ema_ckpt.reading.decode import table
 
 FLOATS = [d.name for d in DTYPES if d.kind == "float"]
 LOW = [d.name for d in DTYPES if d.kind == "low"]
@@ -69,20 +68,11 @@ def test_floats_of_any_two_types(a: str, b: str) -> None:
     check(x, y, compare(x, y))
 
 
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", [name for name in LOW if name != "float4_e2m1fn_x2"])
 def test_codes_of_low_precision(name: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     kind = getattr(torch, name)
-    if (
-        name == "float4_e2m1fn_x2"
-    ):  # torch has no cast of it; the values are those of the OCP specification
-        values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-        expected = np.array([[values[c & 15], values[c >> 4]] for c in range(256)])
-        assert np.array_equal(table(name), expected)
-        return
-    expected = codes.view(kind).to(torch.float64).numpy()
-    assert np.array_equal(table(name), expected, equal_nan=True)
-    finite = codes[torch.from_numpy(np.isfinite(expected))]
+    finite = codes[codes.view(kind).to(torch.float64).isfinite()]
     x, y = finite.view(kind), finite.flip(0).view(kind)
     check(x, y, compare(x, y))
 
