@@ -209,7 +209,7 @@ class Catalog:
         nesting: dict keys and tuples that paths leave open.
         ties: names that the source dropped as tied, each with the name that was kept.
         order: names in the order of the state dict, where `tensors` and `objects` cannot tell it.
-        header_text: text beside the tensors in safetensors headers (`__metadata__`), by key.
+        header_text: text beside the tensors in safetensors headers (`__metadata__`), without ties.
         part_roles: roles of the trees of a checkpoint that consists of several, by tree name.
         rank_private: state of single ranks, left out of the trees.
         unknown_entries: metadata entries of unknown classes.

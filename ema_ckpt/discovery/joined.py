@@ -278,7 +278,6 @@ def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
         warnings=tuple(_with_directory(warning, directory) for warning in catalog.warnings),
         nesting=Nesting(keys, frozenset(map(place, catalog.nesting.tuples))),
         ties=_relocate_ties(part, reader),
-        header_text={k: v for k, v in catalog.header_text.items() if k not in catalog.ties},
         rank_private=tuple(
             RankPrivate(place(path), directory + file, reason)
             for path, file, reason in catalog.rank_private

@@ -102,12 +102,8 @@ def unknown_objects(catalog: Catalog) -> list[Skipped]:
 
 
 def header_text(catalog: Catalog) -> dict[str, str]:
-    """Return the text of a safetensors header, without its format and ties."""
-    return {
-        key: text
-        for key, text in catalog.header_text.items()
-        if key != "format" and key not in catalog.ties
-    }
+    """Return the text of a safetensors header, without its format."""
+    return {key: text for key, text in catalog.header_text.items() if key != "format"}
 
 
 def unsupported_metadata(

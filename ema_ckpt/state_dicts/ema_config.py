@@ -69,16 +69,12 @@ def read_ema_config(catalog: Catalog, tree: Tree, *, open_objects: bool = True) 
     decay = raw.get("decay")
     if "decay" in settings:
         decay = _read_value(catalog, settings["decay"], open_objects)
+    counts = (_read_value(catalog, settings[n], open_objects) for n in COUNTERS if n in settings)
     # DistEMA counts its steps in the configuration.
-    count = _as_count(raw.get("num_updates", raw.get("decay_steps")))
-    for name in filter(settings.__contains__, COUNTERS):
-        stored = _as_count(_read_value(catalog, settings[name], open_objects))
-        if stored is not None:
-            count = stored
-            break
+    configured = raw.get("num_updates", raw.get("decay_steps"))
     dtypes = {t.dtype.name for t in tree.named.values() if t.dtype.kind not in ("int", "bool")}
     return EmaConfig(
-        num_updates=count,
+        num_updates=_as_count(next(filter(_is_count, counts), configured)),
         decay=float(decay) if _is_number(decay) else None,
         schedule=raw["schedule"] if "schedule" in raw else _warmup_schedule(raw),
         dtype="mixed" if len(dtypes) > 1 else "".join(dtypes) or None,
@@ -160,8 +156,12 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _is_count(value: object) -> TypeGuard[int | float]:
+    return _is_number(value) and value == value // 1
+
+
 def _as_count(value: object) -> int | None:
-    return int(value) if _is_number(value) and value == value // 1 else None
+    return int(value) if _is_count(value) else None
 
 
 def _read_value(catalog: Catalog, entry: Tensor | Object, open_objects: bool) -> object:

@@ -47,7 +47,7 @@ class Averages(NamedTuple):
 
 def is_setting(name: str, tensor: Tensor) -> bool:
     """Check whether a tensor inside an EMA tree describes the average (`decay`, `num_updates`)."""
-    return tensor.numel <= 1 and (name in SETTINGS or name.startswith("config."))
+    return (name in SETTINGS or name.startswith("config.")) and tensor.numel <= 1
 
 
 def is_weight(name: str, tensor: Tensor) -> bool:

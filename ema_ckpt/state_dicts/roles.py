@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import SourceError
@@ -207,18 +208,19 @@ def _live_prefix(groups: Mapping[str, Group]) -> str | None:
     for group in groups.values():
         if role_of(group.name) == EMA:
             averaged.update(group.averages.tensors)
-    weights = {}
-    for name, tensor in groups[""].tensors.items() if "" in groups else ():
-        # Such as the `step` of ema-pytorch.
-        is_bookkeeping = is_setting(name, tensor) or (not tensor.shape and "." not in name)
-        if name in averaged or not is_bookkeeping:
-            weights[name] = tensor
+    root = groups.get("", Group("")).tensors
+    weights = {n: t for n, t in root.items() if n in averaged or not _is_bookkeeping(n, t)}
     first = next(iter(weights), "")
     prefix = "app.model" if first.startswith("app.model.") else first.partition(".")[0]
     bare = inside(weights, f"{prefix}.")
     if role_of(prefix) != LIVE or len(bare) != len(weights):
         return None
     return prefix if matches(averaged, bare) and not matches(averaged, weights) else None
+
+
+def _is_bookkeeping(name: str, tensor: Tensor) -> bool:
+    # Outside all trees, such as the `step` of ema-pytorch.
+    return is_setting(name, tensor) or (not tensor.shape and "." not in name)
 
 
 def _without_online_model(group: Group) -> list[Group]:
@@ -259,7 +261,7 @@ def _unnamed_live(groups: Sequence[Group]) -> Group | None:
     """Find the live weights if no name tells them: the only group without a role that has any."""
     roles = {group.role for group in groups}
     unnamed = [group for group in groups if group.role is None and group.tensors]
-    shaped = [g for g in unnamed if any(tensor.shape for tensor in g.tensors.values())]
+    shaped = [g for g in unnamed if any(map(attrgetter("shape"), g.tensors.values()))]
     if LIVE in roles or (EMA in roles and not shaped):
         return None
     candidates = shaped or unnamed

@@ -189,15 +189,21 @@ def select_all(
         wanted = set(map(id, chain.from_iterable(tree.entries for tree in picked)))
         candidates = [row for row in rows if id(row.source) in wanted]
     kept = {id(row.source) for row in _filter(candidates, chosen, where)}
+    kept |= _settings_of(trees, rows, kept, chosen.exclude)
+    return _write([row for row in rows if id(row.source) in kept], chosen, candidates, where)
+
+
+def _settings_of(
+    trees: Sequence[Tree], rows: Sequence[_Row], kept: set[int], exclude: Sequence[str]
+) -> set[int]:
+    """Find the settings of averages that are kept, unless they are excluded, by object id."""
     settings: set[int] = set()
     for tree in trees:
         if not kept.isdisjoint(map(id, tree.named.values())):
             settings.update(map(id, tree.settings.values()))
-    excluded = _Globs(chosen.exclude)
-    for row in rows:
-        if id(row.source) in settings and not excluded.fits(row.name):
-            kept.add(id(row.source))
-    return _write([row for row in rows if id(row.source) in kept], chosen, candidates, where)
+    excluded = _Globs(exclude)
+    beside = [row for row in rows if id(row.source) in settings and not excluded.fits(row.name)]
+    return {id(row.source) for row in beside}
 
 
 def _full_rows(catalog: Catalog, trees: Sequence[Tree], *, strip: bool) -> Iterator[_Row]:
@@ -251,7 +257,12 @@ class _Globs:
         ]
 
     def fits(self, name: str) -> bool:
-        return name in self._names or any(test(name) for _, test in self._tests)
+        if name in self._names:
+            return True
+        for _, test in self._tests:
+            if test(name):
+                return True
+        return False
 
     def idle(self, names: Sequence[str]) -> list[str]:
         """The globs that fit none of `names`."""
@@ -264,8 +275,10 @@ def _filter(rows: Sequence[_Row], chosen: SelectionOptions, where: str) -> list[
     names = [row.name for row in rows]
     refuse_idle("--match", chosen.match, names, where)
     refuse_idle("--exclude", chosen.exclude, names, where)
-    matched, excluded = _Globs(chosen.match or ["*"]), _Globs(chosen.exclude)
-    kept = [row for row in rows if matched.fits(row.name) and not excluded.fits(row.name)]
+    matched, excluded = _Globs(chosen.match), _Globs(chosen.exclude)
+    kept = [row for row in rows if not excluded.fits(row.name)]
+    if chosen.match:
+        kept = [row for row in kept if matched.fits(row.name)]
     if rows and not kept:
         message = f"{where}: --match and --exclude leave none of {counted(len(rows), 'name')}"
         raise UsageError("empty-selection", message)
@@ -274,7 +287,7 @@ def _filter(rows: Sequence[_Row], chosen: SelectionOptions, where: str) -> list[
 
 def refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: str) -> None:
     """Raise UsageError `empty-selection` if one of `globs`, given as `flag`, fits no name."""
-    idle = _Globs(globs).idle(names)
+    idle = _Globs(globs).idle(names) if globs else []
     if not idle:
         return
     near = nearest(idle[0], names) if len(names) <= _SUGGESTED_FROM else names
@@ -289,7 +302,7 @@ def _write(
     """Apply `keep_dtype` and `rename`, refuse collisions, and build what is written."""
     refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in candidates], where)
     spared = _Globs(chosen.keep_dtype)
-    for row in kept:
+    for row in kept if chosen.dtype is not None else ():
         if row.castable and not spared.fits(row.name):
             row.dtype = chosen.dtype
     _rename(kept, chosen.rename, where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, product
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
@@ -210,12 +211,11 @@ def _cut(tree: Tree, path: str) -> Tree | None:
 
 def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
     """Complete `part`, which was cut out of `tree`, with what makes it an EMA if it is one."""
-    skip = len(part.name) + 1
-    objects = {item.name[skip:]: item for item in part.objects}
+    objects = inside({item.name: item for item in part.objects}, f"{part.name}.")
     group = Group(part.name, None, dict(part.named), objects)
     is_named_ema = tree_role(part.name) == EMA and tree.role in (LIVE, OTHER)
     if group.weights and (is_named_ema or group.is_average):
-        siblings = filter(None, [_cut(tree, name) for name in live_partners(part.name)])
+        siblings = filter(None, map(partial(_cut, tree), live_partners(part.name)))
         others = [t for t in of_role(trees, LIVE, OPTIMIZER, OTHER) if t is not tree]
         return _average_tree(group, [*siblings, *others], (), None)
     if tree.role != EMA:
@@ -226,9 +226,7 @@ def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
         named = {fqn: tensor for fqn, tensor in tree.named.items() if id(tensor) in stored}
         return replace(part, named=named, problem=tree.problem)
     prefix = _live_prefix(tree, part)
-    if prefix is None:
-        return replace(part, partner=None)
-    return replace(part, live_prefix=prefix)
+    return replace(part, partner=None) if prefix is None else replace(part, live_prefix=prefix)
 
 
 def _live_prefix(tree: Tree, part: Tree) -> str | None:
@@ -300,13 +298,13 @@ def default_tree(
     filled = [tree for tree in trees if tree.tensors]
     if not filled:
         return Tree("", LIVE)
+    where = where or "the checkpoint"
     counts = f"{counted(len(averages), 'EMA tree')} and {counted(len(lives), 'live tree')}"
-    message = f"{where or 'the checkpoint'} has {counts}; name the one that is meant"
+    message = f"{where} has {counts}; name the one that is meant"
     candidates = averages + lives or of_role(filled, LIVE, EMA, OTHER)
     commands = [f"{command} --tree {shlex.quote(tree.name)}{options}" for tree in candidates]
     if not candidates:
-        message = f"{where or 'the checkpoint'} holds optimizer state alone, no weights; convert"
-        message += " takes it whole"
+        message = f"{where} holds optimizer state alone, no weights; convert takes it whole"
         commands = [command.replace(" consolidate ", " convert ") + options]
     ready = "; ".join(f"`{command}`" for command in commands)
     raise UsageError("ambiguous-tree", f"{message}: {ready}")

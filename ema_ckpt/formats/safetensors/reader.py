@@ -126,7 +126,7 @@ def open_safetensors(
         warnings=tuple(warnings),
         nesting=found.nesting or Nesting(),
         ties=ties,
-        header_text=metadata,
+        header_text={key: text for key, text in metadata.items() if key not in ties},
     )
 
 
