@@ -257,12 +257,9 @@ class _Globs:
         ]
 
     def fits(self, name: str) -> bool:
-        if name in self._names:
-            return True
-        for _, test in self._tests:
-            if test(name):
-                return True
-        return False
+        if name in self._names or not self._tests:
+            return name in self._names
+        return any(test(name) for _, test in self._tests)
 
     def idle(self, names: Sequence[str]) -> list[str]:
         """The globs that fit none of `names`."""
