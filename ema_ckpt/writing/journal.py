@@ -1,10 +1,9 @@
-"""The journal of a stage: which ranges of the output are written, so that `--resume` need not write
-them again.
+"""The journal of a stage: ranges of the output that are written, for `--resume`.
 
-One JSON document a line. The first names what is being written (source identity and plan hash),
-each other one is `[file, offset, nbytes, "crc32 in hex"]`, and a fifth element `{name: count}`
-where a cast made finite values infinite. No line is believed on resume before its range has been
-read back: data that a power cut kept from the disk simply fails its CRC and is written once more.
+One JSON document a line. The first names what is being written (digests of source and plan), each
+other one is `[file, offset, nbytes, "crc32 in hex"]`, and a fifth element `{name: count}` where a
+cast made finite values infinite. No line is believed on resume before its range has been read back:
+data that a power cut kept from the disk simply fails its CRC and is written once more.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -32,9 +31,7 @@ _READ_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What is recorded of a range: its CRC-32, and how many finite values of each tensor became
-    infinite in it.
-    """
+    """CRC-32 of a written range, and by tensor how many finite values became infinite in it."""
 
     crc: int
     overflow: Mapping[str, int] = field(default_factory=dict)
@@ -46,96 +43,86 @@ class Journal:
     def __init__(
         self, stage: Path, payload: Path, identity: Mapping[str, str], *, after: float = 0.0
     ) -> None:
-        """Start a journal in `stage`, or take up the one there; `payload` is what is being written.
+        """Create the journal in `stage`, or reopen the one that an interrupted run left.
 
         Args:
-            after: seconds to keep a new journal in memory, for work that would rather be done anew.
+            payload: the file or directory that is written.
+            after: seconds for which a new journal stays in memory.
         """
         self._payload = payload
         self._path = stage / JOURNAL
         self._lock = threading.Lock()
         self._fd: int | None = None
-        _drop_torn_line(self._path)
-        self._found = dict(_ranges(self._path))
-        self._closed = False
+        self._recorded = _read_ranges(self._path)
+        self._is_closed = False
         self._pid, self._is_child = os.getpid(), False
-        self._kept: list[object] = []
+        self._pending: list[object] = []
         self._due = time.monotonic() + after
         if not after:
             self._open()
-        if not self._is_begun():
+        if not self._has_first_line():
             self._append({"journal": _VERSION, "identity": dict(identity)})
 
     def done(self, file: str, offset: int, nbytes: int, finished: Finished) -> None:
         """Record that `nbytes` bytes at `offset` of `file` are written."""
-        entry = [file, offset, nbytes, f"{finished.crc:08x}"]
-        self._append([*entry, dict(finished.overflow)] if finished.overflow else entry)
+        line = [file, offset, nbytes, f"{finished.crc:08x}"]
+        self._append([*line, dict(finished.overflow)] if finished.overflow else line)
 
     def completed(self) -> dict[Range, Finished]:
-        """Ranges of an earlier run that are there and intact. Reads each of them back."""
-        sound: dict[Range, Finished] = {}
-        for file, keys in groupby(sorted(self._found), key=lambda key: key[0]):
-            sound.update(self._intact(file, list(keys)))
-        return sound
+        """Read back the ranges of an earlier run; return those that are intact."""
+        intact: dict[Range, Finished] = {}
+        for file, ranges in groupby(sorted(self._recorded), key=lambda key: key[0]):
+            try:
+                fd = os.open(self._payload / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                continue
+            try:
+                for key in ranges:
+                    if _crc(fd, key[1], key[2]) == self._recorded[key].crc:
+                        intact[key] = self._recorded[key]
+            finally:
+                os.close(fd)
+        return intact
 
     def close(self) -> None:
         """Close the file; nothing can be recorded after."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             fd, self._fd = self._fd, None
             if fd is not None:
                 os.close(fd)
 
     def discard(self) -> None:
-        """Close and delete: the output is complete, and what is to be deleted next must never be
-        resumed.
-        """
+        """Close and delete: the stage must not be resumed."""
         self.close()
         self._path.unlink(missing_ok=True)
 
-    def _append(self, entry: object) -> None:
+    def _append(self, document: object) -> None:
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise ValueError("the journal is closed")
-            if os.getpid() != self._pid:  # a child: the parent writes what it has kept
+            if os.getpid() != self._pid:  # a child: the parent writes what it keeps
                 self._pid, self._is_child = os.getpid(), True
-                self._kept.clear()
-            self._kept.append(entry)
-            if time.monotonic() >= self._due and (not self._is_child or self._is_begun()):
-                os.write(self._open(), b"".join(map(_line, self._kept)))
-                self._kept.clear()
+                self._pending.clear()
+            self._pending.append(document)
+            if time.monotonic() < self._due or (self._is_child and not self._has_first_line()):
+                return
+            lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in self._pending]
+            os.write(self._open(), "".join(lines).encode())
+            self._pending.clear()
 
-    def _is_begun(self) -> bool:
+    def _has_first_line(self) -> bool:
         return self._path.exists() and self._path.stat().st_size > 0
 
     def _open(self) -> int:
         if self._fd is None:
-            self._fd = os.open(
-                self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-            )
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags, 0o666)
         return self._fd
-
-    def _intact(self, file: str, keys: list[Range]) -> Iterator[tuple[Range, Finished]]:
-        try:
-            fd = os.open(self._payload / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return
-        try:
-            for key in keys:
-                if _crc(fd, key[1], key[2]) == self._found[key].crc:
-                    yield key, self._found[key]
-        finally:
-            os.close(fd)
-
-
-def _line(entry: object) -> bytes:
-    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
 def recorded_identity(stage: Path) -> dict[str, str] | None:
-    """What the writer that left `stage` behind was writing, or None if its journal does not
-    tell.
-    """
+    """Read the digests of source and plan that a stage was begun with; None without a journal."""
     try:
         with open(stage / JOURNAL, "rb") as file:
             head = json.loads(file.readline())
@@ -147,15 +134,16 @@ def recorded_identity(stage: Path) -> dict[str, str] | None:
 
 
 def check_identity(stage: Path, target: Path, identity: Mapping[str, str]) -> bool:
-    """Whether `stage` can be continued: False if it holds nothing to go on from.
+    """Check that `stage` can be continued; False if it holds nothing to go on from.
 
     Raises:
         TargetError: `resume-mismatch` if it was begun from another source or with other options.
     """
-    found = recorded_identity(stage)
-    if found is None:
+    recorded = recorded_identity(stage)
+    if recorded is None:
         return False
-    differing = sorted(key for key in {*found, *identity} if found.get(key) != identity.get(key))
+    keys = sorted({*recorded, *identity})
+    differing = [key for key in keys if recorded.get(key) != identity.get(key)]
     if differing:
         raise TargetError(
             "resume-mismatch",
@@ -166,28 +154,26 @@ def check_identity(stage: Path, target: Path, identity: Mapping[str, str]) -> bo
     return True
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cut off what a kill left of the last line, so that the next one does not grow onto it."""
+def _read_ranges(path: Path) -> dict[Range, Finished]:
+    """Read a journal's ranges, if there is one, and cut off a torn last line."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _ranges(path: Path) -> Iterator[tuple[Range, Finished]]:
-    if not path.exists():
-        return
-    for line in path.read_bytes().splitlines()[1:]:
+        return {}
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        os.truncate(path, end)
+    ranges = {}
+    for line in data[:end].splitlines()[1:]:
         try:
             file, offset, nbytes, crc, *rest = json.loads(line)
             if file:
                 safe_name(file)
             overflow = {str(name): int(count) for name, count in rest[0].items()} if rest else {}
-            yield (file, int(offset), int(nbytes)), Finished(int(crc, 16), overflow)
+            ranges[file, int(offset), int(nbytes)] = Finished(int(crc, 16), overflow)
         except (ValueError, TypeError, AttributeError, EmaCkptError):
-            continue  # unread lines only cost a rewrite of their range
+            continue  # the range is written again
+    return ranges
 
 
 def _crc(fd: int, offset: int, nbytes: int) -> int | None:

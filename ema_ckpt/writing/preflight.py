@@ -1,6 +1,4 @@
-"""Whether a place may be written to: every check that can be made before, and without, writing
-anything.
-"""
+"""Checks of destination and sources that need no write, made before anything is written."""
 
 from __future__ import annotations
 
@@ -55,11 +53,11 @@ _REFUSED = (
 
 
 class OverwritePolicy(NamedTuple):
-    """On what terms a target is written.
+    """What may be replaced.
 
     Attributes:
         is_directory: the target becomes a directory. overwrite: it may replace what is there.
-        keep_foreign: what is no checkpoint's file in the old directory is carried into the new one.
+        keep_foreign: other files of the old directory are carried into the new one.
     """
 
     is_directory: bool
@@ -68,35 +66,28 @@ class OverwritePolicy(NamedTuple):
 
 
 def resolve_target(target: str | os.PathLike[str]) -> Path:
-    """The real place of `target`: symbolic links are followed, so that they stay and what they name
-    changes.
+    """Resolve symbolic links of `target`: they stay, and what they point to is replaced.
 
     Raises:
-        UsageError: `usage` for URLs, `/`, the current directory and those above it, and mount
-            points.
+        UsageError: `usage` for URLs, `/`, the current directory and those above it, mount points.
     """
     text = os.fspath(target)
     if is_url(text):
-        raise UsageError(
-            "usage", f"{text}: cannot write to a URL; write to a local path and copy it from there"
-        )
+        reason = "cannot write to a URL; write to a local path and copy it from there"
+        raise UsageError("usage", f"{text}: {reason}")
     if is_mangled_url(text) and not os.path.lexists(text.partition("/")[0]):
-        raise UsageError(
-            "usage", f"{text}: cannot write to a URL (a URL loses a slash when it becomes a Path)"
-        )
+        reason = "cannot write to a URL (a URL loses a slash when it becomes a Path)"
+        raise UsageError("usage", f"{text}: {reason}")
     if not text or "\0" in text:
         raise UsageError("usage", f"{text!r} is not a path to write to")
     path = Path(os.path.realpath(text))
-    here = Path(os.path.realpath(os.getcwd()))
-    if path == here or path in here.parents or not path.name:
-        raise UsageError(
-            "usage",
-            f"{text}: refusing to replace the current directory or one above it; name a new path",
-        )
+    current = Path(os.path.realpath(os.getcwd()))
+    if path == current or path in current.parents or not path.name:
+        reason = "refusing to replace the current directory or one above it; name a new path"
+        raise UsageError("usage", f"{text}: {reason}")
     if os.path.ismount(path) or str(path) in _mount_points():
-        raise UsageError(
-            "usage", f"{text}: is a mount point and cannot be replaced; name a path inside it"
-        )
+        reason = "is a mount point and cannot be replaced; name a path inside it"
+        raise UsageError("usage", f"{text}: {reason}")
     return path
 
 
@@ -112,50 +103,50 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
             _check_apart(path, Path(os.path.realpath(source)))
     parent = path.parent
     if not os.path.lexists(parent):
-        raise TargetError(
-            "not-found", f"{path}: the directory {parent} does not exist; create it first"
-        )
+        reason = f"the directory {parent} does not exist; create it first"
+        raise TargetError("not-found", f"{path}: {reason}")
+    reason = ""
+    mode = os.W_OK | os.X_OK
     if not parent.is_dir():
-        raise TargetError("usage", f"{path}: {parent} is not a directory")
-    if not os.access(
-        parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
-    ):
-        raise TargetError("usage", f"{path}: no permission to write in {parent}")
-    if len(os.fsencode(stage_path(path, "00000000").name)) > os.pathconf(parent, "PC_NAME_MAX"):
-        raise TargetError(
-            "usage", f"{path}: the name is too long to write beside it; use a shorter one"
-        )
+        reason = f"{parent} is not a directory"
+    elif not os.access(parent, mode, effective_ids=os.access in os.supports_effective_ids):
+        reason = f"no permission to write in {parent}"
+    elif len(os.fsencode(stage_path(path, "0" * 8).name)) > os.pathconf(parent, "PC_NAME_MAX"):
+        reason = "the name is too long to write beside it; use a shorter one"
+    if reason:
+        raise TargetError("usage", f"{path}: {reason}")
 
 
-def check_replaceable(path: Path, terms: OverwritePolicy) -> list[str]:
+def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
     """Check that what is at `path` now, if anything, may be replaced.
 
     Returns:
         Names of foreign entries of the old directory that have to be carried into the new one.
 
     Raises:
-        TargetError: `target-exists` without `terms.overwrite`; `foreign-files` if replacing would
-            delete anything that is not part of a checkpoint; `usage` for devices, FIFOs and
-            sockets.
+        TargetError: `target-exists` without `policy.overwrite`; `foreign-files` if replacing would
+            delete anything that is not part of a checkpoint; `usage` for devices, FIFOs, sockets.
     """
     if not os.path.lexists(path):
         return []
     mode = os.lstat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise TargetError(
-            "usage", f"{path}: is neither a file nor a directory and is never replaced"
-        )
-    if not terms.overwrite:
-        message = f"{path}: already exists; name another path, or pass --overwrite (overwrite=True)"
-        raise TargetError("target-exists", message)
+        reason = "is neither a file nor a directory and is never replaced"
+        raise TargetError("usage", f"{path}: {reason}")
+    if not policy.overwrite:
+        reason = "already exists; name another path, or pass --overwrite (overwrite=True)"
+        raise TargetError("target-exists", f"{path}: {reason}")
     if stat.S_ISDIR(mode):
         foreign = foreign_entries(path)
-        if foreign and not (terms.keep_foreign and terms.is_directory):
-            raise _foreign(path, foreign)
-        return foreign
-    if terms.is_directory and not _is_checkpoint_file(path):
-        raise _foreign(path, [path.name])
-    return []
+        carried = foreign if policy.keep_foreign and policy.is_directory else []
+    else:
+        foreign = [path.name] if policy.is_directory and not _is_checkpoint_file(path) else []
+        carried = []
+    if foreign != carried:
+        listed = f"{shown(foreign)}; move it away or name another path"
+        message = f"{path}: --overwrite would delete what is no checkpoint: {listed}"
+        raise TargetError("foreign-files", message)
+    return carried
 
 
 def check_space(path: Path, nbytes: int) -> None:
@@ -167,44 +158,36 @@ def check_space(path: Path, nbytes: int) -> None:
     status = os.statvfs(path.parent)
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and free < nbytes:  # some network file systems report no sizes at all
-        raise TargetError(
-            "no-space", f"{path}: needs {nbytes:,} bytes, {path.parent} has {free:,} free"
-        )
+        message = f"{path}: needs {nbytes:,} bytes, {path.parent} has {free:,} free"
+        raise TargetError("no-space", message)
 
 
 def foreign_entries(directory: Path) -> list[str]:
-    """Names in `directory` that are not files of a known checkpoint format, sorted. Subdirectories
-    always are.
-    """
-    return sorted(
-        entry.name for entry in os.scandir(directory) if not _is_checkpoint_file(Path(entry.path))
-    )
+    """List entries that are no files of a checkpoint format, sorted; subdirectories never are."""
+    entries = os.scandir(directory)
+    return sorted(entry.name for entry in entries if not _is_checkpoint_file(Path(entry.path)))
 
 
 def write_error(path: Path, error: OSError) -> TargetError:
-    """The one line that says why `path` could not be written."""
+    """Return the one line that says why `path` could not be written."""
     reason = error.strerror or str(error)
     if error.errno in _FULL:
-        return TargetError(
-            "no-space", f"{path}: {reason} while writing; free some space and run it again"
-        )
+        hint = "free some space and run it again"
+        return TargetError("no-space", f"{path}: {reason} while writing; {hint}")
+    code = "unreadable"
     if error.errno == errno.EXDEV:
         # overlayfs cannot rename a directory of a lower layer (an image's, say), with any flags.
-        reason = "the file system cannot move the directory that is there; delete it, or name another path"
-    code = (
-        "usage"
-        if error.errno in _REFUSED
-        else "not-found"
-        if error.errno == errno.ENOENT
-        else "unreadable"
-    )
+        hint = "delete it, or name another path"
+        reason = f"the file system cannot move the directory that is there; {hint}"
+    elif error.errno in _REFUSED:
+        code = "usage"
+    elif error.errno == errno.ENOENT:
+        code = "not-found"
     return TargetError(code, f"{path}: cannot be written: {reason}")
 
 
 def _mount_points() -> set[str]:
-    """Mount points the kernel lists; unlike `ismount` it knows bind mounts within one file
-    system.
-    """
+    """List the kernel's mount points; unlike `ismount`, with bind mounts of one file system."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
             fields = [line.split(" ", 5)[4] for line in table]
@@ -216,10 +199,8 @@ def _mount_points() -> set[str]:
 def _check_apart(path: Path, source: Path) -> None:
     """Compare by inode as well as by name: bind mounts give one directory two names."""
     if _is_among(source, [path, *path.parents]) or _is_among(path, [source, *source.parents]):
-        raise TargetError(
-            "target-is-source",
-            f"{path}: is the source {source}, inside it or around it; write beside it instead",
-        )
+        reason = f"is the source {source}, inside it or around it; write beside it instead"
+        raise TargetError("target-is-source", f"{path}: {reason}")
 
 
 def _is_among(path: Path, chain: list[Path]) -> bool:
@@ -236,16 +217,13 @@ def _is_checkpoint_file(path: Path) -> bool:
     name, mode = path.name, os.lstat(path).st_mode
     if not (stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and path.is_file())):
         return False
-    if any(fnmatchcase(name, pattern) for pattern in _TRAINING_FILES):
+    if _matches(name, _TRAINING_FILES):
         return False
-    if any(fnmatchcase(name, pattern) for pattern in _CHECKPOINT_FILES):
+    if _matches(name, _CHECKPOINT_FILES):
         return True
-    return any(fnmatchcase(name, pattern) for pattern in _TORCH_FILES) and _looks_like_torch(path)
-
-
-def _looks_like_torch(path: Path) -> bool:
-    """`.bin` and `.pt` are anybody's suffixes: a zip or a pickle must be behind them."""
-    try:
+    if not _matches(name, _TORCH_FILES):
+        return False
+    try:  # anybody uses `.bin` and `.pt`: a zip or a pickle must be behind them
         with open(path, "rb") as file:
             head = file.read(2)
     except OSError:
@@ -253,11 +231,8 @@ def _looks_like_torch(path: Path) -> bool:
     return not head or head in _TORCH_HEADS
 
 
-def _foreign(path: Path, names: list[str]) -> TargetError:
-    return TargetError(
-        "foreign-files",
-        f"{path}: --overwrite would delete what is no checkpoint: {shown(names)}; move it away or name another path",
-    )
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 # Sources.

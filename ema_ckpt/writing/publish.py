@@ -1,5 +1,4 @@
-"""The switch: a finished file or directory takes the target's name in one step, or the old one
-stays.
+"""The switch: a finished file or directory takes the target's name in one step.
 
 rename(2) with `RENAME_NOREPLACE` and `RENAME_EXCHANGE` does it where kernel and file system offer
 them (ext4, xfs, btrfs, tmpfs; since Linux 3.15). Elsewhere `switch` takes the longer way that
@@ -24,9 +23,7 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def renameat2(old: Path, new: Path, flags: int) -> bool:
-    """rename(2) with flags. False, and nothing done, where the kernel or the file system does not
-    know them.
-    """
+    """Rename with flags; False, and nothing done, where kernel or file system lack them."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -42,7 +39,7 @@ def renameat2(old: Path, new: Path, flags: int) -> bool:
 
 
 def put(new: Path, target: Path, *, plain: bool = False) -> None:
-    """Rename `new` to `target`, which must not exist; `plain` does without flags.
+    """Rename `new` to `target`, which must not exist; `plain` uses no flags.
 
     Raises:
         FileExistsError: something is there already; it is left alone.
@@ -51,15 +48,27 @@ def put(new: Path, target: Path, *, plain: bool = False) -> None:
         return
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-    if new.is_dir():
-        _put_directory(new, target)
-    else:
-        _put_file(new, target)
+    if not new.is_dir():
+        try:
+            os.link(new, target)  # never replaces, on any file system that has links
+        except FileExistsError:
+            raise
+        except OSError:
+            os.rename(new, target)
+        else:
+            os.unlink(new)
+        return
+    # rename(2) itself refuses files and directories with something in them: nothing can be lost.
+    try:
+        os.rename(new, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        raise
 
 
 def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True) -> None:
-    """Put `new` in the place of `target`, which exists; the old one is left inside `new`'s
-    directory.
+    """Replace `target`, which exists, by `new`; the old one is left in `new`'s directory.
 
     Raises:
         FileNotFoundError: there is no `target` any more.
@@ -70,15 +79,19 @@ def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True
         os.replace(new, target)
         return
     stage = new.parent
-    _write_note(stage, new.name, fsync=fsync)
+    draft = stage / f"{NOTE}.tmp"
+    draft.write_text(json.dumps({"old": OLD, "new": new.name}), encoding="utf-8")
+    if fsync:
+        fsync_path(draft)
+    os.rename(draft, stage / NOTE)
+    if fsync:
+        fsync_path(stage)
     os.rename(target, stage / OLD)
     os.rename(new, target)
 
 
 def finish(stage: Path, target: Path) -> bool:
-    """Complete a switch that was cut in two: if `target` is missing and `stage` holds its noted
-    successor.
-    """
+    """Complete a switch that was cut in two: `target` is missing, `stage` has its successor."""
     new = interrupted_switch(stage)
     if new is None or os.path.lexists(target):
         return False
@@ -90,18 +103,14 @@ def finish(stage: Path, target: Path) -> bool:
 
 
 def carry(names: list[str], old: Path, new: Path) -> None:
-    """Bring entries of the directory `old` into `new`, by hard links where possible; files of `new`
-    win.
-    """
+    """Link or copy entries of the directory `old` into `new`; entries of `new` stay."""
     for name in names:
         if not os.path.lexists(new / name) and os.path.lexists(old / name):
             _carry_one(old / name, new / name)
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or directory to the disk; a directory that may not be read is left to the
-    kernel.
-    """
+    """Flush a file or directory to the disk, unless it is a directory that may not be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except PermissionError:
@@ -118,11 +127,8 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_tree(path: Path) -> None:
-    """Flush a file, or a directory with all in it, contents before the directories that name them.
-
-    Links, FIFOs, sockets and devices have no contents of their own: opening one might wait for
-        ever.
-    """
+    """Flush a file, or a directory with all in it, contents before directories."""
+    # Links, FIFOs, sockets and devices have no contents: opening one might wait for ever.
     if path.is_dir():
         for parent, _, files in os.walk(path, topdown=False):
             for name in files:
@@ -131,37 +137,6 @@ def fsync_tree(path: Path) -> None:
             fsync_path(Path(parent))
     else:
         fsync_path(path)
-
-
-def _put_directory(new: Path, target: Path) -> None:
-    # rename(2) itself refuses files and directories with something in them, so nothing can be lost.
-    try:
-        os.rename(new, target)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
-        raise
-
-
-def _put_file(new: Path, target: Path) -> None:
-    try:
-        os.link(new, target)  # never replaces, on any file system that has links
-    except FileExistsError:
-        raise
-    except OSError:
-        os.rename(new, target)
-    else:
-        os.unlink(new)
-
-
-def _write_note(stage: Path, name: str, *, fsync: bool) -> None:
-    draft = stage / f"{NOTE}.tmp"
-    draft.write_text(json.dumps({"old": OLD, "new": name}), encoding="utf-8")
-    if fsync:
-        fsync_path(draft)
-    os.rename(draft, stage / NOTE)
-    if fsync:
-        fsync_path(stage)
 
 
 def _carry_one(old: Path, new: Path) -> None:
@@ -175,14 +150,9 @@ def _carry_one(old: Path, new: Path) -> None:
         try:
             os.link(old, new)
         except OSError:
-            _copy(old, new)
-
-
-def _copy(old: Path, new: Path) -> None:
-    """Copy a file with its times and mode; of one that is not regular make another, unopened."""
-    status = os.lstat(old)
-    if stat.S_ISREG(status.st_mode):
-        shutil.copy2(old, new)
-    else:
-        os.mknod(new, status.st_mode, status.st_rdev)
-        shutil.copystat(old, new)
+            status = os.lstat(old)
+            if stat.S_ISREG(status.st_mode):
+                shutil.copy2(old, new)
+            else:  # a FIFO, a socket or a device: another one, unopened
+                os.mknod(new, status.st_mode, status.st_rdev)
+                shutil.copystat(old, new)

@@ -1,5 +1,4 @@
-"""Write beside, then switch: a target is either the old one or the complete new one, whenever a run
-ends.
+"""Write beside, then switch: whenever a run ends, a target is the old one or the complete new one.
 
     with stage(target, sources=[path], is_directory=True, nbytes=total) as staged:
         ...write below staged.path...
@@ -37,26 +36,25 @@ from ema_ckpt.writing.preflight import (
 from ema_ckpt.writing.publish import carry, exchange, finish, fsync_path, fsync_tree, put
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
-_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 _SWITCH_ATTEMPTS = 8
 _CLOSE_ATTEMPTS = 8
 
 
 @dataclass(slots=True)
 class Staged:
-    """A target that is being written in its stage.
+    """A target being written in its stage.
 
     Attributes:
         target: the resolved target. root: the stage directory.
-        terms, fsync, plain_rename: as given to `stage`.
-        resumed: this is the stage of an interrupted run, and `journal` says what of it is done.
-        published: the target is in place. warnings: what went wrong without harm to it.
+        policy, fsync, plain_rename: as given to `stage`.
+        resumed: this is the stage of an interrupted run; `journal` lists its finished ranges.
+        published: the target is in place. warnings: failures that did no harm to it.
     """
 
     target: Path
     root: Path
-    terms: OverwritePolicy
+    policy: OverwritePolicy
     journal: Journal
     fsync: bool = True
     plain_rename: bool = False
@@ -70,8 +68,7 @@ class Staged:
         return self.root / self.target.name
 
     def publish(self) -> None:
-        """Make everything durable and give it the target's name. Leaving the `with` block does it
-        if nobody did.
+        """Make everything durable and rename it to the target, unless that is done.
 
         Raises:
             TargetError: `target-exists` if somebody else made the target meanwhile; `foreign-files`
@@ -84,40 +81,38 @@ class Staged:
             if self.fsync:  # which may take most of the time: a run that ends here is resumed
                 fsync_tree(self.path)
                 fsync_path(self.root)
-            self._switch()
+            for _ in range(_SWITCH_ATTEMPTS):
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    self._switch()
+                    break
+            else:
+                message = f"{self.target}: something else keeps creating and deleting it"
+                raise TargetError("busy", message)
             self.published = True
             if self.fsync:
                 fsync_path(self.target.parent)
 
-    def _begin_switch(self) -> None:
-        """From here on the stage may come to hold the old target, which must never be resumed
-        into.
-        """
+    def _switch(self) -> None:
+        """Rename to the target, or exchange with it if it exists at that moment."""
+        foreign = check_replaceable(self.target, self.policy)
+        if not os.path.lexists(self.target):
+            self._discard_journal()
+            put(self.path, self.target, plain=self.plain_rename)
+            return
+        if foreign:  # what is carried now may be old when a later run goes on
+            self._discard_journal()
+            carry(foreign, self.target, self.path)
+            if self.fsync:
+                fsync_tree(self.path)
+        self._discard_journal()
+        exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)
+
+    def _discard_journal(self) -> None:
+        """Delete the journal: a stage that may come to hold the old target is never resumed."""
         is_recorded = os.path.exists(self.root / JOURNAL)
         self.journal.discard()
         if self.fsync and is_recorded:
             fsync_path(self.root)
-
-    def _switch(self) -> None:
-        """Rename in, whichever of absent and present the target is at that moment."""
-        for _ in range(_SWITCH_ATTEMPTS):
-            foreign = check_replaceable(self.target, self.terms)
-            try:
-                if not os.path.lexists(self.target):
-                    self._begin_switch()
-                    put(self.path, self.target, plain=self.plain_rename)
-                else:
-                    if foreign:  # what is carried now may be old when a later run goes on
-                        self._begin_switch()
-                    carry(foreign, self.target, self.path)
-                    if foreign and self.fsync:
-                        fsync_tree(self.path)
-                    self._begin_switch()
-                    exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)
-            except (FileExistsError, FileNotFoundError):
-                continue
-            return
-        raise TargetError("busy", f"{self.target}: something else keeps creating and deleting it")
 
 
 @contextlib.contextmanager
@@ -135,54 +130,49 @@ def stage(
     plain_rename: bool = False,
     journal_after: float = 0.0,
 ) -> Iterator[Staged]:
-    """Write a target beside its place and switch it in when the block ends without an exception.
+    """Write a target beside its place; rename it when the block ends without an exception.
 
-    Whoever writes below the stage has to be done, its threads joined and its copies ended, when the
-    block ends.
+    All threads and child processes that write have to be done when the block ends.
 
     Args:
         target: file or directory to make.
         is_directory: which of the two.
-        sources: what is read; none may be the target, inside it or around it.
+        sources: paths that are read; none may be the target, inside it or around it.
         overwrite: replace what is there, if it is a checkpoint.
         keep_foreign: carry files that are no checkpoint's from the old directory into the new one.
         nbytes: bytes that will be written.
         fsync: make all durable before the switch, and the switch itself.
         resume: go on with the stage of an interrupted run; keep this one's if it fails.
-        identity: what is written from what, by name (`source`, `plan`); a resumed run must have the
-            same.
+        identity: digests of source and plan; a resumed run must have the same.
         plain_rename: do without rename flags, as on a file system that lacks them.
-        journal_after: seconds after which a run that keeps no stage when it fails has a journal on
-            the disk.
+        journal_after: seconds after which the journal of a run without `resume` reaches the disk.
 
     Raises:
         TargetError: `target-exists target-is-source foreign-files no-space busy resume-mismatch
             not-found usage`.
         UsageError: `usage` for a target that nothing may replace.
     """
-    path, terms = resolve_target(target), OverwritePolicy(is_directory, overwrite, keep_foreign)
+    path, policy = resolve_target(target), OverwritePolicy(is_directory, overwrite, keep_foreign)
     claim = _Claim(path, resume)
     with contextlib.closing(claim):
         with _explained(path):
             check_place(path, sources)
-            check_replaceable(path, terms)
-            with _alone(path.parent):
-                claim.take(dict(identity or {}))
-                check_replaceable(path, terms)
+            check_replaceable(path, policy)
+            with _lock_parent(path.parent):
+                claim.take(identity or {})
+                check_replaceable(path, policy)
                 check_space(path, nbytes - claim.allocated)
-                staged = claim.begin(
-                    terms,
-                    dict(identity or {}),
-                    fsync=fsync,
-                    plain_rename=plain_rename,
-                    journal_after=journal_after,
-                )
+                root = claim.open(is_directory)
+            journal = Journal(
+                root, root / path.name, identity or {}, after=0.0 if resume else journal_after
+            )
+            staged = Staged(path, root, policy, journal, fsync, plain_rename, claim.resumed)
+            claim.staged = staged
         try:
             with _explained(path, only=_FULL):
                 yield staged
         except SourceError:
-            # What was written came from a damaged source, and the journal does not tell which part
-            # of it.
+            # A damaged source: the journal does not say which written ranges come from it.
             staged.journal.discard()
             raise
         staged.publish()
@@ -197,51 +187,25 @@ def check_target(
     keep_foreign: bool = False,
     nbytes: int = 0,
 ) -> Path:
-    """Every check that `stage` makes, and no write: for `--dry-run`.
-
-    Returns:
-        The resolved target.
-
-    Raises:
-        TargetError, UsageError: as `stage`.
-    """
+    """Make every check of `stage`, write nothing; return the resolved target. Raises as `stage`."""
     path, freed = resolve_target(target), 0
     with _explained(path):
         check_place(path, sources)
         check_replaceable(path, OverwritePolicy(is_directory, overwrite, keep_foreign))
         for left in stages_of(path):
             with contextlib.suppress(FileNotFoundError):  # its writer has just ended
-                for fd in _hold(left, path):
+                for fd in _lock_stage(left, path):
                     os.close(fd)
             if interrupted_switch(left) and not os.path.lexists(path) and not overwrite:
-                raise TargetError(
-                    "target-exists",
-                    f"{path}: exists, in {left.name}; pass --overwrite to replace it",
-                )
+                message = f"{path}: exists, in {left.name}; pass --overwrite to replace it"
+                raise TargetError("target-exists", message)
             freed += _allocated(left)
         check_space(path, nbytes - freed)
     return path
 
 
-def preallocate(fd: int, nbytes: int) -> None:
-    """Give an open file its final size in bytes, with its blocks where the file system can reserve
-    them.
-
-    Raises:
-        OSError: ENOSPC and the like, before a byte of payload is written.
-    """
-    if not nbytes:
-        return
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _NO_FALLOCATE:
-            raise
-        os.ftruncate(fd, nbytes)
-
-
 class _Claim:
-    """The right to write one target: its stage, the locks on it, and what becomes of it in the end.
+    """Exclusive claim on a target: owns the stage and its locks, and removes or keeps it on close.
 
     It exists before its stage does, so that an exception at any moment finds somebody to clean up.
     An exception that a signal handler raises between two bytecodes can skip the end of any `with`;
@@ -249,33 +213,28 @@ class _Claim:
     """
 
     def __init__(self, target: Path, resume: bool) -> None:
-        self.target = target
-        self.resume = resume
         self.allocated = 0
+        self.resumed = False
+        self.staged: Staged | None = None
+        self._target = target
+        self._resume = resume
         self._root: Path | None = None
-        self._resumed = False
         self._locks: list[int] = []
-        self._staged: Staged | None = None
         self._owner = os.getpid()
         atexit.register(self.close)
 
     def take(self, identity: Mapping[str, str]) -> None:
-        """Deal with stages of the target that are there: end their switch, continue one, delete the
-        rest.
-        """
-        for left in stages_of(self.target):
+        """End the switch of stages that are left, continue one of them, delete the others."""
+        for left in stages_of(self._target):
             try:
-                locks = _hold(left, self.target)
+                locks = _lock_stage(left, self._target)
             except FileNotFoundError:
                 continue  # its writer has just ended
             try:
-                finish(left, self.target)
-                if (
-                    self.resume
-                    and self._root is None
-                    and check_identity(left, self.target, identity)
-                ):
-                    self._root, self._resumed, self._locks = left, True, locks
+                finish(left, self._target)
+                wanted = self._resume and self._root is None
+                if wanted and check_identity(left, self._target, identity):
+                    self._root, self._locks, self.resumed = left, locks, True
                     self.allocated = _allocated(left)
                     locks = []
                 elif left.exists():
@@ -284,34 +243,18 @@ class _Claim:
                 for fd in locks:
                     os.close(fd)
 
-    def begin(
-        self,
-        terms: OverwritePolicy,
-        identity: Mapping[str, str],
-        *,
-        fsync: bool,
-        plain_rename: bool,
-        journal_after: float,
-    ) -> Staged:
-        """Make the stage, unless one is continued, and open its journal."""
+    def open(self, is_directory: bool) -> Path:
+        """Make the stage, unless one is continued."""
         if self._root is None:
-            self._root = stage_path(self.target, os.urandom(4).hex())
+            self._root = stage_path(self._target, os.urandom(4).hex())
             self._root.mkdir()
-            self._locks = _hold(self._root, self.target)
-        payload = self._root / self.target.name
-        if terms.is_directory:
-            payload.mkdir(exist_ok=True)
-        journal = Journal(
-            self._root, payload, identity, after=0.0 if self.resume else journal_after
-        )
-        self._staged = Staged(
-            self.target, self._root, terms, journal, fsync, plain_rename, self._resumed
-        )
-        return self._staged
+            self._locks = _lock_stage(self._root, self._target)
+        if is_directory:
+            (self._root / self._target.name).mkdir(exist_ok=True)
+        return self._root
 
     def close(self) -> None:
-        """Delete the stage, and with it the old target, unless it is left for `--resume`; then
-        unlock it.
+        """Delete the stage, and with it the old target, or leave it for `--resume`; unlock it.
 
         A signal that comes meanwhile waits until that is done.
         """
@@ -321,16 +264,21 @@ class _Claim:
                 self._close()
                 break
             except BaseException as error:
-                interruption = _stopped_by(error)
-                if interruption is None:
+                # A signal can also make something else fail: `rmtree` then closes a descriptor
+                # twice.
+                cause: BaseException | None = error
+                while isinstance(cause, Exception):
+                    cause = cause.__context__
+                if cause is None:
                     raise
+                interruption = cause
         if interruption is not None:
             raise interruption
 
     def _close(self) -> None:
-        if self._owner == os.getpid():  # a forked child has no say
-            if self._staged is not None:
-                self._staged.journal.close()
+        if self._owner == os.getpid():  # a child process leaves the stage alone
+            if self.staged is not None:
+                self.staged.journal.close()
             if self._root is not None:
                 self._clear(self._root)
                 self._root = None
@@ -339,28 +287,20 @@ class _Claim:
         atexit.unregister(self.close)
 
     def _clear(self, root: Path) -> None:
-        finish(root, self.target)
+        finish(root, self._target)
         # A journal is there until the switch begins: without one there is nothing to go on from.
-        if self.resume and os.path.exists(root / JOURNAL):
+        if self._resume and os.path.exists(root / JOURNAL):
             return
         shutil.rmtree(root, ignore_errors=True)
-        if os.path.exists(root) and self._staged is not None:
-            message = f"{root}: left behind, some of it could not be deleted; {self.target} is not affected"
-            self._staged.warnings.append(Diagnostic("stale-file", message))
-
-
-def _stopped_by(error: BaseException | None) -> BaseException | None:
-    """What a signal raised, also where it made something else fail: `rmtree` then closes a
-    descriptor twice.
-    """
-    while isinstance(error, Exception):
-        error = error.__context__
-    return error
+        if os.path.exists(root) and self.staged is not None:
+            harmless = f"some of it could not be deleted; {self._target} is not affected"
+            warning = Diagnostic("stale-file", f"{root}: left behind, {harmless}")
+            self.staged.warnings.append(warning)
 
 
 @contextlib.contextmanager
 def _explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None]:
-    """Turn the file system's errors (or `only` some) into one line about the target."""
+    """Raise errors of the file system (or `only` some) as one line about the target."""
     try:
         yield
     except OSError as error:
@@ -370,55 +310,52 @@ def _explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _alone(parent: Path) -> Iterator[None]:
-    """Keep other writers from looking for leftovers in `parent` while this one makes its stage.
+def _lock_parent(parent: Path) -> Iterator[None]:
+    """Keep other writers from looking for leftovers in `parent`, for a second at most.
 
-    Best effort, for a second at most: without it a race is still decided by the stage's lock and
-        the switch.
+    Without this lock a race is still decided by the lock of the stage, and by the switch.
     """
     fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for _ in range(100):
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(fd)
                 break
-            except OSError as error:
-                if error.errno not in _HELD:
-                    break  # no such locks here
+            except OSError:
                 time.sleep(0.01)
         yield
     finally:
         os.close(fd)
 
 
-def _hold(root: Path, target: Path) -> list[int]:
-    """Lock the stage `root`: descriptors that hold the lock until they are closed.
+def _lock_stage(root: Path, target: Path) -> list[int]:
+    """Lock a stage; return descriptors that hold the lock until they are closed.
 
     Raises:
         TargetError: `busy` if a process holds it.
     """
     fds = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     try:
-        if not _locked(fds[0]):
+        if not _lock(fds[0]):
             # NFS locks only what is open for writing, which a directory never is.
             fds.append(os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
             fcntl.flock(fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         for fd in fds:
             os.close(fd)
-        if error.errno not in _HELD:
+        if error.errno not in _LOCKED:
             raise
         message = f"{target}: another process is writing it, in {root.name}; wait for it to end"
         raise TargetError("busy", message) from None
     return fds
 
 
-def _locked(fd: int) -> bool:
-    """Take `flock` on `fd`; False if its file system has none for directories."""
+def _lock(fd: int) -> bool:
+    """Take `flock` on a directory; False if its file system has none for directories."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _HELD:
+        if error.errno in _LOCKED:
             raise
         return False
     return True
@@ -426,5 +363,8 @@ def _locked(fd: int) -> bool:
 
 def _allocated(root: Path) -> int:
     """Bytes that the files below `root` occupy on the disk."""
-    found = [os.path.join(parent, name) for parent, _, files in os.walk(root) for name in files]
-    return sum(os.lstat(name).st_blocks * 512 for name in found)
+    nbytes = 0
+    for parent, _, files in os.walk(root):
+        for name in files:
+            nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return nbytes

@@ -30,7 +30,8 @@ from ema_ckpt.storage.stage_names import (
     stages_of,
 )
 from ema_ckpt.writing import publish as publishing
-from ema_ckpt.writing.staging import Staged, check_target, preallocate, stage
+from ema_ckpt.writing.output_files import preallocate
+from ema_ckpt.writing.staging import Staged, check_target, stage
 from tests.staged_writer import (
     REPO,
     generation_of,
