@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Tensor
 from ema_ckpt.core.dtypes import DType, by_name
@@ -81,6 +81,24 @@ class WeightedSum:
         """Check storages of which only a part was read. Raises SourceError `checksum`."""
         for verifier in self._verifiers.values():
             verifier.finish()
+
+    def dump_state(self) -> object:
+        """Return overflows and storages read in part, as plain data for `merge_state`."""
+        return [self.overflow, [verifier.dump() for verifier in self._verifiers.values()]]
+
+    def merge_state(self, dumped: Any) -> None:
+        """Add what another process read."""
+        overflow, verifiers = dumped
+        for name, count in overflow.items():
+            self.overflow[name] = self.overflow.get(name, 0) + count
+        for verifier, state in zip(self._verifiers.values(), verifiers, strict=True):
+            verifier.merge(state)
+
+    def reset_state(self) -> None:
+        """Forget what was read."""
+        self.overflow.clear()
+        for verifier in self._verifiers.values():
+            verifier.reset()
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
         return tuple([Payload(chunk.file, chunk.offset, chunk.nbytes) for chunk in tensor.chunks])

@@ -97,6 +97,10 @@ class ChecksumVerifier:
                     raise mismatch(tensor, payload, crc)
         self._open.clear()
 
+    def reset(self) -> None:
+        """Forget what was read."""
+        self._open.clear()
+
     def dump(self) -> list[object]:
         """Return what was read of incomplete storages, as plain data for `merge`."""
         return [[tensor, *rest] for tensor, *rest in self._open.values()]

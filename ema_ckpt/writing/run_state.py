@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ema_ckpt.core.box import is_contiguous_in, linear, whole
 from ema_ckpt.core.catalog import Catalog
@@ -30,6 +30,23 @@ class Outcome(NamedTuple):
     overflow: Mapping[str, int]
 
 
+@runtime_checkable
+class ComputedFiles(Protocol):
+    """Files that are computed as they are read, and find out things on the way."""
+
+    def dump_state(self) -> object:
+        """Return what was found out, as plain data."""
+        ...
+
+    def merge_state(self, dumped: Any) -> None:
+        """Add what another process dumped."""
+        ...
+
+    def reset_state(self) -> None:
+        """Forget it."""
+        ...
+
+
 class _Partial(NamedTuple):
     """CRC-32s of parts of an item, by place in it: as written, and as read before a cast."""
 
@@ -45,7 +62,9 @@ class RunState:
     """
 
     def __init__(self, catalog: Catalog, items: Sequence[WriteItem], verify: bool) -> None:
+        self.verifier = ChecksumVerifier(catalog.source, verify)
         self._catalog = catalog
+        self._computed = catalog.source if isinstance(catalog.source, ComputedFiles) else None
         self._items = items
         self._verify = verify
         self._lock = threading.Lock()
@@ -53,7 +72,9 @@ class RunState:
 
     def reset(self) -> None:
         """Forget all results."""
-        self.verifier = ChecksumVerifier(self._catalog.source, self._verify)
+        self.verifier.reset()
+        if self._computed is not None:
+            self._computed.reset_state()
         self._crcs: list[int | None] = [None] * len(self._items)
         self._partial: dict[int, _Partial] = {}
         self._overflow: dict[str, int] = {}
@@ -135,15 +156,18 @@ class RunState:
         """Return the results as bytes, for `merge`."""
         crcs = [(index, crc) for index, crc in enumerate(self._crcs) if crc is not None]
         partial = [(index, *intervals) for index, intervals in self._partial.items()]
-        return dump_json([crcs, partial, self._overflow, self.verifier.dump()])
+        computed = None if self._computed is None else self._computed.dump_state()
+        return dump_json([crcs, partial, self._overflow, self.verifier.dump(), computed])
 
     def merge(self, dumped: bytes) -> None:
         """Add the results of another process."""
-        crcs, partial, overflow, verifier = json.loads(dumped)
+        crcs, partial, overflow, verifier, computed = json.loads(dumped)
         for index, crc in crcs:
             self._crcs[index] = crc
         self.add_overflow(overflow)
         self.verifier.merge(verifier)
+        if self._computed is not None:
+            self._computed.merge_state(computed)
         for index, *both in partial:
             intervals, source_intervals = ([(a, n, crc) for a, n, crc in one] for one in both)
             self.record(index, intervals, source_intervals)

@@ -162,6 +162,15 @@ def test_what_children_wrote_before_a_kill_is_not_written_again(
     assert infinite(err)
 
 
+def test_sums_that_a_child_made_infinite_are_reported(source: Path, tmp_path: Path) -> None:
+    options = ("--weights", "1,1", "--tree", "model", "--dtype", "bf16", "--threads", 3)
+    target = tmp_path / "a.safetensors"
+    out, err = run(programs.write_slowly_here, "synthesize", source, source, target, *options)
+    assert out.splitlines()[-1] == "[(3, 3)]"
+    for i in range(4):
+        assert f"{1500 * 301:,} finite sums of 'huge{i}' became infinite" in err
+
+
 def in_a_child(act: object) -> None:
     if not (pid := os.fork()):
         try:
