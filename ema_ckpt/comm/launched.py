@@ -28,14 +28,11 @@ _FIRST_NOTICE_SECONDS, _NEXT_NOTICE_SECONDS = 5.0, 60.0
 _current: CommandGroup | None = None
 
 
-def is_launched() -> bool:
-    """Check whether a launcher started this process as one of several."""
-    return all(name in os.environ for name in _VARIABLES) and os.environ["WORLD_SIZE"] != "1"
-
-
-def launched_rank() -> int:
-    """Return this process' number among those that a launcher started; 0 if it is alone."""
-    return int(os.environ["RANK"]) if is_launched() else 0
+def launched_ranks() -> tuple[int, int]:
+    """Return this process' rank and how many a launcher started; (0, 1) without one."""
+    if any(name not in os.environ for name in _VARIABLES):
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def current_group() -> CommandGroup | None:
@@ -57,12 +54,13 @@ def command_group(notify: Callable[[str], None]) -> Iterator[None]:
     global _current
     absent = [name for name in _VARIABLES if name not in os.environ]
     if absent:
-        names = ", ".join(absent)
-        raise UsageError("usage", f"--distributed: {names} not set; start it with torchrun")
-    if os.environ["WORLD_SIZE"] == "1":
+        reason = f"{', '.join(absent)} not set; start it with torchrun"
+        raise UsageError("usage", f"--distributed: {reason}")
+    rank, size = launched_ranks()
+    if size == 1:
         yield
         return
-    _current = group = CommandGroup(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), notify)
+    _current = group = CommandGroup(rank, size, notify)
     try:
         group.connect()
         yield
@@ -71,37 +69,35 @@ def command_group(notify: Callable[[str], None]) -> Iterator[None]:
         group.report_failure(error)
         raise
     finally:
-        _current = None
-        group.close()
+        _current = group.channel = None
 
 
 class CommandGroup:
-    """The processes of a command: each exchange is a step that all of them come to."""
+    """The processes of a command: each exchange is a step that all of them come to.
+
+    Every method raises CollectiveError `rank-failed` if another rank failed, with its cause.
+    """
 
     def __init__(self, rank: int, size: int, notify: Callable[[str], None]) -> None:
         self.rank = rank
         self.size = size
+        self.channel: Channel | None = None
         self._notify = notify
         self._store: Any = None
-        self._channel: Channel | None = None
         self._step = 0
         self._has_failed = False
 
     def exchange(self, value: object) -> list[Any]:
-        """Return the values of all ranks, in rank order; they must survive JSON.
-
-        Raises:
-            CollectiveError: `rank-failed`: another rank failed, with its cause.
-        """
-        return [json.loads(data) for data in self._all_gather(b"=" + json.dumps(value).encode())]
+        """Return the values of all ranks, in rank order; they must survive JSON."""
+        return [json.loads(data) for data in self.gather(json.dumps(value).encode())]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, in rank order. Raises as `exchange`."""
+        """Return the bytes of all ranks, in rank order."""
         return self._all_gather(b"=" + data)
 
     def report_failure(self, error: Exception) -> None:
         """Tell the other ranks that this one failed, unless it failed because of them."""
-        if self._channel is None or self._has_failed:
+        if self._has_failed:
             return
         text = str(error)
         if not isinstance(error, EmaCkptError | OSError):
@@ -109,20 +105,22 @@ class CommandGroup:
         with contextlib.suppress(CollectiveError):
             self._all_gather(b"!" + text.encode("utf-8", "surrogatepass"))
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._channel = self._store = None
-
     def connect(self) -> None:
-        """Wait until all ranks have come, and connect them.
-
-        Raises:
-            CollectiveError: `rank-failed`: some did not come in time.
-        """
+        """Wait until all ranks have come, and connect them."""
         deadline = time.monotonic() + _MEET_SECONDS
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
         def come() -> None:
-            self._store = _open_store(self.rank)
+            from torch._C._distributed_c10d import TCPStore
+
+            self._store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=self.rank == 0 and not has_agent,
+                timeout=timedelta(seconds=_MEET_SECONDS),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
             self._store.set(f"ema_ckpt/0/{self.rank}", "")
             while self._missing() and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -132,6 +130,7 @@ class CommandGroup:
 
             return connect_channel("command", self._store, self.rank, self.size, _STEP_TIMEOUT)
 
+        self._has_failed = True  # nobody can be told yet
         late = f"the processes did not all come within {_MEET_SECONDS:g} s"
         try:
             self._wait(come)
@@ -140,11 +139,12 @@ class CommandGroup:
         missing = self._missing()
         if missing:
             raise CollectiveError("rank-failed", f"{late}: {format_ranks(missing)} did not")
-        self._channel = self._wait(connect)
+        self.channel = self._wait(connect)
+        self._has_failed = False
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         """Exchange bytes that begin with `=`, or with `!` where they are an error."""
-        channel = self._channel
+        channel = self.channel
         if channel is None:
             return [data]
         self._step += 1
@@ -159,14 +159,13 @@ class CommandGroup:
             self._has_failed = True
             text = f"another process ended without a word ({_first_line(error)})"
             raise CollectiveError("rank-failed", text) from None
-        causes = [
-            f"rank {rank}: {part[1:].decode('utf-8', 'surrogatepass')}"
-            for rank, part in enumerate(parts)
-            if part[:1] == b"!"
-        ]
+        causes = []
+        for rank, part in enumerate(parts):
+            if part.startswith(b"!"):
+                causes.append(f"rank {rank}: {part[1:].decode('utf-8', 'surrogatepass')}")
         if causes:
             self._has_failed = True
-            raise CollectiveError("rank-failed", "; ".join(dict.fromkeys(causes)))
+            raise CollectiveError("rank-failed", "; ".join(causes))
         return [part[1:] for part in parts]
 
     def _wait(self, step: Callable[[], T]) -> T:
@@ -188,7 +187,8 @@ class CommandGroup:
             if time.monotonic() > notice:
                 notice = time.monotonic() + _NEXT_NOTICE_SECONDS
                 missing = self._missing()
-                if missing and self.rank == min(set(range(self.size)) - {*missing}, default=-1):
+                first = min(rank for rank in range(self.size) if rank not in missing)
+                if missing and self.rank == first:
                     self._notify(f"waiting for {format_ranks(missing)}")
         if errors:
             raise errors[0]
@@ -196,28 +196,11 @@ class CommandGroup:
 
     def _missing(self) -> list[int]:
         """List the ranks that have not come to the present step."""
-        if self._store is None:  # rank 0 keeps the list
-            return [0]
         ranks = [rank for rank in range(self.size) if rank != self.rank]
         try:
             return [r for r in ranks if not self._store.check([f"ema_ckpt/{self._step}/{r}"])]
-        except RuntimeError:  # rank 0 has ended, and the list with it
+        except (RuntimeError, AttributeError):  # rank 0, which keeps the list, is not there
             return [0]
-
-
-def _open_store(rank: int) -> Any:
-    """Connect to the store of the launcher, or of the first rank."""
-    from torch._C._distributed_c10d import TCPStore
-
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not has_agent,
-        timeout=timedelta(seconds=_MEET_SECONDS),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
 
 
 def _first_line(error: Exception) -> str:

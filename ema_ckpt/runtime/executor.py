@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ema_ckpt.runtime.fork_pool import OnBytes, can_fork, jobs_per_batch, run_forked
@@ -96,55 +95,45 @@ def run(
         BaseException: the first that a job raised; the other workers stop after their job.
     """
     progress = _Progress(on_progress)
-    if workers.processes:
-        jobs = _interleaved([list(stream) for stream in streams], workers.number)
-        if _run_children(work, jobs, workers.number, progress.add):
-            return
-        work.reset()
-        progress.restart()
-        streams = [jobs]
 
-    def start_worker() -> Callable[[JobT], None]:
+    def start_worker(on_finished: OnBytes) -> Callable[[JobT], None]:
         run_job = work.start_worker()
 
         def run_and_report(job: JobT) -> None:
             if on_job is not None:
                 on_job(job)
-            progress.add(run_job(job))
+            on_finished(run_job(job))
 
         return run_and_report
 
-    run_threads(start_worker, streams, workers.number)
+    if workers.processes:
+        jobs = interleave([list(stream) for stream in streams], workers.number)
+
+        def run_jobs(numbers: Iterator[int], on_finished: OnBytes) -> None:
+            run_job = start_worker(on_finished)
+            for number in numbers:
+                run_job(jobs[number])
+
+        results = run_forked(run_jobs, work.dump, len(jobs), workers.number, progress.add)
+        if results is not None:
+            for dumped in results:
+                work.merge(dumped)
+            return
+        work.reset()
+        progress.restart()
+        streams = [jobs]
+    run_threads(lambda: start_worker(progress.add), streams, workers.number)
 
 
-def _run_children(work: Work[JobT], jobs: Sequence[JobT], count: int, on_progress: OnBytes) -> bool:
-    """Do all jobs in child processes; False if one of them failed."""
-
-    def run_jobs(numbers: Iterator[int], on_finished: OnBytes) -> None:
-        run_job = work.start_worker()
-        for number in numbers:
-            if on_job is not None:
-                on_job(jobs[number])
-            on_finished(run_job(jobs[number]))
-
-    results = run_forked(run_jobs, work.dump, len(jobs), count, on_progress)
-    for dumped in results or ():
-        work.merge(dumped)
-    return results is not None
-
-
-def _interleaved(streams: Sequence[Sequence[JobT]], workers: int) -> list[JobT]:
+def interleave(streams: Sequence[Sequence[JobT]], workers: int) -> list[JobT]:
     """Order jobs so that those taken at once are of different streams, and the last are small."""
     batch = jobs_per_batch(sum(map(len, streams)))
     jobs: list[JobT] = []
     for first in range(0, len(streams), workers):
-        batches = [
-            [stream[start : start + batch] for start in range(0, len(stream), batch)]
-            for stream in streams[first : first + workers]
-        ]
-        for row in zip_longest(*batches, fillvalue=()):
-            for taken in row:
-                jobs += taken
+        abreast = streams[first : first + workers]
+        for start in range(0, max(map(len, abreast)), batch):
+            for stream in abreast:
+                jobs += stream[start : start + batch]
     last = slice(-_LAST_JOBS * workers * batch, None)
     jobs[last] = sorted(jobs[last], key=lambda job: job.nbytes, reverse=True)
     return jobs

@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NoReturn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -67,18 +68,26 @@ def run_forked(
         BaseException: what `run_jobs` raises here.
     """
     counters = _ProgressCounters(processes)
+    parent = os.getpid()
 
     def on_finished(nbytes: int) -> None:
         counters.add(0, nbytes)
         on_progress(counters.news())
 
-    children: list[_Child] = []
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(_end, children)
+    def work_in_child(index: int) -> bytes:
+        def on_finished_there(nbytes: int) -> None:
+            counters.add(index, nbytes)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        run_jobs(queue.numbers(), on_finished_there)
+        return dump()
+
+    with _Children() as children:
         try:
-            queue = cleanup.enter_context(contextlib.closing(_JobQueue(jobs)))
+            queue = children.open_queue(jobs)
             for index in range(1, min(processes, jobs)):
-                _fork(children, index, run_jobs, dump, queue, counters)
+                children.fork(partial(work_in_child, index))
         except OSError:  # no memory, too many processes or files
             return None
         try:
@@ -90,45 +99,55 @@ def run_forked(
         return results
 
 
-def _fork(
-    children: list[_Child],
-    index: int,
-    run_jobs: Callable[[Iterator[int], OnBytes], None],
-    dump: Callable[[], bytes],
-    queue: _JobQueue,
-    counters: _ProgressCounters,
-) -> None:
-    """Fork one child, with signals blocked until it is in the list."""
-    parent = os.getpid()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        near, far = os.pipe()
+class _Children(list["_Child"]):
+    """The child processes of a run; those that still work at its end are killed."""
+
+    def __enter__(self) -> _Children:
+        self._queue: _JobQueue | None = None
+        return self
+
+    def open_queue(self, jobs: int) -> _JobQueue:
+        self._queue = _JobQueue(jobs)
+        return self._queue
+
+    def fork(self, work: Callable[[], bytes]) -> None:
+        """Fork one child, with signals blocked until it is in the list; it sends its result."""
+        parent = os.getpid()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            pid = os.fork()
-        except OSError:
-            os.close(near)
+            near, far = os.pipe()
+            try:
+                pid = os.fork()
+            except OSError:
+                os.close(near)
+                os.close(far)
+                raise
+            if not pid:
+                for other in self:
+                    os.close(other.pipe)
+                os.close(near)
+                _be_child(work, parent, far, mask)
             os.close(far)
-            raise
-        if pid:
-            os.close(far)
-            children.append(_Child(pid, near))
-            return
-        for other in children:
-            os.close(other.pipe)
-        os.close(near)
+            self.append(_Child(pid, near))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-        def on_finished(nbytes: int) -> None:
-            counters.add(index, nbytes)
-            if os.getppid() != parent:
-                os._exit(1)
-
-        def work() -> bytes:
-            run_jobs(queue.numbers(), on_finished)
-            return dump()
-
-        _be_child(work, parent, far, mask)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    def __exit__(self, *_: object) -> None:
+        """Kill the children that still work, then reap all; signals wait until that is done."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            for child in self:
+                os.close(child.pipe)
+                if not child.has_ended:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, signal.SIGKILL)
+            for child in self:
+                with contextlib.suppress(ChildProcessError):  # somebody else reaped it
+                    os.waitpid(child.pid, 0)
+            if self._queue is not None:
+                self._queue.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _be_child(
@@ -154,24 +173,6 @@ def _be_child(
             stream.write(result + _END)
     finally:
         os._exit(0)
-
-
-def _end(children: Sequence[_Child]) -> None:
-    """Kill the children that still work, then reap all; signals wait until that is done."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        for child in children:
-            os.close(child.pipe)
-            if not child.has_ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, signal.SIGKILL)
-        for child in children:
-            with contextlib.suppress(
-                ChildProcessError
-            ):  # somebody else reaps this process' children
-                os.waitpid(child.pid, 0)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class _JobQueue:

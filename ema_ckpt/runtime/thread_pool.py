@@ -51,37 +51,36 @@ class _Pool(Generic[JobT]):
         self._error: BaseException | None = None
 
     def run(self, threads: int) -> None:
-        others = [threading.Thread(target=self._serve, daemon=True) for _ in range(threads - 1)]
+        others = [threading.Thread(target=self.serve, daemon=True) for _ in range(threads - 1)]
         try:
             # If no more threads are allowed, those that started do the work.
             with contextlib.suppress(RuntimeError):
                 for thread in others:
                     thread.start()
-            self._serve()
+            self.serve()
         except BaseException as error:
             self._error = self._error or error
             raise
         finally:
-            self._join(others)
+            # Join all threads, whatever interrupts: the files they write to will be closed.
+            interruption: BaseException | None = None
+            while any(thread.is_alive() for thread in others):
+                try:
+                    for thread in others:
+                        if thread.is_alive():
+                            thread.join()
+                except BaseException as error:  # noqa: BLE001 - raised below
+                    interruption = self._error = error
+            if interruption is not None:
+                raise interruption
         if self._error is not None:
             raise self._error
 
-    def _join(self, others: list[threading.Thread]) -> None:
-        """Join all threads, whatever interrupts: the files they write to will be closed."""
-        interruption: BaseException | None = None
-        for thread in others:
-            while thread.is_alive():
-                try:
-                    thread.join()
-                except BaseException as error:  # noqa: BLE001 - raised below
-                    interruption = self._error = error
-        if interruption is not None:
-            raise interruption
-
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Do jobs until none is left or one has failed, in one worker."""
         try:
             run_job = self._start_worker()
-            while self._error is None and (stream := self._next_stream()) is not None:
+            while self._error is None and (stream := self.next_stream()) is not None:
                 while self._error is None:
                     with self._lock:
                         job = next(stream, None)
@@ -95,7 +94,7 @@ class _Pool(Generic[JobT]):
             if self._error is None:
                 self._error = error
 
-    def _next_stream(self) -> Iterator[JobT] | None:
+    def next_stream(self) -> Iterator[JobT] | None:
         """Return a stream that nobody works on, or else the one begun last."""
         with self._lock:
             fresh = next(self._fresh, None)
