@@ -83,11 +83,9 @@ class WeightedSum:
             verifier.finish()
 
     def dump_state(self) -> object:
-        """Return overflows and storages read in part, as plain data for `merge_state`."""
         return [self.overflow, [verifier.dump() for verifier in self._verifiers.values()]]
 
     def merge_state(self, dumped: Any) -> None:
-        """Add what another process read."""
         overflow, verifiers = dumped
         for name, count in overflow.items():
             self.overflow[name] = self.overflow.get(name, 0) + count
@@ -95,7 +93,6 @@ class WeightedSum:
             verifier.merge(state)
 
     def reset_state(self) -> None:
-        """Forget what was read."""
         self.overflow.clear()
         for verifier in self._verifiers.values():
             verifier.reset()

@@ -92,6 +92,10 @@ class Tensor:
     dtype: DType
     chunks: tuple[Chunk, ...]
     storage: tuple[object, ...] | None = None
+    # Set by `coverage.prove`, which several stages call for the same tensor.
+    proven_chunks: tuple[int, ...] | None = field(
+        default=None, init=False, compare=False, repr=False
+    )
 
     @property
     def numel(self) -> int:

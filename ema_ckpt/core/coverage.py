@@ -8,7 +8,7 @@ from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.core.text import counted
 
 
-def prove(tensor: Tensor) -> list[int]:
+def prove(tensor: Tensor) -> tuple[int, ...]:
     """Check bounds, overlap and volume; return the indices of the chunks to read.
 
     These are the chunks that hold elements, the first of each box (equal boxes are replicas, not
@@ -17,6 +17,12 @@ def prove(tensor: Tensor) -> list[int]:
     Raises:
         SourceError: `out-of-bounds`, `overlap`, `hole` or `incomplete`, naming the tensor.
     """
+    if tensor.proven_chunks is None:
+        object.__setattr__(tensor, "proven_chunks", tuple(_prove(tensor)))
+    return tensor.proven_chunks or ()
+
+
+def _prove(tensor: Tensor) -> list[int]:
     first_of_box: dict[Box, int] = {}
     for index, chunk in enumerate(tensor.chunks):
         if 0 not in chunk.sizes:

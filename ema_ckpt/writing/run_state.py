@@ -71,7 +71,6 @@ class RunState:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all results."""
         self.verifier.reset()
         if self._computed is not None:
             self._computed.reset_state()
@@ -153,14 +152,12 @@ class RunState:
         return Outcome(crcs, digests, self._overflow)
 
     def dump(self) -> bytes:
-        """Return the results as bytes, for `merge`."""
         crcs = [(index, crc) for index, crc in enumerate(self._crcs) if crc is not None]
         partial = [(index, *intervals) for index, intervals in self._partial.items()]
         computed = None if self._computed is None else self._computed.dump_state()
         return dump_json([crcs, partial, self._overflow, self.verifier.dump(), computed])
 
     def merge(self, dumped: bytes) -> None:
-        """Add the results of another process."""
         crcs, partial, overflow, verifier, computed = json.loads(dumped)
         for index, crc in crcs:
             self._crcs[index] = crc

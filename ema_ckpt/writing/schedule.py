@@ -76,7 +76,7 @@ class LocatedItem:
 
 
 class CopyBatch(NamedTuple):
-    """Write small items that lie side by side in a file, by their indices in the plan, at once."""
+    """Write small neighbouring items, by their indices in the plan, at once."""
 
     indices: Sequence[int]
     nbytes: int
@@ -98,7 +98,6 @@ class CopyRange(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read."""
         return self.stop - self.start
 
 
@@ -112,12 +111,11 @@ class AssembleBlocks(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
         return self.extent[1]
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Where the blocks lie in the item as it is written: start and length in bytes."""
+        """Start and length of the blocks in the item as it is written, in bytes."""
         itemsize = self.located.item.output.dtype.itemsize
         start, _ = self.blocks.extent(self.first)
         last, numel = self.blocks.extent(self.stop - 1)
@@ -149,7 +147,7 @@ class Schedule:
         self._source = catalog.source
         # A tensor that goes to several files is located once: its items come far apart.
         self._recurs = len({item.output.name for item in self.items}) < len(self.items)
-        self._payloads: dict[str, tuple[tuple[Payload, ...], list[int]]] = {}
+        self._payloads: dict[str, tuple[Payload, ...]] = {}
 
     def workers(self) -> Workers:
         """Choose the workers: one if Python overhead dominates, else as many as find work."""
@@ -175,16 +173,9 @@ class Schedule:
         position = 0
         for _, group in groupby(enumerate(self.items), key=lambda numbered: numbered[1].file):
             indices = [index for index, _ in group]
-            yield self._stream(indices, position, total, rank, ranks)
+            jobs = self._jobs(indices)
+            yield jobs if ranks == 1 else _share(jobs, position, total, rank, ranks)
             position += sum(self.items[index].nbytes for index in indices)
-
-    def _stream(
-        self, indices: Sequence[int], position: int, total: int, rank: int, ranks: int
-    ) -> Iterator[WriteJob]:
-        for job in self._jobs(indices):
-            if min(position * ranks // total, ranks - 1) == rank:
-                yield job
-            position += job.nbytes
 
     def _jobs(self, indices: Sequence[int]) -> Iterator[WriteJob]:
         batch: list[int] = []
@@ -247,12 +238,20 @@ class Schedule:
         """Locate the bytes of an item in the source. Reads headers only."""
         item = self.items[index]
         tensor = item.output.source
-        found = self._payloads.get(tensor.name)
-        if found is None:
-            found = self._reader.payloads(tensor), prove(tensor)
+        payloads = self._payloads.get(tensor.name)
+        if payloads is None:
+            payloads = self._reader.payloads(tensor)
             if self._recurs:
-                self._payloads[tensor.name] = found
-        payloads, picked = found
-        return LocatedItem(
-            index, item, locate_box(self._source, tensor, payloads, picked, item.box)
-        )
+                self._payloads[tensor.name] = payloads
+        box = locate_box(self._source, tensor, payloads, prove(tensor), item.box)
+        return LocatedItem(index, item, box)
+
+
+def _share(
+    jobs: Iterator[WriteJob], position: int, total: int, rank: int, ranks: int
+) -> Iterator[WriteJob]:
+    """Yield the jobs that begin in a rank's share of `total` bytes, the first at `position`."""
+    for job in jobs:
+        if min(position * ranks // total, ranks - 1) == rank:
+            yield job
+        position += job.nbytes
