@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
+from ema_ckpt.comm.launched import CommandGroup
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.write_plan import WritePlan, coalesce_headers
 from ema_ckpt.runtime import executor
@@ -13,26 +12,8 @@ from ema_ckpt.writing.journal import Journal
 from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.output_files import OutputFiles
 from ema_ckpt.writing.run_state import Outcome, RunState
-from ema_ckpt.writing.schedule import Schedule, WriteJob
-from ema_ckpt.writing.worker import WriteContext, WriteWorker
-
-
-class WriterGroup(Protocol):
-    """Ranks that write one plan together; the first one stages and publishes."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this process among them."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        ...
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes on rank 0, an empty list elsewhere; waits for all."""
-        ...
+from ema_ckpt.writing.schedule import Schedule
+from ema_ckpt.writing.worker import WriteContext
 
 
 def run(
@@ -41,7 +22,7 @@ def run(
     root: Path,
     options: WriteOptions,
     journal: Journal | None = None,
-    group: WriterGroup | None = None,
+    group: CommandGroup | None = None,
 ) -> Outcome | None:
     """Write a plan below `root`, or to the file `root` itself.
 
@@ -57,51 +38,25 @@ def run(
         SourceError: `checksum truncated-file missing-file unsupported …`, naming file and tensor.
         OSError: from writing; the staging turns it into a `TargetError`.
     """
+    rank, ranks = (group.rank, group.size) if group is not None else (0, 1)
     outputs = OutputFiles(root, plan.files)
     try:
-        work = _Writing(catalog, plan, outputs, options, journal)
-        rank, ranks = (group.rank, group.size) if group is not None else (0, 1)
-        schedule = work.schedule
+        schedule = Schedule(catalog, plan, options)
+        state = RunState(catalog, plan.items, options.verify)
+        finished = journal.completed() if journal is not None else {}
+        work = WriteContext(catalog, schedule, outputs, state, journal, finished, options.fsync)
         executor.run(work, schedule.streams(rank, ranks), schedule.workers(), options.progress)
         if rank:
             outputs.close()  # on a network file system this is what lets the first rank see it
         if group is not None:
-            for dumped in group.gather(work.dump() if rank else b"")[1:]:
-                work.merge(dumped)
+            for dumped in group.gather(state.dump() if rank else b"")[1:]:
+                if not rank:
+                    state.merge(dumped)
         if rank:
             return None
-        outcome = work.state.finish()
+        outcome = state.finish()
         for header in coalesce_headers(plan.header_bytes(outcome.crcs, outcome.digests)):
             outputs.write(header.file, header.offset, header.data)
         return outcome
     finally:
         outputs.close()
-
-
-class _Writing:
-    """The work of writing a plan."""
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        plan: WritePlan,
-        outputs: OutputFiles,
-        options: WriteOptions,
-        journal: Journal | None,
-    ) -> None:
-        self.schedule = Schedule(catalog, plan, options)
-        self.state = RunState(catalog, plan.items, options.verify)
-        self.dump, self.merge, self.reset = self.state.dump, self.state.merge, self.state.reset
-        self._context = WriteContext(
-            source=catalog.source,
-            schedule=self.schedule,
-            outputs=outputs,
-            state=self.state,
-            digests=catalog.digests,
-            journal=journal,
-            finished=journal.completed() if journal else {},
-            durable=options.fsync,
-        )
-
-    def start_worker(self) -> Callable[[WriteJob], int]:
-        return WriteWorker(self._context).write

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ema_ckpt.core.catalog import Files
+from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.box_reader import BoxReader
@@ -32,36 +32,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WriteContext:
-    """What all workers of a run share.
+    """The work of writing a plan: what all workers of a run share.
 
     Attributes:
         finished: ranges that an interrupted run wrote, by file, offset and length.
-        digests: recorded digests of the source, by tensor.
         durable: the files will be synced, so writeback begins early.
     """
 
-    source: Files
+    catalog: Catalog
     schedule: Schedule
     outputs: OutputFiles
     state: RunState
-    digests: Mapping[str, int]
     journal: Journal | None
     finished: Mapping[Range, Finished]
     durable: bool
 
+    def start_worker(self) -> Callable[[WriteJob], int]:
+        return WriteWorker(self).write
+
+    def dump(self) -> bytes:
+        return self.state.dump()
+
+    def merge(self, dumped: bytes) -> None:
+        self.state.merge(dumped)
+
+    def reset(self) -> None:
+        self.state.reset()
+
 
 class WriteWorker:
-    """One worker's buffers: one for reading and writing, and one more for batches and row slabs."""
+    """One worker's buffers: one for reading, one more for batches."""
 
     def __init__(self, context: WriteContext) -> None:
         self._context = context
         self._state = context.state
         self._verifier = context.state.verifier
-        self._source = context.source
+        self._source = context.catalog.source
         self._schedule = context.schedule
         self._block = buffer(self._schedule.block_nbytes)
         self._reader = BoxReader(self._schedule.block_nbytes, self._verifier)
-        self._second: memoryview | None = None
+        self._batch: memoryview | None = None
         self._casters: dict[tuple[str, str], Caster] = {}
         self._overflow: dict[str, int] = {}  # of the range at hand
 
@@ -116,11 +126,12 @@ class WriteWorker:
         start, stop = 0, located.source_nbytes
         if isinstance(job, CopyRange):
             start, stop = job.start, job.stop
-        for run in located.box.ranges or ():
-            if run.dest < stop and run.dest + run.nbytes > start:
-                self._verifier.require_full_read(located.tensor.name, run.payload)
-        for overlap in located.box.overlaps if located.box.ranges is None else ():
-            self._verifier.require_full_read(located.tensor.name, overlap.payload)
+        payloads = [overlap.payload for overlap in located.box.overlaps]
+        if located.box.ranges is not None:
+            ranges = located.box.ranges
+            payloads = [r.payload for r in ranges if r.dest < stop and r.dest + r.nbytes > start]
+        for payload in payloads:
+            self._verifier.require_full_read(located.tensor.name, payload)
 
     # Copying.
 
@@ -148,12 +159,9 @@ class WriteWorker:
                     outputs.write(item.file, item.offset + located.to_output(begin), view)
                     begin, end = end, self._block_end(located, end, stop)
             sources.append((first, last - first, run_crc))
+            begin_in_storage = first - run.dest + run.start
             self._verifier.record(
-                located.tensor.name,
-                run.payload,
-                first - run.dest + run.start,
-                last - first,
-                run_crc,
+                located.tensor.name, run.payload, begin_in_storage, last - first, run_crc
             )
         read = join_crcs([(first - start, n, part) for first, n, part in sources], stop - start)
         if read is None:
@@ -177,7 +185,7 @@ class WriteWorker:
         located = job.located
         start = located.to_source(offset - located.item.offset)
         crc, source_crc, source_nbytes = 0, 0, 0
-        is_compared = located.casts and located.tensor.name in self._context.digests
+        is_compared = located.casts and located.tensor.name in self._context.catalog.digests
         for view in self._reader.blocks(located.box, job.blocks, job.first, job.stop):
             source_nbytes += len(view)
             if is_compared:
@@ -208,30 +216,29 @@ class WriteWorker:
 
     def _write_batch(self, indices: Sequence[int]) -> int:
         """Put small neighbouring items together and write them at once."""
-        context, state = self._context, self._state
+        context = self._context
         batch = [self._schedule.locate(index) for index in indices]
         file, base = batch[0].item.file, batch[0].item.offset
         nbytes = batch[-1].item.offset + batch[-1].item.nbytes - base
-        view = self._second_buffer()[:nbytes]
+        if self._batch is None:
+            self._batch = buffer(self._schedule.block_nbytes)
+        view = self._batch[:nbytes]
+        parts = [view[one.item.offset - base :][: one.item.nbytes] for one in batch]
         finished = context.finished.get((file, base, nbytes))
         if finished is not None:
-            state.add_overflow(finished.overflow)
+            self._state.add_overflow(finished.overflow)
             context.outputs.read_into(file, base, view)
-        crcs: list[tuple[int, list[Interval]]] = []
-        for located in batch:
-            part = view[located.item.offset - base :][: located.item.nbytes]
-            if finished is not None:
+            for located, part in zip(batch, parts, strict=True):
                 self._read_again(located)
-                crcs.append((crc32(part), []))
-            else:
-                crc, source_crc = self._fill(located, part)
-                crcs.append((crc, [(0, located.source_nbytes, source_crc)]))
-        if finished is None:
-            context.outputs.write(file, base, view)
-            self._finish_range(file, base, nbytes, crc32(view) if context.journal else 0)
-        for located, (crc, sources) in zip(batch, crcs, strict=True):
-            state.record(located.index, [(0, located.item.nbytes, crc)], sources)
-        return 0 if finished else nbytes
+                self._state.record(located.index, [(0, len(part), crc32(part))])
+            return 0
+        crcs = [self._fill(located, part) for located, part in zip(batch, parts, strict=True)]
+        context.outputs.write(file, base, view)
+        self._finish_range(file, base, nbytes, crc32(view) if context.journal else 0)
+        for located, (crc, source_crc) in zip(batch, crcs, strict=True):
+            sources = [(0, located.source_nbytes, source_crc)]
+            self._state.record(located.index, [(0, located.item.nbytes, crc)], sources)
+        return nbytes
 
     def _fill(self, located: LocatedItem, view: memoryview) -> tuple[int, int]:
         """Fill `view` with a small item; return its CRC-32, and that of its bytes before a cast."""
@@ -245,8 +252,3 @@ class WriteWorker:
             return crc, crc
         view[:] = self._cast(located, out)
         return crc32(view), crc
-
-    def _second_buffer(self) -> memoryview:
-        if self._second is None:
-            self._second = buffer(self._schedule.block_nbytes)
-        return self._second
