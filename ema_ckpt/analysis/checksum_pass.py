@@ -105,8 +105,8 @@ class _ChecksumPass:
     def dump(self) -> bytes:
         errors = [
             [index, error.code, str(error), error.tensor, error.file]
-            for index, found in self.errors.items()
-            for error in found
+            for index, failures in self.errors.items()
+            for error in failures
         ]
         return dump_json([list(self.crcs.items()), errors])
 

@@ -35,8 +35,7 @@ class WriterArgs(TypedDict, total=False):
         strict: fail if anything would be left out.
         expand_ties: write tied weights under every name.
         keep_prefixes: keep wrapper prefixes of names.
-        progress: called with the bytes finished since the last call; negative if finished bytes
-            must be written again.
+        progress: called with the bytes finished since the last call.
     """
 
     match: Sequence[str]

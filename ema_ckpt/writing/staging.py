@@ -159,7 +159,7 @@ def stage(
             check_place(path, sources)
             check_replaceable(path, policy)
             with _lock_parent(path.parent):
-                claim.take(identity or {})
+                claim.clear_leftovers(identity or {})
                 check_replaceable(path, policy)
                 check_space(path, nbytes - claim.allocated)
                 root = claim.open(is_directory)
@@ -223,7 +223,7 @@ class _Claim:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def take(self, identity: Mapping[str, str]) -> None:
+    def clear_leftovers(self, identity: Mapping[str, str]) -> None:
         """End the switch of stages that are left, continue one of them, delete the others."""
         for left in stages_of(self._target):
             try:
