@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ema_ckpt import EmaCkptError, consolidate, convert, reshard
-from ema_ckpt.runtime.thread_pool import run_threads
 from tests.checkpoints import save_dcp
 
 
@@ -110,31 +109,3 @@ def test_tied_weights_count_once(tmp_path: Path) -> None:
     weight = torch.randn(5, 5)
     torch.save({"a": weight, "b": weight}, tmp_path / "tied.pt")
     assert convert(tmp_path / "tied.pt", tmp_path / "out.safetensors").nbytes == 100
-
-
-def test_an_interruption_leaves_no_worker_behind() -> None:
-    """The caller may close and delete what workers write to as soon as the pool has ended, however it ends."""
-    import threading
-    import time
-
-    running: list[str] = []
-
-    def slow(_job: object) -> None:
-        running.append("in")
-        time.sleep(0.3)
-        running.append("out")
-
-    def stop(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
-            run_threads(lambda: slow, [[1, 2]], 2)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert running.count("in") - running.count("out") <= 1  # the caller's own job was cut short
-    assert threading.active_count() == 1 or not any(
-        t.name.startswith("Thread") for t in threading.enumerate()[1:]
-    )
