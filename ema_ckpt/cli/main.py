@@ -126,9 +126,9 @@ def _run_distributed(argv: list[str]) -> int:
 
 
 def _is_first(argv: Sequence[str]) -> bool:
-    from ema_ckpt.comm.launched import launched_rank
+    from ema_ckpt.comm.launched import launched_ranks
 
-    return not _is_distributed(argv) or launched_rank() == 0
+    return not _is_distributed(argv) or launched_ranks()[0] == 0
 
 
 def _end_output(argv: list[str], error: OSError) -> int:
@@ -138,7 +138,7 @@ def _end_output(argv: list[str], error: OSError) -> int:
 
 
 def _report_error(argv: list[str], error: Exception) -> int:
-    from ema_ckpt.comm.launched import is_launched
+    from ema_ckpt.comm.launched import launched_ranks
     from ema_ckpt.core.errors import EmaCkptError
 
     if "--debug" in argv:
@@ -148,7 +148,7 @@ def _report_error(argv: list[str], error: Exception) -> int:
     if isinstance(error, EmaCkptError):
         message = str(error)
         alone = _DISTRIBUTED_VERBS & set(argv[:1]) and not _is_distributed(argv)
-        if alone and error.code in ("busy", "target-exists") and is_launched():
+        if alone and error.code in ("busy", "target-exists") and launched_ranks()[1] > 1:
             message += "; where a launcher started several processes, pass --distributed"
         exit_code = EXIT_INTERNAL if error.code == "internal" else EXIT_ERROR
         return _report(argv, error.code, message, exit_code)
