@@ -15,6 +15,7 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, canonical
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.state import parse_config
+from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.shadows import seed as seed_shadow
 from ema_ckpt.resume.flatten import local_shards
@@ -39,7 +40,6 @@ from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen
 from ema_ckpt.state_dicts.ema_layouts import find_averages, is_setting, name_averages
 
 if TYPE_CHECKING:
-    from ema_ckpt.ema.manager import ShardedEMA
     from ema_ckpt.state_dicts.tree import Tree
 
 _COMPARED_SETTINGS = (
@@ -118,10 +118,10 @@ def compare_averages(
     """
     label = f"ema.{name}" if name else "ema"
     tree = average_tree(reader, label, separate=separate)
-    state = manager.state_dict()
+    strict, model = context.strict, context.shards_of(manager.model)
+    state = state_of(manager, model)
     if tree is None:
         return _seed_all(reader, manager, label, seed=seed)
-    strict, model = context.strict, context.shards_of(manager.model)
     findings = Findings([] if separate else [tree.name])
     loose = {} if tree.role == EMA else _loose_settings(reader)
     settings = _read_settings(reader, replace(tree, settings=tree.settings or loose))

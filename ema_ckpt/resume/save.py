@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ema_ckpt.core.box import whole
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import shown
+from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.live import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.swap_state import refuse_inside
@@ -31,9 +32,6 @@ from ema_ckpt.resume.save_plan import plan_save
 from ema_ckpt.resume.save_write import write
 from ema_ckpt.resume.tensor_source import load_plain
 from ema_ckpt.writing.preflight import resolve_target
-
-if TYPE_CHECKING:
-    from ema_ckpt.ema.manager import ShardedEMA
 
 _CALL = "save"
 _SMALL_NUMEL = 4096
@@ -164,11 +162,15 @@ def _collect_state(
     shards = scan_model(model)
     state: dict[str, Any] = {"model": live_shards(shards)}
     weights = ["model"]
+
+    def average_state(manager: ShardedEMA) -> dict[str, Any]:
+        return state_of(manager, shards if manager.model is model else None)
+
     if isinstance(ema, Mapping):
-        state["ema"] = {name: manager.state_dict() for name, manager in ema.items()}
+        state["ema"] = {name: average_state(manager) for name, manager in ema.items()}
         weights += [f"ema.{name}.weights" for name in ema]
     elif ema is not None:
-        state["ema"] = ema.state_dict()
+        state["ema"] = average_state(ema)
         weights.append("ema.weights")
     if optimizer is not None:
         state["optimizer"] = optimizer_tree(shards, optimizer)

@@ -101,3 +101,18 @@ def test_names_of_other_wrappers() -> None:
     assert torch.nn.Linear(1, 1)._non_persistent_buffers_set == set()
     assert inspect.isfunction(state_dict._init_optim_state)
     assert "_st_info" in inspect.getsource(ddp)
+
+
+def test_names_outside_the_scan() -> None:
+    from torch.distributed.tensor import placement_types
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.optim import lr_scheduler
+    from torch.optim.optimizer import Optimizer, _foreach_supported_types
+
+    assert inspect.isfunction(compute_local_shape_and_global_offset)
+    assert "split_factor" in inspect.signature(placement_types._StridedShard).parameters
+    assert torch.Tensor in _foreach_supported_types
+    assert "_wrapped_by_lr_sched" in inspect.getsource(lr_scheduler)
+    assert "_opt_called" in inspect.getsource(lr_scheduler)
+    assert hasattr(Optimizer.profile_hook_step(lambda: None), "__wrapped__")
+    assert hasattr(torch.nn.Module(), "_parameters")
