@@ -45,10 +45,7 @@ def describe_error(failure: Exception) -> dict[str, str]:
 def merge_errors(call: str, reports: Mapping[int, Mapping[str, str]], size: int) -> EmaCkptError:
     """Return one error for `describe_error` reports by rank, of the lowest rank's class and code.
 
-    Args:
-        call: what the user called.
-        reports: of the ranks that failed.
-        size: number of ranks that took part.
+    `call` is what the user called, `size` the number of ranks that took part.
     """
     ranks_by_message: dict[str, list[int]] = {}
     for rank, report in reports.items():

@@ -40,19 +40,20 @@ class PreparedSteps:
         else:
             values = self._values or [shadow.shard.local for shadow in averages.shadows]
         if self.steps is None or not _is_same_memory(values, self._values):
-            batches = self._batches(averages.shadows, values)
+            if self._settings.nonfinite != "ignore":
+                for device in {value.device for value in values} - self.nonfinite_counts.keys():
+                    count = torch.zeros((), dtype=torch.int64, device=device)
+                    self.nonfinite_counts[device] = count
+            batches = batches_of(
+                averages.shadows,
+                values,
+                self._settings,
+                self.nonfinite_counts,
+                lambda: self._counter.num_updates,
+            )
             settle()
             self.steps, self._values = [prepare(batch) for batch in batches], values
         return self.steps
-
-    def _batches(self, shadows: Sequence[Shadow], values: Sequence[Tensor]) -> list[UpdateBatch]:
-        if self._settings.nonfinite != "ignore":
-            for device in {value.device for value in values} - self.nonfinite_counts.keys():
-                self.nonfinite_counts[device] = torch.zeros((), dtype=torch.int64, device=device)
-        return batches_of(shadows, values, self._settings, self.nonfinite_counts, self._call)
-
-    def _call(self) -> int:
-        return self._counter.num_updates
 
 
 class _Pair(NamedTuple):

@@ -19,8 +19,7 @@ class Recording:
     def add(self, steps: Sequence[Step] | None) -> None:
         """Record `steps` into the graph that the current stream captures.
 
-        Raises:
-            StateError: they are not ready, or no engine of theirs takes its weight from the device.
+        Raises StateError if they are not ready, or do not take their weight from the device.
         """
         if steps is None:
             raise StateError(
@@ -39,11 +38,7 @@ class Recording:
                 self._steps.append(step)
 
     def require(self) -> None:
-        """Refuse a replay of nothing.
-
-        Raises:
-            StateError: no step was recorded.
-        """
+        """Raise StateError if no step was recorded."""
         if not self._steps:
             raise StateError(
                 "usage", "advance() is for updates inside a CUDA graph, and none was recorded yet"
@@ -56,11 +51,7 @@ class Recording:
             step.set(weight)
 
     def check(self) -> None:
-        """Compare, once, the replays with those that the host has counted. Waits for the device.
-
-        Raises:
-            StateError: graphs were replayed more or less often.
-        """
+        """Raise StateError, once, if graphs were not replayed as often as the host has counted."""
         for step in self._steps:
             replays, counted = int(step.control.replays), self._advances
             if replays != counted:

@@ -156,7 +156,7 @@ class ShardedEMA:
             UsageError: no optimizer is given, or no `samples` to a schedule that counts them.
             StateError: the manager is attached already.
         """
-        self.counter.require(samples)
+        self.counter.require_samples(samples)
         if self._attachment is not None:
             raise StateError("usage", "this manager is attached already; call detach() first")
         self._attachment = Attachment(

@@ -25,7 +25,7 @@ class Constant:
     unit: ClassVar[Unit] = "updates"
 
     def __post_init__(self) -> None:
-        _require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
+        require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
         """Return the constant."""
@@ -53,14 +53,12 @@ class Warmup:
     unit: ClassVar[Unit] = "updates"
 
     def __post_init__(self) -> None:
-        _require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
-        _require(
-            0.0 <= self.min_decay <= 1.0, f"min_decay is between 0 and 1, not {self.min_decay}"
-        )
-        _require(0 < self.inv_gamma < inf, f"inv_gamma is positive, not {self.inv_gamma}")
-        _require(0 < self.power < inf, f"power is positive, not {self.power}")
+        require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
+        require(0.0 <= self.min_decay <= 1.0, f"min_decay is between 0 and 1, not {self.min_decay}")
+        require(0 < self.inv_gamma < inf, f"inv_gamma is positive, not {self.inv_gamma}")
+        require(0 < self.power < inf, f"power is positive, not {self.power}")
         is_count = self.start >= 0 and self.start == int(self.start)
-        _require(is_count, f"start is a whole number of calls, not {self.start}")
+        require(is_count, f"start is a whole number of calls, not {self.start}")
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
         """Return β of call number `call`."""
@@ -88,7 +86,7 @@ class PowerFunction:
         # At γ = 0 the profile is flat and the width is 12^-1/2; wider ones are not averages of t^γ
         # with γ >= 0.
         is_width = 0 < self.sigma_rel <= 12**-0.5
-        _require(is_width, f"sigma_rel is between 0 and 0.2886, not {self.sigma_rel}")
+        require(is_width, f"sigma_rel is between 0 and 0.2886, not {self.sigma_rel}")
         _require_unit(self.unit)
 
     @property
@@ -118,7 +116,7 @@ class HalfLife:
 
     def __post_init__(self) -> None:
         is_length = 0 < self.n < inf
-        _require(is_length, f"a half-life is a positive number of {self.unit}, not {self.n}")
+        require(is_length, f"a half-life is a positive number of {self.unit}, not {self.n}")
         _require_unit(self.unit)
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
@@ -171,10 +169,11 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
     return {"kind": schedule.kind, **asdict(schedule)}
 
 
-def _require(fact: bool, message: str) -> None:
+def require(fact: bool, message: str) -> None:
+    """Raise UsageError with `message` unless `fact`."""
     if not fact:
         raise UsageError("usage", message)
 
 
 def _require_unit(unit: str) -> None:
-    _require(unit in ("updates", "samples"), f"unit is 'updates' or 'samples', not {unit!r}")
+    require(unit in ("updates", "samples"), f"unit is 'updates' or 'samples', not {unit!r}")

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ema.schedules import Constant, HalfLife, Schedule
+from ema_ckpt.ema.schedules import Constant, HalfLife, Schedule, require
 
 Source: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -51,20 +51,26 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            _require_choice(name, getattr(self, name), choices)
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise UsageError(
-                "usage", f"every is a number of calls, 1 or more; found {self.every!r}"
+            value = getattr(self, name)
+            # By identity, since 0 == False; equal strings need not be identical.
+            is_choice = (
+                value in choices if isinstance(value, str) else id(value) in map(id, choices)
             )
-        if self.compensate and self.dtype is not torch.float32:
-            raise UsageError(
-                "usage",
-                f"compensate=True carries a residual beside float32 averages, not {self.dtype}",
-            )
-        if self.rounding == "stochastic" and self.dtype is not torch.bfloat16:
-            raise UsageError(
-                "usage", f"rounding='stochastic' is for dtype=torch.bfloat16, not {self.dtype}"
-            )
+            names = ", ".join(map(repr, choices))
+            require(is_choice, f"{name} is one of {names}; found {value!r}")
+        is_count = isinstance(self.every, int) and not isinstance(self.every, bool)
+        require(
+            is_count and self.every >= 1,
+            f"every is a number of calls, 1 or more; found {self.every!r}",
+        )
+        require(
+            not self.compensate or self.dtype is torch.float32,
+            f"compensate=True carries a residual beside float32 averages, not {self.dtype}",
+        )
+        require(
+            self.rounding == "nearest" or self.dtype is torch.bfloat16,
+            f"rounding='stochastic' is for dtype=torch.bfloat16, not {self.dtype}",
+        )
 
     def warn_of_lost_updates(self) -> None:
         """Warn if a step towards weights that are a tenth away rounds to nothing in `dtype`.
@@ -96,31 +102,16 @@ def _settled_weight(schedule: Schedule) -> float:
     return 1 - schedule.beta(_USUAL_CALLS, _USUAL_BATCH, _USUAL_CALLS * _USUAL_BATCH)
 
 
-def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    # By identity, since 0 == False; equal strings need not be identical.
-    if isinstance(value, str):
-        allowed = value in choices
-    else:
-        allowed = any(value is choice for choice in choices)
-    if not allowed:
-        raise UsageError(
-            "usage", f"{name} is one of {', '.join(map(repr, choices))}; found {value!r}"
-        )
-
-
 def as_patterns(globs: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Return one glob or several as a tuple."""
-    if globs is None:
-        return None
-    return (globs,) if isinstance(globs, str) else tuple(globs)
+    return (globs,) if isinstance(globs, str) else tuple(globs) if globs is not None else None
 
 
 @dataclass(slots=True)
 class UpdateCounter:
     """Calls and samples so far, and the decay collected since the average last moved.
 
-    The average moves at calls whose number is a multiple of `every`, by the product of β over the
-    calls since it last moved.
+    It moves at every `every`-th call, by the product of β over the calls since it last moved.
     """
 
     schedule: Schedule
@@ -134,14 +125,11 @@ class UpdateCounter:
     def count(self, samples: int | None) -> float | None:
         """Count one call and return the weight 1 - Πβ to move by, or None if it does not move.
 
-        Raises:
-            UsageError: `samples` is no whole number, or missing where the schedule counts them;
-                nothing was counted.
+        Raises UsageError, counting nothing, if `samples` is no whole number or needed and missing.
         """
         if samples is not None and not (0 <= samples < inf and samples == int(samples)):
-            raise UsageError(
-                "usage", f"samples is the number of samples of the global batch; found {samples}"
-            )
+            message = f"samples is the number of samples of the global batch; found {samples}"
+            raise UsageError("usage", message)
         seen = self.samples_seen + int(samples or 0)
         self.pending *= self.schedule.beta(self.num_updates + 1, samples, seen)
         self.num_updates, self.samples_seen = self.num_updates + 1, seen
@@ -154,16 +142,12 @@ class UpdateCounter:
         """Return whether the next call moves the average."""
         return (self.num_updates + 1) % self.every == 0
 
-    def require(self, samples: object) -> None:
-        """Refuse None where the schedule counts samples.
-
-        Raises:
-            UsageError: it does.
-        """
-        if samples is None and self.schedule.unit == "samples":
-            raise UsageError(
-                "usage", f"{self.schedule} counts samples: pass samples=, those of the global batch"
-            )
+    def require_samples(self, samples: object) -> None:
+        """Raise UsageError for None where the schedule counts samples."""
+        require(
+            samples is not None or self.schedule.unit == "updates",
+            f"{self.schedule} counts samples: pass samples=, those of the global batch",
+        )
 
     def reset(self) -> None:
         """Go back to before the first call."""
@@ -171,11 +155,9 @@ class UpdateCounter:
         self.pending = self.applied = 1.0
 
     def resume(self, num_updates: int, samples_seen: int, saved: dict[str, Any]) -> None:
-        """Continue from a saved counter.
-
-        Decays that depend on the call's number alone are computed anew, with the present settings;
-        of those that depend on samples the saved products are the only trace.
-        """
+        """Continue from a saved counter."""
+        # Decays that depend on the call's number alone are computed anew, with the present
+        # settings; of those that depend on samples the saved products are the only trace.
         self.num_updates, self.samples_seen = num_updates, samples_seen
         self.moved_at = int(saved.get("moved_at", num_updates - num_updates % self.every))
         if self.schedule.unit == "updates":

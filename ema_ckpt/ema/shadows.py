@@ -212,9 +212,7 @@ def _arena_zeros(shapes: Sequence[torch.Size], kind: _Kind) -> list[Tensor]:
 def value_of(tracked: TrackedShard, source: Source | None) -> Tensor:
     """Return the local values to average: the live ones, or those that `source` gives instead.
 
-    Raises:
-        StateError: the source's tensor has another local shape (flat ones aside) or lies in another
-            way.
+    Raises StateError if those have another local shape (flat ones aside) or layout.
     """
     shard, flat_range = tracked.shard, tracked.flat_range
     value = None
@@ -250,11 +248,7 @@ def seed(shadow: Shadow, tracked: TrackedShard, source: Source | None) -> None:
 
 
 def live_part(shadow: Shadow, value: Tensor) -> Tensor:
-    """Return the part of a local tensor that the shadow averages, as a view in its shape.
-
-    Raises:
-        StateError: replicas split it, and it is not contiguous.
-    """
+    """Return the part of a local tensor that the shadow averages, as a view in its shape."""
     if not shadow.is_split:
         return value
     if not value.is_contiguous():

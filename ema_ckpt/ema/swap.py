@@ -122,19 +122,13 @@ def _refuse_targets(targets: Mapping[Shadow, list[Shard]]) -> None:
             recut.append(fqn)
         if any(writers[shard] > 1 for shard in shards):
             tied.append(fqn)
-    if missing:
-        raise StateError("usage", f"the module to copy to lacks {shown(missing)}")
-    if recut:
-        raise StateError(
-            "usage",
-            f"the module to copy to is cut in another way: {shown(recut)}; load full_state_dict()"
-            " there",
-        )
-    if tied:
-        raise StateError(
-            "usage",
-            f"in the module to copy to one tensor has names that are separate here: {shown(tied)}",
-        )
+    for message, fqns in (
+        ("the module to copy to lacks {}", missing),
+        ("the module to copy to is cut in another way: {}; load full_state_dict() there", recut),
+        ("in the module to copy to one tensor has names that are separate here: {}", tied),
+    ):
+        if fqns:
+            raise StateError("usage", message.format(shown(fqns)))
 
 
 def _failure_of(step: Callable[[], None]) -> Exception | None:

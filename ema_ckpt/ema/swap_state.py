@@ -16,11 +16,7 @@ _swapped: set[int] = set()
 
 
 def refuse_inside(model: nn.Module, call: str) -> None:
-    """Refuse a call on a model that holds averages instead of its own weights.
-
-    Raises:
-        StateError: inside `swap()` of any manager.
-    """
+    """Raise StateError if a model holds averages instead of its own weights."""
     if holds_averages(model):
         raise StateError(
             "usage",

@@ -29,12 +29,8 @@ def gather_full(
 ) -> dict[str, Any]:
     """Return on rank 0 the averages whole, and under the live model's names if there is one.
 
-    Collective. See `ShardedEMA.full_state_dict`.
-
-    Args:
-        call: what the user called.
-        read: returns the shadows, their averages by name, and the live model's tree or {}.
-        timeout: seconds to wait for the other ranks.
+    Collective. `read` returns the shadows, their averages by name, and the live model's tree or {};
+    `timeout` is in seconds.
     """
     meet(call, timeout)
     channel = open_channel("gather")

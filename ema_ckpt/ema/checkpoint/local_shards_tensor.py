@@ -55,19 +55,16 @@ def as_global_tensor(
     """
     boxes, shape = tuple(boxes), tuple(shape)
     if sum(box.numel for box in boxes) != local.numel():
-        raise StateError(
-            "internal",
-            f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}",
-        )
-    if layout is None:
-        if tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
-            return local
-        return LocalShardsTensor(shape, boxes, box_views(boxes, local), local)
-    stride: tuple[int, ...] = row_major_strides(shape)
-    if isinstance(layout, DTensor):
-        stride, layout = layout.stride(), (layout.device_mesh, layout.placements)
-    placements = _placements_for(boxes, shape, local, layout, replicas)
-    if placements is None:
+        message = f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}"
+        raise StateError("internal", message)
+    stride, placements = row_major_strides(shape), None
+    if layout is not None:
+        if isinstance(layout, DTensor):
+            stride, layout = layout.stride(), (layout.device_mesh, layout.placements)
+        placements = _placements_for(boxes, shape, local, layout, replicas)
+    elif tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
+        return local
+    if layout is None or placements is None:
         return LocalShardsTensor(shape, boxes, box_views(boxes, local), local)
     return DTensor.from_local(
         _without_storage_offset(local.detach()),
@@ -162,15 +159,12 @@ class LocalShardsTensor(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        items = []
+        for chunk in self.__create_chunk_list__():
+            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), tensor.size())
+            index = MetadataIndex(fqn, chunk.offsets)
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -219,11 +213,8 @@ def _split_over_replicas(
     placements: Sequence[Placement],
     replicas: int,
 ) -> list[Sequence[Placement]]:
-    """Return placements with a replicated mesh dimension that cuts rows inside all other cuts.
-
-    Only where rows divide evenly, so that `torch.chunk` and near-even parts are the same on every
-    rank.
-    """
+    """Return placements with a replicated mesh dimension that cuts rows inside all other cuts."""
+    # Only where rows divide evenly are `torch.chunk` and near-even parts the same on every rank.
     row_cuts = [
         size if isinstance(placement, Shard | _StridedShard) and placement.dim == 0 else 1
         for size, placement in zip(mesh_sizes, placements, strict=True)
@@ -240,12 +231,9 @@ def _split_over_replicas(
 
 
 def _without_storage_offset(local: Tensor) -> Tensor:
-    """Return the same memory as a tensor with storage offset 0.
-
-    A DTensor takes over the offset of its local tensor; then its data pointer is not 0, and the
-    staging of `dcp.async_save` tries to copy a storage that it does not have (torch 2.13,
-    `_state_dict_stager.py`).
-    """
+    """Return the same memory as a tensor with storage offset 0."""
+    # A DTensor takes over the offset of its local tensor; then its data pointer is not 0, and the
+    # staging of `dcp.async_save` tries to copy a storage that it does not have (torch 2.13).
     if not local.storage_offset():
         return local
     if not local.numel():
@@ -253,25 +241,21 @@ def _without_storage_offset(local: Tensor) -> Tensor:
     return torch.utils.dlpack.from_dlpack(local)
 
 
-def _map_views(tensor: LocalShardsTensor, change: Callable[[Tensor], Tensor]) -> LocalShardsTensor:
+def _map_views(
+    tensor: LocalShardsTensor, change: Callable[[Tensor], Tensor] = Tensor.detach
+) -> LocalShardsTensor:
     like = change(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     views = [change(view) for view in tensor.views]
     return LocalShardsTensor(tensor.shape, tensor.boxes, views, like)
 
 
-def _detach(tensor: LocalShardsTensor) -> LocalShardsTensor:
-    return LocalShardsTensor(tensor.shape, tensor.boxes, tensor.views, tensor)
-
-
 def _view(tensor: LocalShardsTensor, size: Sequence[int]) -> LocalShardsTensor:
     if tuple(size) != tuple(tensor.shape):
         raise NotImplementedError("a LocalShardsTensor keeps its shape")
-    return _detach(tensor)
+    return _map_views(tensor)
 
 
-def _clone(
-    tensor: LocalShardsTensor, *, memory_format: torch.memory_format | None = None
-) -> LocalShardsTensor:
+def _clone(tensor: LocalShardsTensor, memory_format: object = None) -> LocalShardsTensor:
     del memory_format
     return _map_views(tensor, torch.clone)
 
@@ -284,9 +268,7 @@ def _new_empty(tensor: LocalShardsTensor, size: Sequence[int], **options: Any) -
     return _map_views(tensor, lambda view: torch.empty_like(view, **kwargs))
 
 
-def _empty_like(
-    tensor: LocalShardsTensor, memory_format: torch.memory_format | None = None, **options: Any
-) -> Tensor:
+def _empty_like(tensor: LocalShardsTensor, memory_format: object = None, **options: Any) -> Tensor:
     del memory_format
     return _new_empty(tensor, tensor.shape, **options)
 
@@ -303,17 +285,16 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     elif source.boxes == target.boxes:
         parts = source.views
     else:
-        raise StateError(
-            "internal", f"cannot copy {source!r} into {target!r}: they hold other elements"
-        )
+        message = f"cannot copy {source!r} into {target!r}: they hold other elements"
+        raise StateError("internal", message)
     for view, part in zip(target.views, parts, strict=True):
         view.copy_(part, non_blocking=non_blocking)
     return target
 
 
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _detach,
-    aten.alias.default: _detach,
+    aten.detach.default: _map_views,
+    aten.alias.default: _map_views,
     aten.view.default: _view,
     aten.clone.default: _clone,
     aten.new_empty.default: _new_empty,

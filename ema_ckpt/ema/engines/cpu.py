@@ -1,8 +1,7 @@
 """The CPU engine: moves blocks that fit into the cache, so that scratch never goes to memory.
 
-Neighbours in memory are moved as one block: their parameters are gathered with one `torch.cat`, the
-average is moved by one `lerp_`. Where dtypes differ the parameters are widened through a scratch of
-one block. torch's `lerp` gives the same bits for any cut, so blocks change nothing.
+Neighbours in memory are one block: one `torch.cat` gathers their parameters, one `lerp_` moves the
+average. torch's `lerp` gives the same bits for any cut, so blocks change nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Detection, before each update, that a module or the memory behind a shard was exchanged.
 
-An update uses views of live memory that were made once, so each one has to make sure that they are
-still the model's. Looking at every parameter in Python would take longer than the update itself.
-So all comparisons are loops that run in C: two lists of dictionaries are compared with `==`, which
-tests the identity of their values first and gets no further while nothing has changed. Values for
-which `==` after that test could say "equal" of another object (or do more than compare) are
-compared by identity alone, with `map(is_, …)`, and memory by its addresses.
+An update uses views of live memory that were made once. A loop over the parameters in Python would
+take longer than the update itself, so all comparisons are loops in C: lists of dictionaries are
+compared with `==`, which tests the identity of their values first. Values for which `==` could call
+another object equal are compared by `map(is_, …)`, and memory by its addresses.
 """
 
 from __future__ import annotations

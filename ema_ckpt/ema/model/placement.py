@@ -1,8 +1,4 @@
-"""Boxes of a DTensor that a rank holds, and parts of replicas: pure geometry on torch's placements.
-
-Sizes and offsets are in elements. The boxes of a local tensor are in global coordinates;
-concatenated row-major they are the local tensor's row-major flattening.
-"""
+"""Boxes of a DTensor that a rank holds, and parts of replicas; sizes and offsets in elements."""
 
 from __future__ import annotations
 
@@ -51,8 +47,7 @@ def replica_part(shape: Sequence[int], count: int, index: int) -> Run:
     """Return (start, numel) of the flattened local shard that replica `index` of `count` averages.
 
     Near even, as ZeRO stage 1 divides optimizer state (arXiv:1910.02054): whole rows where there
-    are at least as many rows as replicas, single elements otherwise. The parts of all replicas tile
-    the flattening in order.
+    are at least as many rows as replicas, single elements otherwise.
     """
     rows = shape[0] if shape else 1
     units, unit_numel = (rows, prod(shape[1:])) if rows >= count else (prod(shape), 1)
@@ -64,10 +59,9 @@ def replica_part(shape: Sequence[int], count: int, index: int) -> Run:
 def torch_computes_offsets(
     shape: Sequence[int], mesh_sizes: Sequence[int], placements: Sequence[Placement]
 ) -> bool:
-    """Return whether torch's own offsets of a DTensor are right on every rank.
+    """Return whether torch's own offsets of a DTensor, as `dcp.save` uses them, are right.
 
-    Then `dcp.save` may take it as it is. Plain shards always are. Strided ones are where the
-    dimension divides evenly over all its shards, as long as each rank holds one box.
+    Of strided shards they are where the dimension divides evenly and each rank holds one box.
     """
     cuts = _mesh_cuts(placements, len(shape))
     for dim, size in enumerate(shape):

@@ -33,8 +33,8 @@ def scan_model(model: nn.Module) -> ModelShards:
     """Find every parameter and buffer of `model` as this rank holds it. Runs no collective.
 
     Raises:
-        StateError: a parameter is on `meta`, emptied by another framework, not initialised, or laid
-            out in a way that cannot be described by boxes.
+        StateError: a parameter is on `meta`, emptied by another framework, not initialised, or has
+            no boxes.
         UsageError: two tensors have one canonical name.
     """
     managed = _managed_parameters(model)
@@ -82,11 +82,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_state_init() -> bool:
-    """Return whether the caller runs inside the dummy step that creates an optimizer's state.
-
-    `get_optimizer_state_dict` and `set_optimizer_state_dict` make it, with zero gradients and
-    learning rate 0.
-    """
+    """Return whether the caller runs in the dummy step of `get_` or `set_optimizer_state_dict`."""
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if module is None:
         return False
@@ -147,11 +143,10 @@ def _canonical(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ManagedParameters:
-    """Parameters that a wrapper has replaced, by id of the module and name there.
+    """Parameters that a wrapper has replaced."""
 
-    A manager is an `FSDPParam`, or an FSDP1 module with an index into its flat parameter.
-    """
-
+    # By id of the module and name there: an `FSDPParam`, or an FSDP1 module and an index into its
+    # flat parameter.
     managers: dict[int, dict[str, Any]]
     flat_ids: frozenset[int]  # of the flat parameters
 

@@ -18,9 +18,8 @@ _ALIGNMENT = 64
 def pinned_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[torch.Tensor]:
     """Allocate zeros of each shape, one after the other in one slab of page-locked memory.
 
-    torch's own pinned allocator rounds sizes up to a power of two, for large slabs nearly twice
-    what is needed. Slabs of the same shapes have their tensors at the same elements, whatever their
-    dtypes.
+    Slabs of the same shapes have their tensors at the same elements, whatever their dtypes. torch's
+    own pinned allocator rounds sizes up to a power of two.
 
     Raises:
         StateError: the system does not let so much memory be locked.
