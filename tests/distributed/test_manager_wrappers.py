@@ -46,7 +46,7 @@ def close_to_whole(
     ema: ShardedEMA, model: nn.Module, start: dict[str, torch.Tensor], decay: float
 ) -> None:
     live, average = whole_live(model), whole_average(ema)
-    names = {slot.shard.fqn for slot in ema.averages.shadows}
+    names = {shadow.shard.fqn for shadow in ema.averages.shadows}
     assert names
     for name in names:
         assert torch.equal(average[name], start[name].lerp(live[name], 1 - decay)), name
@@ -211,8 +211,8 @@ def same_bits_split_or_not() -> list[list[int]]:
             with ema.swap():
                 shown = whole_live(model)
             assert all(
-                torch.equal(shown[slot.shard.fqn], kept[slot.shard.fqn])
-                for slot in ema.averages.shadows
+                torch.equal(shown[shadow.shard.fqn], kept[shadow.shard.fqn])
+                for shadow in ema.averages.shadows
             )
         measured.append([split.nbytes, whole.nbytes])
     return measured
@@ -233,7 +233,7 @@ def never_split() -> None:
     ema = ShardedEMA(
         DistributedDataParallel(model, find_unused_parameters=True), 0.5, buffers="average"
     )
-    whole = {slot.shard.fqn for slot in ema.averages.shadows if not slot.is_split}
+    whole = {shadow.shard.fqn for shadow in ema.averages.shadows if not shadow.is_split}
     assert whole == {"enter.bias", "scale", "mean"}
 
 
@@ -335,7 +335,7 @@ def replicas_of_one() -> None:
     ):
         model = wrap()
         ema = ShardedEMA(model, 0.9, shard_replicas=True)
-        assert not any(slot.is_split for slot in ema.averages.shadows)
+        assert not any(shadow.is_split for shadow in ema.averages.shadows)
         start = whole_average(ema)
         shake(model)
         ema.update()
@@ -409,8 +409,8 @@ def masters_of_flat_parameters(wraps: list[Callable[[], nn.Module]]) -> None:
         with ema.swap():
             shown = whole_live(model)
         assert all(
-            torch.equal(shown[slot.shard.fqn], expected[slot.shard.fqn].bfloat16())
-            for slot in plain.averages.shadows
+            torch.equal(shown[shadow.shard.fqn], expected[shadow.shard.fqn].bfloat16())
+            for shadow in plain.averages.shadows
         )
         for own, master in zip(model.parameters(), masters, strict=True):
             assert torch.equal(optimizer.state[own]["master_param"], master)
@@ -421,12 +421,12 @@ def sources_of_flat_parameters() -> None:
     model = flat(strategy=ShardingStrategy.FULL_SHARD, original=False)()
     start = {name: tensor + 1 for name, tensor in whole_live(model).items()}
     whole = ShardedEMA(model, 0.9, source=lambda _, param: param.detach() + 1)
-    pieces = {slot.shard.fqn: slot.shard.local + 1 for slot in whole.averages.shadows}
+    pieces = {shadow.shard.fqn: shadow.shard.local + 1 for shadow in whole.averages.shadows}
     for ema in (whole, ShardedEMA(model, 0.9, source=lambda fqn, _: pieces[fqn])):
         average = whole_average(ema)
         assert all(
-            torch.equal(average[slot.shard.fqn], start[slot.shard.fqn])
-            for slot in ema.averages.shadows
+            torch.equal(average[shadow.shard.fqn], start[shadow.shard.fqn])
+            for shadow in ema.averages.shadows
         )
     with pytest.raises(StateError, match=r"of the flat parameter's shard of \d+ elements"):
         ShardedEMA(model, source=lambda _, param: torch.zeros(param.numel() + 1))

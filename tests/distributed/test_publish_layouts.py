@@ -71,16 +71,16 @@ def test_boxes_are_what_torch_distributes(world_size: int) -> None:
     run(world_size, _cuts, timeout=120)
 
 
-def expected_kind(layout: str, slot: Shadow) -> type[torch.Tensor]:
+def expected_kind(layout: str, shadow: Shadow) -> type[torch.Tensor]:
     """The same on every rank, so that nobody waits in `full_tensor()` for a rank that has no DTensor."""
-    mesh, placements, shape = slot.shard.mesh, slot.shard.placements, slot.shard.shape
+    mesh, placements, shape = shadow.shard.mesh, shadow.shard.placements, shadow.shard.shape
     if mesh is None or placements is None:
-        return torch.Tensor if tuple(slot.average.shape) == shape else LocalShardsTensor
+        return torch.Tensor if tuple(shadow.average.shape) == shape else LocalShardsTensor
     if not torch_computes_offsets(shape, tuple(mesh.shape), placements):
         return LocalShardsTensor
     return (
         DTensor
-        if slot.shard.replica is None or shape[0] % dist.get_world_size() == 0
+        if shadow.shard.replica is None or shape[0] % dist.get_world_size() == 0
         else LocalShardsTensor
     )
 
@@ -92,8 +92,8 @@ def by_hand(parent: str, names: list[str]) -> None:
         one.train(STEPS)
         expected = truth(family_of(name), STEPS)
         state = one.ema.state_dict()
-        for slot in one.ema.averages.shadows:
-            fqn, kind = slot.shard.fqn, expected_kind(name, slot)
+        for shadow in one.ema.averages.shadows:
+            fqn, kind = shadow.shard.fqn, expected_kind(name, shadow)
             assert type(state["weights"][fqn]) is kind, (
                 f"{name} {fqn}: {type(state['weights'][fqn])} is not {kind}"
             )
@@ -103,8 +103,8 @@ def by_hand(parent: str, names: list[str]) -> None:
         path = Path(parent, f"{name}.w{dist.get_world_size()}")
         saving = dcp.async_save({"ema": one.ema}, checkpoint_id=path)
         with torch.no_grad():
-            for slot in one.ema.averages.shadows:
-                slot.average.fill_(-1.0)
+            for shadow in one.ema.averages.shadows:
+                shadow.average.fill_(-1.0)
         saving.result()
         fresh = start(LAYOUTS[dist.get_world_size()][name], blank=True)
         loaded = fresh.ema.state_dict()

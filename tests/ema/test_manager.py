@@ -523,13 +523,13 @@ def test_a_changed_model_raises_and_nothing_moves(
     model = network()
     ema = ShardedEMA(model, 0.5)
     before = copy.deepcopy(ema.state_dict()["weights"])
-    shadows = [slot.average for slot in ema.averages.shadows]
+    averages = [shadow.average for shadow in ema.averages.shadows]
     change(model)
     with pytest.raises(StateError, match=words):
         ema.update()
     assert ema.num_updates == 0
-    for slot, shadow in zip(ema.averages.shadows, shadows, strict=True):
-        assert torch.equal(before[slot.shard.fqn], shadow)
+    for shadow, average in zip(ema.averages.shadows, averages, strict=True):
+        assert torch.equal(before[shadow.shard.fqn], average)
 
 
 def test_bfloat16_parameters_that_become_float32_raise() -> None:
@@ -628,7 +628,7 @@ def test_nothing_is_made_under_inference_mode() -> None:
         ema.update()
         with ema.swap():
             model(torch.randn(2, 3))
-    assert not any(slot.average.is_inference() for slot in ema.averages.shadows)
+    assert not any(shadow.average.is_inference() for shadow in ema.averages.shadows)
     model(torch.randn(4, 3)).sum().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     ema.update()
@@ -846,13 +846,13 @@ def test_bytes_on_this_rank() -> None:
 def test_a_state_without_its_counter_changes_nothing() -> None:
     model = nn.Linear(2, 2)
     ema, other = ShardedEMA(model, 0.5), ShardedEMA(nn.Linear(2, 2), 0.5)
-    before = [slot.average.clone() for slot in ema.averages.shadows]
+    before = [shadow.average.clone() for shadow in ema.averages.shadows]
     state = {name: value for name, value in other.state_dict().items() if name != "num_updates"}
     with pytest.raises(StateError, match="num_updates"):
         ema.load_state_dict(state)
     assert all(
-        torch.equal(slot.average, kept)
-        for slot, kept in zip(ema.averages.shadows, before, strict=True)
+        torch.equal(shadow.average, kept)
+        for shadow, kept in zip(ema.averages.shadows, before, strict=True)
     )
 
 

@@ -52,8 +52,8 @@ def test_bits_are_those_of_torchs_foreach_lerp(dtype: torch.dtype, weight: float
         torch._foreach_lerp_(
             expected, [p.detach().float() for p in model.parameters()], 1.0 - (1 - weight)
         )
-    for slot, tensor in zip(ema.averages.shadows, expected, strict=True):
-        assert torch.equal(slot.average, tensor)
+    for shadow, tensor in zip(ema.averages.shadows, expected, strict=True):
+        assert torch.equal(shadow.average, tensor)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_bad_values_are_counted_on_the_device() -> None:
     assert ema.nonfinite_events == 1
     with pytest.raises(StateError, match="not finite in 1 updates"):
         ema.state_dict()
-    assert all(torch.isfinite(slot.average).all() for slot in ema.averages.shadows)
+    assert all(torch.isfinite(shadow.average).all() for shadow in ema.averages.shadows)
 
 
 def check_swap(model: nn.Module, ema: ShardedEMA) -> None:
@@ -135,9 +135,9 @@ def test_fsdp2(reshard: bool, offload: bool) -> None:
         torch._foreach_lerp_(expected, live, 1 - 0.9)
         with torch.no_grad():
             model(torch.randn(8, 64, device="cuda"))
-    for slot, tensor in zip(ema.averages.shadows, expected, strict=True):
-        assert slot.average.device == slot.shard.local.device
-        assert torch.equal(slot.average, tensor)
+    for shadow, tensor in zip(ema.averages.shadows, expected, strict=True):
+        assert shadow.average.device == shadow.shard.local.device
+        assert torch.equal(shadow.average, tensor)
     check_swap(model, ema)
 
 
@@ -147,7 +147,7 @@ def test_a_model_that_moves_takes_its_average_along() -> None:
     model.cuda()
     shake(model, 0)
     ema.update()
-    assert all(slot.average.is_cuda for slot in ema.averages.shadows)
+    assert all(shadow.average.is_cuda for shadow in ema.averages.shadows)
 
 
 def test_scratch_for_other_dtypes_is_bounded() -> None:

@@ -79,7 +79,7 @@ def test_bits_are_those_of_the_device(
             model.weights[3].data[5, 5] = torch.nan
         plain.update()
         away.update()
-    assert all(slot.average.is_pinned() for slot in away.averages.shadows)
+    assert all(shadow.average.is_pinned() for shadow in away.averages.shadows)
     assert _equal(away, plain)
     assert away.nonfinite_events == plain.nonfinite_events == int(bool(options.get("nonfinite")))
     if options.get("compensate"):
@@ -205,7 +205,7 @@ def test_the_average_follows_a_model_to_the_device() -> None:
         _noise(model, seed)
         plain.update()
         away.update()
-    assert all(slot.average.is_pinned() for slot in away.averages.shadows)
+    assert all(shadow.average.is_pinned() for shadow in away.averages.shadows)
     assert _equal(away, plain)
 
 
