@@ -225,7 +225,7 @@ class ShardedEMA:
         return state_of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, restored in place or as whole tensors.
+        """Load the state of `state_dict`, restored in place or as whole tensors.
 
         The settings stay the constructor's. A tied tensor is found under any of its names.
 

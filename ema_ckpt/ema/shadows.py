@@ -276,15 +276,15 @@ def fit(averages: Averages, model_shards: ModelShards, settings: Settings) -> Av
             "usage",
             f"averaged tensors are no longer in the model: {shown(gone)}; see ema.rebind(model)",
         )
-    tracked = []
     for shadow in shadows:
         _refuse_untied(shadow, by_name)
+    tracked = []
     for shadow in shadows:
-        found = by_name[shadow.shard.fqn]
-        _refuse_change(shadow, found)
+        live = by_name[shadow.shard.fqn]
+        _refuse_change(shadow, live)
         # under the name and aliases that the average was made with
-        shard = replace(found.shard, fqn=shadow.shard.fqn, aliases=shadow.shard.aliases)
-        tracked.append(replace(found, shard=shard))
+        shard = replace(live.shard, fqn=shadow.shard.fqn, aliases=shadow.shard.aliases)
+        tracked.append(replace(live, shard=shard))
     pairs = list(zip(shadows, tracked, strict=True))
     if all(_is_cut_alike(s, t) and _may_stay(s, t, settings) for s, t in pairs):
         fitted = [_moved(shadow, t, settings) for shadow, t in pairs]

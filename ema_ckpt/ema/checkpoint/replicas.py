@@ -101,15 +101,15 @@ def _all_gather(message: Sequence[_Piece], replica: ReplicaGroup) -> None:
     device = message[0].target.device
     sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     received = torch.empty(replica.count * sum(sizes), dtype=torch.uint8, device=device)
-    for piece, room in zip(message, torch.split(sent, sizes), strict=True):
+    for piece, memory in zip(message, torch.split(sent, sizes), strict=True):
         part = piece.shadow.average.view(-1)[piece.offset : piece.offset + piece.numel]
-        room.view(piece.target.dtype)[: part.numel()].copy_(part)
+        memory.view(piece.target.dtype)[: part.numel()].copy_(part)
     dist.all_gather_into_tensor(received, sent, group=replica.group)
-    for index, rooms in enumerate(received.view(replica.count, -1)):
-        for piece, room in zip(message, torch.split(rooms, sizes), strict=True):
+    for index, part in enumerate(received.view(replica.count, -1)):
+        for piece, memory in zip(message, torch.split(part, sizes), strict=True):
             start, numel = _parts(piece.shadow, replica.count)[index]
             length = max(0, min(piece.numel, numel - piece.offset))
-            values = room.view(piece.target.dtype)[:length]
+            values = memory.view(piece.target.dtype)[:length]
             _write_flat(piece.target, start + piece.offset, values)
 
 

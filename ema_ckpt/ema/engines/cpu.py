@@ -7,7 +7,6 @@ average. torch's `lerp` gives the same bits for any cut, so blocks change nothin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,8 +23,7 @@ BLOCK_NUMEL = 1 << 21
 _GATHERED_NUMEL = 1 << 17
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
+class _Block(NamedTuple):
     """A contiguous part of the averages and its parameters; all tensors are views, made once."""
 
     average: Tensor

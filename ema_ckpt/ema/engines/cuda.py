@@ -113,13 +113,13 @@ class TritonStep:
 def prepare(batch: UpdateBatch) -> Step:
     """Return a step over a batch on one CUDA device."""
     contiguous = [i for i, param in enumerate(batch.params) if param.is_contiguous()]
+    strided = [i for i, param in enumerate(batch.params) if not param.is_contiguous()]
     if not serves(batch) or not contiguous:
         return _prepare_without_triton(batch)
-    if len(contiguous) == len(batch.params):
+    if not strided:
         return TritonStep(batch)
-    rest = sorted(set(range(len(batch.params))).difference(contiguous))
     kernel_step = TritonStep(batch.subset(contiguous))
-    torch_step = _prepare_without_triton(batch.subset(rest))
+    torch_step = _prepare_without_triton(batch.subset(strided))
 
     def both(weight: float) -> None:
         kernel_step(weight)

@@ -45,12 +45,12 @@ class ChangeDetector:
         for container, key, value in (*links, *module_links):
             expected.setdefault(id(container), (container, {}))[1][key] = value
         self._containers: list[dict[str, Any]] = []  # dictionaries compared as a whole,
-        self._contents: list[dict[str, object]] = []  # and what they are to contain
+        self._contents: list[dict[str, object]] = []  # and their expected contents
         entries: list[ModuleLink] = []  # of dictionaries that hold other things too
         identities: list[ModuleLink] = []
         for container, contents in expected.values():
             listed = [(container, key, value) for key, value in contents.items()]
-            identities += [entry for entry in listed if _needs_identity(entry[2])]
+            identities += [link for link in listed if _needs_identity(link[2])]
             if contents.keys() == container.keys():
                 self._containers.append(container)
                 self._contents.append(contents)

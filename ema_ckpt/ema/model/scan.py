@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -92,8 +92,7 @@ def is_state_init() -> bool:
     return frame is not None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ddp:
+class _Ddp(NamedTuple):
     """The DDP wrapper around a module."""
 
     replica: ReplicaGroup
@@ -141,8 +140,7 @@ def _canonical(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ManagedParameters:
+class _ManagedParameters(NamedTuple):
     """Parameters that a wrapper has replaced."""
 
     # By id of the module and name there: an `FSDPParam`, or an FSDP1 module and an index into its
@@ -211,11 +209,10 @@ def _buffers(module: nn.Module, prefix: str) -> Iterator[tuple[Hashable, Tracked
     for name, live in module._buffers.items():
         if live is not None:
             shard = _whole_shard(prefix + name, live, is_parameter=False)
-            persistent = name not in module._non_persistent_buffers_set
-            memory = _addressed(live)
+            persistent, memory = name not in module._non_persistent_buffers_set, _addressed(live)
             yield (
                 id(live),
-                TrackedShard(shard, live, False, persistent, module._buffers, name, live, memory),
+                TrackedShard(shard, live, module._buffers, name, live, memory, persistent),
             )
 
 
@@ -229,9 +226,7 @@ def _plain_parameter(
         shard = _dtensor_shard(fqn, live._st_info, live.detach(), replica, True)
     else:
         shard = _whole_shard(fqn, live, is_parameter=True, replica=replica)
-    return TrackedShard(
-        shard, live, live.requires_grad, True, container, name, live, _addressed(live)
-    )
+    return TrackedShard(shard, live, container, name, live, _addressed(live))
 
 
 def _whole_shard(
@@ -278,9 +273,7 @@ def _fsdp2_parameter(fqn: str, fsdp_param: Any) -> TrackedShard:
     shard = _dtensor_shard(fqn, sharded._spec, sharded._local_tensor, replica, True)
     key = "_sharded_param_data"  # exchanged together with what `sharded_param` holds
     container = vars(fsdp_param)
-    return TrackedShard(
-        shard, sharded, sharded.requires_grad, True, container, key, container[key], None
-    )
+    return TrackedShard(shard, sharded, container, key, container[key], None)
 
 
 def _fsdp1_parameter(fqn: str, fsdp: Any, index: int) -> TrackedShard:
@@ -303,16 +296,10 @@ def _fsdp1_parameter(fqn: str, fsdp: Any, index: int) -> TrackedShard:
     replica = _fsdp1_replica(fsdp)
     shard = Shard(fqn, (), shape, local.dtype, local, boxes, True, replica)
     owner = flat if flat._params is None else flat._params[index]
+    flat_range = (start, memory.numel()) if owner is flat else None
+    pointed = flat if sharded is None else None
     return TrackedShard(
-        shard,
-        owner,
-        owner.requires_grad,
-        True,
-        vars(flat),
-        "_local_shard",
-        sharded,
-        flat if sharded is None else None,
-        (start, memory.numel()) if owner is flat else None,
+        shard, owner, vars(flat), "_local_shard", sharded, pointed, flat_range=flat_range
     )
 
 

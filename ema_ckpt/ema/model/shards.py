@@ -70,14 +70,18 @@ class TrackedShard:
 
     shard: Shard
     owner: Tensor  # which an optimizer steps; of FSDP1 without original parameters: the flat
-    requires_grad: bool
-    persistent: bool
     container: dict[str, Any]
     key: str
     expected: object
     memory: Tensor | None
+    persistent: bool = True
     # (first element, numel of the whole) if the shard is part of a flat owner's local shard
     flat_range: tuple[int, int] | None = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether this is a parameter that is trained."""
+        return self.shard.is_parameter and self.owner.requires_grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -92,9 +92,10 @@ class StateSlab:
             pieces = [Piece(index, 0, numel, is_last=True) for index, numel in enumerate(numels)]
             yield Chunk(self, tuple(pieces), whole, 0)
             return
-        room = slot_nbytes // sum(host.element_size() for host in whole.values()) // 256 * 256 - 256
-        for start in range(0, stop, room):
-            end = min(start + room, stop)
+        element_size = sum(host.element_size() for host in whole.values())
+        step = slot_nbytes // element_size // 256 * 256 - 256
+        for start in range(0, stop, step):
+            end = min(start + step, stop)
             spans = {name: _span(tensors, start, end) for name, tensors in hosts.items()}
             yield Chunk(self, (Piece(0, start, end, is_last=end == stop),), spans, start)
 
@@ -123,7 +124,7 @@ class OffloadedState:
             self.pipeline.done.synchronize()
 
     def is_whole(self) -> bool:
-        """Return whether nobody has put other state in the place of a slab's."""
+        """Return whether the optimizer still has the state of every slab."""
         return all(slab.is_whole(self._optimizer) for slab in self.slabs)
 
     def settle(self) -> None:
