@@ -107,10 +107,10 @@ class ShardedEMA:
     # Averaging
 
     def update(self, samples: int | None = None) -> None:
-        """Count one step of the optimizer and move the average.
+        """Count one step of the optimizer and move the average. No collective, no host sync.
 
-        No collective, no host synchronisation. While a CUDA graph is captured the arithmetic is
-        recorded and nothing is counted: see `advance`.
+        While a CUDA graph is captured the arithmetic is recorded and nothing is counted: see
+        `advance`.
 
         Args:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
@@ -218,10 +218,7 @@ class ShardedEMA:
         swap.copy_to(self, module, timeout)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `torch.distributed.checkpoint`.
-
-        Its tensors have their global shape and alias the average.
-        """
+        """Return the state for `dcp.save`: tensors of global shape that alias the average."""
         return state_of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -240,9 +237,9 @@ class ShardedEMA:
     def full_state_dict(
         self, complete: bool = True, timeout: float = 300
     ) -> dict[str, torch.Tensor]:
-        """Return whole tensors on rank 0: the average, with `complete` also the rest of the model.
+        """Return whole tensors on rank 0 (`{}` elsewhere), `complete` with the rest of the model.
 
-        Elsewhere `{}`. Collective.
+        Collective.
         """
         from ema_ckpt.ema.checkpoint.gather import gather_full
 
@@ -305,10 +302,7 @@ class ShardedEMA:
 
     @property
     def nonfinite_events(self) -> int:
-        """Updates in which this rank kept an element, since its new value was not finite.
-
-        Waits for the device.
-        """
+        """Updates that kept an element here, its new value not finite. Waits for the device."""
         self.wait()
         return sum(int(count) for count in self._prepared.nonfinite_counts.values())
 

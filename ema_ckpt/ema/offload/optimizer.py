@@ -122,7 +122,7 @@ class OffloadedOptimizer:
         self._state.settle()
 
     @staticmethod
-    def zeros(param: torch.Tensor, dtype: torch.dtype) -> Tensor:
+    def zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Make state of a parameter in host memory, to be filled and then adopted by `settle`."""
         return host_state_like(param, torch.zeros(local_of(param).shape, dtype=dtype))
 
