@@ -57,7 +57,7 @@ def as_global_tensor(
     if sum(box.numel for box in boxes) != local.numel():
         message = f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}"
         raise StateError("internal", message)
-    stride, placements = row_major_strides(shape), None
+    stride, placements = None, None
     if layout is not None:
         if isinstance(layout, DTensor):
             stride, layout = layout.stride(), (layout.device_mesh, layout.placements)
@@ -72,7 +72,7 @@ def as_global_tensor(
         tuple(placements),
         run_check=False,
         shape=torch.Size(shape),
-        stride=tuple(stride),
+        stride=stride or row_major_strides(shape),
     )
 
 

@@ -363,5 +363,7 @@ def _with_aliases(
                 "name-collision", f"two tensors of the model have the canonical name {fqn!r}"
             )
         aliases = tuple(name for name in dict.fromkeys(names[identity]) if name != fqn)
-        named[fqn] = replace(tracked, shard=replace(tracked.shard, aliases=aliases))
+        if aliases:
+            tracked = replace(tracked, shard=replace(tracked.shard, aliases=aliases))  # noqa: PLW2901
+        named[fqn] = tracked
     return tuple(named.values())
