@@ -111,9 +111,10 @@ def live_partners(name: str) -> tuple[str, ...]:
 
 def glob_matcher(glob: str) -> Callable[[str], bool]:
     """Compile a glob for whole names, case-sensitive as `fnmatch.fnmatchcase`; `*` crosses dots."""
-    if not any(char in glob for char in "*?["):
+    wildcard = re.search(r"[*?\[]", glob)
+    if wildcard is None:
         return glob.__eq__
-    if glob.endswith("*") and not any(char in glob[:-1] for char in "*?["):
+    if glob[wildcard.start() :] == "*":
         prefix = glob[:-1]
         return lambda name: name.startswith(prefix)
     import fnmatch
