@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 
 from ema_ckpt.core.catalog import (
     Catalog,
-    Diagnostic,
     Files,
     Nesting,
     Object,
@@ -248,9 +246,8 @@ def _join(parts: Sequence[_Part], location: Location, path: str, *, nested: bool
     source = JoinedFiles(location.root, [(part.directory, part.catalog.source) for part in parts])
     catalogs = [_relocate(part, reader) for part in parts]
     weights = next((catalog for catalog in catalogs if catalog.tensors), catalogs[0])
-    joined = _merge(catalogs)
     return replace(
-        joined,
+        _merge(catalogs),
         path=path,
         resolved=location.resolved,
         format=weights.format,
@@ -263,19 +260,20 @@ def _join(parts: Sequence[_Part], location: Location, path: str, *, nested: bool
 def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
     """Rename everything in a part as it is called in the joined checkpoint; register it there."""
     catalog, directory, place = part.catalog, part.directory, part.place
+    prefix = f"{directory[:-1]}: " if directory else ""
     tensors = [_relocate_tensor(part, tensor, reader) for tensor in catalog.tensors]
-    digests = {}
-    for original, tensor in zip(catalog.tensors, tensors, strict=True):
-        if original.name in catalog.digests:
-            digests[tensor.name] = catalog.digests[original.name]
+    names = [original.name for original in catalog.tensors]
+    moved = dict(zip(names, tensors, strict=True))
     keys = {place(path): key for path, key in catalog.nesting.keys.items()}
     return replace(
         catalog,
         tensors=tuple(tensors),
         objects=tuple(_relocate_object(part, item, reader) for item in catalog.objects),
         files={directory + file: nbytes for file, nbytes in catalog.files.items()},
-        digests=digests,
-        warnings=tuple(_with_directory(warning, directory) for warning in catalog.warnings),
+        digests={moved[name].name: crc for name, crc in catalog.digests.items()},
+        warnings=tuple(
+            replace(warning, message=prefix + warning.message) for warning in catalog.warnings
+        ),
         nesting=Nesting(keys, frozenset(map(place, catalog.nesting.tuples))),
         ties=_relocate_ties(part, reader),
         rank_private=tuple(
@@ -286,7 +284,7 @@ def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
             entry._replace(file=entry.file and directory + entry.file)
             for entry in catalog.unknown_entries
         ),
-        find_mismatches=partial(_relocate_mismatches, part),
+        find_mismatches=lambda: [(n, directory + text) for n, text in catalog.find_mismatches()],
     )
 
 
@@ -310,15 +308,6 @@ def _relocate_object(part: _Part, item: Object, reader: JoinedReader) -> Object:
 
 def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
-
-
-def _with_directory(warning: Diagnostic, directory: str) -> Diagnostic:
-    message = f"{directory.rstrip('/')}: {warning.message}" if directory else warning.message
-    return replace(warning, message=message)
-
-
-def _relocate_mismatches(part: _Part) -> list[tuple[str, str]]:
-    return [(name, part.directory + text) for name, text in part.catalog.find_mismatches()]
 
 
 def _relocate_ties(part: _Part, reader: JoinedReader) -> dict[str, str]:

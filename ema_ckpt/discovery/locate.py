@@ -177,6 +177,10 @@ def _may_be_misplaced(location: Location) -> str:
     return name
 
 
+def _listed(broken: list[tuple[str, EmaCkptError]]) -> str:
+    return "; ".join(f"{name}: {error}" for name, error in broken[:10])
+
+
 @dataclass(slots=True)
 class _Steps:
     """Number of steps in a directory, the newest complete one, and newer ones that are broken."""
@@ -233,7 +237,7 @@ def _newest_step(folder: Folder, stray: str = "") -> Location | None:
     them, which can be read instead.
     """
     steps = _find_steps(folder)
-    broken = _described(steps.broken)
+    broken = _listed(steps.broken)
     if steps.newest is None:
         if broken and not stray:
             several = counted(len(steps.broken), "step")
@@ -248,10 +252,6 @@ def _newest_step(folder: Folder, stray: str = "") -> Location | None:
     if stray:
         note += f"; {stray}, which lies beside them, is not read"
     return location._replace(note=note)
-
-
-def _described(broken: list[tuple[str, EmaCkptError]]) -> str:
-    return "; ".join(f"{name}: {error}" for name, error in broken[:10])
 
 
 @dataclass(slots=True)
@@ -270,7 +270,7 @@ class _Search:
             hit = self.hits[0]
             note = f"reading {hit.resolved}, the only checkpoint found"
             if self.broken:
-                note += f"; not complete: {_described(self.broken)}"
+                note += f"; not complete: {_listed(self.broken)}"
             return hit._replace(note=hit.note or note)
         if self.broken:
             raise self.broken[0][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain, compress
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ema_ckpt.core.errors import SourceError, UsageError
@@ -104,21 +105,25 @@ def locate_directory(folder: Folder) -> Location | None:
 
 def loose_files(folder: Folder) -> list[Location]:
     """List files that are checkpoints by themselves; those of optimizers only if alone."""
-    names = _candidates(folder)
-    locations = []
-    in_families = set()
-    for files in families(names).values():
-        in_families.update(files)
-        resolved = join(folder.root, files[0])
-        locations.append(Location(RANK_FILES, folder.root, tuple(files), resolved))
-    for name in names:
-        if name in in_families or not name.endswith((".safetensors", *TORCH_SUFFIXES)):
-            continue
-        kind = SAFETENSORS if name.endswith(".safetensors") else TORCH
-        locations.append(Location(kind, folder.root, (name,), join(folder.root, name)))
+    locations = [location for _, location in _files(folder)]
     roles = [part_role(location.names[0].partition(".")[0]) for location in locations]
-    pairs = zip(locations, roles, strict=True)
-    return [location for location, role in pairs if role not in (OPTIMIZER, OTHER)] or locations
+    weights = [role not in (OPTIMIZER, OTHER) for role in roles]
+    return list(compress(locations, weights)) or locations
+
+
+def _files(folder: Folder) -> Iterator[tuple[str, Location]]:
+    """List files that are checkpoints by themselves, with the names they have as parts."""
+    root, names = folder.root, _candidates(folder)
+    ranked = families(names)
+    for family, files in ranked.items():
+        yield family.name, Location(RANK_FILES, root, tuple(files), join(root, files[0]))
+    in_families = set(chain.from_iterable(ranked.values()))
+    for name in names:
+        if name.endswith(".safetensors"):
+            location = Location(SAFETENSORS, root, (name,), join(root, name))
+            yield name.removesuffix(".safetensors"), location
+        elif name.endswith(TORCH_SUFFIXES) and name not in in_families:
+            yield name, Location(TORCH, root, (name,), join(root, name))
 
 
 def ambiguous(root: str, paths: Sequence[str]) -> UsageError:
@@ -149,12 +154,8 @@ def _dcp(folder: Folder) -> Location | None:
 
 
 def _refuse_missing_metadata(root: str) -> NoReturn:
-    raise SourceError(
-        "missing-metadata",
-        f"{root}: .distcp files without a .metadata: the save did not end, or the file was not "
-        "copied",
-        file=".metadata",
-    )
+    message = f"{root}: .distcp files without a .metadata: the save did not end, or the file was"
+    raise SourceError("missing-metadata", f"{message} not copied", file=".metadata")
 
 
 def _indexed(folder: Folder) -> Location | None:
@@ -215,23 +216,13 @@ def _parts(folder: Folder) -> list[tuple[str, Location]]:
         location = _part_in(join(folder.root, name)) if part_role(name) else None
         if location is not None:
             parts.append((name, location))
-    parts += _part_files(folder)
+    files = [item for item in _files(folder) if item[1].format != TORCH]
+    parts += [(name, location) for name, location in files if part_role(name)]
     names = [name for name, _ in parts]
     twice = [location.resolved for name, location in parts if names.count(name) > 1]
     if twice:
         raise ambiguous(folder.root, twice)
     return parts
-
-
-def _part_files(folder: Folder) -> Iterator[tuple[str, Location]]:
-    root, candidates = folder.root, _candidates(folder)
-    for family, files in families(candidates).items():
-        if part_role(family.name):
-            yield family.name, Location(RANK_FILES, root, tuple(files), join(root, files[0]))
-    for file in candidates:
-        name = file.removesuffix(".safetensors")
-        if name != file and part_role(name):
-            yield name, Location(SAFETENSORS, root, (file,), join(root, file))
 
 
 def _part_in(root: str) -> Location | None:

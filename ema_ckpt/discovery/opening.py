@@ -44,11 +44,7 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
 
 @contextmanager
 def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[Catalog]:
-    """Open a catalog for the length of a `with` block and close its files at the end.
-
-    Raises:
-        EmaCkptError: as `open_catalog`.
-    """
+    """Open a catalog as `open_catalog` does and close its files at the end of a `with` block."""
     catalog = open_catalog(path, lenient=lenient)
     try:
         yield catalog
@@ -57,11 +53,7 @@ def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[C
 
 
 def open_location(location: Location, path: str, *, lenient: bool = False) -> Catalog:
-    """Open the checkpoint at `location`; `path` is what the user named.
-
-    Raises:
-        SourceError, UnsafeError: as `open_catalog`.
-    """
+    """Open the checkpoint at `location` as `open_catalog` does; `path` is what the user named."""
     if location.format == PARTS:
         parts = [(name, p, open_location(p, path, lenient=lenient)) for name, p in location.parts]
         return join_parts(location, path, parts)

@@ -60,12 +60,7 @@ def read_ema_config(catalog: Catalog, tree: Tree, *, open_objects: bool = True) 
         UnsafeError: `unsafe-pickle` if a settings object would call anything.
     """
     settings = tree.settings
-    raw: dict[str, object] = {}
-    for name, entry in settings.items():
-        head, _, key = name.partition(".")
-        if head == "config":
-            value = _read_value(catalog, entry, open_objects)
-            raw.update({key: value} if key else parse_config(value))
+    raw = _read_config(catalog, settings, open_objects)
     decay = raw.get("decay")
     if "decay" in settings:
         decay = _read_value(catalog, settings["decay"], open_objects)
@@ -80,6 +75,18 @@ def read_ema_config(catalog: Catalog, tree: Tree, *, open_objects: bool = True) 
         dtype="mixed" if len(dtypes) > 1 else "".join(dtypes) or None,
         raw=raw,
     )
+
+
+def _read_config(
+    catalog: Catalog, settings: Mapping[str, Tensor | Object], open_objects: bool
+) -> dict[str, object]:
+    raw: dict[str, object] = {}
+    for name, entry in settings.items():
+        head, _, key = name.partition(".")
+        if head == "config":
+            value = _read_value(catalog, entry, open_objects)
+            raw.update({key: value} if key else parse_config(value))
+    return raw
 
 
 def read_samples_seen(catalog: Catalog, tree: Tree) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, product
+from operator import is_not
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import EmaCkptError, UsageError
@@ -216,7 +217,7 @@ def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
     is_named_ema = tree_role(part.name) == EMA and tree.role in (LIVE, OTHER)
     if group.weights and (is_named_ema or group.is_average):
         siblings = filter(None, map(partial(_cut, tree), live_partners(part.name)))
-        others = [t for t in of_role(trees, LIVE, OPTIMIZER, OTHER) if t is not tree]
+        others = filter(partial(is_not, tree), of_role(trees, LIVE, OPTIMIZER, OTHER))
         return _average_tree(group, [*siblings, *others], (), None)
     if tree.role != EMA:
         return part
@@ -226,7 +227,8 @@ def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
         named = {fqn: tensor for fqn, tensor in tree.named.items() if id(tensor) in stored}
         return replace(part, named=named, problem=tree.problem)
     prefix = _live_prefix(tree, part)
-    return replace(part, partner=None) if prefix is None else replace(part, live_prefix=prefix)
+    partner = None if prefix is None else tree.partner
+    return replace(part, partner=partner, live_prefix=prefix or "")
 
 
 def _live_prefix(tree: Tree, part: Tree) -> str | None:
