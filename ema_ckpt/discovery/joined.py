@@ -49,6 +49,10 @@ class _Part:
     directory: str
     place: Callable[[Path], Path]
 
+    def file_name(self, file: str) -> str:
+        """Name a file of the part as in the joined checkpoint; an entry without a file has ""."""
+        return self.directory + file if file else ""
+
 
 class JoinedFiles:
     """Files of all parts under one root; names of a part's files begin with its directory."""
@@ -281,8 +285,7 @@ def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
             for path, file, reason in catalog.rank_private
         ),
         unknown_entries=tuple(
-            entry._replace(file=entry.file and directory + entry.file)
-            for entry in catalog.unknown_entries
+            entry._replace(file=part.file_name(entry.file)) for entry in catalog.unknown_entries
         ),
         find_mismatches=lambda: [(n, directory + text) for n, text in catalog.find_mismatches()],
     )
