@@ -83,11 +83,10 @@ class _Reader:
     boxes: Mapping[str, Sequence[_StoredBox]]
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
-        payloads = []
-        for _, record, file, start, strides in self.boxes[tensor.name]:
-            payload = Payload(file, record.offset, record.nbytes, strides, start, record.crc)
-            payloads.append(payload)
-        return tuple(payloads)
+        return tuple(
+            Payload(file, record.offset, record.nbytes, strides, start, record.crc)
+            for _, record, file, start, strides in self.boxes[tensor.name]
+        )
 
     def load(self, item: Object) -> object:
         return load_inline(item)
@@ -158,20 +157,6 @@ def _find_flat_pieces(files: Sequence[_RankFile]) -> dict[Path, list[FlatPiece]]
     return homes
 
 
-def _in_rank_order(
-    files: Sequence[_RankFile], pieces: Sequence[FlatPiece]
-) -> tuple[Sequence[_RankFile], Sequence[FlatPiece]]:
-    """Sort by the ranks that the pieces record; keep the order of file names if none does."""
-    ranks = [-1 if piece.rank is None else piece.rank for piece in pieces]
-    if set(ranks) == {-1}:
-        return files, pieces
-    if sorted(ranks) != list(range(len(pieces))):
-        message = f"{files[0].name}: the files say that they are those of ranks {sorted(ranks)}"
-        raise SourceError("incomplete", message, file=files[0].name)
-    order = [ranks.index(rank) for rank in range(len(pieces))]
-    return [files[index] for index in order], [pieces[index] for index in order]
-
-
 @dataclass(slots=True)
 class _Merger:
     """Puts together what the files of all ranks hold."""
@@ -236,8 +221,7 @@ class _Merger:
                 raise SourceError("unreadable", message, tensor=name)
             for box, data in ref.shards:
                 boxes.append(_stored_box(rank_file, name, data, box, data.start))
-        check_geometry(name, first.shape, first.dtype, file)
-        self.add(name, path, first.shape, first.dtype, boxes)
+        self.add(path, first.shape, first.dtype, boxes)
         self.compare_replicas(name, boxes)
 
     def add_plain(
@@ -252,15 +236,10 @@ class _Merger:
             if family is not None and part_role(family.name) == OTHER:
                 self.add_rank_private(path, file.name, len(plain))
                 return
-            if len(forms) > 1 or not self.has_shards():
+            if len(forms) > 1 or not any(map(_has_shards, self.files)):
                 raise _no_place(name, plain)
-        check_geometry(name, first.shape, first.dtype, file.name)
-        self.add(name, path, first.shape, first.dtype, boxes)
+        self.add(path, first.shape, first.dtype, boxes)
         self.compare_replicas(name, boxes)
-
-    def has_shards(self) -> bool:
-        leaves = (value for file in self.files for value in file.leaves.values())
-        return any(isinstance(value, ShardRef) for value in leaves)
 
     def add_object(self, name: str, path: Path, values: Sequence[tuple[_RankFile, object]]) -> None:
         file, value = values[0]
@@ -279,7 +258,17 @@ class _Merger:
         self.rank_private.append(RankPrivate(path, file, reason))
 
     def add_flat(self, home: Path, pieces: Sequence[FlatPiece]) -> None:
-        files, pieces = _in_rank_order(self.files, pieces)
+        order: Sequence[int] = range(len(pieces))
+        ranks = [piece.rank for piece in pieces]
+        if set(ranks) != {None}:  # the recorded ranks count, not those in the names of the files
+            listed = sorted(-1 if rank is None else rank for rank in ranks)
+            if listed != list(order):
+                message = (
+                    f"{self.files[0].name}: the files say that they are those of ranks {listed}"
+                )
+                raise SourceError("incomplete", message, file=self.files[0].name)
+            order = [ranks.index(rank) for rank in order]
+        files, pieces = [self.files[rank] for rank in order], [pieces[rank] for rank in order]
         shapes: dict[str, Ints] = {}
         for piece in pieces:
             shapes.update(piece.shapes)
@@ -295,7 +284,7 @@ class _Merger:
         for name, ref in weights.whole.items():
             full = f"{TREE}.{name}"
             box = _stored_box(model, full, ref, whole(ref.shape), ref.start)
-            self.add(full, (TREE, name), ref.shape, ref.dtype, [box])
+            self.add((TREE, name), ref.shape, ref.dtype, [box])
         tensors = {tensor.name: tensor for tensor in self.tensors}
         for name, owner in weights.shared.items():
             full, tensor = f"{TREE}.{name}", tensors.get(f"{TREE}.{owner}")
@@ -317,20 +306,18 @@ class _Merger:
     ) -> None:
         """Add a tensor that lies in flat pieces; `dtype` is that of one without elements."""
         name = ".".join(map(str, path))
-        boxes = []
-        dtypes = {}
+        boxes, dtypes = [], {}
         for box, number, data, start in flat_boxes:
             boxes.append(_stored_box(files[number], name, data, box, data.start + start))
             dtypes[data.dtype.name] = dtype = data.dtype
         if len(dtypes) > 1:
             message = f"{name!r} has several dtypes: {shown(sorted(dtypes))}"
             raise SourceError("unreadable", message, tensor=name)
-        check_geometry(name, shape, dtype, files[0].name)
-        self.add(name, path, shape, dtype, boxes)
+        self.add(path, shape, dtype, boxes)
 
-    def add(
-        self, name: str, path: Path, shape: Ints, dtype: DType, boxes: list[_StoredBox]
-    ) -> None:
+    def add(self, path: Path, shape: Ints, dtype: DType, boxes: list[_StoredBox]) -> None:
+        name = ".".join(map(str, path))
+        check_geometry(name, shape, dtype, boxes[0].file if boxes else self.files[0].name)
         chunks, identity = [], []
         for box, record, file, start, strides in boxes:
             chunks.append(Chunk(box.offsets, box.sizes, file, record.offset, record.nbytes))
@@ -353,6 +340,10 @@ class _Merger:
 def _stored_box(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int) -> _StoredBox:
     record = file.archive.storage(ref.storage.key, ref.storage.nbytes, name)
     return _StoredBox(box, record, file.name, start, ref.strides_in_storage())
+
+
+def _has_shards(file: _RankFile) -> bool:
+    return any(isinstance(value, ShardRef) for value in file.leaves.values())
 
 
 def _no_place(name: str, plain: Sequence[tuple[_RankFile, TensorRef]]) -> SourceError:
