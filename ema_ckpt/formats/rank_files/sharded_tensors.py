@@ -55,9 +55,6 @@ def _unsupported(why: str) -> SourceError:
     return SourceError("unsupported", why)
 
 
-# DTensor.
-
-
 def _read_dtensor(state: object) -> ShardRef:
     fields = _state_fields(state, "a DTensor")
     local, spec = fields.get("_local_tensor"), _fields(fields.get("_spec"), "DTensorSpec")
@@ -65,8 +62,8 @@ def _read_dtensor(state: object) -> ShardRef:
     mesh_sizes = _mesh_sizes(mesh)
     coordinate = _coordinate(mesh, mesh_sizes)
     match spec.get("tensor_meta"):  # a named tuple
-        case Opaque(name="TensorMeta", args=(sizes, _strides, Global() as dtype_global)):
-            shape, dtype = _ints(sizes), _dtype(dtype_global, "a DTensor")
+        case Opaque(name="TensorMeta", args=(sizes, _, Global(module="torch", name=dtype_name))):
+            shape, dtype = _ints(sizes), by_name(dtype_name)
         case _:
             raise _unsupported("a DTensor does not record its global shape and dtype")
     if not isinstance(local, TensorRef):
@@ -164,9 +161,6 @@ def _count_ranks(shape: object) -> int:
     return shape
 
 
-# ShardedTensor.
-
-
 def _read_sharded_tensor(state: object) -> ShardRef:
     match state:
         case (list() as local_shards, recorded, *_):
@@ -188,8 +182,8 @@ def _read_sharded_tensor(state: object) -> ShardRef:
     match metadata.get("tensor_properties"):
         case _ if shards:
             dtype = shards[0][1].dtype
-        case Opaque(state=(Global() as dtype_global, *_)):
-            dtype = _dtype(dtype_global, "a ShardedTensor")
+        case Opaque(state=(Global(module="torch", name=dtype_name), *_)):
+            dtype = by_name(dtype_name)
         case _:
             raise _unsupported("a ShardedTensor does not record its dtype")
     ranks = 1 + max(map(_owner, listed), default=0)
@@ -200,9 +194,6 @@ def _owner(shard: object) -> int:
     placement = _fields(_fields(shard, "ShardMetadata").get("placement"), "_remote_device")
     rank = placement.get("_rank")
     return rank if type(rank) is int and 0 <= rank < _MAX_RANKS else 0
-
-
-# Placeholders of any class.
 
 
 def _fields(value: object, name: str) -> Fields:
@@ -221,12 +212,6 @@ def _state_fields(state: object, subject: str) -> Fields:
         elif part is not None:
             raise _unsupported(f"{subject} is stored in an unknown form")
     return fields
-
-
-def _dtype(named: Global, subject: str) -> DType:
-    if named.module != "torch":
-        raise _unsupported(f"{subject} does not record its dtype")
-    return by_name(named.name)
 
 
 def _ints(value: object) -> Ints:

@@ -9,7 +9,7 @@ header says where the bytes begin. Layout of zip and zip64: APPNOTE.TXT 6.3.10, 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,7 +128,7 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
             twice included; `unsupported` for compressed or encrypted records; `truncated-file`.
     """
     window = Window(source, file, offset, nbytes)
-    entries = list(central_records(window))
+    _, entries = read_directory(window)
     folders = {entry.name.partition("/")[0] for entry in entries}
     if len(folders) > 1:
         raise window.bad(f"its records lie in several folders: {shown(sorted(folders))}")
@@ -143,7 +143,7 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
     return Archive(file, records, window)
 
 
-def directory_span(window: Window) -> tuple[int, int, int]:
+def _directory_span(window: Window) -> tuple[int, int, int]:
     """Locate the central directory (zip64 followed): its start, size and number of entries."""
     if window.nbytes < END.size:
         raise window.bad("it is shorter than an empty zip")
@@ -164,28 +164,33 @@ def directory_span(window: Window) -> tuple[int, int, int]:
     return start, size, count
 
 
-def central_records(window: Window) -> Iterator[CentralRecord]:
-    """Iterate over the central directory. Raises SourceError `bad-header` where it is malformed."""
-    start, size, count = directory_span(window)
-    data, position = window.read(start, size), 0
+def read_directory(window: Window) -> tuple[int, list[CentralRecord]]:
+    """Read the central directory: its first byte in the archive, and its entries.
+
+    Raises:
+        SourceError: `bad-header` where it is malformed.
+    """
+    directory_start, size, count = _directory_span(window)
+    data, position = window.read(directory_start, size), 0
+    entries = []
     for _ in range(count):
         body = position + CENTRAL.size
         if body > size:
             raise window.bad("its directory is cut short")
-        magic, _, _, flags, method, _, _, crc, packed, nbytes, *rest = CENTRAL.unpack_from(
-            data, position
-        )
-        name_nbytes, extra_nbytes, comment_nbytes, _, _, _, header = rest
+        fields = CENTRAL.unpack_from(data, position)
+        flags, method, crc, packed, nbytes = fields[3], fields[4], *fields[7:10]
+        name_nbytes, extra_nbytes, comment_nbytes, header = *fields[10:13], fields[16]
         following = body + name_nbytes + extra_nbytes + comment_nbytes
-        if magic != b"PK\1\2" or following > size:
+        if fields[0] != b"PK\1\2" or following > size:
             raise window.bad("its directory is malformed")
         name = data[body : body + name_nbytes].decode("utf-8", "backslashreplace")
         extra = data[body + name_nbytes : body + name_nbytes + extra_nbytes]
         nbytes, packed, header = _zip64(window, extra, [nbytes, packed, header])
         if nbytes != packed and not method:
             raise window.bad(f"the record {name!r} is stored but has two sizes")
-        yield CentralRecord(name, nbytes, crc, header, flags, method, position)
+        entries.append(CentralRecord(name, nbytes, crc, header, flags, method, position))
         position = following
+    return directory_start, entries
 
 
 def _zip64(window: Window, extra: bytes, fields: list[int]) -> list[int]:

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ema_ckpt.formats.torch_zip.reader import (
-    CENTRAL_CRC,
-    Archive,
-    Record,
-    central_records,
-    directory_span,
-)
+from ema_ckpt.formats.torch_zip.reader import CENTRAL_CRC, Archive, Record, read_directory
 
 
 class ArchiveTemplate(NamedTuple):
@@ -44,10 +38,10 @@ def template_of(archive: Archive, name: str) -> ArchiveTemplate | None:
     record, window = archive.record(name), archive.window
     if record.crc is None:
         return None
-    directory_start, _, _ = directory_span(window)
+    directory_start, entries = read_directory(window)
     directory = window.read(directory_start, window.nbytes - directory_start)
     fixed, crc_start, fixed_start = [], 0, 0
-    for entry in central_records(window):
+    for entry in entries:
         entry_name = entry.name.partition("/")[2]
         if entry_name in (name, ".data/serialization_id"):
             field = entry.position + CENTRAL_CRC

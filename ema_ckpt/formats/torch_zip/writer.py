@@ -36,14 +36,6 @@ class Member(NamedTuple):
     data: bytes | None = None
 
 
-class _Frame(NamedTuple):
-    """Bytes at `offset`; `crcs` holds (place of a checksum in them, number of its payload)."""
-
-    offset: int
-    data: bytes
-    crcs: list[tuple[int, int]]
-
-
 class ZipLayout:
     """An archive laid out: places first, checksums last.
 
@@ -58,14 +50,14 @@ class ZipLayout:
         self._headers: list[tuple[bytes, bytes]] = []  # local and central, the checksum blank
         position = 0
         for member in self.members:
-            header = _Header(f"{folder}/{member.name}".encode(), member, position)
-            self._headers.append((header.local(), header.central()))
-            position += len(self._headers[-1][0])
+            header = f"{folder}/{member.name}".encode(), member, position
+            local = _local_header(*header)
+            self._headers.append((local, _central_header(*header)))
+            position += len(local)
             self.offsets.append(position)
             position += member.nbytes
         directory_nbytes = sum(len(central) for _, central in self._headers)
         self._end = _end(len(self.members), position, directory_nbytes)
-        self._directory_offset = position
         self.nbytes = position + directory_nbytes + len(self._end)
 
     def header_bytes(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
@@ -73,65 +65,56 @@ class ZipLayout:
 
         `crcs` has one CRC-32 for each member without data, in order.
         """
-        for frame in self._frames:
-            filled = bytearray(frame.data)
-            for position, payload in frame.crcs:
+        for offset, blank, places in self._blanks:
+            filled = bytearray(blank)
+            for position, payload in places:
                 _CRC.pack_into(filled, position, crcs[payload])
-            yield frame.offset, bytes(filled)
+            yield offset, bytes(filled)
 
     @cached_property
-    def _frames(self) -> list[_Frame]:
-        # Kept, with zeros for the checksums of payloads: many items share a layout.
-        frames: list[_Frame] = []
-        offset, data, crcs = 0, bytearray(), list[tuple[int, int]]()
-        directory, directory_crcs, payloads = bytearray(), list[tuple[int, int]](), 0
+    def _blanks(self) -> list[tuple[int, bytes, list[tuple[int, int]]]]:
+        # (offset, bytes with zeros for checksums, [(place of a checksum in them, its payload)]).
+        # Kept, for many items share a layout.
+        blanks = []
+        offset, data, places = 0, bytearray(), list[tuple[int, int]]()
+        directory, directory_places, payloads = bytearray(), list[tuple[int, int]](), 0
         for member, (local, central), start in zip(
             self.members, self._headers, self.offsets, strict=True
         ):
             if member.data is None:
-                crcs.append((len(data) + LOCAL_CRC, payloads))
-                directory_crcs.append((len(directory) + CENTRAL_CRC, payloads))
+                places.append((len(data) + LOCAL_CRC, payloads))
+                directory_places.append((len(directory) + CENTRAL_CRC, payloads))
                 payloads += 1
-                frames.append(_Frame(offset, bytes(data + local), crcs))
-                offset, data, crcs = start + member.nbytes, bytearray(), []
+                blanks.append((offset, bytes(data + local), places))
+                offset, data, places = start + member.nbytes, bytearray(), []
             else:
                 data += local + member.data
             directory += central
-        crcs = crcs + [(len(data) + position, payload) for position, payload in directory_crcs]
-        frames.append(_Frame(offset, bytes(data + directory + self._end), crcs))
-        return frames
+        places = places + [(len(data) + place, payload) for place, payload in directory_places]
+        blanks.append((offset, bytes(data + directory + self._end), places))
+        return blanks
 
 
-class _Header(NamedTuple):
-    """A member's headers, which begin at `offset`."""
+def _local_header(name: bytes, member: Member, offset: int) -> bytes:
+    nbytes, crc = member.nbytes, crc32(member.data or b"")
+    wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= MAX_U32 else b""
+    room = -(offset + LOCAL.size + len(name) + len(wide)) % ALIGNMENT
+    if room < 4:  # of the `FB` field: its tag and length
+        room += ALIGNMENT
+    extra = wide + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
+    version, size = 45 if wide else 0, min(nbytes, MAX_U32)
+    fields = version, 0x800, 0, 0, 0, crc, size, size, len(name), len(extra)
+    return LOCAL.pack(b"PK\3\4", *fields) + name + extra
 
-    name: bytes
-    member: Member
-    offset: int
 
-    def local(self) -> bytes:
-        nbytes = self.member.nbytes
-        wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= MAX_U32 else b""
-        # The `FB` field has 4 bytes at least.
-        room = -(self.offset + LOCAL.size + len(self.name) + len(wide)) % ALIGNMENT
-        room = room if room >= 4 else room + ALIGNMENT
-        extra = wide + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
-        version, size, crc = 45 if wide else 0, min(nbytes, MAX_U32), self._crc()
-        lengths = size, size, len(self.name), len(extra)
-        return LOCAL.pack(b"PK\3\4", version, 0x800, 0, 0, 0, crc, *lengths) + self.name + extra
-
-    def central(self) -> bytes:
-        nbytes, offset = self.member.nbytes, self.offset
-        wide = [nbytes, nbytes] if nbytes >= MAX_U32 else []
-        wide += [offset] if offset >= MAX_U32 else []
-        extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-        version, size = 45 if wide else 0, min(nbytes, MAX_U32)
-        fields = version, version, 0x800, 0, 0, 0, self._crc(), size, size
-        lengths = len(self.name), len(extra), 0, 0, 0, 0, min(offset, MAX_U32)
-        return CENTRAL.pack(b"PK\1\2", *fields, *lengths) + self.name + extra
-
-    def _crc(self) -> int:
-        return crc32(self.member.data or b"")
+def _central_header(name: bytes, member: Member, offset: int) -> bytes:
+    nbytes, crc = member.nbytes, crc32(member.data or b"")
+    wide = [nbytes, nbytes] if nbytes >= MAX_U32 else []
+    wide += [offset] if offset >= MAX_U32 else []
+    extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    version, size = 45 if wide else 0, min(nbytes, MAX_U32)
+    fields = version, version, 0x800, 0, 0, 0, crc, size, size, len(name), len(extra)
+    return CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, 0, min(offset, MAX_U32)) + name + extra
 
 
 def _end(count: int, start: int, size: int) -> bytes:
