@@ -26,8 +26,10 @@ TREE = "module"
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 _STATE = "optimizer_state_dict"
-_FROZEN = ("frozen_param_fragments", "frozen_param_shapes")
-_MODEL_KEYS = {"module", "param_shapes", "buffer_names", "shared_params", *_FROZEN}
+_MODEL_KEYS = frozenset(
+    "module param_shapes buffer_names shared_params frozen_param_fragments "
+    "frozen_param_shapes".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def read_zero(
         problem = f"written by {counted(world_size, 'rank')}, found the files of {len(files)}"
         message = f"{files[0]}: {problem}; bring all into one directory"
         raise SourceError("incomplete", message, file=files[0])
-    groups = _groups(model)
+    groups, whole, shared = _read_model(model)
     if not groups:
         message = f"{where}: records no `param_shapes` of the flat pieces"
         raise SourceError("unsupported", message, file=where)
@@ -88,13 +90,13 @@ def read_zero(
             message = f"{files[0]}: holds no full-precision weights in flat pieces"
             raise SourceError("unsupported", message, file=files[0])
         placed = _place_parameters(files, pieces, groups)
-    shared = {}
-    for path, owner in model.items():
-        match path, owner:
-            case ("shared_params", name), str():
-                shared[str(name)] = owner
+    for name, ref in whole.items():
+        if model.get(("frozen_param_shapes", name), ref.shape) != ref.shape:
+            problem = f"the frozen weight {name!r} is cut over the ranks, a form that is not read"
+            message = f"{where}: {problem}; use zero_to_fp32.py"
+            raise SourceError("unsupported", message, tensor=name, file=where)
     left_out = {str(path[0]) for path in model} - _MODEL_KEYS
-    return ZeroWeights(placed, _whole_weights(model, where), shared, sorted(left_out))
+    return ZeroWeights(placed, whole, shared, sorted(left_out))
 
 
 def _world_size(state: Leaves) -> int | None:
@@ -103,14 +105,26 @@ def _world_size(state: Leaves) -> int | None:
     return max((count for count in counts if type(count) is int), default=None)
 
 
-def _groups(model: Leaves) -> list[dict[str, Ints]]:
-    """Return names and shapes, in order, of each parameter group."""
+def _read_model(
+    model: Leaves,
+) -> tuple[list[dict[str, Ints]], dict[str, TensorRef], dict[str, str]]:
+    """Read each group's names and shapes in order, whole weights, and names that share a weight."""
+    listed = model.get(("buffer_names",))
+    buffers = set(listed) if isinstance(listed, list | tuple) else set()
     groups: dict[int, dict[str, Ints]] = {}
-    for path, shape in model.items():
-        match path, shape:
+    whole: dict[str, TensorRef] = {}
+    shared: dict[str, str] = {}
+    for path, value in model.items():
+        match path, value:
             case ("param_shapes", int() as number, name), tuple():
-                groups.setdefault(number, {})[str(name)] = shape
-    return [group for _, group in sorted(groups.items())]
+                groups.setdefault(number, {})[str(name)] = value
+            case ("shared_params", name), str():
+                shared[str(name)] = value
+            case ("frozen_param_fragments", name), TensorRef():
+                whole[str(name)] = value
+            case ("module", name), TensorRef() if str(name) in buffers:
+                whole[str(name)] = value
+    return [groups[number] for number in sorted(groups)], whole, shared
 
 
 def _flat_pieces(state: Leaves, key: str) -> list[TensorRef]:
@@ -159,23 +173,3 @@ def _place_parameters(
         placed.append((name, shape, boxes))
         begin += step
     return placed
-
-
-def _whole_weights(model: Leaves, where: str) -> dict[str, TensorRef]:
-    """Return buffers and weights that were not trained: the model's file has them whole."""
-    listed = model.get(("buffer_names",))
-    buffers = set(listed) if isinstance(listed, list | tuple) else set()
-    weights = {}
-    for path, value in model.items():
-        name = str(path[-1])
-        is_buffer = path[0] == "module" and name in buffers
-        if len(path) != 2 or not (is_buffer or path[0] == _FROZEN[0]):
-            continue
-        if not isinstance(value, TensorRef):
-            continue
-        if model.get((_FROZEN[1], name), value.shape) != value.shape:
-            problem = f"the frozen weight {name!r} is cut over the ranks, a form that is not read"
-            message = f"{where}: {problem}; use zero_to_fp32.py"
-            raise SourceError("unsupported", message, tensor=name, file=where)
-        weights[name] = value
-    return weights
