@@ -236,7 +236,8 @@ class _Merger:
             if family is not None and part_role(family.name) == OTHER:
                 self.add_rank_private(path, file.name, len(plain))
                 return
-            if len(forms) > 1 or not any(map(_has_shards, self.files)):
+            kinds = {type(value) for f in self.files for value in f.leaves.values()}
+            if len(forms) > 1 or ShardRef not in kinds:
                 raise _no_place(name, plain)
         self.add(path, first.shape, first.dtype, boxes)
         self.compare_replicas(name, boxes)
@@ -340,10 +341,6 @@ class _Merger:
 def _stored_box(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int) -> _StoredBox:
     record = file.archive.storage(ref.storage.key, ref.storage.nbytes, name)
     return _StoredBox(box, record, file.name, start, ref.strides_in_storage())
-
-
-def _has_shards(file: _RankFile) -> bool:
-    return any(isinstance(value, ShardRef) for value in file.leaves.values())
 
 
 def _no_place(name: str, plain: Sequence[tuple[_RankFile, TensorRef]]) -> SourceError:

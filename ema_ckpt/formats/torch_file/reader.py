@@ -86,7 +86,12 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
     for leaf_path, value in leaves:
         name = ".".join(map(str, leaf_path))
         if isinstance(value, TensorRef):
-            tensors.append(_tensor(name, leaf_path, value, archive))
+            shape, key, strides = value.shape, value.storage.key, value.strides_in_storage()
+            check_geometry(name, shape, value.dtype, file)
+            record = archive.storage(key, value.storage.nbytes, name)
+            chunk = Chunk((0,) * len(shape), shape, file, record.offset, record.nbytes)
+            storage = (file, key, value.start, strides)
+            tensors.append(Tensor(name, leaf_path, shape, value.dtype, (chunk,), storage))
             continue
         check_supported(value, name, file)
         warnings += object_warnings(name, value, file)
@@ -177,14 +182,6 @@ def read_leaves(
     except SourceError as error:
         raise about(error, file=file) from None
     return [(path, value) for path, value in leaves if path], nesting
-
-
-def _tensor(name: str, path: Path, ref: TensorRef, archive: Archive) -> Tensor:
-    check_geometry(name, ref.shape, ref.dtype, archive.file)
-    record = archive.storage(ref.storage.key, ref.storage.nbytes, name)
-    storage = (archive.file, ref.storage.key, ref.start, ref.strides_in_storage())
-    chunk = Chunk((0,) * len(ref.shape), ref.shape, archive.file, record.offset, record.nbytes)
-    return Tensor(name, path, ref.shape, ref.dtype, (chunk,), storage)
 
 
 def _digests(archive: Archive, tensors: Sequence[Tensor]) -> Mapping[str, int]:
