@@ -15,16 +15,13 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _full_names(text: str) -> frozenset[tuple[str, str]]:
+def _full_names(text: str) -> frozenset[tuple[str, ...]]:
     """Split `module.name` words into (module, name)."""
-    return frozenset(
-        (module, name) for module, _, name in (w.rpartition(".") for w in text.split())
-    )
+    return frozenset(tuple(full.rsplit(".", 1)) for full in text.split())
 
 
 # Modules, with all below them, that run programs, load code or reach files and the network.
-_EXECUTOR_MODULES = _words(
-    """
+_EXECUTOR_MODULES = _words("""
     os posix nt subprocess _posixsubprocess _winapi winreg msvcrt sys sysconfig site runpy
     importlib imp _imp pkgutil zipimport _frozen_importlib _frozen_importlib_external
     pkg_resources setuptools distutils _distutils_hack pip ensurepip venv pty fcntl mmap socket
@@ -37,41 +34,32 @@ _EXECUTOR_MODULES = _words(
     _interpreters _testcapi tempfile fileinput linecache logging.config numpy.testing numpy.f2py
     numpy.distutils numpy.ctypeslib torch.hub torch.utils.cpp_extension torch.utils.model_zoo
     torch.utils.collect_env torch.utils.bottleneck torch._inductor torch._dynamo
-    """
-)
-_EXECUTOR_NAMES = _full_names(
-    """
+""")
+_EXECUTOR_NAMES = _full_names("""
     types.FunctionType types.CodeType types.function types.code new.FunctionType new.CodeType
     new.function new.code operator.attrgetter operator.methodcaller operator.call
     _operator.attrgetter _operator.methodcaller _operator.call functools.partial
     functools.reduce functools.partialmethod _functools.partial _functools.reduce
     _functools.partialmethod io.FileIO _io.FileIO _pyio.FileIO torch.load torch.jit.load
     torch.serialization.load torch.storage._load_from_bytes numpy.load
-    """
-)
+""")
 # Functions that many modules have under their own name: `io.open`, `gzip.open`, `pandas.eval`.
-_EXECUTOR_FUNCTIONS = _words(
-    """
+_EXECUTOR_FUNCTIONS = _words("""
     open open_code fdopen system popen Popen startfile eval exec execfile runstring run_path
     run_module check_call check_output import_module resolve_name
-    """
-)
+""")
 # Enumerations and records, which do nothing when made, and numpy's generators, usual in objects.
-_HARMLESS_NAMES = _full_names(
-    """
+_HARMLESS_NAMES = _full_names("""
     signal.Signals http.HTTPStatus http.HTTPMethod os.terminal_size platform.uname_result
     numpy.random._pickle.__bit_generator_ctor numpy.random._pickle.__generator_ctor
     numpy.random._pickle.__randomstate_ctor
     numpy.random.bit_generator.__pyx_unpickle_SeedSequence
-    """
-)
-_SAFE_BUILTINS = _words(
-    """
+""")
+_SAFE_BUILTINS = _words("""
     set frozenset list dict tuple int long float complex bool str unicode bytes bytearray
     memoryview slice range xrange iter reversed enumerate zip object NoneType Ellipsis
     NotImplemented type StopIteration KeyboardInterrupt
-    """
-)
+""")
 _SAFE_BUILTIN_ENDS = ("Error", "Exception", "Warning")
 
 

@@ -45,6 +45,9 @@ class FlatBox(NamedTuple):
     start: int
 
 
+Placed = list[tuple[str, list[FlatBox]]]  # the boxes of each tensor, by name
+
+
 class FlatRange(NamedTuple):
     """`numel` elements from `first` of a flattened tensor, which begin at `start` of `data`."""
 
@@ -108,7 +111,7 @@ def _read_piece(
     if not shapes and ranges_path:
         shapes = _live_shapes(leaves, home)
     if data:
-        _check_shapes(names, shapes, names_path, file)
+        _check_shapes([name for name in names if name not in shapes], names_path, file)
     flat, ranges = None, tuple[FlatRange, ...]()
     if data and ranges_path:
         used.append(ranges_path)
@@ -122,10 +125,7 @@ def _read_piece(
     return FlatPiece(home, names, shapes, flat, ranges, paths, rank, world_size)
 
 
-def _check_shapes(
-    names: Sequence[str], shapes: Mapping[str, Ints], names_path: Path, file: str
-) -> None:
-    lost = [name for name in names if name not in shapes]
+def _check_shapes(lost: Sequence[str], names_path: Path, file: str) -> None:
     if lost:
         where = ".".join(map(str, names_path[:-1])) or "the file"
         problem = f"holds flattened tensors, but the shapes of {shown(lost)} are missing"
@@ -228,9 +228,7 @@ def range_boxes(
         yield FlatBox(box, file, data, data_start + linear(box.offsets, shape) - start)
 
 
-def place_flat(
-    pieces: Sequence[FlatPiece], files: Sequence[str]
-) -> list[tuple[str, list[FlatBox]]]:
+def place_flat(pieces: Sequence[FlatPiece], files: Sequence[str]) -> Placed:
     """Place the boxes of each tensor, by name.
 
     `pieces` are those of all ranks, in the order of ranks, read from `files`.
@@ -249,9 +247,7 @@ def place_flat(
     return list(boxes.items())
 
 
-def _place_equal(
-    pieces: Sequence[FlatPiece], files: Sequence[str]
-) -> list[tuple[str, list[FlatBox]]]:
+def _place_equal(pieces: Sequence[FlatPiece], files: Sequence[str]) -> Placed:
     names, shapes = pieces[0].names, pieces[0].shapes
     for piece, file in zip(pieces, files, strict=True):
         if piece.names != names or piece.shapes != shapes:

@@ -61,6 +61,10 @@ class _RankFile:
     nesting: Nesting
 
 
+_Sharded = Sequence[tuple[_RankFile, ShardRef]]
+_Plain = Sequence[tuple[_RankFile, TensorRef]]
+
+
 class _StoredBox(NamedTuple):
     """One rank's data of a box: its first element in the storage, its strides if not row-major."""
 
@@ -189,9 +193,9 @@ class _Merger:
         values = [(file, file.leaves[path]) for file in self.files if path in file.leaves]
         kinds = {type(value) for _, value in values}
         if kinds == {ShardRef}:
-            self.add_shards(name, path, cast("list[tuple[_RankFile, ShardRef]]", values))
+            self.add_shards(name, path, cast("_Sharded", values))
         elif kinds == {TensorRef}:
-            self.add_plain(name, path, cast("list[tuple[_RankFile, TensorRef]]", values))
+            self.add_plain(name, path, cast("_Plain", values))
         elif kinds & {ShardRef, TensorRef}:
             file = values[0][0].name
             message = f"{file}: {name!r} is a sharded tensor on some ranks only"
@@ -199,9 +203,7 @@ class _Merger:
         else:
             self.add_object(name, path, values)
 
-    def add_shards(
-        self, name: str, path: Path, sharded: Sequence[tuple[_RankFile, ShardRef]]
-    ) -> None:
+    def add_shards(self, name: str, path: Path, sharded: _Sharded) -> None:
         file, first = sharded[0][0].name, sharded[0][1]
         if name.rpartition(".")[2] in _FLAT_NAMES:
             problem = f"{name!r} is a flat parameter of FSDP1: the names and shapes of the"
@@ -224,9 +226,7 @@ class _Merger:
         self.add(path, first.shape, first.dtype, boxes)
         self.compare_replicas(name, boxes)
 
-    def add_plain(
-        self, name: str, path: Path, plain: Sequence[tuple[_RankFile, TensorRef]]
-    ) -> None:
+    def add_plain(self, name: str, path: Path, plain: _Plain) -> None:
         """Add one rank's tensor, replicas, or state that each rank has for itself."""
         file, first = plain[0]
         boxes = [_stored_box(f, name, ref, whole(ref.shape), ref.start) for f, ref in plain]
@@ -343,7 +343,7 @@ def _stored_box(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int
     return _StoredBox(box, record, file.name, start, ref.strides_in_storage())
 
 
-def _no_place(name: str, plain: Sequence[tuple[_RankFile, TensorRef]]) -> SourceError:
+def _no_place(name: str, plain: _Plain) -> SourceError:
     forms = ", ".join(f"{list(ref.shape)} in {file.name}" for file, ref in plain[:4])
     missing = "the shape of the whole tensor and the place of each piece in it are missing"
     remedy = "save DTensors, a full state dict, or through torch.distributed.checkpoint"

@@ -21,6 +21,8 @@ from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatBox, FlatPiece, Leaves, place_flat, range_boxes
 
 Ints = tuple[int, ...]
+Pieces = Sequence[Sequence[TensorRef]]  # the flat pieces of each rank
+Groups = list[dict[str, Ints]]
 PlacedWeight = tuple[str, Ints, Sequence[FlatBox]]
 TREE = "module"
 
@@ -105,9 +107,7 @@ def _world_size(state: Leaves) -> int | None:
     return max((count for count in counts if type(count) is int), default=None)
 
 
-def _read_model(
-    model: Leaves,
-) -> tuple[list[dict[str, Ints]], dict[str, TensorRef], dict[str, str]]:
+def _read_model(model: Leaves) -> tuple[Groups, dict[str, TensorRef], dict[str, str]]:
     """Read each group's names and shapes in order, whole weights, and names that share a weight."""
     listed = model.get(("buffer_names",))
     buffers = set(listed) if isinstance(listed, list | tuple) else set()
@@ -133,11 +133,7 @@ def _flat_pieces(state: Leaves, key: str) -> list[TensorRef]:
     return [ref for ref in refs if isinstance(ref, TensorRef) and len(ref.shape) == 1]
 
 
-def _place_groups(
-    files: Sequence[str],
-    pieces: Sequence[Sequence[TensorRef]],
-    groups: Sequence[Mapping[str, Ints]],
-) -> list[PlacedWeight]:
+def _place_groups(files: Sequence[str], pieces: Pieces, groups: Groups) -> list[PlacedWeight]:
     if any(len(of_rank) != len(groups) for of_rank in pieces):
         message = f"{files[0]}: expected {counted(len(groups), 'flat piece')}, one a group"
         raise SourceError("incomplete", message, file=files[0])
@@ -148,11 +144,7 @@ def _place_groups(
     return placed
 
 
-def _place_parameters(
-    files: Sequence[str],
-    pieces: Sequence[Sequence[TensorRef]],
-    groups: Sequence[Mapping[str, Ints]],
-) -> list[PlacedWeight]:
+def _place_parameters(files: Sequence[str], pieces: Pieces, groups: Groups) -> list[PlacedWeight]:
     shapes = {name: shape for group in groups for name, shape in group.items()}
     ends = [list(accumulate(ref.shape[0] for ref in of_rank)) for of_rank in pieces]
     placed: list[PlacedWeight] = []

@@ -22,12 +22,10 @@ from ema_ckpt.formats.pickle.safe_globals import (
 )
 from ema_ckpt.formats.pickle.tensors import TensorRef
 
-_REBUILDERS = (
-    "_rebuild_tensor_v2",
-    "_rebuild_tensor_v3",
-    "_rebuild_parameter",
-    "_rebuild_parameter_with_state",
-)
+ReadSubclass = Callable[[Global, tuple[object, ...]], object]
+_REBUILDERS = """
+    _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state
+    """.split()
 
 
 class Unreadable(Opaque):
@@ -46,6 +44,22 @@ class Unreadable(Opaque):
         return kind(self.code, f"{file}: {subject}: {self.reason}", tensor=tensor, file=file)
 
 
+def strided_subclass(named: Global, args: tuple[object, ...]) -> object:
+    """Read `_rebuild_from_type_v2(function, class, args, state)` of a strided tensor subclass."""
+    match args:
+        case [Global(module="torch._utils", make=make) as function, _, tuple() as inner, _] if (
+            make is not None and function.name in _REBUILDERS
+        ):
+            return make(*inner)
+        case [_, Global(module=module, name=name), *_]:
+            kind = f"{module}.{name}"
+        case _:
+            kind = "of an unknown class"
+    remedy = "save plain tensors, or save through torch.distributed.checkpoint"
+    reason = f"it is a tensor subclass ({kind}); {remedy}"
+    return Unreadable(named, "unsupported", reason, args)
+
+
 class LenientGlobals:
     """Replace globals that stop a strict reader by functions that return an `Unreadable`.
 
@@ -53,11 +67,9 @@ class LenientGlobals:
     away. `subclass` reads the arguments of `torch._tensor._rebuild_from_type_v2`.
     """
 
-    def __init__(
-        self, subclass: Callable[[Global, tuple[object, ...]], object] | None = None
-    ) -> None:
+    def __init__(self, subclass: ReadSubclass = strided_subclass) -> None:
         self.unsafe: list[Unreadable] = []
-        self._subclass = subclass or strided_subclass
+        self._subclass = subclass
 
     def prepare(self, named: Global) -> None:
         """Replace `named.make` where needed."""
@@ -66,8 +78,7 @@ class LenientGlobals:
             if name in _REBUILDERS and named.make:
                 named.make = _rebuild_or_unreadable(named, named.make)
             else:
-                form = f"in a form that ema_ckpt does not read ({module}.{name})"
-                reason = f"it is stored {form}"
+                reason = f"ema_ckpt does not read its form ({module}.{name})"
                 named.make = lambda *args: Unreadable(named, "unsupported", reason, args)
         elif (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
             named.make = lambda *args: self._subclass(named, args)
@@ -104,22 +115,6 @@ def _rebuild_or_unreadable(named: Global, make: Maker) -> Maker:
             return Unreadable(named, error.code, str(error), args)
 
     return rebuild
-
-
-def strided_subclass(named: Global, args: tuple[object, ...]) -> object:
-    """Read `_rebuild_from_type_v2(function, class, args, state)` of a strided tensor subclass."""
-    match args:
-        case [Global(module="torch._utils", make=make) as function, _, tuple() as inner, _] if (
-            make is not None and function.name in _REBUILDERS
-        ):
-            return make(*inner)
-        case [_, Global(module=module, name=name), *_]:
-            kind = f"{module}.{name}"
-        case _:
-            kind = "of an unknown class"
-    remedy = "save plain tensors, or save through torch.distributed.checkpoint"
-    reason = f"it is a tensor subclass ({kind}); {remedy}"
-    return Unreadable(named, "unsupported", reason, args)
 
 
 def is_tensor(value: object) -> bool:
