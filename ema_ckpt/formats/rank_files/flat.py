@@ -30,6 +30,7 @@ from ema_ckpt.formats.pickle.tensors import TensorRef
 Ints = tuple[int, ...]
 Path = tuple[str | int, ...]
 Leaves = Mapping[Path, object]
+Shapes = Mapping[str, Ints]
 
 _NAMES = ("names", "name_list", "param_names", "parameter_names", "fqns")
 _SHAPES = ("shapes", "shape_list", "param_shapes", "parameter_shapes")
@@ -68,7 +69,7 @@ class FlatPiece:
 
     home: Path
     names: tuple[str, ...]
-    shapes: Mapping[str, Ints]
+    shapes: Shapes
     data: TensorRef | None
     ranges: tuple[FlatRange, ...] = ()
     used: frozenset[Path] = frozenset()
@@ -105,15 +106,16 @@ def _read_piece(
     below = {path[depth:]: value for path, value in leaves.items() if path[:depth] == home}
     del below[names_path[depth:]]
     data = _flat_tensors(below)
+    if not data:
+        return None
     used = [names_path[depth:], *data]
     ranges_path = next((path for path in below if path in _RANGES), None)
     shapes = _read_shapes(below, names, used)
     if not shapes and ranges_path:
         shapes = _live_shapes(leaves, home)
-    if data:
-        _check_shapes([name for name in names if name not in shapes], names_path, file)
+    _check_shapes(names, shapes, names_path, file)
     flat, ranges = None, tuple[FlatRange, ...]()
-    if data and ranges_path:
+    if ranges_path:
         used.append(ranges_path)
         ranges = tuple(_read_ranges(names, below[ranges_path], list(data.values()), file))
     elif len(data) == 1:
@@ -125,7 +127,8 @@ def _read_piece(
     return FlatPiece(home, names, shapes, flat, ranges, paths, rank, world_size)
 
 
-def _check_shapes(lost: Sequence[str], names_path: Path, file: str) -> None:
+def _check_shapes(names: Sequence[str], shapes: Shapes, names_path: Path, file: str) -> None:
+    lost = [name for name in names if name not in shapes]
     if lost:
         where = ".".join(map(str, names_path[:-1])) or "the file"
         problem = f"holds flattened tensors, but the shapes of {shown(lost)} are missing"
