@@ -107,9 +107,7 @@ def test_a_lost_piece_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 3), (0, 3), (3, 0)])
-def test_a_range_beyond_its_tensor_is_out_of_bounds(
-    tmp_path: Path, shape: tuple[int, ...]
-) -> None:
+def test_a_range_beyond_its_tensor_is_out_of_bounds(tmp_path: Path, shape: tuple[int, ...]) -> None:
     state = {"name_list": ["a"], "index_list": [(0, 9)], "ema_param_list": [torch.arange(10.0)]}
     torch.save({"ema": {**state, "shapes": {"a": shape}}}, tmp_path / "ema_rank0.pt")
     with pytest.raises(ema_ckpt.EmaCkptError, match="does not fit") as caught:
