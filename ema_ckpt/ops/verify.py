@@ -73,7 +73,7 @@ def verify(
             if values:
                 scan_values(audit, workers)
             if against is not None and is_whole:
-                compare_with(audit, against)
+                compare_with(audit, against, Workers(workers))
             report.add(audit)
         finally:
             catalog.source.close()

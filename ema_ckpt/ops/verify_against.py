@@ -7,10 +7,11 @@ matched by its digest.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ema_ckpt.analysis.audit import Audit
 from ema_ckpt.core.catalog import Catalog, Tensor
@@ -22,6 +23,8 @@ from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster
 from ema_ckpt.reading.digests import compute_digest, recorded_digest
+from ema_ckpt.runtime import executor
+from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees
@@ -29,7 +32,7 @@ from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees
 _BLOCK_NBYTES = 512 << 10
 
 
-def compare_with(audit: Audit, source: str | os.PathLike[str]) -> None:
+def compare_with(audit: Audit, source: str | os.PathLike[str], workers: Workers) -> None:
     """Report every tensor that `source` does not have, bit for bit or after its cast.
 
     Raises:
@@ -37,7 +40,7 @@ def compare_with(audit: Audit, source: str | os.PathLike[str]) -> None:
     """
     origin = open_catalog(source)
     try:
-        _Comparison(audit, with_dropped(origin)).run()
+        _Comparison(audit, with_dropped(origin), workers).run()
     finally:
         origin.source.close()
 
@@ -53,21 +56,93 @@ class _Naming(NamedTuple):
         return self.tensors.get(name) or self.tensors.get(canonical(name))
 
 
+class _Digest(NamedTuple):
+    """Compute the digest of a source's tensor, after the cast to `dtype`."""
+
+    tensor: Tensor
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.tensor.name, self.dtype.name
+
+
+class _OriginDigests:
+    """The work of computing digests; results by tensor and type, with what an error says."""
+
+    def __init__(self, origin: Catalog) -> None:
+        self.origin = origin
+        self.results: dict[tuple[str, str], tuple[int | None, Sequence[Any] | None]] = {}
+
+    def compute(self, jobs: Sequence[_Digest], workers: Workers) -> None:
+        """Compute those digests that are not known yet."""
+        new = {job.key: job for job in jobs if job.key not in self.results}
+        if new:
+            executor.run(self, [new.values()], workers)
+
+    def start_worker(self) -> Callable[[_Digest], int]:
+        reader = BoxReader(_BLOCK_NBYTES)
+
+        def compute(job: _Digest) -> int:
+            try:
+                self.results[job.key] = (self.digest(job.tensor, job.dtype, reader), None)
+            except EmaCkptError as error:
+                failure = (error.code, str(error), error.tensor, error.file)
+                self.results[job.key] = (None, failure)
+            return job.nbytes
+
+        return compute
+
+    def digest(self, tensor: Tensor, dtype: DType, reader: BoxReader) -> int | None:
+        """Return the recorded digest, or compute it; None for types that do not cast."""
+        cast = None
+        if dtype == tensor.dtype:
+            recorded = recorded_digest(self.origin, tensor)
+            if recorded is not None:
+                return recorded
+        elif dtype.is_castable and tensor.dtype.is_castable:
+            cast = Caster(tensor.dtype, dtype).cast
+        else:
+            return None
+        return compute_digest(locate(self.origin, tensor), reader, cast)
+
+    def dump(self) -> bytes:
+        return dump_json([[*key, *result] for key, result in self.results.items()])
+
+    def merge(self, dumped: bytes) -> None:
+        for name, dtype, digest, failure in json.loads(dumped):
+            self.results[name, dtype] = (digest, failure)
+
+    def reset(self) -> None:
+        self.results.clear()
+
+
 class _Comparison:
     """Comparison of an audited checkpoint with its source."""
 
-    def __init__(self, audit: Audit, origin: Catalog) -> None:
+    def __init__(self, audit: Audit, origin: Catalog, workers: Workers) -> None:
         self.audit = audit
         self.tensors = {tensor.name: tensor for tensor in audit.catalog.tensors}
         self.origin = origin
         self.origin_trees = list_trees(origin)
         self.reader = BoxReader(_BLOCK_NBYTES)
-        self.origin_digests: dict[tuple[str, str], int | None] = {}
+        self.workers = workers
+        self.origin_digests = _OriginDigests(origin)
 
     def run(self) -> None:
         """Try each naming until one matches every tensor; else report by the best."""
         tried: list[tuple[int, _Naming, list[str], list[str]]] = []
         for naming in self.namings():
+            jobs = []
+            for name, tensor in self.tensors.items():
+                other = naming.counterpart(name)
+                if other is not None and other.shape == tensor.shape:
+                    jobs.append(_Digest(other, tensor.dtype))
+            self.origin_digests.compute(jobs, self.workers)
             missing, differing = [], []
             for name in self.tensors:
                 if naming.counterpart(name) is None:
@@ -114,27 +189,13 @@ class _Comparison:
 
     def origin_digest(self, tensor: Tensor, dtype: DType) -> int | None:
         """Return the digest of a source's tensor, after the cast to `dtype`; cached."""
-        key = (tensor.name, dtype.name)
-        if key not in self.origin_digests:
-            try:
-                self.origin_digests[key] = self.compute_origin_digest(tensor, dtype)
-            except EmaCkptError as error:
-                message = f"{self.origin.resolved}: {error}"
-                self.audit.report(error.code, message, error.tensor, error.file)
-                self.origin_digests[key] = None
-        return self.origin_digests[key]
-
-    def compute_origin_digest(self, tensor: Tensor, dtype: DType) -> int | None:
-        cast = None
-        if dtype == tensor.dtype:
-            recorded = recorded_digest(self.origin, tensor)
-            if recorded is not None:
-                return recorded
-        elif dtype.is_castable and tensor.dtype.is_castable:
-            cast = Caster(tensor.dtype, dtype).cast
-        else:
-            return None
-        return compute_digest(locate(self.origin, tensor), self.reader, cast)
+        job = _Digest(tensor, dtype)
+        self.origin_digests.compute([job], Workers(1))
+        digest, failure = self.origin_digests.results[job.key]
+        if failure is not None:
+            code, message, name, file = failure
+            self.audit.report(code, f"{self.origin.resolved}: {message}", name, file)
+        return digest
 
     # Report.
 
