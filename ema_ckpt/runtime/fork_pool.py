@@ -126,7 +126,7 @@ class _Children(list["_Child"]):
                 for other in self:
                     os.close(other.pipe)
                 os.close(near)
-                _be_child(work, parent, far, mask)
+                run_as_child(work, parent, far, mask)
             os.close(far)
             self.append(_Child(pid, near))
         finally:
@@ -150,7 +150,7 @@ class _Children(list["_Child"]):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _be_child(
+def run_as_child(
     work: Callable[[], bytes], parent: int, pipe: int, mask: set[signal.Signals | int]
 ) -> NoReturn:
     """Send what `work` returns, and end without unwinding the stack of the parent's callers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from ema_ckpt.core.errors import UsageError
@@ -80,7 +80,7 @@ def default_budget(remote: bool) -> int:
 class WriteOptions:
     """Options of a writing verb; `budget_nbytes` None means the default for the source."""
 
-    selection: SelectionOptions = SelectionOptions()
+    selection: SelectionOptions = field(default_factory=SelectionOptions)
     threads: int = 2
     budget_nbytes: int | None = None
     dry_run: bool = False

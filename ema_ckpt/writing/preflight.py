@@ -21,34 +21,18 @@ from ema_ckpt.storage.stage_names import stage_path
 
 # What --overwrite may delete with a directory. Everything else in it is somebody's work.
 _CHECKPOINT_FILES = (
-    ".metadata",
-    "__*.metadata",
-    "*.distcp",
-    "*.safetensors",
-    "*.index.json",
-    "*.index.*.json",
-    "ema_ckpt.json",
-)
+    ".metadata __*.metadata *.distcp *.safetensors *.index.json *.index.*.json ema_ckpt.json"
+).split()
 _TORCH_FILES = tuple(f"*{suffix}" for suffix in TORCH_SUFFIXES)
 # Torch files by name, but never weights: a weights directory that replaces the old one keeps them.
 _TRAINING_FILES = (
-    "scheduler.*",
-    "optimizer.*",
-    "*random_state*",
-    "rng_state*",
-    "training_args.bin",
-    "*trainer_state*",
-)
+    "scheduler.* optimizer.* *random_state* rng_state* training_args.bin *trainer_state*"
+).split()
 _TORCH_HEADS = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.EISDIR,
+_REFUSED = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG}
+    | {errno.ELOOP, errno.EISDIR}
 )
 
 
