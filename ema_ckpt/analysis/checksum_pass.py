@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import astuple
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 from ema_ckpt.analysis.records import StoredRecord
 from ema_ckpt.core.catalog import Files
@@ -23,9 +26,10 @@ _MAX_BATCH = 256
 
 
 class _ReadRange(NamedTuple):
-    """Bytes [start, stop) of the record with that index."""
+    """Bytes [start, stop) of a record; `number` is its place among all records."""
 
-    record: int
+    number: int
+    record: StoredRecord
     start: int
     stop: int
 
@@ -40,44 +44,57 @@ class _ReadRanges(NamedTuple):
         return sum(part.stop - part.start for part in self.ranges)
 
 
+class _Result(NamedTuple):
+    """The CRC-32 of part of a record, or an error of reading it."""
+
+    number: int
+    record: StoredRecord
+    interval: Interval | None
+    error: SourceError | None = None
+
+
 def checksum_all(
     source: Files,
     records: Iterable[StoredRecord],
     workers: Workers,
     on_progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[StoredRecord, int | SourceError]]:
-    """Read every record once; yield each with its CRC-32, or with the errors of reading it."""
+    """Read every record once; yield records with their CRC-32, or with an error of reading them.
+
+    Small records of archives whose checksum matches are not yielded.
+    """
     work = _ChecksumPass(source)
     executor.run(work, [work.jobs(records)], workers, on_progress)
-    for index, record in enumerate(work.records):
-        for error in work.errors.get(index, ()):
-            yield record, error
-        crc = join_crcs(work.crcs.get(index, ()), record.nbytes)
-        if crc is not None and index not in work.errors:
+    work.results.sort(key=attrgetter("number"))
+    for _, group in groupby(work.results, key=attrgetter("number")):
+        results = list(group)
+        record = results[0].record
+        for result in results:
+            if result.error is not None:
+                yield record, result.error
+        crc = join_crcs([r.interval for r in results if r.interval is not None], record.nbytes)
+        if crc is not None:
             yield record, crc
 
 
 class _ChecksumPass:
-    """The work of a pass: CRC-32s of parts of records, and errors, by the record's index."""
+    """The work of a pass."""
 
     def __init__(self, source: Files) -> None:
-        self.records: list[StoredRecord] = []
-        self.crcs: dict[int, list[Interval]] = {}
-        self.errors: dict[int, list[SourceError]] = {}
+        self.results: list[_Result] = []
         self._source = source
 
     def jobs(self, records: Iterable[StoredRecord]) -> Iterator[_ReadRanges]:
         """Cut large records into several jobs, and put small ones together."""
         batch: list[_ReadRange] = []
         total = 0
-        for index, record in enumerate(records):
-            self.records.append(record)
+        for number, record in enumerate(records):
             if record.nbytes > _SEGMENT_NBYTES:
                 for start in range(0, record.nbytes, _SEGMENT_NBYTES):
                     stop = min(start + _SEGMENT_NBYTES, record.nbytes)
-                    yield _ReadRanges([_ReadRange(index, start, stop)])
+                    yield _ReadRanges([_ReadRange(number, record, start, stop)])
                 continue
-            batch.append(_ReadRange(index, 0, record.nbytes))
+            batch.append(_ReadRange(number, record, 0, record.nbytes))
             total += record.nbytes
             if total >= _BATCH_NBYTES or len(batch) >= _MAX_BATCH:
                 yield _ReadRanges(batch)
@@ -90,35 +107,35 @@ class _ChecksumPass:
         block = buffer(_REMOTE_BLOCK_NBYTES if is_remote else _BLOCK_NBYTES)
 
         def read(job: _ReadRanges) -> int:
-            for index, start, stop in job.ranges:
-                file, offset = self.records[index].file, self.records[index].offset + start
+            for number, record, start, stop in job.ranges:
+                nbytes = stop - start
                 try:
-                    crc = range_crc(self._source, file, offset, stop - start, block)
+                    offset = record.offset + start
+                    crc = range_crc(self._source, record.file, offset, nbytes, block)
                 except SourceError as error:
-                    self.errors.setdefault(index, []).append(error)
-                else:
-                    self.crcs.setdefault(index, []).append((start, stop - start, crc))
+                    self.results.append(_Result(number, record, None, error))
+                    continue
+                if record.is_payload or nbytes < record.nbytes or crc != record.crc:
+                    self.results.append(_Result(number, record, (start, nbytes, crc)))
             return job.nbytes
 
         return read
 
     def dump(self) -> bytes:
-        errors = [
-            [index, error.code, str(error), error.tensor, error.file]
-            for index, failures in self.errors.items()
-            for error in failures
-        ]
-        return dump_json([list(self.crcs.items()), errors])
+        rows = []
+        for number, record, interval, error in self.results:
+            failure = error and [error.code, str(error), error.tensor, error.file]
+            rows.append([number, astuple(record), interval, failure])
+        return dump_json(rows)
 
     def merge(self, dumped: bytes) -> None:
-        crcs: list[Any]
-        crcs, errors = json.loads(dumped)
-        for index, intervals in crcs:
-            self.crcs.setdefault(index, []).extend(map(tuple, intervals))
-        for index, code, message, tensor, file in errors:
-            error = SourceError(code, message, tensor=tensor, file=file)
-            self.errors.setdefault(index, []).append(error)
+        for number, fields, interval, failure in json.loads(dumped):
+            error = None
+            if failure:
+                code, message, tensor, file = failure
+                error = SourceError(code, message, tensor=tensor, file=file)
+            place = interval and (interval[0], interval[1], interval[2])
+            self.results.append(_Result(number, StoredRecord(*fields), place, error))
 
     def reset(self) -> None:
-        self.crcs.clear()
-        self.errors.clear()
+        self.results.clear()
