@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.text import counted, format_size
-from ema_ckpt.ops.results import VerifyResult, WriteResult, as_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ema_ckpt.core.catalog import Diagnostic
+    from ema_ckpt.ops.results import VerifyResult, WriteResult
 
 _REDRAW_SECONDS = 0.1
 _UNLIMITED_COLUMNS = 100_000
@@ -65,6 +66,8 @@ def print_result(result: object, style: Style, warnings: Sequence[Diagnostic] = 
         for warning in warnings:
             print(f"Warning: {clean(warning.message)} [{warning.code}]", file=sys.stderr)
     if style.json:
+        from ema_ckpt.ops.results import as_json
+
         print(jsonlib.dumps(as_json(result), ensure_ascii=True, allow_nan=False))
 
 

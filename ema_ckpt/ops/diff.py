@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
 from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.limits import default_budget, parse_budget, parse_workers
 from ema_ckpt.ops.diff_findings import ComparedTrees, find_all
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.objects import unknown_objects
@@ -20,7 +21,6 @@ from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.storage.files import is_url
-from ema_ckpt.writing.options import default_budget, parse_budget, parse_workers
 from ema_ckpt.writing.preflight import check_sources
 
 # Stays in the second-level cache with the differences. Threads would be faster with longer ones,

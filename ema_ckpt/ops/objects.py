@@ -11,10 +11,7 @@ from ema_ckpt.core.errors import SourceError, UnsafeError, UsageError, about
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.locate import step_number
-from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
-from ema_ckpt.formats.pickle.tensors import TensorRef
-from ema_ckpt.formats.pickle.writer import is_plain
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.state_dicts.selection import KeptObject
 from ema_ckpt.state_dicts.ties import dropped_names
@@ -74,6 +71,10 @@ def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> 
 
 
 def _fits(value: object, form: str) -> bool:
+    from ema_ckpt.formats import sidecar
+    from ema_ckpt.formats.pickle.tensors import TensorRef
+    from ema_ckpt.formats.pickle.writer import is_plain
+
     if any(isinstance(inner, TensorRef) for inner in within(value)):
         return False  # its storage is a record of the archive that it comes from
     if form in ("torch", "dcp"):

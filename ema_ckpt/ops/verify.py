@@ -13,6 +13,7 @@ from ema_ckpt.analysis.audit import Audit, audit_checkpoint
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Problem
 from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.limits import parse_workers
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted
 from ema_ckpt.discovery.locate import locate_checkpoint
@@ -25,7 +26,6 @@ from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.storage.directories import join, list_folder
-from ema_ckpt.writing.options import parse_workers
 
 # Opening fails with these if there is no checkpoint to judge, or none that can be judged.
 _NO_VERDICT = frozenset(

@@ -1,4 +1,4 @@
-"""Options of the writing verbs, checked; limits on workers and memory that all verbs share."""
+"""Options of the writing verbs, checked."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from ema_ckpt.core.errors import UsageError
-from ema_ckpt.core.text import parse_size
-from ema_ckpt.runtime.thread_pool import worker_count
+from ema_ckpt.core.limits import MIN_BUDGET_NBYTES, default_budget, parse_budget, parse_workers
 from ema_ckpt.state_dicts.selection import SelectionOptions, options
 
-_MIN_BUDGET_NBYTES = 4 << 20
-_LOCAL_BUDGET_NBYTES = 16 << 20
-_REMOTE_BUDGET_NBYTES = 256 << 20
 _BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
 
@@ -54,26 +49,6 @@ class WriterArgs(TypedDict, total=False):
     expand_ties: bool
     keep_prefixes: bool
     progress: Callable[[int], None] | None
-
-
-def parse_workers(threads: int | None) -> int:
-    """Return the number of workers. Raises UsageError `usage` below 1."""
-    if threads is not None and threads < 1:
-        raise UsageError("usage", f"--threads {threads}: expected 1 or more")
-    return worker_count(threads)
-
-
-def parse_budget(max_memory: int | str | None) -> int | None:
-    """Parse `--max-memory` into bytes. Raises UsageError `usage` below 4 MiB."""
-    budget = None if max_memory is None else parse_size(max_memory)
-    if budget is not None and budget < _MIN_BUDGET_NBYTES:
-        raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
-    return budget
-
-
-def default_budget(remote: bool) -> int:
-    """Bytes of buffers in flight by default; requests to a URL take longer and so need more."""
-    return _REMOTE_BUDGET_NBYTES if remote else _LOCAL_BUDGET_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +106,6 @@ class WriteOptions:
 
     def block_nbytes(self, remote: bool) -> int:
         """Bytes of one buffer; each worker needs up to four."""
-        share = max(self.budget(remote), _MIN_BUDGET_NBYTES) // (4 * max(self.threads, 1))
+        share = max(self.budget(remote), MIN_BUDGET_NBYTES) // (4 * max(self.threads, 1))
         largest = _REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES
         return max(16 << 10, min(share, largest)) & ~15

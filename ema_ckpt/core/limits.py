@@ -1,0 +1,31 @@
+"""Limits on workers and memory, as the command line's `--threads` and `--max-memory` give them."""
+
+from __future__ import annotations
+
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.text import parse_size
+from ema_ckpt.runtime.thread_pool import worker_count
+
+MIN_BUDGET_NBYTES = 4 << 20
+_LOCAL_BUDGET_NBYTES = 16 << 20
+_REMOTE_BUDGET_NBYTES = 256 << 20
+
+
+def parse_workers(threads: int | None) -> int:
+    """Return the number of workers. Raises UsageError `usage` below 1."""
+    if threads is not None and threads < 1:
+        raise UsageError("usage", f"--threads {threads}: expected 1 or more")
+    return worker_count(threads)
+
+
+def parse_budget(max_memory: int | str | None) -> int | None:
+    """Parse `--max-memory` into bytes. Raises UsageError `usage` below 4 MiB."""
+    budget = None if max_memory is None else parse_size(max_memory)
+    if budget is not None and budget < MIN_BUDGET_NBYTES:
+        raise UsageError("usage", f"--max-memory {max_memory}: expected 4MiB or more")
+    return budget
+
+
+def default_budget(remote: bool) -> int:
+    """Bytes of buffers in flight by default; requests to a URL take longer and so need more."""
+    return _REMOTE_BUDGET_NBYTES if remote else _LOCAL_BUDGET_NBYTES
