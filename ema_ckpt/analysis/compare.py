@@ -118,20 +118,22 @@ class Comparer:
         """Compare pairs of blocks: raw little-endian bytes of as many whole elements of a and b."""
         import numpy as np
 
-        with np.errstate(all="ignore"):
-            return [self._compare(a, b, fast and self._is_single) for a, b in blocks]
-
-    def _compare(self, a: memoryview, b: memoryview, fast: bool) -> PairStats:
-        stats = self._fast(a, b) if fast else None
-        if stats is not None:
-            return stats
-        parts = []
+        fast = fast and self._is_single
         step_a, step_b = _PASS * self._a.itemsize, _PASS * self._b.itemsize
-        for index in range(-(-len(a) // step_a)):
-            x = a[index * step_a : (index + 1) * step_a]
-            y = b[index * step_b : (index + 1) * step_b]
-            parts.append((self._finite(x, y) if self._is_real else None) or self._exact(x, y))
-        return PairStats.total(parts)
+        results = []
+        with np.errstate(all="ignore"):
+            for a, b in blocks:
+                stats = self._fast(a, b) if fast else None
+                if stats is None:
+                    parts = []
+                    for index in range(-(-len(a) // step_a)):
+                        x = a[index * step_a : (index + 1) * step_a]
+                        y = b[index * step_b : (index + 1) * step_b]
+                        finite = self._finite(x, y) if self._is_real else None
+                        parts.append(finite or self._exact(x, y))
+                    stats = PairStats.total(parts)
+                results.append(stats)
+        return results
 
     def _array(self, name: str, count: int, dtype: str) -> Array:
         """Scratch array `name`, of `count` elements."""

@@ -41,8 +41,7 @@ def local_path(path: str) -> str | None:
 
 def local_paths(paths: Iterable[str]) -> list[str]:
     """Return the local paths of those `paths` that lie on this machine."""
-    candidates = [local_path(path) for path in paths]
-    return [path for path in candidates if path is not None]
+    return [path for path in map(local_path, paths) if path is not None]
 
 
 def safe_name(name: str) -> str:

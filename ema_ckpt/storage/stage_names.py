@@ -42,8 +42,12 @@ def stages_of(target: Path) -> list[Path]:
         names = os.listdir(target.parent)
     except OSError:
         return []
-    paths = [target.parent / name for name in sorted(filter(own.fullmatch, names))]
-    return [path for path in paths if path.is_dir() and not path.is_symlink()]
+    stages = []
+    for name in sorted(filter(own.fullmatch, names)):
+        path = target.parent / name
+        if path.is_dir() and not path.is_symlink():
+            stages.append(path)
+    return stages
 
 
 def interrupted_switch(stage: Path) -> Path | None:
