@@ -15,13 +15,7 @@ from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.objects import refuse_skipped, unknown_objects, unsupported_metadata
 from ema_ckpt.ops.results import Skipped, WriteResult
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
-from ema_ckpt.ops.write import (
-    Output,
-    PlannedWrite,
-    destination_of,
-    finish,
-    plan_for,
-)
+from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, plan_for
 from ema_ckpt.state_dicts.ema_config import read_ema_config, with_tied_names
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
 from ema_ckpt.state_dicts.ties import with_dropped

@@ -12,12 +12,7 @@ from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.objects import (
-    left_out,
-    plan_objects,
-    rank_keyed,
-    refuse_skipped,
-)
+from ema_ckpt.ops.objects import left_out, plan_objects, rank_keyed, refuse_skipped
 from ema_ckpt.ops.results import Skipped, WriteResult
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
 from ema_ckpt.state_dicts.selection import select_all
