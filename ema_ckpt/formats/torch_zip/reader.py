@@ -220,5 +220,6 @@ def _data_start(window: Window, entry: CentralRecord) -> int:
         raise SourceError("unsupported", message, file=window.file)
     start: int = entry.header + LOCAL.size + name_nbytes + extra_nbytes
     if not is_header or start + entry.nbytes > window.nbytes:
-        raise window.bad(f"{entry.name!r} has no local header, or lies outside the archive")
+        problem = "has no local header, or lies outside the archive"
+        raise window.bad(f"the record {entry.name!r} {problem}")
     return start
