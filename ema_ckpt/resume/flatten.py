@@ -7,8 +7,7 @@ that plain `dcp.load` reads what is written and the metadata has the tree struct
 from __future__ import annotations
 
 import io
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ema_ckpt.core.box import Box, whole
+from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.checkpoint.local_shards_tensor import LocalShardsTensor, box_views, pieces_of
 from ema_ckpt.ema.model.shards import Shard
 
 Path = tuple[str | int, ...]
+
+_SMALL_NUMEL = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,18 +33,46 @@ class LocalShards:
     dtype: torch.dtype
     shards: tuple[tuple[Box, torch.Tensor], ...]
 
+    @classmethod
+    def of(
+        cls, boxes: Sequence[Box], shape: tuple[int, ...], local: torch.Tensor, *_: object
+    ) -> LocalShards:
+        """Cut `local` into views of the boxes; takes what `as_global_tensor` does."""
+        if 0 in shape:
+            # Kept on every rank, so that its shape survives whichever rank writes it.
+            boxes, local = [whole(shape)], torch.empty(shape, dtype=local.dtype)
+        views = [view.detach() for view in box_views(boxes, local)]
+        return cls(shape, local.dtype, tuple(zip(boxes, views, strict=True)))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """One entry of a flattened state under its dotted name and its path.
 
-    `fingerprint` is equal for objects that print alike: pickles of equal values may differ.
+    `text_crc` is equal for objects that print alike: pickles of equal values may differ.
     """
 
     name: str
     path: Path
     value: LocalShards | bytes
-    fingerprint: int = 0
+    text_crc: int = 0
+
+    def is_small(self) -> bool:
+        """Whether this rank has it whole, as options and state of one value per layer are."""
+        if isinstance(self.value, bytes):
+            return True
+        box = whole(self.value.shape)
+        return box.numel <= _SMALL_NUMEL and all(part == box for part, _ in self.value.shards)
+
+    def checksums(self) -> list[tuple[tuple[int, ...], int]]:
+        """Return offsets and CRC-32 of each shard of a tensor, or the object's `text_crc`."""
+        if isinstance(self.value, bytes):
+            return [((), self.text_crc)]
+        checksums = []
+        for box, view in self.value.shards:
+            data: Any = view.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            checksums.append((box.offsets, crc32(data)))
+        return checksums
 
 
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
@@ -60,10 +90,15 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
         if isinstance(value, LocalShards | Shard | torch.Tensor):
             leaves[name] = Leaf(name, path, local_shards(value))
             continue
-        fingerprint = 0
-        if path[0] == "extra" and " at 0x" not in (text := repr(value)):
-            fingerprint = zlib.crc32(text.encode())
-        leaves[name] = Leaf(name, path, _pickle(name, value), fingerprint)
+        stream = io.BytesIO()
+        try:
+            torch.save(value, stream)
+        except Exception as error:
+            message = f"{name!r} of type {type(value).__name__} cannot be pickled: {error}"
+            raise UsageError("usage", message) from error
+        text = repr(value) if path[0] == "extra" else ""
+        crc = 0 if " at 0x" in text else crc32(text.encode())
+        leaves[name] = Leaf(name, path, stream.getvalue(), crc)
     return list(leaves.values())
 
 
@@ -71,32 +106,34 @@ def local_shards(tensor: torch.Tensor | Shard | LocalShards) -> LocalShards:
     """List this rank's shards of a tensor: a live shard, or one that is distributed or whole."""
     if isinstance(tensor, LocalShards):
         return tensor
-    shards: Iterable[tuple[Box, torch.Tensor]]
     if isinstance(tensor, Shard):
-        shards = zip(tensor.boxes, box_views(tensor.boxes, tensor.local), strict=True)
-    elif hasattr(tensor, "local_shards"):  # a ShardedTensor, as in FSDP1's sharded state dicts
-        parts = [part for part in tensor.local_shards() if part.tensor.numel()]
-        places = [part.metadata for part in parts]
-        boxes = [Box(tuple(place.shard_offsets), tuple(place.shard_sizes)) for place in places]
-        shards = zip(boxes, [part.tensor for part in parts], strict=True)
-    else:
-        shards = pieces_of(tensor)
+        return LocalShards.of(tensor.boxes, tensor.shape, tensor.local)
     shape = tuple(tensor.shape)
     if 0 in shape:
-        # Kept on every rank, so that its shape survives whichever rank writes it.
-        shards = [(whole(shape), torch.empty(shape, dtype=tensor.dtype))]
-    return LocalShards(shape, tensor.dtype, tuple((box, view.detach()) for box, view in shards))
+        return LocalShards.of((), shape, torch.empty(0, dtype=tensor.dtype))
+    if not hasattr(tensor, "local_shards"):
+        shards = [(box, view.detach()) for box, view in pieces_of(tensor)]
+        return LocalShards(shape, tensor.dtype, tuple(shards))
+    shards = []
+    for shard in tensor.local_shards():  # of a ShardedTensor, as in FSDP1's sharded state dicts
+        if shard.tensor.numel():
+            place = shard.metadata
+            box = Box(tuple(place.shard_offsets), tuple(place.shard_sizes))
+            shards.append((box, shard.tensor.detach()))
+    return LocalShards(shape, tensor.dtype, tuple(shards))
 
 
 def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    items: Iterable[tuple[str | int, Any]]
     if isinstance(value, Mapping) and not _is_leaf(path, value):
-        for key, inner in value.items():
-            yield from _walk((*path, str(key)), inner)
+        items = ((str(key), inner) for key, inner in value.items())
     elif isinstance(value, list) and _holds_tensor_or_dict(value):
-        for index, inner in enumerate(value):
-            yield from _walk((*path, index), inner)
+        items = enumerate(value)
     else:
         yield path, value
+        return
+    for part, inner in items:
+        yield from _walk((*path, part), inner)
 
 
 def _is_leaf(path: Path, value: Mapping[Any, Any]) -> bool:
@@ -105,9 +142,8 @@ def _is_leaf(path: Path, value: Mapping[Any, Any]) -> bool:
     torch turns keys into text and drops empty dicts; `MultiStepLR` keeps its milestones by number.
     """
     is_extra = path[:1] == ("extra",) or any(str(part).endswith("_extra_state") for part in path)
-    if len(path) < 2 or not is_extra:
-        return False
-    if value and all(isinstance(key, str) for key in value):
+    has_text_keys = bool(value) and all(isinstance(key, str) for key in value)
+    if len(path) < 2 or not is_extra or has_text_keys:
         return False
     if _holds_shards(value):
         raise UsageError(
@@ -132,13 +168,3 @@ def _holds_tensor_or_dict(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_holds_tensor_or_dict, value))
     return isinstance(value, Mapping | torch.Tensor)
-
-
-def _pickle(name: str, value: Any) -> bytes:
-    stream = io.BytesIO()
-    try:
-        torch.save(value, stream)
-    except Exception as error:
-        message = f"{name!r} of type {type(value).__name__} cannot be pickled: {error}"
-        raise UsageError("usage", message) from error
-    return stream.getvalue()

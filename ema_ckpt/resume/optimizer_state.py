@@ -8,10 +8,10 @@ functions run a dummy step with learning rate 0 to create the state, and that st
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -20,23 +20,25 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ema_ckpt.comm.channel import Channel
+from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import shown
-from ema_ckpt.ema.checkpoint.local_shards_tensor import box_views
 from ema_ckpt.ema.model.shards import ModelShards, Shard, TrackedShard
 from ema_ckpt.ema.offload.optimizer import handle_of
 from ema_ckpt.ema.offload.state_slabs import local_of
-from ema_ckpt.resume.flatten import LocalShards
+from ema_ckpt.resume.flatten import LocalShards, local_shards
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
-@dataclass(frozen=True, slots=True)
-class EmptyState:
-    """A tensor of optimizer state to allocate: its global shape and dtype."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedState:
+    """A state tensor to restore: global shape, dtype, and host values by box."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    values: Mapping[Box, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,23 +62,38 @@ class SteppedTensor:
         """Cut a state value for one parameter: sharded as it is if it has its shape, else as is."""
         if not isinstance(value, torch.Tensor):
             return value
-        local = local_of(value)
+        local, numel = local_of(value), shard.local.numel()
         if isinstance(self.tensor, FlatParameter) and local.dim() == 1:
-            local = self._slice(local, shard)
+            starts = [
+                t.shard.local.storage_offset() for t in self.parameters if t.shard.local.numel()
+            ]
+            start = shard.local.storage_offset() - min(starts, default=0) if numel else 0
+            local = local[start : start + numel]
         elif local.shape != shard.local.shape:
             return value
-        views = box_views(shard.boxes, local)
-        return LocalShards(shard.shape, local.dtype, tuple(zip(shard.boxes, views, strict=True)))
+        return LocalShards.of(shard.boxes, shard.shape, local)
 
-    def _slice(self, local: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """Elements of a flat parameter's state that belong to one of its parameters."""
-        numel = shard.local.numel()
-        if not numel:
-            return local[:0]
-        locals_ = [tracked.shard.local for tracked in self.parameters]
-        first = min(other.storage_offset() for other in locals_ if other.numel())
-        start = shard.local.storage_offset() - first
-        return local[start : start + numel]
+    def allocate(
+        self, state: Mapping[str, Mapping[str, Any]], *, step_on_device: bool = False
+    ) -> None:
+        """Give the optimizer the entries of `state`, per fqn and state name; tensors are zeros."""
+        entries, offloaded = self.optimizer.state[self.tensor], handle_of(self.optimizer)
+        zeros_like = torch.zeros_like if offloaded is None else offloaded.zeros
+        for tracked in self.parameters:
+            for name, value in state.get(tracked.shard.fqn, {}).items():
+                if name in entries:  # of another parameter in the same flat one
+                    continue
+                if not isinstance(value, StagedState):
+                    entries[name] = value
+                elif value.shape == tracked.shard.shape != ():
+                    zeros = zeros_like(self.tensor, dtype=value.dtype)
+                    entries[name] = zeros.requires_grad_(False)
+                else:
+                    is_on_host = name == "step" and not step_on_device
+                    device = "cpu" if is_on_host else self.tensor.device
+                    entries[name] = torch.zeros(value.shape, dtype=value.dtype, device=device)
+        if not entries:
+            del self.optimizer.state[self.tensor]
 
 
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
@@ -110,23 +127,23 @@ def stepped_groups(
             yield group, stepped
 
 
-def optimizer_tree(model: ModelShards, optimizers: Optimizers) -> dict[str, Any]:
+def optimizer_tree(model: ModelShards, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return state and options under the model's canonical names; tensors share their memory.
 
     Raises:
         UsageError: an optimizer steps a tensor that is no parameter of the model, or keeps state
             that is not one entry for each of its parameters.
     """
-    saved = as_list(optimizers)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    for optimizer in saved:
+    for optimizer in optimizers:
         offloaded = handle_of(optimizer)
         if offloaded is not None:
             offloaded.wait()
-        _refuse_hidden_state(optimizer, saved)
-    for group, stepped in stepped_groups(model, saved):
-        options = {name: value for name, value in group.items() if name != "params"}
+        _refuse_hidden_state(optimizer, optimizers)
+    for group, stepped in stepped_groups(model, optimizers):
+        options = dict(group)
+        del options["params"]
         names = [tracked.shard.fqn for one in stepped for tracked in one.parameters]
         groups.append({**options, "params": names})
         for one in stepped:
@@ -144,48 +161,33 @@ def optimizer_tree(model: ModelShards, optimizers: Optimizers) -> dict[str, Any]
     return {"state": state, "param_groups": groups}
 
 
-def allocate_state(
-    model: ModelShards, optimizers: Optimizers, state: Mapping[str, Mapping[str, Any]]
+def set_state(
+    model: ModelShards, optimizers: Sequence[Optimizer], state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Give every parameter the entries of `state` that it lacks.
+    """Give every parameter the entries of `state`: tensors are allocated, then copied into.
 
     Args:
-        state: per fqn and state name, an `EmptyState` to allocate, or any other value to set.
+        state: per fqn and state name, a `StagedState`, or any other value to set as it is.
     """
-    for group, stepped in stepped_groups(model, as_list(optimizers)):
+    for group, stepped in stepped_groups(model, optimizers):
+        # Step counts live on the host unless the kernel reads them on the device.
+        on_device = bool(group.get("capturable") or group.get("fused"))
         for one in stepped:
             if not one.is_idle():
-                _allocate_missing(one, group, state)
+                one.allocate(state, step_on_device=on_device)
+    live = optimizer_tree(model, optimizers)["state"]
+    for fqn, entries in state.items():
+        for name, value in entries.items():
+            if isinstance(value, StagedState) and name in live.get(fqn, {}):
+                for box, view in local_shards(live[fqn][name]).shards:
+                    if box.numel:
+                        view.copy_(value.values[box])
 
 
-def _allocate_missing(
-    one: SteppedTensor, group: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
-) -> None:
-    entries, offloaded = one.optimizer.state[one.tensor], handle_of(one.optimizer)
-    zeros_like = torch.zeros_like if offloaded is None else offloaded.zeros
-    # Step counts live on the host unless the kernel reads them on the device.
-    on_device = bool(group.get("capturable") or group.get("fused"))
-    for tracked in one.parameters:
-        for name, value in state.get(tracked.shard.fqn, {}).items():
-            if name in entries:
-                continue
-            if not isinstance(value, EmptyState):
-                entries[name] = value
-            elif value.shape == tracked.shard.shape != ():
-                zeros = zeros_like(one.tensor, dtype=value.dtype)
-                entries[name] = zeros.requires_grad_(False)
-            else:
-                device = one.tensor.device if on_device or name != "step" else "cpu"
-                entries[name] = torch.zeros(value.shape, dtype=value.dtype, device=device)
-    if not entries:
-        del one.optimizer.state[one.tensor]
-
-
-def set_options(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
+def set_options(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
     """Set the options of all parameter groups, in order; tensors are filled in place."""
-    live = [group for optimizer in as_list(optimizers) for group in optimizer.param_groups]
-    tensors = [id(v) for group in live for v in group.values() if isinstance(v, torch.Tensor)]
-    uses = Counter(tensors)
+    live = list(chain.from_iterable(optimizer.param_groups for optimizer in optimizers))
+    uses = Counter(id(value) for group in live for value in group.values())
     for group, saved in zip(live, groups, strict=True):
         for name, value in saved.items():
             if name in ("params", "param_names"):
@@ -199,23 +201,29 @@ def set_options(optimizers: Optimizers, groups: list[dict[str, Any]]) -> None:
                 group[name] = value
 
 
-def _refuse_hidden_state(optimizer: Optimizer, saved: list[Optimizer]) -> None:
+def _refuse_hidden_state(optimizer: Optimizer, saved: Sequence[Optimizer]) -> None:
     """Refuse an optimizer with state outside the tensors it steps: it would be lost.
 
     Raises:
         UsageError: `unsupported`.
     """
     stepped = {tensor for group in optimizer.param_groups for tensor in group["params"]}
-    others = []
+    hidden = []
     keys: Iterable[object] = optimizer.state
     for key in keys:
         if not isinstance(key, torch.Tensor):
-            others.append(str(key))
+            hidden.append(str(key))
         elif key not in stepped:
-            others.append(f"a tensor of shape {list(key.shape)}")
-    if others:
-        message = f"state under {shown(others)}, which is not in its parameter groups"
-    elif _has_inner_optimizer(optimizer, saved):
+            hidden.append(f"a tensor of shape {list(key.shape)}")
+    # ZeroRedundancyOptimizer divides its state over the ranks.
+    is_hidden = hasattr(optimizer, "consolidate_state_dict")
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer) and inner not in saved and inner.state:
+            # A wrapper that shows the state of the one inside (accelerate's) is saved as that one.
+            is_hidden |= inner.state is not optimizer.state
+    if hidden:
+        message = f"state under {shown(hidden)}, which is not in its parameter groups"
+    elif is_hidden:
         message = "state in optimizers of its own"
     elif getattr(optimizer, "param_groups_master", None):
         message = "master weights in param_groups_master"
@@ -225,15 +233,12 @@ def _refuse_hidden_state(optimizer: Optimizer, saved: list[Optimizer]) -> None:
     raise UsageError("unsupported", f"{kind} keeps {message}: save it under extra")
 
 
-def _has_inner_optimizer(optimizer: Optimizer, saved: list[Optimizer]) -> bool:
-    """Whether an optimizer inside this one keeps state that is saved nowhere else."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
-        return True
-    for inner in vars(optimizer).values():
-        if not isinstance(inner, Optimizer) or any(inner is other for other in saved):
-            continue
-        # A wrapper that shows the state of the one inside (accelerate's) is saved as that one.
-        if inner.state and inner.state is not optimizer.state:
-            return True
-    return False
+def merge_group_parameters(groups: Sequence[dict[str, Any]], ranks: Channel) -> None:
+    """List in each parameter group the parameters of all ranks: stages of a pipeline differ."""
+    everyone = ranks.exchange_if_different([group["params"] for group in groups])
+    for index, group in enumerate(groups if everyone else ()):
+        names: dict[str, None] = {}
+        for lists in everyone:
+            if index < len(lists):
+                names.update(dict.fromkeys(lists[index]))
+        group["params"] = list(names)

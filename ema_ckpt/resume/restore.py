@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +22,11 @@ from ema_ckpt.ema.model.live import tensor_names
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.swap_state import refuse_inside
-from ema_ckpt.resume.optimizer_state import Optimizers
-from ema_ckpt.resume.restore_ema import compare_averages
-from ema_ckpt.resume.restore_extra import compare_extra
-from ema_ckpt.resume.restore_model import compare_model
-from ema_ckpt.resume.restore_optimizer import compare_optimizers
+from ema_ckpt.resume.optimizer_state import Optimizers, as_list
+from ema_ckpt.resume.restore_ema import EmaRestorer
+from ema_ckpt.resume.restore_extra import ExtraRestorer
+from ema_ckpt.resume.restore_model import ModelRestorer
+from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
 from ema_ckpt.resume.restorer import Findings, RestoreContext, Restorer
 from ema_ckpt.resume.save_async import wait_for_background_save
 from ema_ckpt.resume.tensor_source import CheckpointReader
@@ -113,6 +113,15 @@ def restore(
     meet(_CALL, timeout)
     wait_for_background_save()
     ranks = open_channel("save")
+    restorers: list[Restorer] = []
+
+    def run_phase(phase: Callable[[Restorer], None]) -> None:
+        def run() -> None:
+            for restorer in restorers:
+                phase(restorer)
+
+        run_on_all_ranks(ranks, _CALL, run)
+
     with ExitStack() as stack:
 
         def open_readers() -> list[CheckpointReader]:
@@ -121,19 +130,32 @@ def restore(
 
         readers = run_on_all_ranks(ranks, _CALL, open_readers)
         _check_same_content(readers, ranks)
-        context = _scan(model, strict, ranks)
-
-        def compare() -> list[Restorer]:
-            return _compare(readers, context, ema, optimizer, extra, seed=missing_ema == "seed")
-
-        restorers = run_on_all_ranks(ranks, _CALL, compare)
-
-        def read() -> None:
-            for restorer in restorers:
-                restorer.read()
-
-        run_on_all_ranks(ranks, _CALL, read)
-    _write(model, restorers, ranks)
+        context = _scan_model(model, strict, ranks)
+        managers = ema if isinstance(ema, Mapping) else {"": ema}
+        for name, manager in managers.items():
+            if manager is not None:
+                label = f"ema.{name}" if name else "ema"
+                seed = missing_ema == "seed"
+                restorers.append(
+                    EmaRestorer(readers[-1], context, manager, label, ema_path is not None, seed)
+                )
+        restorers.append(ModelRestorer(readers[0], context))
+        if optimizer is not None:
+            restorers.append(OptimizerRestorer(readers[0], context, as_list(optimizer)))
+        if extra is not None:
+            restorers.append(ExtraRestorer(readers[0], context, extra))
+        run_phase(lambda restorer: restorer.compare())
+        run_phase(lambda restorer: restorer.read())
+    try:
+        run_phase(lambda restorer: restorer.apply_user_state())
+    except BaseException:
+        for restorer in restorers:
+            restorer.rollback_user_state()
+        raise
+    with torch.inference_mode(False):  # what is made here is trained with
+        run_on_all_ranks(ranks, _CALL, lambda: reshard(model))
+        run_phase(lambda restorer: restorer.write())
+        run_phase(lambda restorer: restorer.finish())
     return _report(readers[0], restorers)
 
 
@@ -148,7 +170,7 @@ def _check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None
         raise UsageError("usage", f"restore: the ranks find different content under {names[0]}")
 
 
-def _scan(model: nn.Module, strict: bool, ranks: Channel) -> RestoreContext:
+def _scan_model(model: nn.Module, strict: bool, ranks: Channel) -> RestoreContext:
     """Scan the model, and exchange the names that only other ranks have."""
 
     def scan() -> ModelShards:
@@ -161,53 +183,6 @@ def _scan(model: nn.Module, strict: bool, ranks: Channel) -> RestoreContext:
     everyone = ranks.exchange_if_different(sorted(mine))
     remote_names = frozenset(name for names in everyone for name in names) - mine
     return RestoreContext(model, shards, strict, remote_names)
-
-
-def _compare(
-    readers: list[CheckpointReader],
-    context: RestoreContext,
-    ema: ShardedEMA | Mapping[str, ShardedEMA] | None,
-    optimizer: Optimizers | None,
-    extra: Mapping[str, Any] | None,
-    *,
-    seed: bool,
-) -> list[Restorer]:
-    """Compare every part with the checkpoint, in the order of writing."""
-    managers = {} if ema is None else ema if isinstance(ema, Mapping) else {"": ema}
-    separate = len(readers) > 1
-    restorers: list[Restorer] = []
-    for name, manager in managers.items():
-        restorers.append(
-            compare_averages(readers[-1], context, manager, name, separate=separate, seed=seed)
-        )
-    restorers.append(compare_model(readers[0], context))
-    if optimizer is not None:
-        restorers.append(compare_optimizers(readers[0], context, optimizer))
-    if extra is not None:
-        restorers.append(compare_extra(readers[0], extra, strict=context.strict))
-    return restorers
-
-
-def _write(model: nn.Module, restorers: list[Restorer], ranks: Channel) -> None:
-    def apply_user_state() -> None:
-        for restorer in restorers:
-            restorer.apply_user_state()
-
-    def write() -> None:
-        reshard(model)
-        for restorer in restorers:
-            restorer.write()
-        for restorer in restorers:
-            restorer.finish()
-
-    try:
-        run_on_all_ranks(ranks, _CALL, apply_user_state)
-    except BaseException:
-        for restorer in restorers:
-            restorer.rollback_user_state()
-        raise
-    with torch.inference_mode(False):  # what is made here is trained with
-        run_on_all_ranks(ranks, _CALL, write)
 
 
 def _report(reader: CheckpointReader, restorers: list[Restorer]) -> RestoreReport:

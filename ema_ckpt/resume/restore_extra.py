@@ -11,22 +11,32 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ema_ckpt.core.catalog import Object, Tensor
-from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import shown
 from ema_ckpt.resume.restorer import Findings, Restorer
 from ema_ckpt.resume.rng import RngState
-from ema_ckpt.resume.tensor_source import CheckpointReader, Nested, nested
+from ema_ckpt.resume.tensor_source import Nested, nest_items
 
 
 @dataclass(slots=True, eq=False)
 class ExtraRestorer(Restorer):
-    """The values under `extra`."""
+    """Restores the values under `extra`."""
 
-    reader: CheckpointReader
     requested: Mapping[str, Any]
-    stored: Nested
-    values: dict[str, Any] = field(default_factory=dict)
-    former: dict[str, Any] = field(default_factory=dict)
+    stored: Nested = field(init=False)
+    values: dict[str, Any] = field(default_factory=dict, init=False)
+    former: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def compare(self) -> None:
+        catalog = self.reader.catalog
+        items: list[Tensor | Object] = [*catalog.tensors, *catalog.objects]
+        below = [item for item in items if item.path[0] == "extra" and len(item.path) > 1]
+        self.stored = nest_items("extra", below)
+        missing = [f"extra.{name}" for name in self.requested if name not in self.stored]
+        if missing and self.context.strict:
+            message = f"it lacks {shown(missing)}; strict=False restores the rest"
+            raise self.reader.refusal("incomplete", message)
+        unexpected = [f"extra.{name}" for name in self.stored if name not in self.requested]
+        self.findings = Findings(["extra"], missing=missing, unexpected=unexpected)
 
     def read(self) -> None:
         for name, current in self.requested.items():
@@ -34,9 +44,9 @@ class ExtraRestorer(Restorer):
                 continue
             stored = self.stored[name]
             if isinstance(current, RngState):
-                dropped = current.dropped(stored)
-                self.findings.unexpected += [f"extra.{name}.{key}" for key in dropped]
-                self.findings.warnings += current.warnings(name, stored)
+                unexpected, warnings = current.compare(name, stored)
+                self.findings.unexpected += unexpected
+                self.findings.warnings += warnings
             self.values[name] = self.reader.load(stored)
             self.findings.loaded.append(f"extra.{name}")
 
@@ -55,26 +65,6 @@ class ExtraRestorer(Restorer):
         for name, value in self.former.items():
             if value:
                 self.requested[name].load_state_dict(value)
-
-
-def compare_extra(
-    reader: CheckpointReader, extra: Mapping[str, Any], *, strict: bool
-) -> ExtraRestorer:
-    """Compare the names under `extra` with the checkpoint's.
-
-    Raises:
-        SourceError: `incomplete` under `strict` if a name is missing.
-    """
-    items: list[Tensor | Object] = [*reader.catalog.tensors, *reader.catalog.objects]
-    extra_items = [item for item in items if item.path[0] == "extra" and len(item.path) > 1]
-    stored = nested((item.path[1:], item) for item in extra_items)
-    missing = [f"extra.{name}" for name in extra if name not in stored]
-    if missing and strict:
-        message = f"{reader.path}: nothing was restored: it lacks {shown(missing)}"
-        raise SourceError("incomplete", f"{message}; strict=False restores the rest")
-    unexpected = [f"extra.{name}" for name in stored if name not in extra]
-    findings = Findings(["extra"], missing=missing, unexpected=unexpected)
-    return ExtraRestorer(findings, reader, extra, stored)
 
 
 def _distribute_like(former: Any, value: Any) -> Any:

@@ -1,20 +1,136 @@
-"""What the parts of a restore share: the phases, the findings for the report, staged tensors."""
+"""What the parts of a restore share: pairing by name, phases, and findings for the report."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from ema_ckpt.core.catalog import Tensor
+from ema_ckpt.core.names import canonical
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.ema.model.shards import ModelShards
-from ema_ckpt.resume.match import Match
+from ema_ckpt.ema.model.shards import ModelShards, Shard
+from ema_ckpt.resume.flatten import LocalShards
 from ema_ckpt.resume.tensor_source import CheckpointReader
 
-StagedTensors = list[tuple[torch.Tensor, torch.Tensor]]  # live view, host value
+Target = tuple[Shard, LocalShards]  # a live tensor to restore into, and this rank's part of it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestoreContext:
+    """The model of a restore, scanned once, and how strictly it is compared.
+
+    `remote_names` are tensors that only other ranks have, as the stages of a pipeline do.
+    """
+
+    model: nn.Module
+    shards: ModelShards
+    strict: bool
+    remote_names: frozenset[str]
+
+    def shards_of(self, model: nn.Module) -> ModelShards:
+        """Return the shards of a manager's model, which mostly is the one restored."""
+        return self.shards if model is self.model else scan_model(model)
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """Live tensors of one tree paired with stored ones, and what is left over or does not fit."""
+
+    tree: str
+    pairs: list[tuple[Shard, LocalShards, Tensor]] = field(default_factory=list)
+    missing: list[Target] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    casts: dict[str, list[str]] = field(default_factory=dict)  # fqns by kind of cast
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # live, host
+
+    def pair(self, shard: Shard, live: LocalShards, source: Tensor, *, strict: bool) -> None:
+        """Pair a live tensor with a stored one, or note why that cannot go into it."""
+        name, dtype = repr(f"{self.tree}.{shard.fqn}"), live.dtype
+        here, there = str(dtype).removeprefix("torch."), source.dtype.name
+        if source.shape != live.shape:
+            shapes = f"{list(source.shape)} there and {list(live.shape)} here"
+            self.misfits.append(f"{name} has shape {shapes}")
+            return
+        if here != there:
+            both_float = dtype.is_floating_point and source.dtype.is_castable
+            widens = both_float and torch.promote_types(dtype, getattr(torch, there)) is dtype
+            if not widens and (strict or not both_float):
+                loss = "which would lose values; strict=False casts it"
+                self.misfits.append(f"{name} is {there} there and {here} here, {loss}")
+                return
+            cast = f"{there} there, cast to {here}" + ("" if widens else " with loss")
+            self.casts.setdefault(cast, []).append(shard.fqn)
+        self.pairs.append((shard, live, source))
+
+    def refuse(
+        self, reader: CheckpointReader, *, strict: bool, allowed: Collection[str] = ()
+    ) -> None:
+        """Refuse misfits, and under `strict` missing names not in `allowed` and unexpected ones.
+
+        Raises:
+            SourceError: `index-mismatch` or `incomplete`.
+        """
+        if self.misfits:
+            more = f" and {len(self.misfits) - 10} more" if len(self.misfits) > 10 else ""
+            raise reader.refusal("index-mismatch", "; ".join(self.misfits[:10]) + more)
+        names = [shard.fqn for shard, _ in self.missing if shard.fqn not in allowed]
+        reasons = []
+        if names:
+            reasons.append(f"it lacks {shown([f'{self.tree}.{name}' for name in names])}")
+        if self.unexpected:
+            reasons.append(f"it has {shown(self.unexpected)}, which this state has not")
+        if strict and reasons:
+            message = " and ".join(reasons)
+            raise reader.refusal("incomplete", f"{message}; strict=False restores the rest")
+
+    def read(self, reader: CheckpointReader) -> None:
+        """Read this rank's boxes of every pair into host memory."""
+        for _, live, tensor in self.pairs:
+            values = reader.read(tensor, [box for box, _ in live.shards])
+            for (_, view), value in zip(live.shards, values, strict=True):
+                self.staged.append((view, value))
+
+    def write(self) -> None:
+        """Copy what was read into the live tensors."""
+        with torch.no_grad():
+            for view, value in self.staged:
+                view.copy_(value)
+
+
+def match(
+    tree: str,
+    targets: Iterable[Target],
+    stored: Mapping[str, Tensor],
+    context: RestoreContext,
+) -> Match:
+    """Pair targets with the stored tensors of one tree, by name or without wrapper prefixes."""
+    counts = Counter(map(canonical, stored))
+    # Stored names by their form without wrapper prefixes, where that is unambiguous.
+    wrapped = {canonical(name): name for name in stored if counts[canonical(name)] == 1}
+    result = Match(tree)
+    used = set(context.remote_names)
+    used.update(wrapped.get(name, name) for name in context.remote_names)
+    for shard, live in targets:
+        candidates = [name for name in shard.names if name in stored]
+        candidates += [wrapped[name] for name in shard.names if name in wrapped]
+        used.update(candidates)
+        if not candidates:
+            result.missing.append((shard, live))
+            continue
+        source = stored[candidates[0]]
+        if candidates[0] not in shard.names:
+            result.renamed[source.name] = f"{tree}.{shard.fqn}"
+        result.pair(shard, live, source, strict=context.strict)
+    result.unexpected = [tensor.name for name, tensor in stored.items() if name not in used]
+    return result
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +160,7 @@ class Findings:
 
     def add_match(self, match: Match) -> None:
         """Add what was paired, renamed and cast, and what was unexpected."""
-        self.loaded += [match.full_name(target) for target, _ in match.pairs]
+        self.loaded += [f"{match.tree}.{shard.fqn}" for shard, _, _ in match.pairs]
         self.unexpected += match.unexpected
         self.renamed.update(match.renamed)
         for cast, names in match.casts.items():
@@ -52,32 +168,25 @@ class Findings:
             self.warnings.append(f"{match.tree}: {shown(names)} {verb} {cast}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RestoreContext:
-    """The model of a restore, scanned once, and how strictly it is compared.
-
-    `remote_names` are tensors that only other ranks have, as the stages of a pipeline do.
-    """
-
-    model: nn.Module
-    shards: ModelShards
-    strict: bool
-    remote_names: frozenset[str]
-
-    def shards_of(self, model: nn.Module) -> ModelShards:
-        """Return the shards of a manager's model, which mostly is the one restored."""
-        return self.shards if model is self.model else scan_model(model)
-
-
 @dataclass(slots=True, eq=False)
 class Restorer:
-    """One part of the state that has been compared; its phases run on all ranks, one by one.
+    """One part of the state to restore; its phases run on all ranks, one after the other.
 
     User code (`load_state_dict` of an object, `set_extra_state` of a module) may refuse its values:
     it gets them before anything is written, and its own back if any of it refuses on any rank.
     """
 
-    findings: Findings
+    reader: CheckpointReader
+    context: RestoreContext
+    findings: Findings = field(default_factory=Findings, init=False)
+
+    def compare(self) -> None:
+        """Compare names, shapes and dtypes with the checkpoint's.
+
+        Raises:
+            SourceError: `incomplete`, `index-mismatch`, or what the checkpoint lacks.
+            UsageError: `unknown-tree` or `ambiguous-tree`.
+        """
 
     def read(self) -> None:
         """Read what this rank needs into host memory."""
@@ -93,20 +202,3 @@ class Restorer:
 
     def finish(self) -> None:
         """Derive values from the other parts, which are in place by now."""
-
-
-def read_pairs(reader: CheckpointReader, match: Match) -> StagedTensors:
-    """Read this rank's boxes of every pair."""
-    staged: StagedTensors = []
-    for target, tensor in match.pairs:
-        boxes = [box for box, _ in target.value.shards]
-        views = [view for _, view in target.value.shards]
-        staged += zip(views, reader.read(tensor, boxes), strict=True)
-    return staged
-
-
-def write_staged(staged: StagedTensors) -> None:
-    """Copy staged values into their live views."""
-    with torch.no_grad():
-        for view, value in staged:
-            view.copy_(value)

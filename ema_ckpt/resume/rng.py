@@ -52,15 +52,12 @@ class RngState:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
 
-    def dropped(self, saved: Iterable[object]) -> list[str]:
-        """List the saved states that no rank of this run takes."""
-        return [str(key) for key in saved if _rank_of(key) >= _world_size()]
-
-    def warnings(self, name: str, saved: Iterable[object]) -> list[str]:
-        """Say which generators a change of the world size drops, and which it leaves alone."""
-        ranks = {_rank_of(key) for key in saved}
-        dropped = sorted(rank for rank in ranks if rank >= _world_size())
-        absent = sorted(set(range(_world_size())) - ranks)
+    def compare(self, name: str, saved: Iterable[object]) -> tuple[list[str], list[str]]:
+        """Return saved states that no rank of this run takes, and what to warn of."""
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = {int(str(key).removeprefix("rank_")) for key in saved}
+        dropped = sorted(ranks.difference(range(world_size)))
+        absent = sorted(set(range(world_size)) - ranks)
         warnings = []
         if dropped:
             reason = "is dropped: there is no such rank now"
@@ -69,7 +66,7 @@ class RngState:
             reason = "whose generators stay as they are"
             holds = f"extra.{name} holds nothing for {format_ranks(absent)}"
             warnings.append(f"rank-keyed: {holds}, {reason}")
-        return warnings
+        return [f"extra.{name}.rank_{rank}" for rank in dropped], warnings
 
 
 def rng_state() -> RngState:
@@ -82,11 +79,3 @@ def rng_state() -> RngState:
 
 def _rank_key() -> str:
     return f"rank_{dist.get_rank() if dist.is_initialized() else 0}"
-
-
-def _rank_of(key: object) -> int:
-    return int(str(key).removeprefix("rank_"))
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -11,14 +11,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, overload
 
-import torch
 from torch import nn
 
 from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
-from ema_ckpt.core.box import whole
-from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.manager import ShardedEMA, state_of
@@ -26,7 +23,12 @@ from ema_ckpt.ema.model.live import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.flatten import Leaf, flatten
-from ema_ckpt.resume.optimizer_state import Optimizers, optimizer_tree
+from ema_ckpt.resume.optimizer_state import (
+    Optimizers,
+    as_list,
+    merge_group_parameters,
+    optimizer_tree,
+)
 from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save
 from ema_ckpt.resume.save_plan import plan_save
 from ema_ckpt.resume.save_write import write
@@ -34,7 +36,6 @@ from ema_ckpt.resume.tensor_source import load_plain
 from ema_ckpt.writing.preflight import resolve_target
 
 _CALL = "save"
-_SMALL_NUMEL = 4096
 
 
 @overload
@@ -114,16 +115,15 @@ def save(
     state, own = run_on_all_ranks(
         ranks, _CALL, lambda: _collect_state(model, ema, optimizer, extra)
     )
-    _merge_group_parameters(state.get("optimizer", {}).get("param_groups", []), ranks)
+    merge_group_parameters(state.get("optimizer", {}).get("param_groups", []), ranks)
     leaves = run_on_all_ranks(ranks, _CALL, lambda: flatten(state))
     own = own.union(leaf.name for leaf in leaves if leaf.path[0] == "extra")
     if not ranks.rank:
         _warn_of_unsafe_extra(leaves)
     if ranks.size > 1:
-        _warn_of_drift(
-            [leaf for leaf in leaves if check_replicas or leaf.name in own or _is_small(leaf)],
-            ranks,
-        )
+        small = {leaf.name for leaf in leaves if leaf.path[0] == "optimizer" and leaf.is_small()}
+        compared = own | small
+        _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in compared], ranks)
     plan = plan_save(leaves, own, ranks, _CALL)
     if not async_save:
         return write(target, plan, ranks, _CALL, overwrite=overwrite)
@@ -173,7 +173,7 @@ def _collect_state(
         state["ema"] = average_state(ema)
         weights.append("ema.weights")
     if optimizer is not None:
-        state["optimizer"] = optimizer_tree(shards, optimizer)
+        state["optimizer"] = optimizer_tree(shards, as_list(optimizer))
     if extra is not None:
         state["extra"] = {
             name: value.state_dict() if hasattr(value, "state_dict") else value
@@ -182,23 +182,15 @@ def _collect_state(
     return state, frozenset(f"{tree}.{name}" for tree in weights for name in buffer_names(shards))
 
 
-def _merge_group_parameters(groups: Sequence[dict[str, Any]], ranks: Channel) -> None:
-    """List in each parameter group the parameters of all ranks, as stages of a pipeline differ."""
-    everyone = ranks.exchange_if_different([group["params"] for group in groups])
-    for index, group in enumerate(groups if everyone else ()):
-        lists = [lists[index] for lists in everyone if index < len(lists)]
-        group["params"] = list(dict.fromkeys(name for names in lists for name in names))
-
-
 def _warn_of_drift(leaves: Sequence[Leaf], ranks: Channel) -> None:
     """Compare the CRC-32s of what several ranks hold; on rank 0, warn by name of what differs."""
-    mine = [[leaf.name, _fingerprints(leaf)] for leaf in leaves]
+    mine = [[leaf.name, leaf.checksums()] for leaf in leaves]
     if not ranks.exchange_if_different(hashlib.sha256(json.dumps(mine).encode()).hexdigest()):
         return
     crcs: dict[tuple[str, tuple[int, ...]], set[int]] = {}
     for data in ranks.gather(json.dumps(mine).encode()):
-        for name, fingerprints in json.loads(data):
-            for offsets, crc in fingerprints:
+        for name, checksums in json.loads(data):
+            for offsets, crc in checksums:
                 crcs.setdefault((name, tuple(offsets)), set()).add(crc)
     differing = sorted({name for (name, _), values in crcs.items() if len(values) > 1})
     if differing:
@@ -208,27 +200,6 @@ def _warn_of_drift(leaves: Sequence[Leaf], ranks: Channel) -> None:
             " extra under names that tell the rank",
             stacklevel=3,
         )
-
-
-def _fingerprints(leaf: Leaf) -> list[tuple[tuple[int, ...], int]]:
-    """Return offsets and CRC-32 of each shard of a tensor, or the fingerprint of an object."""
-    if isinstance(leaf.value, bytes):
-        return [((), leaf.fingerprint)]
-    fingerprints = []
-    for box, view in leaf.value.shards:
-        data: Any = view.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        fingerprints.append((box.offsets, crc32(data)))
-    return fingerprints
-
-
-def _is_small(leaf: Leaf) -> bool:
-    """Whether a rank has it whole, as options and optimizer state of one value per layer are."""
-    if leaf.path[0] != "optimizer":
-        return False
-    if isinstance(leaf.value, bytes):
-        return True
-    boxes, shape = [box for box, _ in leaf.value.shards], leaf.value.shape
-    return all(box.numel <= _SMALL_NUMEL and box == whole(shape) for box in boxes)
 
 
 def _warn_of_unsafe_extra(leaves: Sequence[Leaf]) -> None:

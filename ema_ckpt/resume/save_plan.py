@@ -18,8 +18,6 @@ from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, StateError
 from ema_ckpt.resume.flatten import Leaf, Path
 
-Key = tuple[str, Box | None]  # name of a tensor and a box of it, or of an object
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
@@ -41,18 +39,71 @@ class GlobalListing:
 
     paths: dict[str, Path] = field(default_factory=dict)
     specs: dict[str, tuple[tuple[int, ...], str] | None] = field(default_factory=dict)
-    holders: dict[Key, list[tuple[int, int]]] = field(default_factory=dict)
+    holders: dict[tuple[str, Box | None], list[tuple[int, int]]] = field(default_factory=dict)
+    nbytes: int = 0  # of all tensors
 
-    @property
-    def nbytes(self) -> int:
-        """Payload of all tensors, in bytes."""
-        return sum(self.nbytes_of(key) for key in self.holders if key[1] is not None)
+    def add(self, rank: int, entries: list[Any]) -> None:
+        """Add what a rank holds.
 
-    def nbytes_of(self, key: Key) -> int:
-        """Payload of one item, in bytes; an object counts as one."""
-        name, box = key
-        spec = self.specs[name]
-        return 1 if box is None or spec is None else box.numel * by_name(spec[1]).itemsize
+        Raises:
+            StateError: `index-mismatch` if a name has another shape or dtype on another rank.
+        """
+        number = 0
+        for path, shape, dtype, items in entries:
+            name = ".".join(map(str, path))
+            spec = None if shape is None else (tuple(shape), dtype)
+            self.paths.setdefault(name, tuple(path))
+            first = self.specs.setdefault(name, spec)
+            if first != spec:
+                if first is None or spec is None:
+                    message = "is a tensor on one rank and an object on another"
+                else:
+                    message = f"is {dtype} {shape} on rank {rank}, but {first[1]} {list(first[0])}"
+                    message = f"{message} elsewhere"
+                raise StateError("index-mismatch", f"{name!r} {message}")
+            for item in items:
+                box = None if item is None else Box(tuple(item[0]), tuple(item[1]))
+                self.holders.setdefault((name, box), []).append((rank, number))
+                number += 1
+
+    def prove_tiling(self) -> None:
+        """Prove that the boxes of every tensor tile it.
+
+        Raises:
+            StateError: `hole`, `overlap` or `out-of-bounds`.
+        """
+        chunks: dict[str, list[Chunk]] = {}
+        for name, box in self.holders:
+            if box is not None:
+                chunks.setdefault(name, []).append(Chunk(box.offsets, box.sizes, "?", 0, 0))
+        for name, spec in self.specs.items():
+            if spec is None:
+                continue
+            shape, dtype = spec[0], by_name(spec[1])
+            try:
+                prove(Tensor(name, (name,), shape, dtype, tuple(chunks.get(name, ()))))
+            except SourceError as error:
+                reason = str(error).removeprefix("?: ")
+                message = f"{reason}: the ranks' pieces are no whole tensor"
+                raise StateError(error.code, message) from None
+
+    def assign_writers(self, world_size: int, lowest: frozenset[str]) -> list[list[int]]:
+        """Number the items that each rank writes: of replicas the rank with the least bytes."""
+        numbers: list[list[int]] = [[] for _ in range(world_size)]
+        loads = [0] * world_size
+        for (name, box), holders in self.holders.items():
+            rank, number = holders[0]
+            if name not in lowest:
+                rank, number = min(holders, key=lambda holder: loads[holder[0]])
+            numbers[rank].append(number)
+            spec = self.specs[name]
+            if box is None or spec is None:
+                loads[rank] += 1
+                continue
+            nbytes = box.numel * by_name(spec[1]).itemsize
+            loads[rank] += nbytes
+            self.nbytes += nbytes
+        return numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,65 +151,12 @@ def plan_save(
     gathered = ranks.gather(json.dumps(described).encode())
 
     def divide() -> tuple[GlobalListing, list[list[int]]]:
-        if ranks.rank:
-            return GlobalListing(), []
-        listing = _merge_listings([json.loads(data) for data in gathered])
-        return listing, _assign_writers(listing, len(gathered), lowest)
+        listing = GlobalListing()
+        for rank, data in enumerate(gathered):
+            listing.add(rank, json.loads(data))
+        listing.prove_tiling()
+        return listing, listing.assign_writers(len(gathered), lowest)
 
     listing, numbers = run_on_all_ranks(ranks, call, divide)
     mine = json.loads(ranks.scatter([json.dumps(part).encode() for part in numbers]))
     return SavePlan(tuple(items[number] for number in sorted(mine)), listing)
-
-
-def _merge_listings(gathered: list[list[Any]]) -> GlobalListing:
-    """Merge what the ranks hold, and prove that the boxes of every tensor tile it."""
-    listing = GlobalListing()
-    for rank, entries in enumerate(gathered):
-        number = 0
-        for path, shape, dtype, items in entries:
-            name = ".".join(map(str, path))
-            spec = None if shape is None else (tuple(shape), dtype)
-            listing.paths.setdefault(name, tuple(path))
-            first = listing.specs.setdefault(name, spec)
-            if first is None or spec is None:
-                if first is not spec:
-                    message = f"{name!r} is a tensor on one rank and an object on another"
-                    raise StateError("index-mismatch", message)
-            elif first != spec:
-                message = f"{name!r} is {dtype} {shape} on rank {rank}"
-                other = f"{first[1]} {list(first[0])} elsewhere"
-                raise StateError("index-mismatch", f"{message}, but {other}")
-            for item in items:
-                box = None if item is None else Box(tuple(item[0]), tuple(item[1]))
-                listing.holders.setdefault((name, box), []).append((rank, number))
-                number += 1
-    chunks: dict[str, list[Chunk]] = {}
-    for name, box in listing.holders:
-        if box is not None:
-            chunks.setdefault(name, []).append(Chunk(box.offsets, box.sizes, "?", 0, 0))
-    for name, spec in listing.specs.items():
-        if spec is None:
-            continue
-        shape, dtype = spec
-        try:
-            prove(Tensor(name, (name,), shape, by_name(dtype), tuple(chunks.get(name, ()))))
-        except SourceError as error:
-            reason = str(error).removeprefix("?: ")
-            message = f"{reason}: the ranks' pieces are no whole tensor"
-            raise StateError(error.code, message) from None
-    return listing
-
-
-def _assign_writers(
-    listing: GlobalListing, world_size: int, lowest: frozenset[str]
-) -> list[list[int]]:
-    """Numbers of the items that each rank writes: of replicas the rank with the least bytes."""
-    numbers: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
-    for key, holders in listing.holders.items():
-        rank, number = holders[0]
-        if key[0] not in lowest:
-            rank, number = min(holders, key=lambda holder: loads[holder[0]])
-        numbers[rank].append(number)
-        loads[rank] += listing.nbytes_of(key)
-    return numbers

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,19 +35,7 @@ from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.writing.publish import fsync_path
 from ema_ckpt.writing.staging import Staged, stage
 
-Ints = tuple[int, ...]
-
-
-class WrittenItem(NamedTuple):
-    """One archive in a rank's file: its chunk (offsets None: an object), bytes, payload CRC-32."""
-
-    name: str
-    offsets: Ints | None
-    sizes: Ints
-    file: str
-    offset: int
-    nbytes: int
-    crc: int | None
+Row = list[Any]  # of a written item: name, payload CRC-32, then the fields of its StoredItem
 
 
 def write(target: Path, plan: SavePlan, ranks: Channel, call: str, *, overwrite: bool) -> Path:
@@ -58,9 +47,33 @@ def write(target: Path, plan: SavePlan, ranks: Channel, call: str, *, overwrite:
     Raises:
         EmaCkptError: on every rank, with the failing rank's cause; `target` is as it was.
     """
+
+    def open_stage() -> Staged | None:
+        if ranks.rank:
+            return None
+        nbytes = plan.listing.nbytes
+        return stack.enter_context(
+            stage(target, is_directory=True, overwrite=overwrite, nbytes=nbytes)
+        )
+
+    def publish() -> str | None:
+        if staged is None:
+            return None
+        rows = chain.from_iterable(map(json.loads, gathered))
+        _write_metadata(root, target.name, plan.listing, rows)
+        staged.publish()
+        stack.close()
+        return str(staged.target)
+
     try:
-        with ExitStack() as stack:
-            published = _write_staged(stack, target, plan, ranks, call, overwrite=overwrite)
+        with ExitStack() as stack:  # until rank 0 publishes, an exception removes the stage
+            staged = run_on_all_ranks(ranks, call, open_stage)
+            root = Path(ranks.broadcast_json(None if staged is None else str(staged.path)))
+            written = run_on_all_ranks(
+                ranks, call, lambda: _write_items(root, ranks.rank, plan.items)
+            )
+            gathered = ranks.gather(json.dumps(written).encode())
+            published = run_on_all_ranks(ranks, call, publish)
     except EmaCkptError:
         # Wait for rank 0 to remove the stage, unless a rank has died.
         with suppress(CollectiveError):
@@ -69,46 +82,7 @@ def write(target: Path, plan: SavePlan, ranks: Channel, call: str, *, overwrite:
     return Path(ranks.broadcast_json(published))
 
 
-def _write_staged(
-    stack: ExitStack, target: Path, plan: SavePlan, ranks: Channel, call: str, *, overwrite: bool
-) -> str | None:
-    """Write and publish; until rank 0 closes `stack`, an exception removes the stage."""
-
-    def open_stage() -> Staged | None:
-        if ranks.rank:
-            return None
-        nbytes = plan.listing.nbytes
-        staging = stage(target, is_directory=True, overwrite=overwrite, nbytes=nbytes)
-        return stack.enter_context(staging)
-
-    staged = run_on_all_ranks(ranks, call, open_stage)
-    root = Path(ranks.broadcast_json(None if staged is None else str(staged.path)))
-    written = run_on_all_ranks(ranks, call, lambda: _write_items(root, ranks.rank, plan.items))
-    gathered = ranks.gather(json.dumps(written).encode())
-
-    def publish() -> str | None:
-        if staged is None:
-            return None
-        rows = [row for data in gathered for row in _decode(data)]
-        _write_metadata(root, target.name, plan.listing, rows)
-        staged.publish()
-        stack.close()
-        return str(staged.target)
-
-    return run_on_all_ranks(ranks, call, publish)
-
-
-def _decode(data: bytes) -> list[WrittenItem]:
-    rows = [WrittenItem(*row) for row in json.loads(data)]
-    return [
-        row._replace(
-            offsets=None if row.offsets is None else tuple(row.offsets), sizes=tuple(row.sizes)
-        )
-        for row in rows
-    ]
-
-
-def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[WrittenItem]:
+def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[Row]:
     """Write this rank's file, if it has anything to write, and make it durable."""
     if not items:
         return []
@@ -116,7 +90,7 @@ def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[WrittenIt
         message = f"{root}: not to be seen from here; all ranks must share the file system"
         raise FileNotFoundError(message)
     name = f"__{rank}_0.distcp"
-    written = []
+    places = []
     with open(root / name, "wb") as stream:
         for item in sorted(items, key=lambda item: item.box is not None):
             offset = stream.tell()
@@ -127,32 +101,31 @@ def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[WrittenIt
                 if host.untyped_storage().nbytes() != host.numel() * host.element_size():
                     host = host.clone()  # torch.save writes whole storages
                 torch.save(host, stream)
-            offsets, sizes = (None, ()) if item.box is None else (item.box.offsets, item.box.sizes)
-            nbytes = stream.tell() - offset
-            written.append(
-                (item, WrittenItem(item.name, offsets, sizes, name, offset, nbytes, None))
-            )
+            places.append((item, offset, stream.tell() - offset))
         stream.flush()
         os.fsync(stream.fileno())
     fsync_path(root)
+    rows: list[Row] = []
     with closing(LocalFiles(root)) as files:
-        return [row._replace(crc=_payload_crc(files, item, row)) for item, row in written]
+        for item, offset, nbytes in places:
+            crc = None
+            if isinstance(item.data, torch.Tensor) and item.data.is_contiguous():
+                # torch put it into the archive's directory; no payload is read again.
+                records = read_archive(files, name, offset, nbytes).records
+                crc = records["data/0"].crc if item.data.numel() else 0
+            offsets, sizes = (None, ()) if item.box is None else (item.box.offsets, item.box.sizes)
+            rows.append([item.name, crc, offsets, sizes, name, offset, nbytes])
+    return rows
 
 
-def _payload_crc(files: LocalFiles, item: Item, row: WrittenItem) -> int | None:
-    """Take the CRC-32 that torch put into the archive's directory; no payload is read again."""
-    if isinstance(item.data, bytes) or not item.data.is_contiguous():
-        return None
-    if not item.data.numel():
-        return 0
-    return read_archive(files, row.file, row.offset, row.nbytes).records["data/0"].crc
-
-
-def _write_metadata(root: Path, name: str, listing: GlobalListing, rows: list[WrittenItem]) -> None:
+def _write_metadata(root: Path, name: str, listing: GlobalListing, rows: Iterable[Row]) -> None:
     """Write `.metadata`, and the sidecar with the CRC-32s of whole tensors."""
-    written: dict[str, list[WrittenItem]] = {fqn: [] for fqn in listing.paths}
-    for row in rows:
-        written[row.name].append(row)
+    items: dict[str, list[StoredItem]] = {fqn: [] for fqn in listing.paths}
+    crcs: dict[str, list[int | None]] = {fqn: [] for fqn in listing.paths}
+    for fqn, crc, offsets, sizes, *place in rows:
+        corner = None if offsets is None else tuple(offsets)
+        items[fqn].append(StoredItem(corner, tuple(sizes), *place))
+        crcs[fqn].append(crc)
     entries: dict[str, StoredTensor | None] = dict.fromkeys(listing.paths)
     outputs: list[OutputTensor] = []
     digests: dict[str, int] = {}
@@ -161,23 +134,26 @@ def _write_metadata(root: Path, name: str, listing: GlobalListing, rows: list[Wr
             continue
         path, shape, dtype = listing.paths[fqn], spec[0], by_name(spec[1])
         entries[fqn] = StoredTensor(dtype, shape)
-        crc = _tensor_crc(shape, dtype.itemsize, written[fqn])
+        crc = _tensor_crc(shape, dtype.itemsize, items[fqn], crcs[fqn])
         if crc is not None:
             digests[fqn] = crc
             outputs.append(OutputTensor(fqn, path, Tensor(fqn, path, shape, dtype, ()), dtype))
-    files = sorted({row.file for row in rows})
+    files = sorted({item.file for written in items.values() for item in written})
     text = sidecar.dump(outputs, digests, files=files)
     (root / sidecar.SIDECAR).write_text(text, encoding="utf-8")
-    items = {fqn: tuple(StoredItem(*row[1:6]) for row in written[fqn]) for fqn in written}
-    metadata = dump_metadata(entries, items, listing.paths, name, str(uuid.uuid4()))
+    places = {fqn: tuple(written) for fqn, written in items.items()}
+    metadata = dump_metadata(entries, places, listing.paths, name, str(uuid.uuid4()))
     (root / ".metadata").write_bytes(metadata)
 
 
-def _tensor_crc(shape: Ints, itemsize: int, rows: list[WrittenItem]) -> int | None:
+def _tensor_crc(
+    shape: tuple[int, ...], itemsize: int, items: list[StoredItem], crcs: list[int | None]
+) -> int | None:
     """Join the CRC-32s of a tensor's chunks if all are whole rows."""
     total = 0
-    for row in sorted(rows, key=lambda row: row.offsets or ()):
-        if row.crc is None or row.sizes[1:] != shape[1:]:
+    by_row = sorted(zip(items, crcs, strict=True), key=lambda pair: pair[0].offsets or ())
+    for item, crc in by_row:
+        if crc is None or item.sizes[1:] != shape[1:]:
             return None
-        total = combine_crcs(total, row.crc, prod(row.sizes) * itemsize)
+        total = combine_crcs(total, crc, prod(item.sizes) * itemsize)
     return total

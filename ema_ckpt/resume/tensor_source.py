@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import io
 import pathlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import starmap
@@ -35,25 +36,33 @@ class CheckpointReader:
 
     Attributes:
         path: the checkpoint as messages name it.
-        trees: its trees, in stored order.
+        trees: its trees, in stored order. tree_names: their names.
+        by_role: its trees by role and name.
     """
 
     def __init__(self, path: str) -> None:
         self.catalog = open_catalog(path)
         self.path = self.catalog.resolved
         self.trees = list_trees(self.catalog)
-        self._verifier = ChecksumVerifier(self.catalog.source, enabled=True)
-        self._boxes = BoxReader(_BLOCK_NBYTES, self._verifier)
+        self.tree_names = [tree.name for tree in self.trees]
+        self.by_role: dict[str, dict[str, Tree]] = defaultdict(dict)
+        for tree in self.trees:
+            self.by_role[tree.role][tree.name] = tree
+        verifier = ChecksumVerifier(self.catalog.source, enabled=True)
+        self._boxes = BoxReader(_BLOCK_NBYTES, verifier)
 
     def close(self) -> None:
         """Close the files of the checkpoint."""
         self.catalog.source.close()
 
+    def refusal(self, code: str, reason: str) -> SourceError:
+        """Return the error of a comparison that failed before anything was written."""
+        return SourceError(code, f"{self.path}: nothing was restored: {reason}")
+
     @cached_property
     def is_swapped(self) -> bool:
         """Whether the checkpoint is marked as saved with averages and live weights exchanged."""
-        marks = swap_marks(self.catalog, self.trees)
-        return any(bool(self.setting({item.name: item}, item.name)) for item in marks)
+        return any(map(self.load_scalar, swap_marks(self.catalog, self.trees)))
 
     def read(self, tensor: Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
         """Read one host tensor for each box, in the stored dtype.
@@ -63,60 +72,123 @@ class CheckpointReader:
         """
         dtype = torch_dtype(tensor)
         values = [torch.empty(box.sizes, dtype=dtype) for box in boxes]
-        if any(box.numel for box in boxes):
-            chunks = prove(tensor)
-            payloads = self.catalog.reader.payloads(tensor)
-            for box, value in zip(boxes, values, strict=True):
-                if box.numel:
-                    data: Any = value.view(-1).view(torch.uint8).numpy()
-                    located = locate_box(self.catalog.source, tensor, payloads, chunks, box)
-                    self._boxes.read(located, memoryview(data))
+        if not any(value.numel() for value in values):
+            return values
+        chunks = prove(tensor)
+        payloads = self.catalog.reader.payloads(tensor)
+        for box, value in zip(boxes, values, strict=True):
+            if value.numel():
+                data: Any = value.view(-1).view(torch.uint8).numpy()
+                located = locate_box(self.catalog.source, tensor, payloads, chunks, box)
+                self._boxes.read(located, memoryview(data))
         return values
 
-    def read_whole(self, tensor: Tensor) -> torch.Tensor:
-        """Read the whole tensor."""
-        return self.read(tensor, [whole(tensor.shape)])[0]
-
     def load(self, stored: Tensor | Object | Nested) -> Any:
-        """Read a tensor, an object, or what `nested` arranged; dicts keyed by indices become lists.
+        """Read a tensor, an object, or what `nest` arranged; dicts keyed by indices become lists.
 
         Raises:
             SourceError: `unsafe-pickle` if an object needs more than plain values and tensors.
         """
         if isinstance(stored, Tensor):
-            return self.read_whole(stored)
-        if isinstance(stored, Object):
-            return self._load_object(stored)
-        values = {key: self.load(item) for key, item in stored.items()}
-        if values and all(isinstance(key, int) for key in values):
-            return [values[key] for key in sorted(values)]
-        return values
-
-    def setting(self, settings: Mapping[str, Tensor | Object], *names: str) -> Any:
-        """Read the first of the named settings of an EMA as a plain value, or None."""
-        for name in names:
-            entry = settings.get(name)
-            if isinstance(entry, Tensor):
-                return self.read_whole(entry).reshape(-1)[0].item() if entry.numel else None
-            if entry is not None:
-                return self.load(entry)
-        return None
-
-    def _load_object(self, item: Object) -> Any:
-        if item.is_inline:
-            return item.inline
+            return self.read(stored, [whole(stored.shape)])[0]
+        if isinstance(stored, dict):
+            values = {key: self.load(item) for key, item in stored.items()}
+            if values and all(isinstance(key, int) for key in values):
+                return [values[key] for key in sorted(values)]
+            return values
+        if stored.is_inline:
+            return stored.inline
         if self.catalog.format != "dcp":
-            return self.catalog.reader.load(item)
-        data = self.catalog.source.read(item.file, item.offset, item.nbytes)
+            return self.catalog.reader.load(stored)
+        data = self.catalog.source.read(stored.file, stored.offset, stored.nbytes)
         try:
             return load_plain(data)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise SourceError(
-                "unsafe-pickle",
-                f"{item.file}: object {item.name!r} holds more than plain values: {reason}",
-                file=item.file,
-            ) from error
+            message = f"object {stored.name!r} holds more than plain values: {reason}"
+            file = stored.file
+            raise SourceError("unsafe-pickle", f"{file}: {message}", file=file) from error
+
+    def load_scalar(self, stored: Tensor | Object) -> Any:
+        """Read an object, or the first element of a tensor; None if it has none."""
+        value = self.load(stored)
+        if isinstance(stored, Object):
+            return value
+        return value.reshape(-1)[0].item() if stored.numel else None
+
+    def live_tree(self) -> Tree:
+        """Select the tree of live weights: `model`, or the only one.
+
+        Raises:
+            UsageError: `unknown-tree` or `ambiguous-tree`.
+        """
+        return self._select_tree(self.by_role[LIVE], "model", "live weights")
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Return live tensors by name; of a swapped checkpoint those in the averages' place."""
+        tree = self.live_tree()
+        weights = {**tensors_of(tree), **tree.weights}
+        averages = self.average_tree("ema", separate=False) if self.is_swapped else None
+        if averages is None:
+            return weights
+        swapped = averages.weights
+        return {name: swapped.get(name, tensor) for name, tensor in weights.items()}
+
+    def average_weights(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return averages by name; of a swapped checkpoint those in the live weights' place."""
+        swapped = self.live_tree().weights if self.is_swapped else {}
+        return {name: swapped.get(name, tensor) for name, tensor in named.items()}
+
+    def average_tree(self, name: str, *, separate: bool) -> Tree | None:
+        """Select the tree of averages called `name`, or the only one; None if there are none.
+
+        Args:
+            separate: the checkpoint was given for its averages: without any, its only weights.
+
+        Raises:
+            UsageError: `ambiguous-tree`.
+        """
+        averages = self.by_role[EMA]
+        if averages:
+            is_one_of_several = "." in name and not separate
+            if is_one_of_several and name not in averages:
+                return None
+            return self._select_tree(averages, name, "averages")
+        if not separate:
+            return None
+        candidates = {}
+        for tree in self.trees:
+            tensors = tensors_of(tree).items()
+            if tree.role != OPTIMIZER and any(starmap(is_weight, tensors)):
+                candidates[tree.name] = tree
+        return self._select_tree(candidates, name, "weights")
+
+    def _select_tree(self, candidates: Mapping[str, Tree], name: str, content: str) -> Tree:
+        if name in candidates:
+            return candidates[name]
+        if len(candidates) == 1:
+            return next(iter(candidates.values()))
+        if not candidates:
+            trees = shown(self.tree_names) or "none"
+            message = f"{self.path}: holds no {content}; its trees are {trees}"
+            raise UsageError("unknown-tree", message)
+        trees = shown(list(candidates))
+        message = f"{self.path}: {trees} all hold {content}, and none is called {name!r}"
+        raise UsageError("ambiguous-tree", message)
+
+    def optimizer_entries(self) -> Nested:
+        """Return tensors and objects of the optimizer's tree, nested as they were saved.
+
+        Raises:
+            UsageError: `unknown-tree`: there is no optimizer state in torch's nested form.
+        """
+        for tree in self.by_role[OPTIMIZER].values():
+            entries = nest_items(tree.name, (*tree.tensors, *tree.objects))
+            if "state" in entries or "param_groups" in entries:
+                return entries
+        trees = shown(self.tree_names)
+        message = f"{self.path}: holds no optimizer state of torch's form; its trees are {trees}"
+        raise UsageError("unknown-tree", message)
 
 
 def load_plain(data: bytes) -> Any:
@@ -156,98 +228,13 @@ def torch_dtype(tensor: Tensor) -> torch.dtype:
     return dtype
 
 
-def live_tree(reader: CheckpointReader) -> Tree:
-    """Select the tree of live weights: `model`, or the only one.
-
-    Raises:
-        UsageError: `unknown-tree` or `ambiguous-tree`.
-    """
-    candidates = [tree for tree in reader.trees if tree.role == LIVE]
-    return _select(reader, candidates, "model", "live weights")
-
-
-def live_weights(reader: CheckpointReader) -> dict[str, Tensor]:
-    """Stored live tensors by name; of a swapped checkpoint those in the averages' place."""
-    tree = live_tree(reader)
-    weights = {**tensors_of(tree), **tree.weights}
-    if reader.is_swapped:
-        averages = average_tree(reader, "ema", separate=False)
-        if averages is not None:
-            weights |= {n: tensor for n, tensor in averages.weights.items() if n in weights}
-    return weights
-
-
-def average_weights(reader: CheckpointReader, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stored averages by name; of a swapped checkpoint those in the live weights' place."""
-    weights = dict(named)
-    if reader.is_swapped:
-        live = live_tree(reader).weights
-        weights |= {name: tensor for name, tensor in live.items() if name in weights}
-    return weights
-
-
-def average_tree(reader: CheckpointReader, name: str, *, separate: bool) -> Tree | None:
-    """Select the tree of averages called `name`, or the only one; None if there are no averages.
-
-    Args:
-        separate: the checkpoint was given for its averages: without any, its only weights count.
-
-    Raises:
-        UsageError: `ambiguous-tree`.
-    """
-    averages = [tree for tree in reader.trees if tree.role == EMA]
-    if averages:
-        is_named = any(tree.name == name for tree in averages)
-        if not separate and "." in name and not is_named:
-            return None
-        return _select(reader, averages, name, "averages")
-    if not separate:
-        return None
-    trees = [tree for tree in reader.trees if tree.role != OPTIMIZER]
-    candidates = [tree for tree in trees if any(starmap(is_weight, tensors_of(tree).items()))]
-    return _select(reader, candidates, name, "weights")
-
-
-def _select(reader: CheckpointReader, candidates: Sequence[Tree], name: str, content: str) -> Tree:
-    """Select the candidate called `name`, or the only one."""
-    for tree in candidates:
-        if tree.name == name:
-            return tree
-    if len(candidates) == 1:
-        return candidates[0]
-    names = shown([tree.name for tree in (candidates or reader.trees)])
-    if not candidates:
-        message = f"{reader.path}: holds no {content}; its trees are {names or 'none'}"
-        raise UsageError("unknown-tree", message)
-    message = f"{reader.path}: {names} all hold {content}, and none is called {name!r}"
-    raise UsageError("ambiguous-tree", message)
-
-
 def tensors_of(tree: Tree) -> dict[str, Tensor]:
-    """Every tensor of a tree by its name inside."""
+    """Return every tensor of a tree by its name inside."""
     prefix = f"{tree.name}." if tree.name else ""
     return {tensor.name.removeprefix(prefix): tensor for tensor in tree.tensors}
 
 
-def optimizer_entries(reader: CheckpointReader) -> Nested:
-    """Stored tensors and objects of the optimizer's tree, nested as they were saved.
-
-    Raises:
-        UsageError: `unknown-tree`: there is no optimizer state in torch's nested form.
-    """
-    for tree in reader.trees:
-        if tree.role == OPTIMIZER:
-            depth = len(tree.name.split("."))
-            items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
-            entries = nested((item.path[depth:], item) for item in items)
-            if "state" in entries or "param_groups" in entries:
-                return entries
-    names = shown([tree.name for tree in reader.trees])
-    message = f"{reader.path}: holds no optimizer state of torch's form; its trees are {names}"
-    raise UsageError("unknown-tree", message)
-
-
-def nested(entries: Iterable[tuple[Sequence[str | int], Any]]) -> Nested:
+def nest(entries: Iterable[tuple[Sequence[str | int], Any]]) -> Nested:
     """Nest values by their paths as dicts in dicts; list indices are int keys."""
     root: Nested = {}
     for path, value in entries:
@@ -256,3 +243,9 @@ def nested(entries: Iterable[tuple[Sequence[str | int], Any]]) -> Nested:
             inner = inner.setdefault(part, {})
         inner[path[-1]] = value
     return root
+
+
+def nest_items(tree: str, items: Iterable[Tensor | Object]) -> Nested:
+    """Nest items by their paths inside the tree of that name."""
+    depth = tree.count(".") + 1 if tree else 0
+    return nest((item.path[depth:], item) for item in items)

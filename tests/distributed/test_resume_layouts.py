@@ -75,7 +75,7 @@ def restore_one(name: str, path: str) -> None:
         check(live_tree(scan_model(one.model)), expected.weights, "model")
         check(one.ema.state_dict()["weights"], expected.average, "ema")
         check(
-            optimizer_tree(scan_model(one.model), one.optimizer)["state"],
+            optimizer_tree(scan_model(one.model), [one.optimizer])["state"],
             expected.moments,
             "optimizer",
         )

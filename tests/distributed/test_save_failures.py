@@ -55,7 +55,7 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer, ema: ShardedEMA) ->
     trees = [
         live_tree(scan_model(model)),
         ema.state_dict()["weights"],
-        *optimizer_tree(scan_model(model), optimizer)["state"].values(),
+        *optimizer_tree(scan_model(model), [optimizer])["state"].values(),
     ]
     found = [
         view.tolist()
