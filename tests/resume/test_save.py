@@ -1,0 +1,114 @@
+"""What `save` writes, and where: files that torch reads, targets, saves in the background."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from ema_ckpt import save
+from ema_ckpt.core.errors import TargetError, UsageError
+from tests.resume.training import Run, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_plain_torch_reads_it(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    state = {
+        "model": {k: torch.zeros_like(v) for k, v in run.model.state_dict().items()},
+        "ema": Run(9).ema.state_dict(),
+    }
+    dcp.load(state, checkpoint_id=path)
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(state["model"][name], value)
+    for name, value in run.ema.state_dict()["weights"].items():
+        assert torch.equal(state["ema"]["weights"][name], value)
+    assert int(state["ema"]["num_updates"]) == 3
+
+
+def test_digests_and_paths_in_the_files(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    digests = json.loads((path / "ema_ckpt.json").read_text())["digests"]
+    for name, value in run.model.state_dict().items():
+        crc = zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy())
+        assert digests[f"model.{name}"]["crc32"] == f"crc32:{crc:08x}"
+    assert all(str(tmp_path).encode() not in file.read_bytes() for file in path.iterdir())
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    assert metadata.planner_data["ema.weights.enter.weight"] == ("ema", "weights", "enter.weight")
+    assert metadata.storage_meta.checkpoint_id == "c"
+
+
+def test_targets(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run.save(tmp_path / "with space" / "c")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(TargetError) as caught:
+        run.save(path)
+    assert caught.value.code == "target-exists"
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    run.train(3, 4)
+    assert run.save(path, overwrite=True) == path
+    assert sorted(child.name for child in path.parent.iterdir()) == ["c"]
+    other = Run(seed=9)
+    other.restore(path)
+    same(other.bits(), run.bits())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="URL"):
+        run.save("s3://bucket/key")  # type: ignore[arg-type]
+    assert not (tmp_path / "s3:").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(TargetError) as caught:
+        run.save(tmp_path / "mine", overwrite=True)
+    assert caught.value.code == "foreign-files"
+
+
+def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TargetError, match="file") as caught:
+        save(tmp_path / "file" / "step", model=nn.Linear(2, 2))
+    assert caught.value.code == "not-found"
+
+
+def test_a_saved_state_is_that_of_the_call(run: Run, tmp_path: Path) -> None:
+    before = run.bits()
+    first = save(
+        tmp_path / "a", model=run.model, ema=run.ema, optimizer=run.optimizer, async_save=True
+    )
+    run.train(3, 6)
+    between = run.bits()
+    second = save(
+        tmp_path / "b", model=run.model, ema=run.ema, optimizer=run.optimizer, async_save=True
+    )
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    assert first.result(30) == tmp_path / "a"
+    assert second.result(30) == tmp_path / "b"
+    for name, expected in (("a", before), ("b", between)):
+        other = Run(seed=9)
+        other.restore(tmp_path / name)
+        same(other.bits(), expected)
+
+
+def test_a_failed_background_save_is_not_forgotten(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path / "c")
+    lost = save(tmp_path / "c", model=run.model, async_save=True)
+    with pytest.warns(
+        UserWarning, match="asynchronous save before this call failed: .*already exists"
+    ):
+        run.save(tmp_path / "d")
+    with pytest.raises(TargetError):
+        lost.result()
+    asked = save(tmp_path / "c", model=run.model, async_save=True)
+    with pytest.raises(TargetError):
+        asked.result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.save(tmp_path / "e")
