@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.inspect import inspect
     from ema_ckpt.ops.synthesize import synthesize
     from ema_ckpt.ops.verify import verify
-    from ema_ckpt.resume.restore import RestoreReport, restore
+    from ema_ckpt.resume.restore import restore
+    from ema_ckpt.resume.restorer import RestoreReport
     from ema_ckpt.resume.rng import rng_state
     from ema_ckpt.resume.save import save
 
@@ -58,7 +59,8 @@ _MODULES = {
     "ema_ckpt.ops.inspect": ("inspect",),
     "ema_ckpt.ops.synthesize": ("synthesize",),
     "ema_ckpt.ops.verify": ("verify",),
-    "ema_ckpt.resume.restore": ("RestoreReport", "restore"),
+    "ema_ckpt.resume.restore": ("restore",),
+    "ema_ckpt.resume.restorer": ("RestoreReport",),
     "ema_ckpt.resume.rng": ("rng_state",),
     "ema_ckpt.resume.save": ("save",),
 }

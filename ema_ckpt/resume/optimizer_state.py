@@ -140,7 +140,7 @@ def optimizer_tree(model: ModelShards, optimizers: Sequence[Optimizer]) -> dict[
         offloaded = handle_of(optimizer)
         if offloaded is not None:
             offloaded.wait()
-        _refuse_hidden_state(optimizer, optimizers)
+        refuse_hidden_state(optimizer, optimizers)
     for group, stepped in stepped_groups(model, optimizers):
         options = dict(group)
         del options["params"]
@@ -201,13 +201,13 @@ def set_options(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -
                 group[name] = value
 
 
-def _refuse_hidden_state(optimizer: Optimizer, saved: Sequence[Optimizer]) -> None:
+def refuse_hidden_state(optimizer: Optimizer, saved: Sequence[Optimizer]) -> None:
     """Refuse an optimizer with state outside the tensors it steps: it would be lost.
 
     Raises:
         UsageError: `unsupported`.
     """
-    stepped = {tensor for group in optimizer.param_groups for tensor in group["params"]}
+    stepped = set(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     hidden = []
     keys: Iterable[object] = optimizer.state
     for key in keys:

@@ -6,8 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,16 +16,13 @@ from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import shown
-from ema_ckpt.ema.model.live import tensor_names
-from ema_ckpt.ema.model.scan import reshard, scan_model
-from ema_ckpt.ema.model.shards import ModelShards
-from ema_ckpt.ema.swap_state import refuse_inside
+from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.resume.optimizer_state import Optimizers, as_list
 from ema_ckpt.resume.restore_ema import EmaRestorer
 from ema_ckpt.resume.restore_extra import ExtraRestorer
 from ema_ckpt.resume.restore_model import ModelRestorer
 from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
-from ema_ckpt.resume.restorer import Findings, RestoreContext, Restorer
+from ema_ckpt.resume.restorer import Findings, RestoreContext, Restorer, RestoreReport
 from ema_ckpt.resume.save_async import wait_for_background_save
 from ema_ckpt.resume.tensor_source import CheckpointReader
 
@@ -35,38 +30,6 @@ if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
 
 _CALL = "restore"
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreReport:
-    """Results of a `restore`. Names are full: `model.layer.weight`, `ema.weights.layer.weight`.
-
-    Attributes:
-        path: the checkpoint that was read. world_size: of the run that wrote it, if recorded.
-        trees: every tree of the checkpoint by name, `"restored"` or `"ignored"`.
-        loaded: names of this state that were restored.
-        missing: names of this state that the checkpoint lacks, and that were left as they were.
-        unexpected: names of the checkpoint, in restored trees, that this state lacks.
-        seeded: averages that the checkpoint lacks and that were set to the restored live weights.
-        filled: averages that `ema_path` lacks and that were taken from the live weights there.
-        renamed: names in the checkpoint that differ by wrapper prefixes, and the names here.
-        changed_settings: settings of averages that differ from the saved run's: (saved, now).
-        extra: the restored values of `extra`, by name; objects restored in place are themselves.
-        warnings: all warnings, also those that were not issued through `warnings`.
-    """
-
-    path: Path
-    world_size: int | None
-    trees: Mapping[str, str] = field(default_factory=dict)
-    loaded: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    seeded: tuple[str, ...] = ()
-    filled: tuple[str, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    changed_settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
 
 
 def restore(
@@ -129,8 +92,8 @@ def restore(
             return [stack.enter_context(closing(CheckpointReader(os.fspath(p)))) for p in paths]
 
         readers = run_on_all_ranks(ranks, _CALL, open_readers)
-        _check_same_content(readers, ranks)
-        context = _scan_model(model, strict, ranks)
+        check_same_content(readers, ranks)
+        context = RestoreContext.scan(model, strict, ranks, _CALL)
         managers = ema if isinstance(ema, Mapping) else {"": ema}
         for name, manager in managers.items():
             if manager is not None:
@@ -156,53 +119,23 @@ def restore(
         run_on_all_ranks(ranks, _CALL, lambda: reshard(model))
         run_phase(lambda restorer: restorer.write())
         run_phase(lambda restorer: restorer.finish())
-    return _report(readers[0], restorers)
+    findings = Findings()
+    for restorer in restorers:
+        findings.merge(restorer.findings)
+    for warning in findings.warnings:
+        warnings.warn(warning, stacklevel=2)
+    return findings.report(readers[0])
 
 
-def _check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:
+def check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:
     """Refuse ranks that read different checkpoints: a new step may have come in between."""
-    mine = [[r.path, len(r.catalog.tensors), r.catalog.files] for r in readers]
+    mine = []
+    for reader in readers:
+        catalog = reader.catalog
+        mine.append([reader.path, len(catalog.tensors), catalog.files])
     everyone = ranks.exchange(mine)
     names = sorted({" and ".join(path for path, _, _ in one) for one in everyone})
     if len(names) > 1:
         raise UsageError("usage", f"restore: the ranks name different checkpoints: {shown(names)}")
     if any(one != everyone[0] for one in everyone):
         raise UsageError("usage", f"restore: the ranks find different content under {names[0]}")
-
-
-def _scan_model(model: nn.Module, strict: bool, ranks: Channel) -> RestoreContext:
-    """Scan the model, and exchange the names that only other ranks have."""
-
-    def scan() -> ModelShards:
-        refuse_inside(model, "restore()")
-        reshard(model)
-        return scan_model(model)
-
-    shards = run_on_all_ranks(ranks, _CALL, scan)
-    mine = tensor_names(shards)
-    everyone = ranks.exchange_if_different(sorted(mine))
-    remote_names = frozenset(name for names in everyone for name in names) - mine
-    return RestoreContext(model, shards, strict, remote_names)
-
-
-def _report(reader: CheckpointReader, restorers: list[Restorer]) -> RestoreReport:
-    findings = Findings()
-    for restorer in restorers:
-        findings.merge(restorer.findings)
-    for warning in findings.warnings:
-        warnings.warn(warning, stacklevel=3)
-    trees = [tree.name for tree in reader.trees]
-    return RestoreReport(
-        Path(reader.path),
-        reader.catalog.world_size,
-        {name: "restored" if name in findings.trees else "ignored" for name in trees},
-        tuple(findings.loaded),
-        tuple(findings.missing),
-        tuple(findings.unexpected),
-        tuple(findings.seeded),
-        tuple(findings.filled),
-        findings.renamed,
-        findings.changed_settings,
-        findings.extra,
-        (*findings.warnings, *findings.notes),
-    )

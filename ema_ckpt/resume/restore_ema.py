@@ -69,8 +69,8 @@ class EmaRestorer(Restorer):
                 if tree.role != OPTIMIZER:
                     tensors = tensors_of(tree).items()
                     loose |= {name: tensor for name, tensor in tensors if is_setting(name, tensor)}
-        self._compare_settings(replace(self.tree, settings=self.tree.settings or loose))
-        self._match_weights(self.tree, loose)
+        self.compare_settings(replace(self.tree, settings=self.tree.settings or loose))
+        self.match_weights(self.tree, loose)
         prefix = "residual."
         tensors = tensors_of(self.tree).items()
         stored = {n.removeprefix(prefix): t for n, t in tensors if n.startswith(prefix)}
@@ -93,7 +93,8 @@ class EmaRestorer(Restorer):
         start = "they start from the restored live weights"
         self.findings.warnings.append(f"{path} holds no averages {label!r}: {start}")
 
-    def _compare_settings(self, tree: Tree) -> None:
+    def compare_settings(self, tree: Tree) -> None:
+        """Read the stored settings, and report what differs from the manager's."""
         recorded = read_ema_config(self.reader.catalog, tree)
         samples = read_samples_seen(self.reader.catalog, tree)
         self.counters = {"num_updates": recorded.num_updates or 0, "samples_seen": samples or 0}
@@ -114,11 +115,12 @@ class EmaRestorer(Restorer):
                 " Use a constant decay, or a checkpoint with the counter"
             )
 
-    def _match_weights(self, tree: Tree, loose: Mapping[str, Tensor | Object]) -> None:
+    def match_weights(self, tree: Tree, loose: Mapping[str, Tensor | Object]) -> None:
+        """Pair the averages with stored ones; `loose` settings lie among these."""
         reader, context = self.reader, self.context
         model = context.shards_of(self.manager.model)
         # safetensors files sort their tensors.
-        named = _named_by_model(tree, model, ordered=reader.catalog.format != "safetensors")
+        named = name_by_model(tree, model, ordered=reader.catalog.format != "safetensors")
         stored = reader.average_weights(named)
         weights = self.weights = self._match("weights", stored)
         if self.separate and not context.strict and reader.by_role[LIVE]:
@@ -191,7 +193,7 @@ class EmaRestorer(Restorer):
                     seed(shadow, tracked, self.manager.settings.source)
 
 
-def _named_by_model(tree: Tree, model: ModelShards, *, ordered: bool) -> Mapping[str, Tensor]:
+def name_by_model(tree: Tree, model: ModelShards, *, ordered: bool) -> Mapping[str, Tensor]:
     """Name averages by the model's parameters where the checkpoint itself cannot.
 
     diffusers and torch_ema store `shadow_params.N` in the order of `model.parameters()`, LitEma

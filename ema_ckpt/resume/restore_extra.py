@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ class ExtraRestorer(Restorer):
 
     def compare(self) -> None:
         catalog = self.reader.catalog
-        items: list[Tensor | Object] = [*catalog.tensors, *catalog.objects]
-        below = [item for item in items if item.path[0] == "extra" and len(item.path) > 1]
+        below: list[Tensor | Object] = []
+        for item in chain[Tensor | Object](catalog.tensors, catalog.objects):
+            tree, *inner = item.path
+            if tree == "extra" and inner:
+                below.append(item)
         self.stored = nest_items("extra", below)
         missing = [f"extra.{name}" for name in self.requested if name not in self.stored]
         if missing and self.context.strict:

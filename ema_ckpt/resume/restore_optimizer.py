@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -90,22 +89,35 @@ class OptimizerRestorer(Restorer):
                         dtype, cast[fqn] = shard.dtype, None
                 parts = dict(zip(boxes, self.reader.read(entry, boxes), strict=True))
                 values[name] = StagedState(entry.shape, dtype, parts)
-        self._warn_of_mixed_steps()
+        self.warn_of_mixed_steps()
         if cast:
             names = shown(list(cast))
             warning = f"the optimizer's state of {names} is cast as their weights are"
             self.findings.warnings.append(warning)
-        self._pair_groups([self.reader.load(group) for group in self.stored_groups])
+        self.pair_groups([self.reader.load(group) for group in self.stored_groups])
 
-    def _warn_of_mixed_steps(self) -> None:
+    def warn_of_mixed_steps(self) -> None:
         """Warn where parameters of one flat parameter differ: FSDP1 has one step count for all."""
+
+        def step_state(fqn: str) -> dict[str, Any]:
+            """State that parameters stepped together have alike: names, and scalars."""
+            common: dict[str, Any] = {}
+            for name, value in self.staged.get(fqn, {}).items():
+                if not isinstance(value, StagedState):
+                    common[name] = repr(value)
+                elif value.shape:
+                    common[name] = None
+                else:
+                    common[name] = [part.item() for part in value.values.values()]
+            return common
+
         flat: dict[int, list[str]] = {}
         for tracked in self.context.shards.parameters:
             if isinstance(tracked.owner, FlatParameter) and 0 not in tracked.shard.shape:
                 flat.setdefault(id(tracked.owner), []).append(tracked.shard.fqn)
         for names in flat.values():
-            states = {fqn: _common_state(self.staged.get(fqn, {})) for fqn in names}
-            odd = [fqn for fqn in names if states[fqn] != states[names[0]]]
+            first = step_state(names[0])
+            odd = [fqn for fqn in names if step_state(fqn) != first]
             if odd:
                 self.findings.warnings.append(
                     f"the optimizer's state of {shown(odd)} is not at the step of that of"
@@ -113,7 +125,7 @@ class OptimizerRestorer(Restorer):
                     " it was; wrap with use_orig_params=True"
                 )
 
-    def _pair_groups(self, saved: list[dict[str, Any]]) -> None:
+    def pair_groups(self, saved: list[dict[str, Any]]) -> None:
         """Bring the saved groups into the order of the live ones with the same parameters."""
         parameters = [
             self._fqns(group.get("params", [])) - self.context.remote_names for group in saved
@@ -167,14 +179,3 @@ class OptimizerRestorer(Restorer):
         optimizer_state.set_options(self.optimizers, self.options)
         for handle in offloaded:
             handle.settle()
-
-
-def _common_state(values: Mapping[str, Any]) -> dict[str, Any]:
-    """State that parameters stepped together have alike: names, and values of no dimension."""
-    common: dict[str, Any] = {}
-    for name, value in values.items():
-        if not isinstance(value, StagedState):
-            common[name] = repr(value)
-        else:
-            common[name] = [] if value.shape else [part.item() for part in value.values.values()]
-    return common

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ema_ckpt.comm.channel import Channel
+from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.names import canonical
 from ema_ckpt.core.text import shown
-from ema_ckpt.ema.model.scan import scan_model
+from ema_ckpt.ema.model.live import tensor_names
+from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards, Shard
+from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.flatten import LocalShards
 from ema_ckpt.resume.tensor_source import CheckpointReader
 
@@ -32,6 +37,24 @@ class RestoreContext:
     shards: ModelShards
     strict: bool
     remote_names: frozenset[str]
+
+    @classmethod
+    def scan(cls, model: nn.Module, strict: bool, ranks: Channel, call: str) -> RestoreContext:
+        """Scan the model on every rank, and exchange the names of its tensors; collective.
+
+        Raises:
+            StateError: inside `swap()`.
+        """
+
+        def scan() -> ModelShards:
+            refuse_inside(model, f"{call}()")
+            reshard(model)
+            return scan_model(model)
+
+        shards = run_on_all_ranks(ranks, call, scan)
+        mine = tensor_names(shards)
+        everyone = ranks.exchange_if_different(sorted(mine))
+        return cls(model, shards, strict, mine.union(*everyone) - mine)
 
     def shards_of(self, model: nn.Module) -> ModelShards:
         """Return the shards of a manager's model, which mostly is the one restored."""
@@ -94,7 +117,8 @@ class Match:
     def read(self, reader: CheckpointReader) -> None:
         """Read this rank's boxes of every pair into host memory."""
         for _, live, tensor in self.pairs:
-            values = reader.read(tensor, [box for box, _ in live.shards])
+            boxes = [box for box, _ in live.shards]
+            values = reader.read(tensor, boxes)
             for (_, view), value in zip(live.shards, values, strict=True):
                 self.staged.append((view, value))
 
@@ -116,8 +140,7 @@ def match(
     # Stored names by their form without wrapper prefixes, where that is unambiguous.
     wrapped = {canonical(name): name for name in stored if counts[canonical(name)] == 1}
     result = Match(tree)
-    used = set(context.remote_names)
-    used.update(wrapped.get(name, name) for name in context.remote_names)
+    used: set[str | None] = {*context.remote_names, *map(wrapped.get, context.remote_names)}
     for shard, live in targets:
         candidates = [name for name in shard.names if name in stored]
         candidates += [wrapped[name] for name in shard.names if name in wrapped]
@@ -131,6 +154,38 @@ def match(
         result.pair(shard, live, source, strict=context.strict)
     result.unexpected = [tensor.name for name, tensor in stored.items() if name not in used]
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """Results of a `restore`. Names are full: `model.layer.weight`, `ema.weights.layer.weight`.
+
+    Attributes:
+        path: the checkpoint that was read. world_size: of the run that wrote it, if recorded.
+        trees: every tree of the checkpoint by name, `"restored"` or `"ignored"`.
+        loaded: names of this state that were restored.
+        missing: names of this state that the checkpoint lacks, and that were left as they were.
+        unexpected: names of the checkpoint, in restored trees, that this state lacks.
+        seeded: averages that the checkpoint lacks and that were set to the restored live weights.
+        filled: averages that `ema_path` lacks and that were taken from the live weights there.
+        renamed: names in the checkpoint that differ by wrapper prefixes, and the names here.
+        changed_settings: settings of averages that differ from the saved run's: (saved, now).
+        extra: the restored values of `extra`, by name; objects restored in place are themselves.
+        warnings: all warnings, also those that were not issued through `warnings`.
+    """
+
+    path: Path
+    world_size: int | None
+    trees: Mapping[str, str] = field(default_factory=dict)
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    seeded: tuple[str, ...] = ()
+    filled: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    changed_settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -157,6 +212,26 @@ class Findings:
                 mine.update(more)
             else:
                 mine.extend(more)
+
+    def report(self, reader: CheckpointReader) -> RestoreReport:
+        """Make the report of a restore from the checkpoint of `reader`."""
+        trees = {}
+        for name in reader.tree_names:
+            trees[name] = "restored" if name in self.trees else "ignored"
+        return RestoreReport(
+            Path(reader.path),
+            reader.catalog.world_size,
+            trees,
+            tuple(self.loaded),
+            tuple(self.missing),
+            tuple(self.unexpected),
+            tuple(self.seeded),
+            tuple(self.filled),
+            self.renamed,
+            self.changed_settings,
+            self.extra,
+            (*self.warnings, *self.notes),
+        )
 
     def add_match(self, match: Match) -> None:
         """Add what was paired, renamed and cast, and what was unexpected."""

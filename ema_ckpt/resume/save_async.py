@@ -34,7 +34,14 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
         _executor = ThreadPoolExecutor(1, thread_name_prefix="ema_ckpt-save")
     saving = _pending = _Saving()
     saving.set_running_or_notify_cancel()
-    _executor.submit(_run, work, saving)
+
+    def run() -> None:
+        try:
+            saving.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result
+            saving.set_exception(error)
+
+    _executor.submit(run)
     return saving
 
 
@@ -50,10 +57,3 @@ def wait_for_background_save() -> None:
     error = saving.exception()
     if error is not None and not asked:
         warnings.warn(f"the asynchronous save before this call failed: {error}", stacklevel=3)
-
-
-def _run(work: Callable[[], Path], saving: _Saving) -> None:
-    try:
-        saving.set_result(work())
-    except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result
-        saving.set_exception(error)
