@@ -141,7 +141,7 @@ def _is_leaf(path: Path, value: Mapping[Any, Any]) -> bool:
 
     torch turns keys into text and drops empty dicts; `MultiStepLR` keeps its milestones by number.
     """
-    is_extra = path[:1] == ("extra",) or any(str(part).endswith("_extra_state") for part in path)
+    is_extra = path[:1] == ("extra",) or is_extra_state(path)
     has_text_keys = bool(value) and all(isinstance(key, str) for key in value)
     if len(path) < 2 or not is_extra or has_text_keys:
         return False
@@ -153,6 +153,11 @@ def _is_leaf(path: Path, value: Mapping[Any, Any]) -> bool:
             " save(optimizer=…)",
         )
     return True
+
+
+def is_extra_state(path: Path) -> bool:
+    """Whether a path leads into what a module's `get_extra_state` returned."""
+    return any(str(part).endswith("_extra_state") for part in path)
 
 
 def _holds_shards(value: Any) -> bool:

@@ -40,6 +40,12 @@ class StagedState:
     dtype: torch.dtype
     values: Mapping[Box, torch.Tensor]
 
+    def copy_to(self, live: Any) -> None:
+        """Copy the values into this rank's shards of a live tensor."""
+        for box, view in local_shards(live).shards:
+            if box.numel:
+                view.copy_(self.values[box])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteppedTensor:
@@ -73,25 +79,27 @@ class SteppedTensor:
             return value
         return LocalShards.of(shard.boxes, shard.shape, local)
 
-    def allocate(
-        self, state: Mapping[str, Mapping[str, Any]], *, step_on_device: bool = False
-    ) -> None:
-        """Give the optimizer the entries of `state`, per fqn and state name; tensors are zeros."""
-        entries, offloaded = self.optimizer.state[self.tensor], handle_of(self.optimizer)
+    def zeros(self, value: StagedState, shard: Shard) -> torch.Tensor:
+        """Allocate a state tensor where the optimizer keeps its state."""
+        if value.shape != shard.shape or not value.shape:
+            return torch.zeros(value.shape, dtype=value.dtype, device=self.tensor.device)
+        offloaded = handle_of(self.optimizer)
         zeros_like = torch.zeros_like if offloaded is None else offloaded.zeros
+        return zeros_like(self.tensor, dtype=value.dtype).requires_grad_(False)
+
+    def allocate(self, state: Mapping[str, Mapping[str, Any]], *, step_on_device: bool) -> None:
+        """Give the optimizer the entries of `state`, per fqn and state name; tensors are zeros."""
+        entries = self.optimizer.state[self.tensor]
         for tracked in self.parameters:
             for name, value in state.get(tracked.shard.fqn, {}).items():
                 if name in entries:  # of another parameter in the same flat one
                     continue
                 if not isinstance(value, StagedState):
                     entries[name] = value
-                elif value.shape == tracked.shard.shape != ():
-                    zeros = zeros_like(self.tensor, dtype=value.dtype)
-                    entries[name] = zeros.requires_grad_(False)
-                else:
-                    is_on_host = name == "step" and not step_on_device
-                    device = "cpu" if is_on_host else self.tensor.device
-                    entries[name] = torch.zeros(value.shape, dtype=value.dtype, device=device)
+                    continue
+                zeros = self.zeros(value, tracked.shard)
+                on_host = name == "step" and not step_on_device
+                entries[name] = zeros.cpu() if on_host else zeros
         if not entries:
             del self.optimizer.state[self.tensor]
 
@@ -171,27 +179,26 @@ def set_state(
     """
     for group, stepped in stepped_groups(model, optimizers):
         # Step counts live on the host unless the kernel reads them on the device.
-        on_device = bool(group.get("capturable") or group.get("fused"))
+        step_on_device = any(map(group.get, ("capturable", "fused")))
         for one in stepped:
             if not one.is_idle():
-                one.allocate(state, step_on_device=on_device)
+                one.allocate(state, step_on_device=step_on_device)
     live = optimizer_tree(model, optimizers)["state"]
     for fqn, entries in state.items():
         for name, value in entries.items():
             if isinstance(value, StagedState) and name in live.get(fqn, {}):
-                for box, view in local_shards(live[fqn][name]).shards:
-                    if box.numel:
-                        view.copy_(value.values[box])
+                value.copy_to(live[fqn][name])
 
 
 def set_options(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
     """Set the options of all parameter groups, in order; tensors are filled in place."""
     live = list(chain.from_iterable(optimizer.param_groups for optimizer in optimizers))
-    uses = Counter(id(value) for group in live for value in group.values())
+    uses = Counter(map(id, chain.from_iterable(group.values() for group in live)))
     for group, saved in zip(live, groups, strict=True):
-        for name, value in saved.items():
-            if name in ("params", "param_names"):
-                continue
+        options = {**saved}
+        options.pop("params", None)
+        options.pop("param_names", None)
+        for name, value in options.items():
             current = group.get(name)
             if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
                 if uses[id(current)] > 1:  # one default learning rate for all groups

@@ -19,7 +19,7 @@ from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.shadows import seed
 from ema_ckpt.resume.flatten import local_shards
 from ema_ckpt.resume.restorer import Match, Restorer, Target, match
-from ema_ckpt.resume.tensor_source import Nested, nest, tensors_of
+from ema_ckpt.resume.tensor_source import Nested, name_inside, nest, tensors_of
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen
 from ema_ckpt.state_dicts.ema_layouts import find_averages, is_setting, name_averages
 
@@ -48,7 +48,7 @@ class EmaRestorer(Restorer):
     seed_missing: bool
     tree: Tree | None = field(init=False)  # None: the checkpoint has no averages
     state: dict[str, Any] = field(init=False)  # live
-    counters: dict[str, int] = field(default_factory=dict, init=False)  # stored
+    counters: dict[str, int | None] = field(default_factory=dict, init=False)  # stored
     config: Nested = field(default_factory=dict, init=False)  # stored
     weights: Match = field(init=False)
     residuals: Match = field(init=False)
@@ -59,7 +59,7 @@ class EmaRestorer(Restorer):
         self.weights = Match(f"{self.label}.weights")
         self.residuals = Match(f"{self.label}.residual")
         if self.tree is None:
-            self._seed_all()
+            self.seed_all()
             return
         if not self.separate:
             self.findings.trees.append(self.tree.name)
@@ -79,7 +79,8 @@ class EmaRestorer(Restorer):
         self.residuals.refuse(self.reader, strict=False)
         self.findings.add_match(self.residuals)
 
-    def _seed_all(self) -> None:
+    def seed_all(self) -> None:
+        """Let all averages start from the live weights, or refuse that."""
         path, label = self.reader.path, self.label
         if not self.seed_missing:
             raise SourceError(
@@ -97,7 +98,7 @@ class EmaRestorer(Restorer):
         """Read the stored settings, and report what differs from the manager's."""
         recorded = read_ema_config(self.reader.catalog, tree)
         samples = read_samples_seen(self.reader.catalog, tree)
-        self.counters = {"num_updates": recorded.num_updates or 0, "samples_seen": samples or 0}
+        self.counters = {"num_updates": recorded.num_updates, "samples_seen": samples}
         # A configuration that is a dict was flattened.
         self.config = nest((key.split("."), value) for key, value in recorded.raw.items())
         if not self.config and "config" in tree.settings:
@@ -123,12 +124,8 @@ class EmaRestorer(Restorer):
         named = name_by_model(tree, model, ordered=reader.catalog.format != "safetensors")
         stored = reader.average_weights(named)
         weights = self.weights = self._match("weights", stored)
-        if self.separate and not context.strict and reader.by_role[LIVE]:
-            beside = match(weights.tree, weights.missing, reader.live_weights(), context)
-            weights.pairs += beside.pairs
-            weights.missing = beside.missing
-            weights.misfits += beside.misfits
-            self.findings.filled += [f"{weights.tree}.{shard.fqn}" for shard, _, _ in beside.pairs]
+        if self.separate and not context.strict:
+            self.fill_from_live(weights)
         # Buffers that are not averaged have no value of their own here: the live ones count.
         buffers: set[str] = set()
         for tracked in model.buffers:
@@ -143,6 +140,17 @@ class EmaRestorer(Restorer):
         weights.refuse(reader, strict=context.strict, allowed=buffers if starts_buffers else ())
         self.findings.add_match(weights)
         self.findings.seeded += [f"{weights.tree}.{shard.fqn}" for shard, _ in weights.missing]
+
+    def fill_from_live(self, weights: Match) -> None:
+        """Take averages that a separate file lacks from the live weights beside them there."""
+        if not self.reader.by_role[LIVE]:
+            return
+        stored = self.reader.live_weights()
+        beside = match(weights.tree, weights.missing, stored, self.context)
+        weights.pairs += beside.pairs
+        weights.missing = beside.missing
+        weights.misfits += beside.misfits
+        self.findings.filled += [f"{weights.tree}.{shard.fqn}" for shard, _, _ in beside.pairs]
 
     def _match(self, part: str, stored: dict[str, Tensor]) -> Match:
         """Match `weights` or `residual`; what the saved model had tied is added to `stored`."""
@@ -173,7 +181,7 @@ class EmaRestorer(Restorer):
         restored = {shard.fqn for shard, _, _ in self.residuals.pairs}
         residuals = self.state.get("residual", {})
         state = {
-            **self.counters,
+            **{name: count or 0 for name, count in self.counters.items()},
             # Without the ties of the saved model: names are those of this one by now.
             "config": {"counter": self.config.get("counter", {})},
             "weights": self.state["weights"],
@@ -211,8 +219,7 @@ def name_by_model(tree: Tree, model: ModelShards, *, ordered: bool) -> Mapping[s
         live[fqn] = Tensor(fqn, (fqn,), tracked.shard.shape, dtype, ())
         if tracked.requires_grad:
             trained.add(fqn)
-    prefix = f"{tree.name}." if tree.name else ""
-    objects = [item.name.removeprefix(prefix) for item in tree.objects]
+    objects = [name_inside(tree, item) for item in tree.objects]
     averages = find_averages(tree.name, tensors_of(tree), objects)
     named = name_averages(tree.name, averages, live, trained, ordered=ordered)
     if named.problem is not None:

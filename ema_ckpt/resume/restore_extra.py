@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.text import shown
 from ema_ckpt.resume.restorer import Findings, Restorer
 from ema_ckpt.resume.rng import RngState
@@ -28,13 +26,7 @@ class ExtraRestorer(Restorer):
     former: dict[str, Any] = field(default_factory=dict, init=False)
 
     def compare(self) -> None:
-        catalog = self.reader.catalog
-        below: list[Tensor | Object] = []
-        for item in chain[Tensor | Object](catalog.tensors, catalog.objects):
-            tree, *inner = item.path
-            if tree == "extra" and inner:
-                below.append(item)
-        self.stored = nest_items("extra", below)
+        self.stored = nest_items("extra", self.reader.items_below("extra"))
         missing = [f"extra.{name}" for name in self.requested if name not in self.stored]
         if missing and self.context.strict:
             message = f"it lacks {shown(missing)}; strict=False restores the rest"

@@ -8,9 +8,9 @@ from typing import Any
 
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.ema.model.live import extra_state, set_extra_state
-from ema_ckpt.resume.flatten import local_shards
+from ema_ckpt.resume.flatten import is_extra_state, local_shards
 from ema_ckpt.resume.restorer import Match, Restorer, match
-from ema_ckpt.resume.tensor_source import Nested, nest_items
+from ema_ckpt.resume.tensor_source import Nested, name_inside, nest_items
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +26,14 @@ class ModelRestorer(Restorer):
         reader, context = self.reader, self.context
         tree = reader.live_tree()
         self.findings.trees.append(tree.name)
-        shards = [tracked.shard for tracked in context.shards.tensors if tracked.persistent]
-        targets = [(shard, local_shards(shard)) for shard in shards]
-        stored = {n: t for n, t in reader.live_weights().items() if not _is_extra_state(t)}
+        items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
+        extra = [item for item in items if is_extra_state(item.path)]
+        self.stored_extra = nest_items(tree.name, extra)
+        tracked = context.shards.tensors
+        targets = [(t.shard, local_shards(t.shard)) for t in tracked if t.persistent]
+        stored = reader.live_weights()
+        for item in extra:
+            stored.pop(name_inside(tree, item), None)
         self.weights = match("model", targets, stored, context)
         self.weights.refuse(reader, strict=context.strict)
         self.findings.add_match(self.weights)
@@ -38,8 +43,6 @@ class ModelRestorer(Restorer):
                 f"{reader.path} is marked as swapped: it was saved with averages in the model's"
                 " place, and its trees were exchanged back"
             )
-        items: list[Tensor | Object] = [*tree.tensors, *tree.objects]
-        self.stored_extra = nest_items(tree.name, filter(_is_extra_state, items))
 
     def read(self) -> None:
         self.weights.read(self.reader)
@@ -55,7 +58,3 @@ class ModelRestorer(Restorer):
 
     def write(self) -> None:
         self.weights.write()
-
-
-def _is_extra_state(item: Tensor | Object) -> bool:
-    return any(str(part).endswith("_extra_state") for part in item.path)

@@ -149,17 +149,17 @@ class OptimizerRestorer(Restorer):
                     f" {shown(sorted(there - here))} and has {shown(sorted(here - there))} here:"
                     " another kind of optimizer",
                 )
-            # Those of torch keep the same entries for every parameter that they have stepped.
-            kind = type(optimizer)
-            if kind.__module__.startswith("torch.optim.") and kind is not Adafactor:
-                self._refuse_gaps(names)
+            self.refuse_gaps(type(optimizer), names)
 
     def _fqns(self, names: list[str]) -> frozenset[str]:
         return frozenset(self.fqns.get(name, name) for name in names)
 
-    def _refuse_gaps(self, names: frozenset[str]) -> None:
+    def refuse_gaps(self, optimizer: type[Optimizer], names: frozenset[str]) -> None:
         """Refuse state that a stepped parameter lacks and others of its group have."""
-        states = {fqn: self.stored[fqn] for fqn in sorted(names) if self.stored.get(fqn)}
+        # Those of torch keep the same entries for every parameter that they have stepped.
+        if not optimizer.__module__.startswith("torch.optim.") or optimizer is Adafactor:
+            return
+        states = {fqn: self.stored[fqn] for fqn in sorted(names & self.stored.keys())}
         keys = dict.fromkeys(chain.from_iterable(states.values()))
         lost = []
         for fqn, state in states.items():

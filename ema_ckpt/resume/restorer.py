@@ -89,7 +89,7 @@ class Match:
                 loss = "which would lose values; strict=False casts it"
                 self.misfits.append(f"{name} is {there} there and {here} here, {loss}")
                 return
-            cast = f"{there} there, cast to {here}" + ("" if widens else " with loss")
+            cast = f"{there} there, cast to {here}" + " with loss" * (not widens)
             self.casts.setdefault(cast, []).append(shard.fqn)
         self.pairs.append((shard, live, source))
 
@@ -102,12 +102,13 @@ class Match:
             SourceError: `index-mismatch` or `incomplete`.
         """
         if self.misfits:
-            more = f" and {len(self.misfits) - 10} more" if len(self.misfits) > 10 else ""
-            raise reader.refusal("index-mismatch", "; ".join(self.misfits[:10]) + more)
-        names = [shard.fqn for shard, _ in self.missing if shard.fqn not in allowed]
+            rest = len(self.misfits) - 10
+            message = "; ".join(self.misfits[:10]) + f" and {rest} more" * (rest > 0)
+            raise reader.refusal("index-mismatch", message)
+        missing = [f"{self.tree}.{s.fqn}" for s, _ in self.missing if s.fqn not in allowed]
         reasons = []
-        if names:
-            reasons.append(f"it lacks {shown([f'{self.tree}.{name}' for name in names])}")
+        if missing:
+            reasons.append(f"it lacks {shown(missing)}")
         if self.unexpected:
             reasons.append(f"it has {shown(self.unexpected)}, which this state has not")
         if strict and reasons:

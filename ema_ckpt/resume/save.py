@@ -187,17 +187,19 @@ def _warn_of_drift(leaves: Sequence[Leaf], ranks: Channel) -> None:
     mine = [[leaf.name, leaf.checksums()] for leaf in leaves]
     if not ranks.exchange_if_different(hashlib.sha256(json.dumps(mine).encode()).hexdigest()):
         return
-    crcs: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    crcs: dict[tuple[str, tuple[int, ...]], int] = {}
+    differing = set()
     for data in ranks.gather(json.dumps(mine).encode()):
         for name, checksums in json.loads(data):
             for offsets, crc in checksums:
-                crcs.setdefault((name, tuple(offsets)), set()).add(crc)
-    differing = sorted({name for (name, _), values in crcs.items() if len(values) > 1})
+                if crcs.setdefault((name, tuple(offsets)), crc) != crc:
+                    differing.add(name)
     if differing:
+        names = shown(sorted(differing))
         warnings.warn(
-            f"replicas-differ: ranks hold different values of {shown(differing)}; one rank's are"
-            " saved, of buffers and extra the lowest one's. What each has of its own goes into"
-            " extra under names that tell the rank",
+            f"replicas-differ: ranks hold different values of {names}; one rank's are saved, of"
+            " buffers and extra the lowest one's. What each has of its own goes into extra under"
+            " names that tell the rank",
             stacklevel=3,
         )
 

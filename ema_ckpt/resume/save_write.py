@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import chain
@@ -120,11 +121,13 @@ def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[Row]:
 
 def _write_metadata(root: Path, name: str, listing: GlobalListing, rows: Iterable[Row]) -> None:
     """Write `.metadata`, and the sidecar with the CRC-32s of whole tensors."""
-    items: dict[str, list[StoredItem]] = {fqn: [] for fqn in listing.paths}
-    crcs: dict[str, list[int | None]] = {fqn: [] for fqn in listing.paths}
+    items: dict[str, list[StoredItem]] = defaultdict(list)
+    crcs: dict[str, list[int | None]] = defaultdict(list)
+    files = set()
     for fqn, crc, offsets, sizes, *place in rows:
         corner = None if offsets is None else tuple(offsets)
         items[fqn].append(StoredItem(corner, tuple(sizes), *place))
+        files.add(place[0])
         crcs[fqn].append(crc)
     entries: dict[str, StoredTensor | None] = dict.fromkeys(listing.paths)
     outputs: list[OutputTensor] = []
@@ -138,8 +141,7 @@ def _write_metadata(root: Path, name: str, listing: GlobalListing, rows: Iterabl
         if crc is not None:
             digests[fqn] = crc
             outputs.append(OutputTensor(fqn, path, Tensor(fqn, path, shape, dtype, ()), dtype))
-    files = sorted({item.file for written in items.values() for item in written})
-    text = sidecar.dump(outputs, digests, files=files)
+    text = sidecar.dump(outputs, digests, files=sorted(files))
     (root / sidecar.SIDECAR).write_text(text, encoding="utf-8")
     places = {fqn: tuple(written) for fqn, written in items.items()}
     metadata = dump_metadata(entries, places, listing.paths, name, str(uuid.uuid4()))

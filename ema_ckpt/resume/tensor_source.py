@@ -8,7 +8,7 @@ import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, UsageError
-from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
+from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER
 from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.reading.box_reader import BoxReader, locate_box
@@ -58,6 +58,15 @@ class CheckpointReader:
     def refusal(self, code: str, reason: str) -> SourceError:
         """Return the error of a comparison that failed before anything was written."""
         return SourceError(code, f"{self.path}: nothing was restored: {reason}")
+
+    def items_below(self, name: str) -> list[Tensor | Object]:
+        """Return the tensors and objects below a top-level key of the state dict."""
+        items: list[Tensor | Object] = []
+        for item in chain[Tensor | Object](self.catalog.tensors, self.catalog.objects):
+            tree, *inner = item.path
+            if tree == name and inner:
+                items.append(item)
+        return items
 
     @cached_property
     def is_swapped(self) -> bool:
@@ -157,9 +166,9 @@ class CheckpointReader:
         if not separate:
             return None
         candidates = {}
-        for tree in self.trees:
+        for tree in (*self.by_role[LIVE].values(), *self.by_role[OTHER].values()):
             tensors = tensors_of(tree).items()
-            if tree.role != OPTIMIZER and any(starmap(is_weight, tensors)):
+            if any(starmap(is_weight, tensors)):
                 candidates[tree.name] = tree
         return self._select_tree(candidates, name, "weights")
 
@@ -228,10 +237,14 @@ def torch_dtype(tensor: Tensor) -> torch.dtype:
     return dtype
 
 
+def name_inside(tree: Tree, item: Tensor | Object) -> str:
+    """Return an item's name without the tree's."""
+    return item.name.removeprefix(f"{tree.name}.") if tree.name else item.name
+
+
 def tensors_of(tree: Tree) -> dict[str, Tensor]:
     """Return every tensor of a tree by its name inside."""
-    prefix = f"{tree.name}." if tree.name else ""
-    return {tensor.name.removeprefix(prefix): tensor for tensor in tree.tensors}
+    return {name_inside(tree, tensor): tensor for tensor in tree.tensors}
 
 
 def nest(entries: Iterable[tuple[Sequence[str | int], Any]]) -> Nested:
