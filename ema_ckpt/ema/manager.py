@@ -15,6 +15,7 @@ from ema_ckpt.ema import swap
 from ema_ckpt.ema.attach import Attachment
 from ema_ckpt.ema.batching import PreparedSteps
 from ema_ckpt.ema.checkpoint import state
+from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor
 from ema_ckpt.ema.cuda_graphs import Recording
 from ema_ckpt.ema.engines.offload import OffloadStep
 from ema_ckpt.ema.model.change_detector import ChangeDetector
@@ -365,8 +366,15 @@ class ShardedEMA:
         )
 
 
-def state_of(ema: ShardedEMA, model_shards: ModelShards | None = None) -> dict[str, Any]:
-    """Return `ema.state_dict()`; the present scan of its model, if given, saves another one."""
+def state_of(
+    ema: ShardedEMA,
+    model_shards: ModelShards | None = None,
+    as_tensor: Callable[..., Any] = as_global_tensor,
+) -> dict[str, Any]:
+    """Return `ema.state_dict()`; the present scan of its model, if given, saves another one.
+
+    `as_tensor` makes its tensors, as `as_global_tensor` does.
+    """
     refuse_inside(ema.model, "state_dict()")
     with PlainMode():
         ema.synchronise()
@@ -375,4 +383,4 @@ def state_of(ema: ShardedEMA, model_shards: ModelShards | None = None) -> dict[s
             model_shards = model_shards or scan_model(ema.model)
             buffers = current_buffers(ema.averages, model_shards)
             ema.averages = replace(ema.averages, live_buffers=buffers)
-        return state.tree(ema.averages, ema.counter, ema.settings)
+        return state.tree(ema.averages, ema.counter, ema.settings, as_tensor)

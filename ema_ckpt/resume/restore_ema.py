@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, canonical
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.state import parse_config
+from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.shadows import seed
 from ema_ckpt.resume.flatten import local_shards
@@ -22,10 +23,7 @@ from ema_ckpt.resume.restorer import Match, Restorer, Target, match
 from ema_ckpt.resume.tensor_source import Nested, name_inside, nest, tensors_of
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen
 from ema_ckpt.state_dicts.ema_layouts import find_averages, is_setting, name_averages
-
-if TYPE_CHECKING:
-    from ema_ckpt.ema.manager import ShardedEMA
-    from ema_ckpt.state_dicts.tree import Tree
+from ema_ckpt.state_dicts.tree import Tree
 
 _COMPARED_SETTINGS = (
     "schedule", "decay", "every", "dtype", "compensate", "rounding", "buffers", "seed", "nonfinite",
@@ -55,7 +53,7 @@ class EmaRestorer(Restorer):
 
     def compare(self) -> None:
         self.tree = self.reader.average_tree(self.label, separate=self.separate)
-        self.state = self.manager.state_dict()
+        self.state = state_of(self.manager, self.context.shards_of(self.manager.model))
         self.weights = Match(f"{self.label}.weights")
         self.residuals = Match(f"{self.label}.residual")
         if self.tree is None:

@@ -22,7 +22,7 @@ from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.live import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.swap_state import refuse_inside
-from ema_ckpt.resume.flatten import Leaf, flatten
+from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten
 from ema_ckpt.resume.optimizer_state import (
     Optimizers,
     as_list,
@@ -164,7 +164,8 @@ def _collect_state(
     weights = ["model"]
 
     def average_state(manager: ShardedEMA) -> dict[str, Any]:
-        return state_of(manager, shards if manager.model is model else None)
+        scan = shards if manager.model is model else None
+        return state_of(manager, scan, LocalShards.of)
 
     if isinstance(ema, Mapping):
         state["ema"] = {name: average_state(manager) for name, manager in ema.items()}

@@ -8,7 +8,7 @@ no older file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,16 +26,24 @@ from ema_ckpt.ema.shadows import Averages
 _VERSION = 1
 
 
-def tree(averages: Averages, counter: UpdateCounter, settings: Settings) -> dict[str, Any]:
-    """Return the state; averages are aliased, buffers that are not averaged are copied."""
+def tree(
+    averages: Averages,
+    counter: UpdateCounter,
+    settings: Settings,
+    as_tensor: Callable[..., Any] = as_global_tensor,
+) -> dict[str, Any]:
+    """Return the state; averages are aliased, buffers that are not averaged are copied.
+
+    `as_tensor` makes its tensors, as `as_global_tensor` does.
+    """
     weights = {
-        shadow.shard.fqn: _as_global(shadow, shadow.average, settings)
+        shadow.shard.fqn: _as_global(shadow, shadow.average, settings, as_tensor)
         for shadow in _saved(averages)
     }
     for tracked in averages.live_buffers:
         if tracked.persistent:
             shard = tracked.shard
-            weights[shard.fqn] = as_global_tensor(
+            weights[shard.fqn] = as_tensor(
                 shard.boxes, shard.shape, shard.local.detach().clone(), shard.layout
             )
     state: dict[str, Any] = {
@@ -46,7 +54,7 @@ def tree(averages: Averages, counter: UpdateCounter, settings: Settings) -> dict
     }
     if settings.compensate:
         state["residual"] = {
-            shadow.shard.fqn: _as_global(shadow, shadow.residual, settings)
+            shadow.shard.fqn: _as_global(shadow, shadow.residual, settings, as_tensor)
             for shadow in averages.shadows
             if shadow.residual is not None
         }
@@ -153,12 +161,14 @@ def _saved(averages: Averages) -> list[Shadow]:
     return [shadow for shadow, tracked in pairs if shadow.shard.is_parameter or tracked.persistent]
 
 
-def _as_global(shadow: Shadow, local: Tensor, settings: Settings) -> Tensor:
+def _as_global(
+    shadow: Shadow, local: Tensor, settings: Settings, as_tensor: Callable[..., Any]
+) -> Any:
     shard, replicas = shadow.shard, 1
     # On all ranks alike, also where this rank's part is the whole shard.
     if settings.shard_replicas is not False and shard.replica is not None and shard.shape:
         replicas = shard.replica.count
-    return as_global_tensor(shadow.boxes, shard.shape, local, shard.layout, replicas)
+    return as_tensor(shadow.boxes, shard.shape, local, shard.layout, replicas)
 
 
 def _copies(shadow: Shadow, target: Tensor | None, source: Tensor) -> list[tuple[Tensor, Tensor]]:
