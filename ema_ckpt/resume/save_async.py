@@ -1,4 +1,4 @@
-"""One save in the background at a time, and nobody leaves before it is done."""
+"""Run one save at a time in a background thread; the process does not end before it has."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _pending: _Saving | None = None
 
 
 class _Saving(Future[Path]):
-    """A future that knows whether anybody has looked at how it ended."""
+    """Future of a save that notes whether its result was looked at."""
 
     looked_at = False
 
     def result(self, timeout: float | None = None) -> Path:
-        """The published directory, or the error that prevented it, once it is there."""
+        """Return the published directory once it is there, or raise what prevented it."""
         self.looked_at = True
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error that prevented the save, or None, once it has ended."""
+        """Return the error that prevented the save, or None, once it has ended."""
         self.looked_at = True
         return super().exception(timeout)
 
@@ -38,7 +38,7 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
     def run() -> None:
         try:
             saving.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result
+        except BaseException as error:  # noqa: BLE001  # raised by `result()`
             saving.set_exception(error)
 
     _executor.submit(run)
@@ -46,14 +46,12 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
 
 
 def wait_for_background_save() -> None:
-    """Wait for the save in the background, if there is one; warn if it failed and nobody has
-    asked.
-    """
+    """Wait for the save in the background, if any; warn of a failure that nobody looked at."""
     global _pending
     saving, _pending = _pending, None
     if saving is None:
         return
-    asked = saving.looked_at
+    was_looked_at = saving.looked_at
     error = saving.exception()
-    if error is not None and not asked:
+    if error is not None and not was_looked_at:
         warnings.warn(f"the asynchronous save before this call failed: {error}", stacklevel=3)
