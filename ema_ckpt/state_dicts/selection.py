@@ -41,9 +41,7 @@ _SUGGESTED_FROM = 4000
 
 
 class SelectionOptions(NamedTuple):
-    """What a writer was asked to take and how to name it; see the module's docstring for the
-    order.
-    """
+    """Which tensors a writer takes and how it names and casts them."""
 
     match: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -54,7 +52,7 @@ class SelectionOptions(NamedTuple):
 
 
 class KeptObject(NamedTuple):
-    """An object to be written: the name and path it gets, and where it comes from."""
+    """An object to write: its name and path in the output, and its source."""
 
     name: str
     path: Path
@@ -90,7 +88,7 @@ class _Row:
 
 
 def cast_target(dtype: str) -> DType | None:
-    """The element type that `--dtype` names, or None for `keep`.
+    """Parse `--dtype` into an element type, or None for `keep`.
 
     Raises:
         UsageError: `usage` for anything but `keep`, `fp32`, `bf16`, `fp16` and torch's names of
@@ -222,8 +220,7 @@ def _full_rows(catalog: Catalog, trees: Sequence[Tree], *, strip: bool) -> Itera
 
 
 def _strips(tree: Tree) -> bool:
-    # Optimizer state names its parameters in `param_groups` too, which are values: both stay as
-    # they are.
+    # Optimizer state names its parameters in `param_groups` too, which are values: both stay.
     return tree.role in (LIVE, EMA) or (tree.role == OTHER and tree_role(tree.name) is None)
 
 
@@ -262,7 +259,7 @@ class _Globs:
         return any(test(name) for _, test in self._tests)
 
     def idle(self, names: Sequence[str]) -> list[str]:
-        """The globs that fit none of `names`."""
+        """List the globs that fit none of `names`."""
         present = self._names.intersection(names)
         idle = [glob for glob in self._names if glob not in present]
         return idle + [glob for glob, test in self._tests if not any(map(test, names))]

@@ -250,12 +250,12 @@ def find_tree(trees: Sequence[Tree], name: str, where: str = "the checkpoint") -
         UsageError: `unknown-tree`, listing the trees there are, the nearest name first;
             `ambiguous-tree` if `name` fits several.
     """
-    found = find_trees(trees, name, where)
-    if len(found) > 1:
-        names = shown([tree.name for tree in found])
+    matching = find_trees(trees, name, where)
+    if len(matching) > 1:
+        names = shown([tree.name for tree in matching])
         message = f"{where}: {name!r} may mean {names}; name one of them with --tree"
         raise UsageError("ambiguous-tree", message)
-    return found[0]
+    return matching[0]
 
 
 def find_trees(trees: Sequence[Tree], name: str, where: str = "the checkpoint") -> tuple[Tree, ...]:
