@@ -68,13 +68,12 @@ class StateSlab:
                 value = optimizer.state[param][name]
                 host.copy_(local_of(value))
                 optimizer.state[param][name] = views[name] = host_state_like(value, host)
+        numels = [shape.numel() for shape in shapes]
+        pieces = [Piece(index, 0, numel, is_last=True) for index, numel in enumerate(numels)]
+        self.chunks = [Chunk(self, tuple(pieces), {}, 0)]
         if on_device:
             self.starts = [int(host.storage_offset()) for host in hosts[names[0]]]
-            self.chunks = list(self._cut(hosts, slot_nbytes))
-        else:
-            numels = enumerate(shape.numel() for shape in shapes)
-            pieces = tuple(Piece(index, 0, numel, is_last=True) for index, numel in numels)
-            self.chunks = [Chunk(self, pieces, {}, 0)]
+            self.chunks = list(self._cut(hosts, pieces, slot_nbytes))
 
     def is_whole(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer still has this state, not another in its place."""
@@ -84,12 +83,12 @@ class StateSlab:
             for name, view in views.items()
         )
 
-    def _cut(self, hosts: Mapping[str, list[Tensor]], slot_nbytes: int) -> Iterator[Chunk]:
-        numels = [host.numel() for host in hosts[self.names[0]]]
-        stop = self.starts[-1] + numels[-1] - self.starts[0]
+    def _cut(
+        self, hosts: Mapping[str, list[Tensor]], pieces: Sequence[Piece], slot_nbytes: int
+    ) -> Iterator[Chunk]:
+        stop = self.starts[-1] + pieces[-1].stop - self.starts[0]
         whole = {name: _span(tensors, 0, stop) for name, tensors in hosts.items()}
-        if len(numels) > 1 or sum(map(_nbytes_in_slot, whole.values())) <= slot_nbytes:
-            pieces = [Piece(index, 0, numel, is_last=True) for index, numel in enumerate(numels)]
+        if len(pieces) > 1 or sum(map(_nbytes_in_slot, whole.values())) <= slot_nbytes:
             yield Chunk(self, tuple(pieces), whole, 0)
             return
         element_size = sum(host.element_size() for host in whole.values())
