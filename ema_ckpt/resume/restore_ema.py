@@ -19,7 +19,7 @@ from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.shadows import seed
 from ema_ckpt.resume.flatten import local_shards
-from ema_ckpt.resume.restorer import Match, Restorer, Target, match
+from ema_ckpt.resume.restorer import Match, PartRestorer, Target, match
 from ema_ckpt.resume.tensor_source import Nested, name_inside, nest, tensors_of
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen
 from ema_ckpt.state_dicts.ema_layouts import find_averages, is_setting, name_averages
@@ -30,8 +30,8 @@ _COMPARED_SETTINGS = (
 )  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
-class EmaRestorer(Restorer):
+@dataclass(eq=False)
+class EmaRestorer(PartRestorer):
     """Restores the averages of one manager.
 
     Args:

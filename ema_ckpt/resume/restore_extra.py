@@ -11,13 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ema_ckpt.core.text import shown
-from ema_ckpt.resume.restorer import Findings, Restorer
+from ema_ckpt.resume.restorer import Findings, PartRestorer
 from ema_ckpt.resume.rng import RngState
 from ema_ckpt.resume.tensor_source import Nested, nest_items
 
 
-@dataclass(slots=True, eq=False)
-class ExtraRestorer(Restorer):
+@dataclass(eq=False)
+class ExtraRestorer(PartRestorer):
     """Restores the values under `extra`."""
 
     requested: Mapping[str, Any]

@@ -9,12 +9,12 @@ from typing import Any
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.ema.model.live import extra_state, set_extra_state
 from ema_ckpt.resume.flatten import is_extra_state, local_shards
-from ema_ckpt.resume.restorer import Match, Restorer, match
+from ema_ckpt.resume.restorer import Match, PartRestorer, match
 from ema_ckpt.resume.tensor_source import Nested, name_inside, nest_items
 
 
-@dataclass(slots=True, eq=False)
-class ModelRestorer(Restorer):
+@dataclass(eq=False)
+class ModelRestorer(PartRestorer):
     """Restores the live weights."""
 
     weights: Match = field(init=False)

@@ -18,7 +18,7 @@ from ema_ckpt.ema.model.shards import Shard
 from ema_ckpt.ema.offload.optimizer import handle_of
 from ema_ckpt.resume import optimizer_state
 from ema_ckpt.resume.optimizer_state import StagedState, optimizer_tree
-from ema_ckpt.resume.restorer import Restorer
+from ema_ckpt.resume.restorer import PartRestorer
 from ema_ckpt.resume.tensor_source import torch_dtype
 
 State = dict[str, dict[str, Any]]  # per fqn and state name
@@ -26,8 +26,8 @@ State = dict[str, dict[str, Any]]  # per fqn and state name
 _COMMON = {"params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
-@dataclass(slots=True, eq=False)
-class OptimizerRestorer(Restorer):
+@dataclass(eq=False)
+class OptimizerRestorer(PartRestorer):
     """Restores state and options of optimizers."""
 
     optimizers: list[Optimizer]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -244,17 +244,16 @@ class Findings:
             self.warnings.append(f"{match.tree}: {shown(names)} {verb} {cast}")
 
 
-@dataclass(slots=True, eq=False)
-class Restorer:
+class Restorer(Protocol):
     """One part of the state to restore; its phases run on all ranks, one after the other.
+
+    The phases that return at once may be left out.
 
     User code (`load_state_dict` of an object, `set_extra_state` of a module) may refuse its values:
     it gets them before anything is written, and its own back if any of it refuses on any rank.
     """
 
-    reader: CheckpointReader
-    context: RestoreContext
-    findings: Findings = field(default_factory=Findings, init=False)
+    findings: Findings
 
     def compare(self) -> None:
         """Compare names, shapes and dtypes with the checkpoint's.
@@ -269,12 +268,25 @@ class Restorer:
 
     def apply_user_state(self) -> None:
         """Pass values to user code."""
+        return
 
     def rollback_user_state(self) -> None:
         """Give user code its former values, as far as `apply_user_state` came."""
+        return
 
     def write(self) -> None:
         """Copy what was read into place."""
+        return
 
     def finish(self) -> None:
         """Derive values from the other parts, which are in place by now."""
+        return
+
+
+@dataclass(eq=False)
+class PartRestorer(Restorer):
+    """Base of the restorers, whose phases do nothing unless they are overridden."""
+
+    reader: CheckpointReader
+    context: RestoreContext
+    findings: Findings = field(default_factory=Findings, init=False)
