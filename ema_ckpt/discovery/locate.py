@@ -104,7 +104,15 @@ def check_complete(location: Location) -> Location:
     source = open_files(location.root)
     try:
         if location.format == DCP:
-            return _check_dcp(source, location)
+            from ema_ckpt.formats.dcp.reader import read_metadata, required_files
+
+            metadata = location.metadata or read_metadata(source, location.names)
+            for name, nbytes in required_files(metadata).items():
+                size = source.size(name)
+                if size < nbytes:
+                    message = f"expected {nbytes} bytes, found {size}: the file is truncated"
+                    raise SourceError("truncated-file", f"{name}: {message}", file=name)
+            return location._replace(metadata=metadata)
         if location.format == SAFETENSORS:
             from ema_ckpt.formats.safetensors.reader import open_safetensors
 
@@ -116,18 +124,6 @@ def check_complete(location: Location) -> Location:
         return location
     finally:
         source.close()
-
-
-def _check_dcp(source: Files, location: Location) -> Location:
-    from ema_ckpt.formats.dcp.reader import read_metadata, required_files
-
-    metadata = location.metadata or read_metadata(source, location.names)
-    for name, nbytes in required_files(metadata).items():
-        size = source.size(name)
-        if size < nbytes:
-            message = f"{name}: expected {nbytes} bytes, found {size}: the file is truncated"
-            raise SourceError("truncated-file", message, file=name)
-    return location._replace(metadata=metadata)
 
 
 def _check_torch_file(source: Files, name: str) -> None:

@@ -237,7 +237,9 @@ def _without_online_model(group: Group) -> list[Group]:
 
 def _assign_roles(groups: Sequence[Group]) -> None:
     for group in groups:
-        group.role = _own_role(group)
+        role = EMA if group.is_average else group.role or tree_role(group.name)
+        needed = {EMA: group.weights, LIVE: group.tensors}.get(role or "", True)
+        group.role = role if needed else OTHER
     # Lightning's WeightAveraging callback stores the averages under `state_dict` and moves the live
     # weights aside.
     by_name = {group.name: group for group in groups}
@@ -250,16 +252,9 @@ def _assign_roles(groups: Sequence[Group]) -> None:
         group.role = group.role or (LIVE if group is live else OTHER)
 
 
-def _own_role(group: Group) -> str | None:
-    """Tell a group's role by its contents and name alone."""
-    role = EMA if group.is_average else group.role or tree_role(group.name)
-    needed = {EMA: group.weights, LIVE: group.tensors}
-    return role if needed.get(role or "", True) else OTHER
-
-
 def _unnamed_live(groups: Sequence[Group]) -> Group | None:
     """Find the live weights if no name tells them: the only group without a role that has any."""
-    roles = {group.role for group in groups}
+    roles = set(map(attrgetter("role"), groups))
     unnamed = [group for group in groups if group.role is None and group.tensors]
     shaped = [g for g in unnamed if any(map(attrgetter("shape"), g.tensors.values()))]
     if LIVE in roles or (EMA in roles and not shaped):
