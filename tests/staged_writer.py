@@ -83,7 +83,7 @@ def generation_of(directory: Path, count: int) -> str:
 
 
 def write_new(staged: Staged, text: str = "new") -> None:
-    if staged.terms.is_directory:
+    if staged.policy.is_directory:
         (staged.path / "model.safetensors").write_text(text)
     else:
         staged.path.write_text(text)

@@ -69,13 +69,13 @@ def test_an_item_of_which_a_part_is_missing_is_an_error(state: RunState) -> None
 def test_storages_that_several_processes_read_are_compared(tmp_path: Path) -> None:
     strided = Payload("__0_0.distcp", 64, 24, (1, 10), 3, zlib.crc32(DATA))
     others = ChecksumVerifier(LocalFiles(tmp_path), enabled=True)
-    others.read("w", strided, *part(0, 10))
+    others.record("w", strided, *part(0, 10))
     verifier = ChecksumVerifier(LocalFiles(tmp_path), enabled=True)
-    verifier.read("w", strided, *part(10, 24))
+    verifier.record("w", strided, *part(10, 24))
     verifier.merge(json.loads(json.dumps(others.dump())))
     verifier.finish()
     broken = ChecksumVerifier(LocalFiles(tmp_path), enabled=True)
-    broken.read("w", strided, 10, 14, 7)
+    broken.record("w", strided, 10, 14, 7)
     broken.merge(json.loads(json.dumps(others.dump())))
     with pytest.raises(SourceError, match="expected CRC-32"):
         broken.finish()
