@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -140,6 +141,13 @@ def test_layouts_and_formats_against_each_other(fixtures: Path, tmp_path: Path) 
             assert not result.differs
             assert codes(result) == []
             assert (result.summary.rel_l2, result.summary.cosine) == (0.0, 1.0)
+
+
+def test_statistics_for_tables_are_no_part_of_the_json(fixtures: Path) -> None:
+    result = diff(fixtures / "tiny-lm")
+    assert set(result.pair_stats) == {tensor.name for tensor in result.tensors}
+    assert "pair_stats" not in dataclasses.asdict(result)
+    assert "pair_stats" not in repr(result)
 
 
 def test_dtypes_may_differ(tmp_path: Path) -> None:
