@@ -111,6 +111,7 @@ def test_generated_pages_are_current(tmp_path: Path) -> None:
 def test_command_line_and_library_have_the_same_options() -> None:
     """Each verb is a command and a function, and what one can be told the other can."""
     only_commands = {"as_json", "quiet", "debug", "help", "depth", "shards", "top", "exit_code"}
+    only_commands |= {"distributed"}
     only_functions = {"progress"}
     assert set(cli.commands) == {name for name in ema_ckpt.__all__ if name in VERBS}
     for name, command in cli.commands.items():
