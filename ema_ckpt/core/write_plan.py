@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ema_ckpt.core.box import Box
-from ema_ckpt.core.catalog import Tensor
+from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.dtypes import DType
 
 _COALESCED_NBYTES = 64 << 10
@@ -34,6 +34,14 @@ class OutputTensor(NamedTuple):
     def casts(self) -> bool:
         """Whether values change on the way."""
         return self.dtype != self.source.dtype
+
+
+class OutputObject(NamedTuple):
+    """An object to write: its new name and path, and where it comes from."""
+
+    name: str
+    path: tuple[str | int, ...]
+    source: Object
 
 
 class WriteItem(NamedTuple):

@@ -1,188 +1,186 @@
-"""Nested dicts and lists as flat leaves with paths, and back.
+"""Flatten nested dicts and lists to leaves with paths, and nest them again.
 
 Paths are those of `torch.distributed.checkpoint` (`_traverse.py`): text for a dict key, a number
-for a place in a list; dicts are always opened, lists if a dict or tensor is in them. Tuples are
-opened here if a tensor is in them, as no tensor may get lost. What such a path does not tell (keys
-that are no text, tuples) is kept beside it.
+for a list index; dicts are always opened, lists if a dict or tensor is in them. Tuples are opened
+here if a tensor is in them, as no tensor may get lost. `Nesting` keeps the facts that such a path
+lacks: keys that are no text, and tuples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError, TargetError
 from ema_ckpt.formats.pickle.safe_globals import Opaque, parts_of
 
 Path = tuple[str | int, ...]
+Parts = Iterable[tuple[str | int, Any]]
 
 _MAX_DEPTH = 100
+
+
+def walk(
+    root: object, open_container: Callable[[Path, Any], Parts | None]
+) -> Iterator[tuple[Path, Any]]:
+    """Yield the path and value of each leaf below `root`, in stored order.
+
+    `open_container` returns the parts of a container, or None for a leaf.
+    """
+    pending: list[tuple[Path, Any]] = [((), root)]
+    while pending:
+        path, value = pending.pop()
+        parts = open_container(path, value)
+        if parts is None:
+            yield path, value
+        else:
+            pending += reversed([((*path, part), item) for part, item in parts])
 
 
 def flatten(
     root: object, is_tensor: Callable[[object], bool], budget: int
 ) -> tuple[list[tuple[Path, object]], Nesting]:
-    """All leaves below `root`, in stored order.
+    """List all leaves below `root` in stored order, and how they nest.
 
     Args:
-        is_tensor: tells the values that are tensors.
-        budget: how many containers and leaves there may be in all, those counted again that are
-            stored once and referred to often: a few bytes of pickle can mean more of them than any
-            machine holds.
+        is_tensor: whether a value is a tensor.
+        budget: number of containers and leaves allowed, a shared one counted at each reference: a
+            few bytes of pickle can refer to more of them than any machine has memory for.
 
     Raises:
         SourceError: `unsupported` beyond the budget or a depth of 100, for a key of an odd type, or
             for a tensor that no path leads to; `name-collision` for two keys that read the same.
     """
-    walk = _Walk(is_tensor, budget)
-    walk.visit((), root)
-    return walk.leaves, Nesting(walk.keys, frozenset(walk.tuples))
+    flattener = _Flattener(is_tensor, budget)
+    leaves = list(walk(root, flattener.open_container))
+    return leaves, Nesting(flattener.keys, frozenset(flattener.tuples))
 
 
-class _Walk:
-    """The state of one traversal."""
+class _Flattener:
+    """Opens containers, and collects what their paths lack."""
 
     def __init__(self, is_tensor: Callable[[object], bool], budget: int) -> None:
-        self.is_tensor = is_tensor
-        self.budget = budget
-        self.leaves: list[tuple[Path, object]] = []
         self.keys: dict[Path, object] = {}
         self.tuples: list[Path] = []
-        self._known: dict[tuple[int, bool], bool] = {}
+        self._is_tensor = is_tensor
+        self._budget = budget
+        self._is_opened: dict[int, bool] = {}
 
-    def visit(self, path: Path, value: object) -> None:
-        """Open `value`, or note it as a leaf."""
-        self.spend(1)
-        if len(path) > _MAX_DEPTH:
-            raise SourceError("unsupported", f"containers are nested more than {_MAX_DEPTH} deep")
+    def open_container(self, path: Path, value: Any) -> Parts | None:
+        self._spend(len(path))
         if isinstance(value, dict) and value:
-            for key, item in value.items():
-                self.visit((*path, self._text(path, key, value)), item)
-        elif isinstance(value, list | tuple) and self._opens(value):
+            return [(self._text(path, key, value), item) for key, item in value.items()]
+        if isinstance(value, list | tuple) and self._opens(value):
             if isinstance(value, tuple):
                 self.tuples.append(path)
-            for index, item in enumerate(value):
-                self.visit((*path, index), item)
-        else:
-            self._weigh(value)
-            self.leaves.append((path, value))
+            return enumerate(value)
+        self._check_leaf(value)
+        return None
 
-    def spend(self, count: int) -> None:
-        """Take from the budget."""
-        self.budget -= count
-        if self.budget < 0:
+    def _spend(self, depth: int) -> None:
+        """Count one container or leaf."""
+        self._budget -= 1
+        if self._budget < 0:
             raise SourceError("unsupported", "the same containers are referred to over and over")
+        if depth > _MAX_DEPTH:
+            raise SourceError("unsupported", f"containers are nested more than {_MAX_DEPTH} deep")
 
-    def _text(self, path: Path, key: object, siblings: Mapping[object, object]) -> str:
-        """A key as text. Whole numbers may be too long for that, and other keys may read the
-        same.
-        """
+    def _text(self, path: Path, key: object, siblings: dict[object, object]) -> str:
+        """Convert a key to text that no other key of the dict has."""
         if isinstance(key, str):
             return key
-        if not isinstance(key, int | float | tuple | None) or (
-            isinstance(key, int) and key.bit_length() > 4096
-        ):
+        # Python does not print whole numbers of more than 4300 digits.
+        is_huge = isinstance(key, int) and key.bit_length() > 4096
+        if is_huge or not isinstance(key, int | float | tuple | None):
             raise SourceError("unsupported", f"a dict has a key of type {type(key).__name__}")
         text = str(key)
-        place = (*path, text)
-        if text in siblings or place in self.keys:
+        if text in siblings or (*path, text) in self.keys:
             raise SourceError("name-collision", f"a dict has two keys that read {text!r}")
-        self.keys[place] = key
+        self.keys[*path, text] = key
         return text
 
     def _opens(self, value: list[object] | tuple[object, ...]) -> bool:
-        return self._holds(value, False) or (isinstance(value, list) and self._holds(value, True))
+        """Whether a tensor is anywhere in `value`, or a dict in a list or in lists in it."""
+        if id(value) not in self._is_opened:
+            opens = any(map(self._is_tensor, _inside(value, (list, tuple, dict))))
+            if not opens and isinstance(value, list):
+                opens = any(isinstance(inner, dict) for inner in _inside(value, (list,)))
+            self._is_opened[id(value)] = opens
+        return self._is_opened[id(value)]
 
-    def _holds(self, value: list[object] | tuple[object, ...], dicts: bool) -> bool:
-        """Whether a tensor is anywhere in `value`; with `dicts`, whether a dict is in it or in
-        lists in it.
-        """
-        mark = (id(value), dicts)
-        if mark not in self._known:
-            self._known[mark] = False  # for a list that contains itself
-            self._known[mark] = any(
-                isinstance(inner, dict) if dicts else self.is_tensor(inner)
-                for inner in _inside(value, dicts)
-            )
-        return self._known[mark]
-
-    def _weigh(self, value: object) -> None:
-        """Count what is in a leaf, as whoever writes it will meet it; tensors in places without a
-        path are refused.
-        """
-        todo: list[tuple[object, int]] = [] if self.is_tensor(value) else [(value, 0)]
-        while todo:
-            inner, depth = todo.pop()
-            self.spend(1)
-            if depth > _MAX_DEPTH:
-                raise SourceError(
-                    "unsupported", f"containers are nested more than {_MAX_DEPTH} deep"
-                )
-            if self.is_tensor(inner):
+    def _check_leaf(self, value: object) -> None:
+        """Count what is in a leaf, as a writer will meet it, and refuse tensors without a path."""
+        if self._is_tensor(value):
+            return
+        pending: list[tuple[object, int]] = [(value, 0)]
+        while pending:
+            inner, depth = pending.pop()
+            self._spend(depth)
+            if self._is_tensor(inner):
                 raise SourceError("unsupported", "a tensor lies in a set or is the key of a dict")
-            todo += (
-                [] if isinstance(inner, Opaque) else [(part, depth + 1) for part in parts_of(inner)]
-            )
+            if not isinstance(inner, Opaque):
+                pending += [(part, depth + 1) for part in parts_of(inner)]
 
 
-def _inside(value: object, lists_only: bool) -> Iterable[object]:
-    """Everything in a container and the containers in it, each once."""
+def _inside(value: object, opened: tuple[type, ...]) -> Iterator[object]:
+    """Iterate over a container and what is in it and in containers of the types `opened`."""
     seen: set[int] = set()
-    todo = [value]
-    while todo:
-        inner = todo.pop()
+    pending = [value]
+    while pending:
+        inner = pending.pop()
         if id(inner) in seen:
             continue
         seen.add(id(inner))
         yield inner
-        if isinstance(inner, list) or (isinstance(inner, tuple) and not lists_only):
-            todo.extend(inner)
-        elif isinstance(inner, dict) and not lists_only:
-            todo.extend(inner.values())
+        if isinstance(inner, opened):
+            pending.extend(inner.values() if isinstance(inner, dict) else inner)  # type: ignore[arg-type]
 
 
-def renest(leaves: Iterable[tuple[Path, object]], nesting: Nesting) -> object:
-    """The containers whose leaves these are: the inverse of `flatten`.
+class _Node(dict[str | int, Any]):
+    """A container under construction; leaves may be dicts too."""
 
-    A list of which some places are missing becomes a dict from place to value: closing the gaps
-    would give what is left the wrong places.
+
+def nest(leaves: Iterable[tuple[Sequence[str | int], Any]]) -> dict[str | int, Any]:
+    """Nest leaves by path as dicts in dicts; list indices are int keys.
 
     Raises:
         TargetError: `name-collision` if one path ends where another goes on.
     """
-    root: dict[str | int, object] = {}
+    root = _Node()
     for path, value in leaves:
-        if not path:
-            return value
         node = root
         for depth, part in enumerate(path[:-1], 1):
-            below = node.setdefault(part, _Node())
-            if not isinstance(below, _Node):
+            inner = node.setdefault(part, _Node())
+            if not isinstance(inner, _Node):
                 raise _collision(path[:depth])
-            node = below
+            node = inner
         if path[-1] in node:
             raise _collision(path)
         node[path[-1]] = value
-    return _close((), root, nesting)
+    return root
 
 
-class _Node(dict[str | int, object]):
-    """A container under construction; leaves may be dicts too."""
-
-
-def _collision(path: Path) -> TargetError:
+def _collision(path: Sequence[str | int]) -> TargetError:
     name = ".".join(map(str, path))
-    return TargetError(
-        "name-collision", f"two entries meet at {name!r}; rename one with --rename", tensor=name
-    )
+    message = f"two entries meet at {name!r}; rename one with --rename"
+    return TargetError("name-collision", message, tensor=name)
 
 
-def _close(path: Path, node: dict[str | int, object], nesting: Nesting) -> object:
-    parts = {
-        part: _close((*path, part), item, nesting) if isinstance(item, _Node) else item
-        for part, item in node.items()
-    }
-    if parts and set(parts) == set(range(len(parts))):
+def renest(leaves: Iterable[tuple[Path, object]], nesting: Nesting) -> object:
+    """Restore the containers of leaves: the inverse of `flatten`. Raises as `nest`.
+
+    A list of which some items are missing becomes a dict from index to value: closing the gaps
+    would give the remaining items wrong indices.
+    """
+    return _restore((), nest(leaves), nesting)
+
+
+def _restore(path: Path, node: dict[str | int, Any], nesting: Nesting) -> object:
+    parts: dict[str | int, object] = {}
+    for part, item in node.items():
+        parts[part] = _restore((*path, part), item, nesting) if isinstance(item, _Node) else item
+    if parts and parts.keys() == set(range(len(parts))):
         items = [parts[index] for index in range(len(parts))]
         return tuple(items) if path in nesting.tuples else items
     return {nesting.keys.get((*path, part), part): item for part, item in parts.items()}

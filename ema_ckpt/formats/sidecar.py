@@ -1,14 +1,13 @@
-"""What this package records beside tensors: digests, nesting, plain objects and ties, as one JSON
-document.
+"""Read and write the sidecar: digests, nesting, plain objects and ties, as one JSON document.
 
 It lies in `__metadata__["ema_ckpt"]` of a safetensors file, in `ema_ckpt.json` of a directory and
 in a zip record of that name in a torch file:
 
     {"version": 1,
      "digests": {name: {"crc32": "crc32:8hex", "dtype": "float32", "shape": [2, 3]}},
-     "files": [name, ...]          the files of a directory that the digests speak of
+     "files": [name, ...]          the files of a directory that the digests are about
      "paths": {name: [part, ...]}  of a nested checkpoint, where a path is not simply (name,)
-     "keys": [[path, key], ...], "tuples": [path, ...]   what paths leave open
+     "keys": [[path, key], ...], "tuples": [path, ...]   facts that paths lack (`Nesting`)
      "objects": [{"name", "path", "value"}],  "ties": {dropped name: kept name}}
 
 A digest is the CRC-32 of the tensor's logical row-major little-endian bytes. It has a fixed width,
@@ -22,9 +21,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from types import NoneType
+from typing import Any, NamedTuple
 
-from ema_ckpt.core.catalog import Nesting, Object, Tensor
+from ema_ckpt.core.catalog import Files, Nesting, Object, Path, Tensor
 from ema_ckpt.core.dtypes import DTYPE_NAMES, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import OutputTensor
@@ -34,11 +34,11 @@ from ema_ckpt.formats.pickle.safe_globals import Global
 KEY = "ema_ckpt"
 SIDECAR = "ema_ckpt.json"
 VERSION = 1
-# A list of which a part was selected keeps its places; one far beyond what is there would make
-# whoever rebuilds the list allocate without bound.
+# A list of which a part was selected keeps its indices; one far beyond the number of entries would
+# make whoever rebuilds the list allocate without bound.
 _MAX_INDEX = 1 << 20
-
-Path = tuple[str | int, ...]
+_TORCH_DTYPES = frozenset(("torch", name) for name in DTYPE_NAMES)
+_SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
 
 class Digest(NamedTuple):
@@ -50,10 +50,8 @@ class Digest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One parsed document. `version` 0: there was none; above `VERSION`: nothing but the number was
-    read.
-    """
+class Sidecar:
+    """A parsed document. `version` is 0 if there is none; above `VERSION` all else is unread."""
 
     version: int = 0
     digests: Mapping[str, Digest] = field(default_factory=dict)
@@ -65,28 +63,30 @@ class Record:
 
 
 def load_json(text: str | bytes, file: str) -> Any:
-    """Parse JSON as strictly as a format deserves that other tools read too: no NaN, no key given
-    twice.
+    """Parse JSON strictly, since other tools read it too: no NaN, no key given twice.
 
     Raises:
         SourceError: `bad-header`.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
-        raise SourceError(
-            "bad-header", f"{file}: not the JSON it should be: {reason}", file=file
-        ) from None
+    except RecursionError:
+        reason = "it nests too deeply"
+    except ValueError as error:
+        reason = str(error)
+    message = f"{file}: not the JSON it should be: {reason}"
+    raise SourceError("bad-header", message, file=file)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} is given twice")
-    return found
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r} is given twice")
+            seen.add(key)
+    return document
 
 
 def _refuse_constant(name: str) -> object:
@@ -94,7 +94,7 @@ def _refuse_constant(name: str) -> object:
 
 
 def dump(
-    entries: Iterable[OutputTensor],
+    tensors: Iterable[OutputTensor],
     digests: Mapping[str, int],
     *,
     files: Sequence[str] = (),
@@ -103,95 +103,94 @@ def dump(
     ties: Mapping[str, str] | None = None,
     tied_paths: Mapping[str, Path] | None = None,
 ) -> str:
-    """The document for `entries`; digests not known yet are written as zeros, at the same width.
+    """Write the document for `tensors`; digests not known yet are zeros of the same width.
 
     With `tied_paths` of dropped names, a reader lists these again, as the same bytes under two
     names.
     """
-    entries = list(entries)
+    tensors = list(tensors)
     document: dict[str, object] = {
         "version": VERSION,
-        "digests": {e.name: _digest(e, digests) for e in entries},
+        "digests": {tensor.name: _digest(tensor, digests) for tensor in tensors},
     }
     if files:
         document["files"] = list(files)
     if nesting is not None:
-        paths = {e.name: e.path for e in entries if e.path != (e.name,)} | dict(tied_paths or {})
+        paths = {item.name: item.path for item in tensors if item.path != (item.name,)}
+        paths |= tied_paths or {}
         document["paths"] = {name: list(path) for name, path in paths.items()}
         document["keys"] = [[list(path), encode(key)] for path, key in nesting.keys.items()]
         document["tuples"] = [list(path) for path in nesting.tuples]
-    written = [{"name": o.name, "path": list(o.path), "value": encode(o.inline)} for o in objects]
-    if written:
-        document["objects"] = written
+    encoded = [
+        {"name": item.name, "path": list(item.path), "value": encode(item.inline)}
+        for item in objects
+    ]
+    if encoded:
+        document["objects"] = encoded
     if ties:
         document["ties"] = dict(ties)
     return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _digest(entry: OutputTensor, digests: Mapping[str, int]) -> dict[str, object]:
-    crc = digests.get(entry.name, 0)
-    return {
-        "crc32": f"crc32:{crc:08x}",
-        "dtype": entry.dtype.name,
-        "shape": list(entry.source.shape),
-    }
+def _digest(tensor: OutputTensor, digests: Mapping[str, int]) -> dict[str, object]:
+    crc, shape = digests.get(tensor.name, 0), list(tensor.source.shape)
+    return {"crc32": f"crc32:{crc:08x}", "dtype": tensor.dtype.name, "shape": shape}
 
 
-def parse(text: str | bytes, file: str) -> Record:
-    """Read a document of ours that lies in, or is, the file `file`.
+def read(source: Files) -> Sidecar:
+    """Parse the sidecar of a directory. Raises as `parse`; SourceError `missing-file`."""
+    return parse(source.read(SIDECAR, 0, source.size(SIDECAR)), SIDECAR)
+
+
+def parse(text: str | bytes, file: str) -> Sidecar:
+    """Parse the document that lies in, or is, the file `file`.
 
     Raises:
-        SourceError: `bad-header` if it is not what this package writes.
+        SourceError: `bad-header` if this package did not write it so.
     """
     document = load_json(text, file)
     try:
-        return _record(document, file)
+        return _parse_document(document, file)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        message = f"{file}: the record of ema_ckpt in it is damaged ({error}); remove it to read without digests"
-        raise SourceError("bad-header", message, file=file) from None
+        message = f"{file}: the sidecar of ema_ckpt in it is damaged ({error})"
+        remedy = "remove it to read without digests"
+        raise SourceError("bad-header", f"{message}; {remedy}", file=file) from None
 
 
-def _record(document: Any, file: str) -> Record:
+def _parse_document(document: Any, file: str) -> Sidecar:
     version = document["version"]
     if type(version) is not int or version < VERSION:
         raise ValueError(f"version {version!r}")
     if version > VERSION:
-        return Record(version)
+        return Sidecar(version)
     digests = {name: _parse_digest(value) for name, value in document["digests"].items()}
-    raw_objects = document.get("objects", [])
     ties = {name: _text(kept) for name, kept in document.get("ties", {}).items()}
+    raw_objects = document.get("objects", [])
     limit = _MAX_INDEX + len(digests) + len(raw_objects) + len(ties)
-    objects = tuple(
-        Object(
-            _text(o["name"]),
-            _path(o["path"], limit),
-            file,
-            inline=decode(o["value"]),
-            is_inline=True,
-        )
-        for o in raw_objects
-    )
-    return Record(
+    objects: list[Object] = []
+    for item in raw_objects:
+        name, path, value = _text(item["name"]), _path(item["path"], limit), decode(item["value"])
+        objects.append(Object(name, path, file, inline=value, is_inline=True))
+    return Sidecar(
         version=VERSION,
         digests=digests,
-        files=tuple(_text(name) for name in document.get("files", ())),
+        files=tuple(map(_text, document.get("files", ()))),
         paths={name: _path(parts, limit) for name, parts in document.get("paths", {}).items()},
         nesting=_nesting(document, limit) if "paths" in document else None,
-        objects=objects,
+        objects=tuple(objects),
         ties=ties,
     )
 
 
 def _nesting(document: Any, limit: int) -> Nesting:
     keys = {_path(path, limit): _hashable(decode(key)) for path, key in document.get("keys", [])}
-    return Nesting(
-        keys, frozenset(_path(path, limit) if path else () for path in document.get("tuples", []))
-    )
+    tuples = [_path(path, limit) if path else () for path in document.get("tuples", [])]
+    return Nesting(keys, frozenset(tuples))
 
 
 def _parse_digest(value: Any) -> Digest:
-    label, _, digits = _text(value["crc32"]).partition(":")
-    if label != "crc32" or len(digits) != 8 or digits.strip("0123456789abcdef"):
+    algorithm, _, digits = _text(value["crc32"]).partition(":")
+    if algorithm != "crc32" or len(digits) != 8 or digits.strip("0123456789abcdef"):
         raise ValueError(f"{value['crc32']!r} is not a CRC-32")
     shape = tuple(value["shape"])
     if not all(type(size) is int for size in shape):
@@ -206,44 +205,43 @@ def _text(value: object) -> str:
 
 
 def _path(parts: Any, limit: int) -> Path:
-    if not isinstance(parts, list) or not parts or not all(_is_part(part, limit) for part in parts):
+    if not isinstance(parts, list) or not parts:
         raise ValueError(f"{parts!r} is not a path")
+    for part in parts:
+        is_index = type(part) is int and 0 <= part < limit
+        if not (is_index or isinstance(part, str)):
+            raise ValueError(f"{parts!r} is not a path")
     return tuple(parts)
 
 
-def _is_part(part: object, limit: int) -> bool:
-    return isinstance(part, str) or (type(part) is int and 0 <= part < limit)
-
-
-def digests_of(record: Record, tensors: Iterable[Tensor], file: str) -> dict[str, int]:
-    """The recorded CRC-32 of each tensor that has one.
+def digests_of(sidecar: Sidecar, tensors: Iterable[Tensor], file: str) -> dict[str, int]:
+    """Collect the recorded CRC-32 of each tensor that has one.
 
     Raises:
         SourceError: `checksum` if a digest was taken of another dtype or shape than the tensor now
             has.
     """
-    found: dict[str, int] = {}
+    crcs: dict[str, int] = {}
     for tensor in tensors:
-        digest = record.digests.get(tensor.name) or record.digests.get(
-            record.ties.get(tensor.name, "")
-        )
+        kept_name = sidecar.ties.get(tensor.name, "")
+        digest = sidecar.digests.get(tensor.name) or sidecar.digests.get(kept_name)
         if digest is None:
             continue
         if (digest.dtype, digest.shape) != (tensor.dtype.name, tensor.shape):
-            message = (
-                f"{file}: tensor {tensor.name!r} is {tensor.dtype.name} {list(tensor.shape)}, but its digest was taken "
-                f"of {digest.dtype} {list(digest.shape)}; if the file was rewritten on purpose, remove the record"
-            )
+            is_now = f"{file}: tensor {tensor.name!r} is {tensor.dtype.name} {list(tensor.shape)}"
+            was = f"its digest was taken of {digest.dtype} {list(digest.shape)}"
+            remedy = "if the file was rewritten on purpose, remove the sidecar"
+            message = f"{is_now}, but {was}; {remedy}"
             raise SourceError("checksum", message, tensor=tensor.name, file=file)
-        found[tensor.name] = digest.crc
-    return found
+        crcs[tensor.name] = digest.crc
+    return crcs
 
 
 def encode(value: object) -> object:
-    """A plain value as JSON from which `decode` restores it exactly, types included.
+    """Convert a plain value to JSON from which `decode` restores it exactly, types included.
 
-    What JSON lacks becomes an object with one key that begins with `$`: tuples, sets, bytes,
-    dtypes, complex and non-finite numbers, dicts with keys that are not text.
+    A value that JSON lacks becomes an object with one key that begins with `$`: tuples, sets,
+    bytes, dtypes, complex and non-finite numbers, dicts with keys that are not text.
 
     Raises:
         TypeError: naming the type that is not plain.
@@ -255,56 +253,54 @@ def encode(value: object) -> object:
         raise TypeError("a value that contains itself, or nests too deeply, is not plain") from None
 
 
-def _encode(value: object) -> object:
+def _encode(value: Any) -> object:
     kind = type(value)
-    if value is None or kind is bool:
+    if kind in (bool, NoneType):
         return value
     if kind is str:
-        return _encodable(cast("str", value))
-    if kind is int:
-        # Python's JSON reader refuses numbers of more than 4300 digits.
-        number = cast("int", value)
-        return number if number.bit_length() <= 4096 else {"$int": hex(number)}
-    if kind is float:
-        real = cast("float", value)
-        return real if math.isfinite(real) else {"$float": repr(real)}
-    if kind is list:
-        return [_encode(item) for item in cast("list[object]", value)]
-    if kind in (tuple, set, frozenset):
-        return {f"${kind.__name__}": [_encode(item) for item in cast("tuple[object, ...]", value)]}
+        return _check_unicode(value)
+    if kind in (int, float, complex):
+        return _encode_number(value)
+    if kind in (list, tuple, set, frozenset):
+        items = [_encode(item) for item in value]
+        return items if kind is list else {f"${kind.__name__}": items}
     if kind in (bytes, bytearray):
-        return {f"${kind.__name__}": base64.b64encode(cast("bytes", value)).decode("ascii")}
-    if kind is complex:
-        pair = cast("complex", value)
-        return {"$complex": [_encode(pair.real), _encode(pair.imag)]}
+        return {f"${kind.__name__}": base64.b64encode(value).decode("ascii")}
     if isinstance(value, dict):
         return _encode_dict(value)
-    if isinstance(value, Global) and value.module == "torch" and value.name in DTYPE_NAMES:
+    if isinstance(value, Global) and (value.module, value.name) in _TORCH_DTYPES:
         return {"$dtype": value.name}
     raise TypeError(f"a value of type {kind.__name__} is not plain")
 
 
-def _encodable(text: str) -> str:
+def _encode_number(value: Any) -> object:
+    if isinstance(value, complex):
+        return {"$complex": [_encode(value.real), _encode(value.imag)]}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    # Python's JSON reader refuses numbers of more than 4300 digits.
+    return value if value.bit_length() <= 4096 else {"$int": hex(value)}
+
+
+def _encode_dict(value: dict[Any, Any]) -> object:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {_check_unicode(key): _encode(item) for key, item in value.items()}
+    return {"$dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
+
+
+def _check_unicode(text: str) -> str:
     if not is_unicode(text):
         raise TypeError(f"the text {text!r} is not valid Unicode")
     return text
 
 
 def is_unicode(text: str) -> bool:
-    """Whether `text` can be written as UTF-8: pickles and JSON escapes can carry lone
-    surrogates.
-    """
+    """Whether `text` can be UTF-8: pickles and JSON escapes can carry lone surrogates."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _encode_dict(value: dict[Any, Any]) -> object:
-    if all(type(key) is str and not key.startswith("$") for key in value):
-        return {_encodable(key): _encode(item) for key, item in value.items()}
-    return {"$dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
-
-
 def decode(value: Any) -> object:
-    """The value that `encode` was given.
+    """Restore the value that `encode` was given.
 
     Raises:
         ValueError, TypeError: if nothing encodes to this.
@@ -320,6 +316,8 @@ def decode(value: Any) -> object:
 
 
 def _decode_tagged(tag: str, content: Any) -> object:
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](decode(item) for item in content)
     if tag == "$dict":
         return {_hashable(decode(key)): decode(item) for key, item in content}
     if tag == "$float":
@@ -327,17 +325,14 @@ def _decode_tagged(tag: str, content: Any) -> object:
     if tag == "$int":
         return int(content, 16)
     if tag == "$complex":
-        real, imaginary = (decode(part) for part in content)
-        return complex(cast("float", real), cast("float", imaginary))
+        real, imaginary = map(decode, content)
+        return complex(real, imaginary)  # type: ignore[call-overload]
     if tag in ("$bytes", "$bytearray"):
         data = base64.b64decode(content, validate=True)
         return data if tag == "$bytes" else bytearray(data)
     if tag == "$dtype":
         return Global("torch", by_name(content).name, None)
-    kinds: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
-    if tag not in kinds:
-        raise ValueError(f"{tag!r} is not a kind of plain value")
-    return kinds[tag](decode(item) for item in content)
+    raise ValueError(f"{tag!r} is not a kind of plain value")
 
 
 def _hashable(key: object) -> object:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from ema_ckpt.core.catalog import Catalog, Diagnostic
 from ema_ckpt.core.errors import SourceError, UnsafeError, UsageError, about
 from ema_ckpt.core.text import counted, shown
-from ema_ckpt.core.write_plan import OutputTensor
+from ema_ckpt.core.write_plan import OutputObject, OutputTensor
 from ema_ckpt.discovery.locate import step_number
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
 from ema_ckpt.ops.results import Skipped
-from ema_ckpt.state_dicts.selection import KeptObject
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.directories import base_name, join, list_folder
 
@@ -31,12 +30,12 @@ _RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
 class ObjectPlan:
     """Objects to write, objects that are skipped, and warnings about both."""
 
-    kept: list[KeptObject] = field(default_factory=list)
+    kept: list[OutputObject] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     warnings: list[Diagnostic] = field(default_factory=list)
 
 
-def plan_objects(catalog: Catalog, objects: Sequence[KeptObject], form: str) -> ObjectPlan:
+def plan_objects(catalog: Catalog, objects: Sequence[OutputObject], form: str) -> ObjectPlan:
     """Sort objects by whether `form` (`dcp`, `safetensors`, `torch`) can hold them.
 
     An archive of a DCP source goes to DCP byte for byte, whatever is in it; anything else has to be

@@ -15,10 +15,9 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
-from ema_ckpt.core.write_plan import OutputTensor, WritePlan, keep_first
+from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.objects import header_text
 from ema_ckpt.ops.results import FileEntry, Skipped, WriteResult
-from ema_ckpt.state_dicts.selection import KeptObject
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.engine import run
@@ -99,7 +98,7 @@ def plan_for(
     catalog: Catalog,
     tensors: Sequence[OutputTensor],
     *,
-    objects: Sequence[KeptObject] = (),
+    objects: Sequence[OutputObject] = (),
     split: Sequence[bool] = (),
     nesting: Nesting | None = None,
     expand_ties: bool = False,
@@ -116,10 +115,10 @@ def plan_for(
     if output.form == "dcp":
         from ema_ckpt.formats.dcp import writer as dcp_writer
 
-        stored = [dcp_writer.StoredObject(item.name, item.path, item.source) for item in objects]
         ranks = output.world_size or catalog.world_size or 1
-        plan = dcp_writer.lay_out(tensors, stored, split, ranks, catalog.source, catalog.order)
-        return plan, {}
+        return dcp_writer.lay_out(
+            tensors, objects, split, ranks, catalog.source, catalog.order
+        ), {}
     inline = [
         Object(item.name, item.path, item.source.file, inline=item.source.inline, is_inline=True)
         for item in objects
@@ -139,20 +138,17 @@ def plan_for(
     dropped, _ = dropped_names(catalog, tensors)
     text = header_text(catalog) | dropped
     paths = {tensor.name: tensor.path for tensor in tensors if tensor.name in ties}
-    if output.is_directory:
-        return safetensors_writer.lay_out_directory(
-            kept,
-            output.max_shard_nbytes,
-            output.basename,
-            text,
-            nesting=nesting,
-            objects=inline,
-            ties=ties,
-            tied_paths=paths,
-        ), ties | dropped
-    return safetensors_writer.lay_out_file(
-        kept, text, nesting=nesting, objects=inline, ties=ties, tied_paths=paths
-    ), ties | dropped
+    plan = safetensors_writer.lay_out(
+        kept,
+        text,
+        max_shard_nbytes=output.max_shard_nbytes if output.is_directory else None,
+        basename=output.basename,
+        nesting=nesting,
+        objects=inline,
+        ties=ties,
+        tied_paths=paths,
+    )
+    return plan, ties | dropped
 
 
 @dataclass(slots=True)

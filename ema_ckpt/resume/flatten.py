@@ -7,7 +7,7 @@ that plain `dcp.load` reads what is written and the metadata has the tree struct
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.checkpoint.local_shards_tensor import LocalShardsTensor, box_views, pieces_of
 from ema_ckpt.ema.model.shards import Shard
+from ema_ckpt.formats.nesting import walk
 
 Path = tuple[str | int, ...]
 
@@ -82,7 +83,7 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
         UsageError: `name-collision` if two paths join to one dotted name.
     """
     leaves: dict[str, Leaf] = {}
-    for path, value in _walk((), state):
+    for path, value in walk(state, _open_container):
         name = ".".join(map(str, path))
         if name in leaves:
             message = f"two entries of the state are called {name!r}; rename one of them"
@@ -123,17 +124,12 @@ def local_shards(tensor: torch.Tensor | Shard | LocalShards) -> LocalShards:
     return LocalShards(shape, tensor.dtype, tuple(shards))
 
 
-def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    items: Iterable[tuple[str | int, Any]]
+def _open_container(path: Path, value: Any) -> Iterable[tuple[str | int, Any]] | None:
     if isinstance(value, Mapping) and not _is_leaf(path, value):
-        items = ((str(key), inner) for key, inner in value.items())
-    elif isinstance(value, list) and _holds_tensor_or_dict(value):
-        items = enumerate(value)
-    else:
-        yield path, value
-        return
-    for part, inner in items:
-        yield from _walk((*path, part), inner)
+        return [(str(key), inner) for key, inner in value.items()]
+    if isinstance(value, list) and _holds_tensor_or_dict(value):
+        return enumerate(value)
+    return None
 
 
 def _is_leaf(path: Path, value: Mapping[Any, Any]) -> bool:

@@ -20,6 +20,7 @@ from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER
 from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
+from ema_ckpt.formats.nesting import nest
 from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.state_dicts.ema_config import swap_marks
@@ -245,17 +246,6 @@ def name_inside(tree: Tree, item: Tensor | Object) -> str:
 def tensors_of(tree: Tree) -> dict[str, Tensor]:
     """Return every tensor of a tree by its name inside."""
     return {name_inside(tree, tensor): tensor for tensor in tree.tensors}
-
-
-def nest(entries: Iterable[tuple[Sequence[str | int], Any]]) -> Nested:
-    """Nest values by their paths as dicts in dicts; list indices are int keys."""
-    root: Nested = {}
-    for path, value in entries:
-        inner = root
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[path[-1]] = value
-    return root
 
 
 def nest_items(tree: str, items: Iterable[Tensor | Object]) -> Nested:

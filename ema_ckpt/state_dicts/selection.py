@@ -30,7 +30,7 @@ from ema_ckpt.core.names import (
     tree_role,
 )
 from ema_ckpt.core.text import counted, shown
-from ema_ckpt.core.write_plan import OutputTensor
+from ema_ckpt.core.write_plan import OutputObject, OutputTensor
 from ema_ckpt.state_dicts.ema_layouts import POSITIONS
 from ema_ckpt.state_dicts.tree import Tree, find_trees
 
@@ -51,14 +51,6 @@ class SelectionOptions(NamedTuple):
     keep_prefixes: bool = False
 
 
-class KeptObject(NamedTuple):
-    """An object to write: its name and path in the output, and its source."""
-
-    name: str
-    path: Path
-    source: Object
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What is written, in stored order.
@@ -70,7 +62,7 @@ class Selection:
     """
 
     entries: tuple[OutputTensor, ...] = ()
-    objects: tuple[KeptObject, ...] = ()
+    objects: tuple[OutputObject, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     filled: tuple[str, ...] = ()
 
@@ -304,7 +296,7 @@ def _write(
     tensors, objects = [], []
     for row in kept:
         if isinstance(row.source, Object):
-            objects.append(KeptObject(row.name, row.path, row.source))
+            objects.append(OutputObject(row.name, row.path, row.source))
         elif row.dtype is not None and row.source.dtype.is_castable:
             tensors.append(OutputTensor(row.name, row.path, row.source, row.dtype))
         else:

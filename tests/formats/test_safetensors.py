@@ -18,7 +18,7 @@ from ema_ckpt.core.catalog import Nesting, Object
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, UnsafeError
 from ema_ckpt.formats.safetensors import reader as format_module
 from ema_ckpt.formats.safetensors.reader import open_safetensors
-from ema_ckpt.formats.safetensors.writer import lay_out_directory, lay_out_file, refusal
+from ema_ckpt.formats.safetensors.writer import lay_out, refusal
 from ema_ckpt.storage.files import LocalFiles
 from tests.formats.writing import entries, entry, raw_bytes, read, write
 
@@ -78,7 +78,7 @@ def raw_file(header: object, data: bytes = b"", *, nbytes: int | None = None) ->
 
 def test_what_is_written_loads_bit_for_bit(tmp_path):
     tensors = state()
-    target = lay_out_file(entries(tensors), {"note": "käse"})
+    target = lay_out(entries(tensors), {"note": "käse"})
     write(target, tmp_path / "m.safetensors", tensors)
     loaded = safetensors.torch.load_file(tmp_path / "m.safetensors")
     assert loaded.keys() == tensors.keys()
@@ -89,7 +89,7 @@ def test_what_is_written_loads_bit_for_bit(tmp_path):
 
 
 def test_header_is_padded_and_every_tensor_is_aligned(tmp_path):
-    target = lay_out_file(entries(state()))
+    target = lay_out(entries(state()))
     assert target.items[0].offset % 8 == 0
     assert all(piece.offset % piece.output.dtype.itemsize == 0 for piece in target.items)
     order = [(-piece.output.dtype.itemsize, piece.output.name) for piece in target.items]
@@ -98,7 +98,7 @@ def test_header_is_padded_and_every_tensor_is_aligned(tmp_path):
 
 def test_digests_are_recorded_in_the_form_that_is_documented(tmp_path):
     tensors = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.empty(0)}
-    write(lay_out_file(entries(tensors)), tmp_path / "m.safetensors", tensors)
+    write(lay_out(entries(tensors)), tmp_path / "m.safetensors", tensors)
     with safetensors.safe_open(tmp_path / "m.safetensors", "pt") as file:
         document = json.loads(file.metadata()["ema_ckpt"])
     assert document["version"] == 1
@@ -115,12 +115,12 @@ def test_digests_are_recorded_in_the_form_that_is_documented(tmp_path):
 
 @pytest.mark.parametrize("tensors", [{}, {"e": torch.empty(0)}], ids=["no tensors", "no bytes"])
 def test_empty_checkpoints_round_trip(tmp_path, tensors):
-    write(lay_out_file(entries(tensors), {"only": "metadata"}), tmp_path / "m.safetensors", tensors)
+    write(lay_out(entries(tensors), {"only": "metadata"}), tmp_path / "m.safetensors", tensors)
     assert safetensors.torch.load_file(tmp_path / "m.safetensors").keys() == tensors.keys()
     catalog = open_one(tmp_path / "m.safetensors")
     assert [t.name for t in catalog.tensors] == list(tensors)
     assert catalog.header_text == {"format": "pt", "only": "metadata"}
-    write(lay_out_directory(entries(tensors), 100), tmp_path / "hf", tensors)
+    write(lay_out(entries(tensors), max_shard_nbytes=100), tmp_path / "hf", tensors)
     assert safetensors.torch.load_file(tmp_path / "hf/model.safetensors").keys() == tensors.keys()
 
 
@@ -131,7 +131,7 @@ def test_directory_is_split_by_size_in_the_given_order(tmp_path):
         "c": torch.arange(3.0),
         "d": torch.arange(4.0),
     }
-    target = lay_out_directory(entries(tensors), max_shard_nbytes=32)
+    target = lay_out(entries(tensors), max_shard_nbytes=32)
     write(target, tmp_path, tensors)
     shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert sorted(os.listdir(tmp_path)) == [
@@ -159,7 +159,7 @@ def test_shards_agree_with_hugging_face_hub():
     tensors = {
         f"t{i}": torch.empty(size) for i, size in enumerate([7, 1, 9, 30, 2, 2, 2, 12, 4, 4, 1])
     }
-    ours = lay_out_directory(entries(tensors), max_shard_nbytes=48)
+    ours = lay_out(entries(tensors), max_shard_nbytes=48)
     theirs = split_torch_state_dict_into_shards(tensors, max_shard_size=48)
     assert {n: len(names) for n, names in theirs.filename_to_tensors.items()}.keys() == set(ours.files) - {
         "ema_ckpt.json", "model.safetensors.index.json"
@@ -176,7 +176,7 @@ def test_transformers_loads_a_directory_of_shards(tmp_path):
     tensors = {
         name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
     }
-    write(lay_out_directory(entries(tensors), 3000), tmp_path, tensors)
+    write(lay_out(entries(tensors), max_shard_nbytes=3000), tmp_path, tensors)
     model.config.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists()
     loaded, info = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
@@ -192,10 +192,10 @@ def test_a_header_above_the_limit_is_refused_or_split(tmp_path, monkeypatch):
     monkeypatch.setattr(format_module, "MAX_HEADER_NBYTES", 1000)
     tensors = {f"name-{i:03}": torch.tensor(i) for i in range(40)}
     with pytest.raises(TargetError, match="above the limit of 1000") as caught:
-        lay_out_file(entries(tensors))
+        lay_out(entries(tensors))
     assert caught.value.code == "unsupported"
-    target = lay_out_directory(entries(tensors), max_shard_nbytes=10**9)
-    assert len(target.parts) > 1
+    target = lay_out(entries(tensors), max_shard_nbytes=10**9)
+    assert len(target.shards) > 1
     assert all(start - 8 <= 1000 for start in target.starts)
     write(target, tmp_path, tensors)
     assert all(same(read(open_index(tmp_path), name), tensors[name]) for name in tensors)
@@ -205,7 +205,7 @@ def test_a_header_above_the_limit_is_refused_or_split(tmp_path, monkeypatch):
 def test_a_dtype_that_the_format_lacks_is_refused_by_name(dtype):
     tensors = {"fine": torch.zeros(1), "bad.one": torch.zeros(16, dtype=torch.uint8).view(dtype)}
     with pytest.raises(TargetError, match=f"{str(dtype)[6:]}, which 'bad.one'") as caught:
-        lay_out_file(entries(tensors))
+        lay_out(entries(tensors))
     assert (caught.value.code, caught.value.tensor) == ("unsupported", "bad.one")
     assert refusal(entries(tensors)[1].dtype)
 
@@ -213,7 +213,7 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_name(dtype):
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
 def test_a_name_that_the_format_cannot_hold_is_refused(name):
     with pytest.raises(TargetError) as caught:
-        lay_out_directory(entries({name: torch.zeros(1)}), 100)
+        lay_out(entries({name: torch.zeros(1)}), max_shard_nbytes=100)
     assert caught.value.code == "unsupported"
 
 
@@ -239,11 +239,11 @@ def test_nesting_objects_and_ties_come_back(tmp_path):
     )
     for target, out in [
         (
-            lay_out_file(nested, nesting=nesting, objects=objects, ties=ties),
+            lay_out(nested, nesting=nesting, objects=objects, ties=ties),
             tmp_path / "m.safetensors",
         ),
         (
-            lay_out_directory(nested, 10**9, nesting=nesting, objects=objects, ties=ties),
+            lay_out(nested, max_shard_nbytes=10**9, nesting=nesting, objects=objects, ties=ties),
             tmp_path / "hf",
         ),
     ]:
@@ -270,7 +270,7 @@ def test_the_order_of_the_model_is_kept(tmp_path, limit):
         "a": torch.ones(2),
         "b": torch.ones(1).bool(),
     }
-    target = lay_out_directory(entries(tensors), limit) if limit else lay_out_file(entries(tensors))
+    target = lay_out(entries(tensors), max_shard_nbytes=limit)
     out = tmp_path / "hf" if limit else tmp_path / "m.safetensors"
     write(target, out, tensors)
     catalog = (
@@ -283,9 +283,7 @@ def test_tied_names_are_listed_again_at_their_recorded_paths(tmp_path):
     tensors = {"m.a": torch.arange(3.0), "m.c": torch.arange(2)}
     nested = [entry("m.a", tensors["m.a"], ("m", "a")), entry("m.c", tensors["m.c"], ("m", "c"))]
     path = tmp_path / "m.safetensors"
-    target = lay_out_file(
-        nested, nesting=Nesting(), ties={"m.b": "m.a"}, tied_paths={"m.b": ("m", "b")}
-    )
+    target = lay_out(nested, nesting=Nesting(), ties={"m.b": "m.a"}, tied_paths={"m.b": ("m", "b")})
     write(target, path, tensors)
     assert safetensors.torch.load_file(path).keys() == tensors.keys()
     catalog = open_one(path)
@@ -308,7 +306,7 @@ def test_ties_that_save_model_recorded_are_known(tmp_path):
     }  # any text may stand there: writers pass it on
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "b.weight"}
     write(
-        lay_out_file(entries(tensors), ties={"b.weight": "a.weight"}),
+        lay_out(entries(tensors), ties={"b.weight": "a.weight"}),
         tmp_path / "w.safetensors",
         tensors,
     )
@@ -432,7 +430,7 @@ def rewrite_header(path: Path, change) -> None:
 def test_a_digest_of_another_dtype_is_damage(tmp_path):
     tensors = {"w": torch.arange(6, dtype=torch.float16)}
     path = tmp_path / "m.safetensors"
-    write(lay_out_file(entries(tensors)), path, tensors)
+    write(lay_out(entries(tensors)), path, tensors)
     rewrite_header(path, lambda header: header["w"].update(dtype="BF16"))
     with pytest.raises(
         SourceError, match=r"'w' is bfloat16 \[6\], but its digest was taken of float16"
@@ -444,7 +442,7 @@ def test_a_digest_of_another_dtype_is_damage(tmp_path):
 def test_a_lost_tensor_is_noticed_by_its_digest(tmp_path):
     tensors = {"w": torch.arange(2.0), "lost": torch.empty(0)}
     path = tmp_path / "m.safetensors"
-    write(lay_out_file(entries(tensors)), path, tensors)
+    write(lay_out(entries(tensors)), path, tensors)
     rewrite_header(path, lambda header: header.pop("lost"))
     with pytest.raises(SourceError, match="'lost'") as caught:
         open_one(path)
@@ -461,7 +459,7 @@ def test_a_record_of_a_later_version_is_left_alone_with_a_warning(tmp_path):
 
 def sharded(tmp_path: Path) -> dict[str, torch.Tensor]:
     tensors = {f"t{i}": torch.full((4,), float(i)) for i in range(3)}
-    write(lay_out_directory(entries(tensors), 16), tmp_path, tensors)
+    write(lay_out(entries(tensors), max_shard_nbytes=16), tmp_path, tensors)
     return tensors
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.formats import sidecar as record
+from ema_ckpt.formats import sidecar
 from tests.formats.writing import entries, entry
 
 
@@ -34,21 +34,21 @@ from tests.formats.writing import entries, entry
 )
 def test_plain_values_are_restored_exactly(value):
     try:
-        text = json.dumps(record.encode(value), allow_nan=False)
+        text = json.dumps(sidecar.encode(value), allow_nan=False)
     except TypeError as error:
         assert "Unicode" in str(error)
         return
-    back = record.decode(record.load_json(text, "f"))
+    back = sidecar.decode(sidecar.load_json(text, "f"))
     assert repr(back) == repr(value)
 
 
 def test_what_is_not_plain_is_refused_by_type():
     with pytest.raises(TypeError, match="type Tensor"):
-        record.encode({"a": [torch.zeros(1)]})
+        sidecar.encode({"a": [torch.zeros(1)]})
     endless: list = []
     endless.append(endless)
     with pytest.raises(TypeError, match="contains itself"):
-        record.encode(endless)
+        sidecar.encode(endless)
 
 
 DIGEST = {"crc32": "crc32:0123abcd", "dtype": "float32", "shape": [2]}
@@ -76,28 +76,33 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_record_is_refused_with_the_remedy(case):
     with pytest.raises(SourceError, match=r"^f: .*remove it") as caught:
-        record.parse(json.dumps(DAMAGED[case]), "f")
+        sidecar.parse(json.dumps(DAMAGED[case]), "f")
     assert caught.value.code == "bad-header"
 
 
 def test_the_size_of_a_record_is_known_before_any_checksum():
     tensors = entries({"a": torch.ones(2), "ü": torch.ones(3, 4)})
     sizes = {
-        len(record.dump(tensors, {"a": crc, "ü": 2**32 - 1 - crc}))
+        len(sidecar.dump(tensors, {"a": crc, "ü": 2**32 - 1 - crc}))
         for crc in (0, 1, 0xFFFFFFFF, 0x10000000)
     }
     assert len(sizes) == 1
 
 
 def test_a_record_is_read_back():
-    found = record.parse(
-        record.dump(entries({"a": torch.ones(2)}), {"a": 7}, files=["x"], ties={"b": "a"}), "f"
+    content = sidecar.parse(
+        sidecar.dump(entries({"a": torch.ones(2)}), {"a": 7}, files=["x"], ties={"b": "a"}), "f"
     )
-    assert found.digests == {"a": record.Digest(7, "float32", (2,))}
-    assert (found.files, found.ties, found.nesting, found.objects) == (("x",), {"b": "a"}, None, ())
+    assert content.digests == {"a": sidecar.Digest(7, "float32", (2,))}
+    assert (content.files, content.ties, content.nesting, content.objects) == (
+        ("x",),
+        {"b": "a"},
+        None,
+        (),
+    )
 
 
 def test_a_place_in_a_list_may_be_beyond_the_number_of_entries():
     chosen = [entry("l.70", torch.ones(1), ("l", 70))]
-    found = record.parse(record.dump(chosen, {}, nesting=Nesting()), "f")
-    assert found.paths == {"l.70": ("l", 70)}
+    content = sidecar.parse(sidecar.dump(chosen, {}, nesting=Nesting()), "f")
+    assert content.paths == {"l.70": ("l", 70)}

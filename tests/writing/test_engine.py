@@ -16,7 +16,7 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats.dcp.reader import open_dcp
 from ema_ckpt.formats.dcp.writer import lay_out
-from ema_ckpt.formats.safetensors.writer import lay_out_file
+from ema_ckpt.formats.safetensors.writer import lay_out as lay_out_safetensors
 from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
@@ -72,7 +72,7 @@ def consolidated(
     source = LocalFiles(folder)
     try:
         catalog = open_dcp(source, (".metadata",), "p", "p")
-        target = lay_out_file([OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors])
+        target = lay_out_safetensors([OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors])
         outcome = run(catalog, target, out, options, journal)
     finally:
         source.close()
@@ -120,7 +120,7 @@ def test_casts_equal_torchs_and_count_overflow(
         OutputTensor(t.name, t.path, t, half if t.dtype.is_castable else t.dtype)
         for t in catalog.tensors
     ]
-    outcome = run(catalog, lay_out_file(entries), tmp_path / "out", WriteOptions(threads=2))
+    outcome = run(catalog, lay_out_safetensors(entries), tmp_path / "out", WriteOptions(threads=2))
     source.close()
     assert outcome.overflow == {}
     for name, tensor in load_file(tmp_path / "out").items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ema_ckpt.core.catalog import UnknownEntry
-from ema_ckpt.formats import sidecar as record
+from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.metadata import Metadata, TensorEntry
 
 _METADATA = ".metadata"
@@ -26,8 +26,8 @@ def find_mismatches(
     """
     names = {name for part in parts for name in (*part.entries, *part.opaque)}
     found = {
-        name: f"{record.SIDECAR}: a digest is recorded of {name!r}, which {_METADATA} does not list; if another "
-        f"checkpoint was saved over this one, delete {record.SIDECAR}"
+        name: f"{sidecar.SIDECAR}: a digest is recorded of {name!r}, which {_METADATA} does not list; if another "
+        f"checkpoint was saved over this one, delete {sidecar.SIDECAR}"
         for name in recorded
         if name not in names
     }

@@ -24,7 +24,7 @@ from ema_ckpt.core.catalog import (
 )
 from ema_ckpt.core.errors import SourceError, UnsafeError, about
 from ema_ckpt.core.text import shown
-from ema_ckpt.formats import sidecar as record
+from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
 from ema_ckpt.formats.dcp.metadata import ItemPlace, Metadata, TensorEntry, parse
 from ema_ckpt.formats.pickle.safe_globals import executor_within
@@ -90,7 +90,7 @@ def open_dcp(
         nested=any(part.paths for part in parts),
         world_size=_world_size(required),
         files=required,
-        digests=record.digests_of(recorded, tensors, record.SIDECAR),
+        digests=sidecar.digests_of(recorded, tensors, sidecar.SIDECAR),
         warnings=tuple(warnings),
         order=tuple(metadata),
         unknown_entries=unknown_entries(parts),
@@ -114,17 +114,19 @@ def required_files(parts: Iterable[Metadata]) -> dict[str, int]:
     return required
 
 
-def _recorded(source: Files, files: Iterable[str]) -> record.Record:
+def _recorded(source: Files, files: Iterable[str]) -> sidecar.Sidecar:
     """What our own writers left beside `.metadata`, digests above all, if it speaks of one of its
     files.
     """
     try:
-        nbytes = source.size(record.SIDECAR)
+        nbytes = source.size(sidecar.SIDECAR)
     except SourceError:
-        return record.Record()
-    found = record.parse(source.read(record.SIDECAR, 0, nbytes), record.SIDECAR)
+        return sidecar.Sidecar()
+    found = sidecar.parse(source.read(sidecar.SIDECAR, 0, nbytes), sidecar.SIDECAR)
     return (
-        found if not found.files or {METADATA_NAME, *files} & set(found.files) else record.Record()
+        found
+        if not found.files or {METADATA_NAME, *files} & set(found.files)
+        else sidecar.Sidecar()
     )
 
 

@@ -14,8 +14,8 @@ from ema_ckpt.core.box import Box, row_major_strides, split_rows, whole
 from ema_ckpt.core.catalog import Files, Object
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
-from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem
-from ema_ckpt.formats import sidecar as record
+from ema_ckpt.core.write_plan import HeaderBytes, OutputObject, OutputTensor, WriteItem
+from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
 from ema_ckpt.formats.dcp.placement import PlannedItem, idle_homes
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
@@ -25,16 +25,6 @@ from ema_ckpt.formats.torch_zip.writer import Member, ZipLayout
 
 _COPY_NBYTES = 1 << 20
 _FOLDER = "archive"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object to be written: the name and path it gets. Its archive is copied from a DCP source,
-    or made from its inline value."""
-
-    name: str
-    path: tuple[str | int, ...]
-    source: Object
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +63,7 @@ class DcpWritePlan:
                 given = () if item.piece is None else (crcs[item.piece],)
                 for offset, data in item.zip.header_bytes(given):
                     yield HeaderBytes(item.file, item.offset + offset, data)
-        yield HeaderBytes(record.SIDECAR, 0, _sidecar(self.entries, digests))
+        yield HeaderBytes(sidecar.SIDECAR, 0, _sidecar(self.entries, digests))
         yield HeaderBytes(METADATA_NAME, 0, self.metadata)
 
     def _copied(self, item: _Item, held: Object) -> Iterator[HeaderBytes]:
@@ -86,7 +76,7 @@ class DcpWritePlan:
 
 def lay_out(
     entries: Sequence[OutputTensor],
-    objects: Sequence[StoredObject],
+    objects: Sequence[OutputObject],
     split: Sequence[bool],
     world_size: int,
     source: Files,
@@ -123,7 +113,7 @@ def lay_out(
 
 def _planned(
     entries: Sequence[OutputTensor],
-    objects: Sequence[StoredObject],
+    objects: Sequence[OutputObject],
     split: Sequence[bool],
     order: Sequence[str],
 ) -> list[PlannedItem]:
@@ -139,7 +129,7 @@ def _planned(
 
 def _assemble(
     entries: Sequence[OutputTensor],
-    objects: Sequence[StoredObject],
+    objects: Sequence[OutputObject],
     ranks: Sequence[_RankFile],
     places: Mapping[str, list[StoredItem]],
     source: Files,
@@ -159,7 +149,7 @@ def _assemble(
             items.append(item if piece is None else _numbered(item, len(pieces)))
             pieces += () if piece is None else (piece,)
     files = {rank.name: rank.nbytes for rank in ranks}
-    files[record.SIDECAR] = len(_sidecar(entries, {}))
+    files[sidecar.SIDECAR] = len(_sidecar(entries, {}))
     files[METADATA_NAME] = len(metadata)
     return DcpWritePlan(files, pieces, items, metadata, source, tuple(entries))
 
@@ -169,7 +159,7 @@ def _numbered(item: _Item, piece: int) -> _Item:
 
 
 def _sidecar(entries: Sequence[OutputTensor], digests: Mapping[str, int]) -> bytes:
-    return record.dump(entries, digests, files=[METADATA_NAME]).encode("utf-8")
+    return sidecar.dump(entries, digests, files=[METADATA_NAME]).encode("utf-8")
 
 
 _moulds: dict[tuple[str, tuple[int, ...]], ZipLayout] = {}
@@ -213,7 +203,7 @@ class _RankFile:
         self.nbytes += layout.nbytes
         return StoredItem(box.offsets, box.sizes, self.name, item.offset, item.nbytes)
 
-    def put_object(self, held: StoredObject) -> StoredItem:
+    def put_object(self, held: OutputObject) -> StoredItem:
         """Append an object's archive: the one it has, or a new one of its value."""
         if held.source.is_inline:
             item = self._made(held)
@@ -223,7 +213,7 @@ class _RankFile:
         self.nbytes += item.nbytes
         return StoredItem(None, (), self.name, item.offset, item.nbytes)
 
-    def _made(self, held: StoredObject) -> _Item:
+    def _made(self, held: OutputObject) -> _Item:
         try:
             pickle = dumps(held.source.inline)
         except TypeError as error:

@@ -1,4 +1,4 @@
-"""safetensors: reading one file, or the shards of a Hugging Face index.
+"""Read one safetensors file, or the shards of a Hugging Face index.
 
 A file is an unsigned 64-bit little-endian header length, a JSON header
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}` padded with
@@ -9,10 +9,11 @@ spaces, and a buffer that the tensors cover without hole or overlap
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ema_ckpt.core.catalog import (
     Catalog,
@@ -28,15 +29,15 @@ from ema_ckpt.core.catalog import (
 from ema_ckpt.core.dtypes import DType, by_safetensors
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import counted, shown
-from ema_ckpt.formats import sidecar as record
+from ema_ckpt.formats import sidecar
+from ema_ckpt.formats.sidecar import Sidecar
 from ema_ckpt.storage.files import safe_name
 
 MAX_HEADER_NBYTES = 100_000_000
 LENGTH_NBYTES = 8
 METADATA = "__metadata__"
-_SHARDING = (
-    "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter: where in its tensor each piece begins
-)
+# torch's HuggingFaceStorageWriter: the offsets at which each chunk of a file begins in its tensor.
+_SHARDING = "DCP_SHARDING_INFO"
 # Types of the format below one byte; a header that names one is sound, but nothing here reads it.
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
@@ -61,12 +62,10 @@ class SafetensorsReader:
     crcs: Mapping[Chunk, int]
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
-        """The one payload of a tensor."""
         chunk = tensor.chunks[0]
         return (Payload(chunk.file, chunk.offset, chunk.nbytes, crc=self.crcs.get(chunk)),)
 
     def load(self, item: Object) -> object:
-        """A plain object out of the record that this package left in the file."""
         return item.inline
 
 
@@ -77,7 +76,7 @@ def open_safetensors(
 
     Args:
         names: the file, or the `*.index.json` file (anything after it is ignored).
-        lenient: turn a missing or short shard into a warning, as `inspect` wants it.
+        lenient: turn a missing or short shard into a warning, as `inspect` does.
 
     Raises:
         SourceError: `bad-header`, `index-mismatch`, `missing-file`, `truncated-file`, `checksum`,
@@ -91,150 +90,134 @@ def open_safetensors(
     else:
         shards = [_open_shard(source, names[0], lenient, warnings)]
         files = {names[0]: shards[0].nbytes}
-    found = _record(source, shards, files)
-    if found.version > record.VERSION:
-        warnings.append(
-            Diagnostic(
-                "unchecked", f"{resolved}: digests of version {found.version} are not known here"
-            )
-        )
-    tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
-    if len(shards) == len(files) and (is_index or set(found.files) <= set(files)):
-        _refuse_lost(found, {tensor.name for tensor in tensors}, resolved)
-    if found.digests.keys() >= {tensor.name for tensor in tensors}:
-        tensors = _in_recorded_order(tensors, found.digests)
-    metadata = {
-        key: text for shard in shards for key, text in shard.metadata.items() if key != record.KEY
-    }
-    ties = dict(found.ties) or _saved_ties(metadata, tensors)
-    if found.nesting is not None or found.ties:
-        tensors = _restored(tensors, found)
-    digests = record.digests_of(found, tensors, resolved)
+    content = _read_sidecar(source, shards, files)
+    if content.version > sidecar.VERSION:
+        message = f"{resolved}: digests of version {content.version} are not known here"
+        warnings.append(Diagnostic("unchecked", message))
+    stored: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        stored |= {tensor.name: tensor for tensor in shard.tensors}
+        metadata |= shard.metadata
+    metadata.pop(sidecar.KEY, None)
+    is_whole = is_index or files.keys() >= set(content.files)
+    if is_whole and len(shards) == len(files):
+        _check_none_lost(content, stored, resolved)
+    if content.digests.keys() >= stored.keys():
+        # A file is ordered by element size; averages without names are paired with parameters in
+        # the model's order.
+        stored = {name: stored[name] for name in content.digests if name in stored}
+    ties = dict(content.ties) or _saved_ties(metadata, stored)
+    tensors = list(stored.values())
+    if content.nesting is not None or content.ties:
+        tensors = _restore_paths_and_ties(tensors, content)
+    digests = sidecar.digests_of(content, tensors, resolved)
+    crcs = {item.chunks[0]: digests[item.name] for item in tensors if item.name in digests}
     return Catalog(
         path=path,
         resolved=resolved,
         format="safetensors",
-        tensors=tensors,
-        objects=found.objects,
+        tensors=tuple(tensors),
+        objects=content.objects,
         source=source,
-        reader=SafetensorsReader(
-            {t.chunks[0]: digests[t.name] for t in tensors if t.name in digests}
-        ),
-        nested=found.nesting is not None,
+        reader=SafetensorsReader(crcs),
+        nested=content.nesting is not None,
         files=files,
         digests=digests,
         warnings=tuple(warnings),
-        nesting=found.nesting or Nesting(),
+        nesting=content.nesting or Nesting(),
         ties=ties,
         header_text={key: text for key, text in metadata.items() if key not in ties},
     )
 
 
-def _record(source: Files, shards: list[_Shard], files: Mapping[str, int]) -> record.Record:
-    if len(files) == len(shards) == 1 and record.KEY in shards[0].metadata:
-        return record.parse(shards[0].metadata[record.KEY], shards[0].file)
-    return _sidecar(source, files)
+def _read_sidecar(source: Files, shards: list[_Shard], files: Mapping[str, int]) -> Sidecar:
+    """Read the sidecar in the one file, or the one beside the files if it is about one of them."""
+    if len(files) == len(shards) == 1 and sidecar.KEY in shards[0].metadata:
+        return sidecar.parse(shards[0].metadata[sidecar.KEY], shards[0].file)
+    try:
+        content = sidecar.read(source)
+    except SourceError as error:
+        if error.code == "missing-file":
+            return Sidecar()
+        raise
+    return content if files.keys() & set(content.files) else Sidecar()
 
 
-def _in_recorded_order(tensors: Sequence[Tensor], names: Iterable[str]) -> tuple[Tensor, ...]:
-    # A file is ordered by element size; averages without names are paired with parameters in the
-    # model's order.
-    place = {name: index for index, name in enumerate(names)}
-    return tuple(sorted(tensors, key=lambda tensor: place[tensor.name]))
-
-
-def _restored(tensors: Sequence[Tensor], found: record.Record) -> tuple[Tensor, ...]:
-    """The tensors at their paths, and again under the names that were dropped because they are
-    tied.
-    """
-    shared = set(found.ties.values())
-    placed = {
-        tensor.name: replace(
-            tensor,
-            path=found.paths.get(tensor.name, (tensor.name,)),
-            storage=(tensor.name,) if tensor.name in shared else None,
-        )
-        for tensor in tensors
-    }
-    again = [
-        replace(placed[kept], name=name, path=found.paths.get(name, (name,)))
-        for name, kept in found.ties.items()
-        if kept in placed and name not in placed
-    ]
-    return (*placed.values(), *again)
-
-
-def _refuse_lost(found: record.Record, names: set[str], where: str) -> None:
-    lost = sorted(found.digests.keys() - names)
+def _check_none_lost(content: Sidecar, names: Mapping[str, Tensor], where: str) -> None:
+    lost = sorted(content.digests.keys() - names.keys())
     if lost:
         message = f"{where}: digests are recorded of tensors that are not there: {shown(lost)}"
         raise SourceError("index-mismatch", message, tensor=lost[0])
 
 
-def _saved_ties(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> dict[str, str]:
-    # safetensors.torch.save_model leaves {dropped name: kept name} among the metadata, where any
-    # text may stand: enough, if both end alike, to pass it on and to excuse a name that is missing,
-    # and not to list one.
-    names = {tensor.name for tensor in tensors}
-    return {
-        key: text
-        for key, text in metadata.items()
-        if text in names and key not in names and key.rpartition(".")[2] == text.rpartition(".")[2]
-    }
+def _restore_paths_and_ties(tensors: Iterable[Tensor], content: Sidecar) -> list[Tensor]:
+    """Give tensors their paths, and list them again under names that were dropped as tied."""
+    shared = set(content.ties.values())
+    restored: dict[str, Tensor] = {}
+    for tensor in tensors:
+        path = content.paths.get(tensor.name, tensor.path)
+        storage = (tensor.name,) if tensor.name in shared else None
+        restored[tensor.name] = replace(tensor, path=path, storage=storage)
+    again = []
+    for name, kept in content.ties.items():
+        if kept in restored and name not in restored:
+            path = content.paths.get(name, (name,))
+            again.append(replace(restored[kept], name=name, path=path))
+    return [*restored.values(), *again]
 
 
-def _sidecar(source: Files, files: Mapping[str, int]) -> record.Record:
-    """The record beside the files, if it speaks of one of them."""
-    try:
-        nbytes = source.size(record.SIDECAR)
-    except SourceError as error:
-        if error.code == "missing-file":
-            return record.Record()
-        raise
-    found = record.parse(source.read(record.SIDECAR, 0, nbytes), record.SIDECAR)
-    return found if files.keys() & set(found.files) else record.Record()
+def _saved_ties(metadata: Mapping[str, str], names: Mapping[str, Tensor]) -> dict[str, str]:
+    """Find the ties that safetensors.torch.save_model leaves: {dropped name: kept name}.
+
+    Any text may stand there. An entry whose names end alike is enough to pass the tie on and to
+    excuse a missing name, and not to list one.
+    """
+    ties: dict[str, str] = {}
+    for key, text in metadata.items():
+        end_alike = key.rpartition(".")[2] == text.rpartition(".")[2]
+        if end_alike and text in names and key not in names:
+            ties[key] = text
+    return ties
 
 
 def _open_index(
     source: Files, index: str, lenient: bool, warnings: list[Diagnostic]
 ) -> tuple[list[_Shard], dict[str, int]]:
     weight_map, total = _read_index(source, index)
-    wanted: dict[str, set[str]] = {}
+    names_by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        wanted.setdefault(file, set()).add(name)
-    shards, files = [], {}
-    for file, names in wanted.items():
+        names_by_file.setdefault(file, set()).add(name)
+    shards: list[_Shard] = []
+    files: dict[str, int] = {}
+    for file, names in names_by_file.items():
         files[file] = 0
         try:
             shard = _open_shard(source, file, lenient, warnings, indexed=True)
         except SourceError as error:
             if not lenient or error.code not in ("missing-file", "truncated-file"):
                 raise
-            warnings.append(
-                Diagnostic(error.code, f"{error}; it should hold {shown(sorted(names))}")
-            )
+            message = f"{error}; it should hold {shown(sorted(names))}"
+            warnings.append(Diagnostic(error.code, message))
             continue
-        _refuse_mismatch(index, shard, names)
+        _check_names(index, shard, names)
         files[file] = shard.nbytes
         shards.append(shard)
     stored = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
-    if total is not None and total != stored and len(shards) == len(wanted):
-        # Indices that count tied tensors twice, or bytes of another dtype, are common: no reason to
-        # refuse.
-        warnings.append(
-            Diagnostic(
-                "index-mismatch", f"{index}: total_size is {total}, the shards hold {stored} bytes"
-            )
-        )
+    # Indices that count tied tensors twice, or bytes of another dtype, are common: only a warning.
+    if total not in (None, stored) and len(shards) == len(files):
+        message = f"{index}: total_size is {total}, the shards hold {stored} bytes"
+        warnings.append(Diagnostic("index-mismatch", message))
     return shards, files
 
 
 def _read_index(source: Files, index: str) -> tuple[dict[str, str], int | None]:
-    document = record.load_json(source.read(index, 0, source.size(index)), index)
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) for file in weight_map.values()
-    ):
+    """Read the file of each name, and the total bytes if the index tells them."""
+    document = sidecar.load_json(source.read(index, 0, source.size(index)), index)
+    if not isinstance(document, dict):
+        document = {}
+    weight_map = document.get("weight_map")
+    if not _is_text_map(weight_map):
         raise SourceError("bad-header", f"{index}: no weight_map from names to files", file=index)
     for file in set(weight_map.values()):
         safe_name(file)
@@ -243,15 +226,20 @@ def _read_index(source: Files, index: str) -> tuple[dict[str, str], int | None]:
     return weight_map, int(total) if isinstance(total, int | float) else None
 
 
-def _refuse_mismatch(index: str, shard: _Shard, wanted: set[str]) -> None:
-    held = {tensor.name for tensor in shard.tensors}
-    if held == wanted:
-        return
-    lacking, extra = sorted(wanted - held), sorted(held - wanted)
-    parts = [f"lacks {shown(lacking)}"] if lacking else []
-    parts += [f"holds {shown(extra)}, which the index places elsewhere or nowhere"] if extra else []
-    message = f"{shard.file} {' and '.join(parts)}, against {index}"
-    raise SourceError("index-mismatch", message, tensor=(lacking + extra)[0], file=shard.file)
+def _is_text_map(value: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _check_names(index: str, shard: _Shard, expected: set[str]) -> None:
+    names = {tensor.name for tensor in shard.tensors}
+    lacking, extra = sorted(expected - names), sorted(names - expected)
+    problems = [f"lacks {shown(lacking)}"] if lacking else []
+    if extra:
+        problems.append(f"holds {shown(extra)}, which the index places elsewhere or nowhere")
+    if problems:
+        message = f"{shard.file} {' and '.join(problems)}, against {index}"
+        tensor = (lacking + extra)[0]
+        raise SourceError("index-mismatch", message, tensor=tensor, file=shard.file)
 
 
 def _open_shard(
@@ -261,124 +249,118 @@ def _open_shard(
     header, start = _read_header(source, file, size)
     metadata = _metadata(header.pop(METADATA, None), file, indexed=indexed)
     tensors = tuple(_tensor(name, value, start, file) for name, value in header.items())
-    expected = start + _buffer_nbytes(tensors, start, file)
-    if size < expected:
-        message = f"{file}: expected {expected} bytes, found {size}: the file is truncated"
+    end = _end_of_buffer(tensors, start, file)
+    if size < end:
+        message = f"{file}: expected {end} bytes, found {size}: the file is truncated"
         if not lenient:
             raise SourceError("truncated-file", message, file=file)
         warnings.append(Diagnostic("truncated-file", message))
-    if size > expected:
-        raise _bad(
-            file, f"{counted(size - expected, 'byte')} too many: the last tensor ends at {expected}"
-        )
-    return _Shard(file, expected, tensors, metadata)
+    if size > end:
+        extra = counted(size - end, "byte")
+        raise _bad_header(file, f"{extra} too many: the last tensor ends at {end}")
+    return _Shard(file, end, tensors, metadata)
 
 
-def _bad(file: str, what: str, tensor: str | None = None) -> SourceError:
-    return SourceError("bad-header", f"{file}: {what}", tensor=tensor, file=file)
+def _bad_header(file: str, problem: str, tensor: str | None = None) -> SourceError:
+    return SourceError("bad-header", f"{file}: {problem}", tensor=tensor, file=file)
 
 
 def _read_header(source: Files, file: str, size: int) -> tuple[dict[str, Any], int]:
-    """The parsed header and the offset at which the buffer begins."""
+    """Parse the header; return it and the byte at which the buffer begins."""
     if size < LENGTH_NBYTES:
         message = f"{file}: {counted(size, 'byte')}, too few for a safetensors file"
         raise SourceError("truncated-file", message, file=file)
     first = source.read(file, 0, LENGTH_NBYTES)
     (nbytes,) = struct.unpack("<Q", first)
     if first == b"version ":
-        raise _bad(file, "a Git LFS pointer and not the file itself; fetch it with `git lfs pull`")
+        remedy = "fetch it with `git lfs pull`"
+        raise _bad_header(file, f"a Git LFS pointer and not the file itself; {remedy}")
     if nbytes > MAX_HEADER_NBYTES:
-        raise _bad(
-            file,
-            f"not safetensors: its header of {nbytes} bytes is above the limit of {MAX_HEADER_NBYTES}",
-        )
+        limit = f"above the limit of {MAX_HEADER_NBYTES}"
+        raise _bad_header(file, f"not safetensors: its header of {nbytes} bytes is {limit}")
     raw = source.read(file, LENGTH_NBYTES, nbytes)
     if not raw.startswith(b"{"):
-        raise _bad(file, "the header does not begin with '{'")
+        raise _bad_header(file, "the header does not begin with '{'")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _bad(file, f"the header is not UTF-8: {error}") from None
-    return record.load_json(text, file), LENGTH_NBYTES + nbytes
+        raise _bad_header(file, f"the header is not UTF-8: {error}") from None
+    return sidecar.load_json(text, file), LENGTH_NBYTES + nbytes
 
 
 def _metadata(value: object, file: str, *, indexed: bool) -> dict[str, str]:
+    """Check `__metadata__`, and leave out the entries of torch's HuggingFaceStorageWriter."""
     if value is None:
         return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise _bad(file, "__metadata__ is not a map from text to text")
-    if not all(record.is_unicode(text) for item in value.items() for text in item):
-        raise _bad(file, "__metadata__ is not valid Unicode")
-    if _SHARDING in value and not (indexed and _begins_at_zero(value[_SHARDING], file)):
-        raise SourceError(
-            "unsupported",
-            f"{file}: holds only the rows of one rank, as torch's HuggingFaceStorageWriter saves them; "
-            "merge the ranks with torch's consolidate_safetensors_files first, or save with the default writer",
-            file=file,
-        )
-    return {key: text for key, text in value.items() if key not in (_SHARDING, "DCP_VERSION")}
+    if not _is_text_map(value):
+        raise _bad_header(file, "__metadata__ is not a map from text to text")
+    if not all(map(sidecar.is_unicode, chain.from_iterable(value.items()))):
+        raise _bad_header(file, "__metadata__ is not valid Unicode")
+    sharding = value.pop(_SHARDING, None)
+    if sharding is not None and not (indexed and _begins_at_zero(sharding, file)):
+        problem = "only the rows of one rank, as torch's HuggingFaceStorageWriter saves them"
+        remedy = "merge the ranks with torch's consolidate_safetensors_files first"
+        message = f"{file}: holds {problem}; {remedy}, or save with the default writer"
+        raise SourceError("unsupported", message, file=file)
+    value.pop("DCP_VERSION", None)
+    return value
 
 
 def _begins_at_zero(text: str, file: str) -> bool:
-    """Whether a file of torch's writer holds the beginning of each tensor: the whole, if an index
-    names no other.
-    """
-    places = record.load_json(text.encode(), file)
-    offsets = (
-        [p.get("saved_offsets") for p in places.values() if isinstance(p, dict)]
-        if isinstance(places, dict)
-        else []
-    )
-    return bool(offsets) and all(isinstance(found, list) and not any(found) for found in offsets)
+    """Whether each tensor begins in this file: it is whole then, if an index names no other."""
+    chunks = sidecar.load_json(text.encode(), file)
+    if not isinstance(chunks, dict):
+        return False
+    begin = [item.get("saved_offsets") for item in chunks.values() if isinstance(item, dict)]
+    return bool(begin) and all(isinstance(item, list) and not any(item) for item in begin)
 
 
 def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _bad(file, f"tensor {name!r} has not exactly dtype, shape and data_offsets", name)
-    if not record.is_unicode(name):
-        raise _bad(file, f"the tensor name {name!r} is not valid Unicode", name)
+        problem = f"tensor {name!r} has not exactly dtype, shape and data_offsets"
+        raise _bad_header(file, problem, name)
+    if not sidecar.is_unicode(name):
+        raise _bad_header(file, f"the tensor name {name!r} is not valid Unicode", name)
     dtype = _dtype(name, value["dtype"], file)
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _bad(file, f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}", name)
+    shape, span = value["shape"], value["data_offsets"]
+    if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+        problem = f"tensor {name!r} has shape {shape!r} and data_offsets {span!r}"
+        raise _bad_header(file, problem, name)
     check_geometry(name, tuple(shape), dtype, file)
-    begin, end = offsets
+    begin, end = span
     nbytes = prod(shape) * dtype.itemsize
     if end - begin != nbytes:
-        what = f"{dtype.name} {shape} takes {nbytes} bytes, its offsets span {end - begin}"
-        raise _bad(file, f"tensor {name!r}: {what}", name)
+        problem = f"{dtype.name} {shape} takes {nbytes} bytes, its offsets span {end - begin}"
+        raise _bad_header(file, f"tensor {name!r}: {problem}", name)
     chunk = Chunk((0,) * len(shape), tuple(shape), file, start + begin, nbytes)
     return Tensor(name, (name,), tuple(shape), dtype, (chunk,))
 
 
 def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(
-        type(item) is int and 0 <= item < 2**63 for item in value
-    )
+    if not isinstance(value, list):
+        return False
+    return all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _dtype(name: str, code: object, file: str) -> DType:
-    found = by_safetensors(code) if isinstance(code, str) else None
-    if found is not None:
-        return found
+    dtype = by_safetensors(code) if isinstance(code, str) else None
+    if dtype is not None:
+        return dtype
     if code in _SUB_BYTE:
         message = f"{file}: tensor {name!r} has the dtype {code}, which ema_ckpt does not read"
         raise SourceError("unsupported", message, tensor=name, file=file)
-    raise _bad(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
+    raise _bad_header(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
 
 
-def _buffer_nbytes(tensors: Sequence[Tensor], start: int, file: str) -> int:
-    """Bytes of the buffer, once it is certain that the tensors cover it without hole or overlap."""
-    position = start
+def _end_of_buffer(tensors: Iterable[Tensor], start: int, file: str) -> int:
+    """Check that the tensors cover the buffer without hole or overlap; return its last byte + 1."""
+    end = start
     for tensor in sorted(tensors, key=lambda t: (t.chunks[0].offset, t.chunks[0].nbytes)):
         chunk = tensor.chunks[0]
-        if chunk.offset != position:
-            what = (
-                "overlaps the one before it"
-                if chunk.offset < position
-                else "leaves a hole before it"
-            )
-            where = f"begins at {chunk.offset - start}, expected {position - start}"
-            raise _bad(file, f"tensor {tensor.name!r} {what}: it {where}", tensor.name)
-        position += chunk.nbytes
-    return position - start
+        if chunk.offset != end:
+            overlaps = chunk.offset < end
+            problem = "overlaps the one before it" if overlaps else "leaves a hole before it"
+            where = f"begins at {chunk.offset - start}, expected {end - start}"
+            raise _bad_header(file, f"tensor {tensor.name!r} {problem}: it {where}", tensor.name)
+        end += chunk.nbytes
+    return end

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ema_ckpt.formats import sidecar as record
+from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.pickle import writer as picklewriter
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 
@@ -18,7 +18,7 @@ def _doubled(levels: int, leaf: object) -> object:
     return value
 
 
-@pytest.mark.parametrize("write", [check_expanded_size, picklewriter.dumps, record.encode])
+@pytest.mark.parametrize("write", [check_expanded_size, picklewriter.dumps, sidecar.encode])
 @pytest.mark.parametrize("leaf", [["ha"], ("ha",), {"ha": 1}, {"ha"}])
 def test_what_is_shared_without_end_is_refused_at_once(write, leaf: object) -> None:
     begin = time.monotonic()
@@ -27,7 +27,7 @@ def test_what_is_shared_without_end_is_refused_at_once(write, leaf: object) -> N
     assert time.monotonic() - begin < 1
 
 
-@pytest.mark.parametrize("write", [check_expanded_size, picklewriter.dumps, record.encode])
+@pytest.mark.parametrize("write", [check_expanded_size, picklewriter.dumps, sidecar.encode])
 def test_what_contains_itself_is_refused(write) -> None:
     value: list[object] = [1]
     value.append({"again": value})
@@ -44,4 +44,4 @@ def test_what_nests_too_deeply_is_refused() -> None:
 
 
 def test_ordinary_sharing_is_written_out() -> None:
-    assert record.decode(record.encode(_doubled(10, ["x"]))) == _doubled(10, ["x"])
+    assert sidecar.decode(sidecar.encode(_doubled(10, ["x"]))) == _doubled(10, ["x"])
