@@ -116,14 +116,13 @@ def dump(
     if files:
         document["files"] = list(files)
     if nesting is not None:
+        # Tuples become lists in JSON.
         paths = {item.name: item.path for item in tensors if item.path != (item.name,)}
-        paths |= tied_paths or {}
-        document["paths"] = {name: list(path) for name, path in paths.items()}
-        document["keys"] = [[list(path), encode(key)] for path, key in nesting.keys.items()]
-        document["tuples"] = [list(path) for path in nesting.tuples]
+        document["paths"] = paths | dict(tied_paths or {})
+        document["keys"] = [[path, encode(key)] for path, key in nesting.keys.items()]
+        document["tuples"] = list(nesting.tuples)
     encoded = [
-        {"name": item.name, "path": list(item.path), "value": encode(item.inline)}
-        for item in objects
+        {"name": item.name, "path": item.path, "value": encode(item.inline)} for item in objects
     ]
     if encoded:
         document["objects"] = encoded

@@ -1,4 +1,4 @@
-"""`.metadata` of `torch.distributed.checkpoint`: the pickle, read without torch.
+"""Read the pickle `.metadata` of `torch.distributed.checkpoint`, without torch.
 
 The classes are those of `torch/distributed/checkpoint/metadata.py` and `filesystem.py` (torch 2.0
 to 2.15). Instances of frequent classes are read by `metadata_fast`, anything else by the
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
 from typing import NamedTuple
 
+from ema_ckpt.core.catalog import Ints, Path
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.formats.dcp.metadata_fast import Shortcuts
@@ -18,9 +19,9 @@ from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
 
-Ints = tuple[int, ...]
 Key = tuple[str, Ints | None]
 _ALL_INTS = frozenset({int})
+_PART_TYPES = frozenset({str, int})
 
 
 class ItemPlace(NamedTuple):
@@ -33,9 +34,7 @@ class ItemPlace(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of the state dict: dtype, global shape, and (offsets, sizes) of its chunks in stored
-    order.
-    """
+    """A tensor of the state dict: dtype, global shape, (offsets, sizes) of its chunks in order."""
 
     dtype: DType
     shape: Ints
@@ -44,14 +43,17 @@ class TensorEntry(NamedTuple):
 
 @dataclass(slots=True)
 class Metadata:
-    """What a `.metadata` file says. `entries` maps each flat name to a tensor entry, or to None for
-    an object.
+    """The content of a `.metadata` file.
 
-    `paths` are those of entries; `spare` are names that have a path and are no entry.
+    Attributes:
+        entries: a tensor entry, or None for an object, by flat name.
+        paths: of entries; `spare`: names that have a path and are no entry.
+        items: where each chunk or object lies.
+        opaque: the class of each entry whose class is unknown.
     """
 
     entries: dict[str, TensorEntry | None] = field(default_factory=dict)
-    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
     items: dict[Key, ItemPlace] = field(default_factory=dict)
     opaque: dict[str, str] = field(default_factory=dict)
     spare: tuple[str, ...] = ()
@@ -97,14 +99,8 @@ class _Info(_Fields):
     __slots__ = ()
 
 
-class _StorageMeta(_Fields):
-    __slots__ = ()
-
-
 class _Properties(Replacement):
-    """`TensorProperties`: a tuple of five (six since torch 2.15), the dtype first; older ones a
-    dict.
-    """
+    """`TensorProperties`: a tuple of five (six since torch 2.15), dtype first; once a dict."""
 
     __slots__ = ("dtype",)
 
@@ -125,7 +121,7 @@ _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # torch <= 2
 _ALLOWED: dict[tuple[str, str], Maker] = {
     **PLAIN_GLOBALS,
     (_METADATA, "Metadata"): _Root,
-    (_METADATA, "StorageMeta"): _StorageMeta,
+    (_METADATA, "StorageMeta"): _Fields,
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "BytesStorageMetadata"): _Bytes,
     (_METADATA, "ChunkStorageMetadata"): _Chunk,
@@ -163,32 +159,40 @@ def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
 
 
 def _metadata(fields: dict[str, object], where: str) -> Metadata:
-    result = Metadata()
     entries, items = fields["state_dict_metadata"], fields.get("storage_data") or {}
     if not isinstance(entries, dict) or not isinstance(items, dict):
         raise ValueError("its tables are no dicts")
+    result = Metadata()
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise ValueError(f"a name is {brief(name)}")
         if isinstance(entry, Opaque):
             result.opaque[name] = f"{entry.module}.{entry.name}"
+        elif isinstance(entry, _Bytes):
+            result.entries[name] = None
         else:
-            result.entries[name] = (
-                None if isinstance(entry, _Bytes) else _tensor(entry, name, where)
-            )
+            result.entries[name] = _tensor(entry, name, where)
     paths = fields.get("planner_data")
     if isinstance(paths, dict):
-        bound = (
-            len(entries) + 65536
-        )  # a list index far beyond the number of entries asks for a list of that length
-        result.paths = {
-            name: _path(path, name, bound, where) for name, path in paths.items() if name in entries
-        }
-        result.spare = tuple([str(name) for name in paths if name not in entries])
+        _add_paths(result, paths, entries, where)
     for key, place in items.items():
         item = _key(key)
         result.items[item] = _place(place, item[0], where)
     return result
+
+
+def _add_paths(
+    result: Metadata, paths: dict[str, object], entries: dict[str, object], where: str
+) -> None:
+    # An index far beyond the number of entries would ask for a list of that length.
+    max_index = len(entries) + 65536
+    spare: list[str] = []
+    for name, path in paths.items():
+        if name in entries:
+            result.paths[name] = _path(path, name, max_index, where)
+        else:
+            spare.append(str(name))
+    result.spare = tuple(spare)
 
 
 def _tensor(entry: object, name: str, where: str) -> TensorEntry:
@@ -206,9 +210,8 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
     except SourceError as error:
         raise about(error, tensor=name, file=where) from None
     shape = _ints(entry.fields["size"])
-    return TensorEntry(
-        kind, shape, tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])
-    )
+    boxes = [_chunk(chunk, name, len(shape), where) for chunk in chunks]
+    return TensorEntry(kind, shape, tuple(boxes))
 
 
 def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]:
@@ -219,25 +222,21 @@ def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]
         raise ValueError(f"a chunk of {name!r} is {brief(chunk)}")
     offsets, sizes = _ints(chunk[0]), _ints(chunk[1])
     if not len(offsets) == len(sizes) == rank:
-        raise ValueError(
-            f"{name!r} has {rank} dimensions, a chunk of it {len(offsets)} offsets and {len(sizes)} sizes"
-        )
+        counts = f"{len(offsets)} offsets and {len(sizes)} sizes"
+        raise ValueError(f"{name!r} has {rank} dimensions, a chunk of it {counts}")
     if sizes and min(sizes) < 0:
         message = f"{where}: {name!r} is said to have a chunk of {list(sizes)} elements"
         raise SourceError("out-of-bounds", message, tensor=name, file=where)
     return offsets, sizes
 
 
-def _path(path: object, name: str, bound: int, where: str) -> tuple[str | int, ...]:
-    if (
-        not isinstance(path, tuple)
-        or not path
-        or not all(type(part) in (str, int) for part in path)
-    ):
+def _path(path: object, name: str, max_index: int, where: str) -> Path:
+    if not isinstance(path, tuple) or not path or not _PART_TYPES.issuperset(map(type, path)):
         raise ValueError(f"the path of {name!r} is {brief(path)}")
     for part in path:
-        if isinstance(part, int) and not 0 <= part < bound:
-            message = f"{where}: {name!r} is said to be item {part} of a list, in a checkpoint of far fewer entries"
+        if isinstance(part, int) and not 0 <= part < max_index:
+            item = f"{name!r} is said to be item {part} of a list"
+            message = f"{where}: {item}, in a checkpoint of far fewer entries"
             raise SourceError("out-of-bounds", message, tensor=name, file=where)
     return path
 

@@ -1,4 +1,4 @@
-"""`.metadata` written without torch, in the form that torch 2.4 to 2.14 reads.
+"""Write `.metadata` without torch, in the form that torch 2.4 to 2.14 reads.
 
 The classes and their states are those of `torch/distributed/checkpoint/metadata.py`: frozen
 dataclasses give their `__dict__`, `TensorProperties` a tuple of five.
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ema_ckpt.core.catalog import Ints, Path
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.formats.pickle.safe_globals import Global
 from ema_ckpt.formats.pickle.writer import Call, Instance, Pairs, PickleWriter
 
-Ints = tuple[int, ...]
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
@@ -38,10 +38,14 @@ class StoredTensor:
     shape: Ints
 
 
+Entries = Mapping[str, StoredTensor | None]
+Items = Mapping[str, Sequence[StoredItem]]
+
+
 def dump_metadata(
-    entries: Mapping[str, StoredTensor | None],
-    items: Mapping[str, tuple[StoredItem, ...]],
-    paths: Mapping[str, tuple[str | int, ...]],
+    entries: Entries,
+    items: Items,
+    paths: Mapping[str, Path],
     checkpoint_id: str | None = None,
     save_id: str | None = None,
 ) -> bytes:
@@ -51,7 +55,7 @@ def dump_metadata(
         entries: tensors, or None for an object, by flat name in the order of the state dict.
         items: where the chunks (or the object) of each name lie.
         paths: the path of each name in the nested state dict.
-        checkpoint_id, save_id: name of the checkpoint and id of the save, where they are known.
+        checkpoint_id, save_id: name of the checkpoint and id of the save, where known.
     """
     storage_meta: dict[str, object] = {
         # Never the path of the training job, which torch notes here.
@@ -72,16 +76,15 @@ def dump_metadata(
     return bytes(writer.out + b".")
 
 
-def _entries(
-    entries: Mapping[str, StoredTensor | None], items: Mapping[str, tuple[StoredItem, ...]]
-) -> Iterator[tuple[str, Instance]]:
+def _entries(entries: Entries, items: Items) -> Iterator[tuple[str, Instance]]:
     for name, tensor in entries.items():
-        yield name, _entry(tensor, items[name])
+        if tensor is None:
+            yield name, Instance(_METADATA, "BytesStorageMetadata")
+        else:
+            yield name, _tensor_entry(tensor, items[name])
 
 
-def _entry(tensor: StoredTensor | None, items: Sequence[StoredItem]) -> Instance:
-    if tensor is None:
-        return Instance(_METADATA, "BytesStorageMetadata")
+def _tensor_entry(tensor: StoredTensor, items: Sequence[StoredItem]) -> Instance:
     properties = (
         Global("torch", tensor.dtype.name, None),
         Call("torch.serialization", "_get_layout", ("torch.strided",)),
@@ -105,18 +108,12 @@ def _size(numbers: Ints) -> Call:
     return Call("torch", "Size", (numbers,))
 
 
-def _storage_data(
-    entries: Mapping[str, StoredTensor | None], items: Mapping[str, tuple[StoredItem, ...]]
-) -> Iterator[tuple[Instance, Instance]]:
+def _storage_data(entries: Entries, items: Items) -> Iterator[tuple[Instance, Instance]]:
     for name in entries:
         for number, item in enumerate(items[name]):
-            index: dict[str, object]
-            if item.offsets is None:
-                index = {"fqn": name, "offset": None, "index": None}
-            else:
+            index: dict[str, object] = {"fqn": name, "offset": None, "index": None}
+            if item.offsets is not None:
                 index = {"fqn": name, "index": number, "offset": _size(item.offsets)}
             info = {"relative_path": item.file, "offset": item.offset, "length": item.nbytes}
-            yield (
-                Instance(_METADATA, "MetadataIndex", index),
-                Instance(_FILESYSTEM, "_StorageInfo", info),
-            )
+            key = Instance(_METADATA, "MetadataIndex", index)
+            yield key, Instance(_FILESYSTEM, "_StorageInfo", info)

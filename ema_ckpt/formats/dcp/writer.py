@@ -1,7 +1,7 @@
-"""Laying out a DCP checkpoint as N ranks of FSDP2 write it, from one process and without torch.
+"""Lay out a DCP checkpoint as N ranks of FSDP2 write it, from one process and without torch.
 
 Each item is a whole `torch.save` archive of four records. Rank r's rows of every split tensor lie
-in `__r_0.distcp`; what is whole lies in `__0_0.distcp`, objects first as in torch (`filesystem.py`,
+in `__r_0.distcp`; whole tensors lie in `__0_0.distcp`, objects first as in torch (`filesystem.py`,
 `_write_items`).
 """
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import NamedTuple
 
 from ema_ckpt.core.box import Box, row_major_strides, split_rows, whole
-from ema_ckpt.core.catalog import Files, Object
+from ema_ckpt.core.catalog import Files, Ints, Object, Path
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.core.write_plan import HeaderBytes, OutputObject, OutputTensor, WriteItem
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
-from ema_ckpt.formats.dcp.placement import PlannedItem, idle_homes
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
@@ -25,18 +27,29 @@ from ema_ckpt.formats.torch_zip.writer import Member, ZipLayout
 
 _COPY_NBYTES = 1 << 20
 _FOLDER = "archive"
+_BYTEORDER = Member("byteorder", 6, b"little")
+_VERSION = Member("version", 2, b"3\n")
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One archive in the output. `piece` is None for an object."""
+class _Archive(NamedTuple):
+    """One archive in the output: a tensor's, an object's that is new, or one that is copied."""
 
     file: str
     offset: int
     nbytes: int
+    is_tensor: bool
     zip: ZipLayout | None
-    piece: int | None
     copied: Object | None = None
+
+
+class _Planned(NamedTuple):
+    """A tensor (`entry`) or object of the state dict: bytes of the whole, rows if it is split."""
+
+    name: str
+    path: Path
+    entry: StoredTensor | None = None
+    nbytes: int = 0
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +58,35 @@ class DcpWritePlan:
 
     files: Mapping[str, int]
     items: Sequence[WriteItem]
-    archives: Sequence[_Item]
+    archives: Sequence[_Archive]
     metadata: bytes
     source: Files
-    entries: Sequence[OutputTensor]
+    tensors: Sequence[OutputTensor]
 
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
     ) -> Iterator[HeaderBytes]:
-        """Archives around payloads, objects, digests and, last, the metadata that makes it a
-        checkpoint.
-        """
-        for item in self.archives:
-            if item.copied is not None:
-                yield from self._copied(item, item.copied)
-            elif item.zip is not None:
-                given = () if item.piece is None else (crcs[item.piece],)
-                for offset, data in item.zip.header_bytes(given):
-                    yield HeaderBytes(item.file, item.offset + offset, data)
-        yield HeaderBytes(sidecar.SIDECAR, 0, _sidecar(self.entries, digests))
+        item_crcs = iter(crcs)
+        for archive in self.archives:
+            if archive.copied is not None:
+                yield from self._copy(archive, archive.copied)
+            elif archive.zip is not None:
+                payload_crcs = [next(item_crcs)] if archive.is_tensor else []
+                for offset, data in archive.zip.header_bytes(payload_crcs):
+                    yield HeaderBytes(archive.file, archive.offset + offset, data)
+        yield HeaderBytes(sidecar.SIDECAR, 0, _sidecar(self.tensors, digests))
+        # Last, since it makes the directory a checkpoint.
         yield HeaderBytes(METADATA_NAME, 0, self.metadata)
 
-    def _copied(self, item: _Item, held: Object) -> Iterator[HeaderBytes]:
-        for at in range(0, item.nbytes, _COPY_NBYTES):
-            nbytes = min(_COPY_NBYTES, item.nbytes - at)
-            yield HeaderBytes(
-                item.file, item.offset + at, self.source.read(held.file, held.offset + at, nbytes)
-            )
+    def _copy(self, archive: _Archive, source: Object) -> Iterator[HeaderBytes]:
+        for start in range(0, archive.nbytes, _COPY_NBYTES):
+            nbytes = min(_COPY_NBYTES, archive.nbytes - start)
+            data = self.source.read(source.file, source.offset + start, nbytes)
+            yield HeaderBytes(archive.file, archive.offset + start, data)
 
 
 def lay_out(
-    entries: Sequence[OutputTensor],
+    tensors: Sequence[OutputTensor],
     objects: Sequence[OutputObject],
     split: Sequence[bool],
     world_size: int,
@@ -85,106 +96,117 @@ def lay_out(
     """Lay out a checkpoint for `world_size` ranks.
 
     Args:
-        entries: tensors in the order of the state dict; `split[i]` tells whether `entries[i]` is
-            cut on dim 0.
-        objects: copied whole to rank 0's file; `source` is where their archives are read from.
-        order: names in the source of tensors and objects together, as the state dict has them, if
-            that is known.
+        tensors: in the order of the state dict; `split[i]`: cut `tensors[i]` on dim 0.
+        objects: go whole to rank 0's file; `source` is where their archives are copied from.
+        order: names in the source of tensors and objects together, in the order of the state dict,
+            if that is known.
 
     Raises:
         TargetError: `unsupported` for an object that cannot be written so that it loads safely.
     """
+    planned = _in_order(tensors, objects, split, order)
+    ranks_of_empty = _place_empty_chunks(planned, world_size)
     ranks = [_RankFile(f"__{rank}_0.distcp") for rank in range(world_size)]
-    planned = _planned(entries, objects, split, order)
-    idle = idle_homes(planned, world_size)
-    places: dict[str, list[StoredItem]] = {}
-    for held in objects:
-        places[held.name] = [ranks[0].put_object(held)]
-    for entry, cut in zip(entries, split, strict=True):
-        chunks = places.setdefault(entry.name, [])
-        if not cut or not entry.source.shape:
-            chunks.append(ranks[0].put(entry, whole(entry.source.shape)))
-            continue
-        for rank, box in enumerate(split_rows(entry.source.shape, world_size)):
-            if box.sizes[0] or rank == idle[entry.name]:
-                chunks.append(ranks[rank].put(entry, box))
-    return _assemble(entries, objects, ranks, places, source, [item.name for item in planned])
+    stored = {item.name: [ranks[0].put_object(item)] for item in objects}
+    for tensor, is_split in zip(tensors, split, strict=True):
+        empty_rank = ranks_of_empty.get(tensor.name)
+        boxes = _boxes(tensor.source.shape, is_split, world_size, empty_rank)
+        stored[tensor.name] = [ranks[rank].put(tensor, box) for rank, box in boxes]
+    entries = {item.name: item.entry for item in planned}
+    paths = {item.name: item.path for item in planned}
+    metadata = dump_metadata(entries, stored, paths)
+    files = {rank_file.name: rank_file.nbytes for rank_file in ranks}
+    files[sidecar.SIDECAR] = len(_sidecar(tensors, {}))
+    files[METADATA_NAME] = len(metadata)
+    items: list[WriteItem] = []
+    archives: list[_Archive] = []
+    for rank_file in ranks:
+        items += rank_file.items
+        archives += rank_file.archives
+    return DcpWritePlan(files, items, archives, metadata, source, tuple(tensors))
 
 
-def _planned(
-    entries: Sequence[OutputTensor],
+def _boxes(
+    shape: Ints, is_split: bool, world_size: int, empty_rank: int | None
+) -> Iterator[tuple[int, Box]]:
+    """Yield the ranks that write a tensor, and the box of each."""
+    if not is_split or not shape:
+        yield 0, whole(shape)
+        return
+    for rank, box in enumerate(split_rows(shape, world_size)):
+        if box.sizes[0] or rank == empty_rank:
+            yield rank, box
+
+
+def _sidecar(tensors: Sequence[OutputTensor], digests: Mapping[str, int]) -> bytes:
+    return sidecar.dump(tensors, digests, files=[METADATA_NAME]).encode("utf-8")
+
+
+def _in_order(
+    tensors: Sequence[OutputTensor],
     objects: Sequence[OutputObject],
     split: Sequence[bool],
     order: Sequence[str],
-) -> list[PlannedItem]:
-    """Tensors and objects in the order of the state dict."""
-    items = {}
-    for entry, cut in zip(entries, split, strict=True):
-        rows = entry.source.shape[0] if cut and entry.source.shape else None
-        items[entry.source.name] = PlannedItem(entry.name, entry.nbytes, rows)
-    items |= {held.source.name: PlannedItem(held.name, 0, None) for held in objects}
-    place = {name: at for at, name in enumerate(order)}
-    return [items[name] for name in sorted(items, key=lambda name: place.get(name, len(place)))]
+) -> list[_Planned]:
+    """Sort tensors and objects into the order of the state dict."""
+    items: dict[str, _Planned] = {}
+    for tensor, is_split in zip(tensors, split, strict=True):
+        shape = tensor.source.shape
+        rows = shape[0] if is_split and shape else None
+        entry = StoredTensor(tensor.dtype, shape)
+        items[tensor.source.name] = _Planned(tensor.name, tensor.path, entry, tensor.nbytes, rows)
+    items |= {item.source.name: _Planned(item.name, item.path) for item in objects}
+    position = {name: index for index, name in enumerate(order)}
+    names = sorted(items, key=lambda name: position.get(name, len(position)))
+    return [items[name] for name in names]
 
 
-def _assemble(
-    entries: Sequence[OutputTensor],
-    objects: Sequence[OutputObject],
-    ranks: Sequence[_RankFile],
-    places: Mapping[str, list[StoredItem]],
-    source: Files,
-    order: Sequence[str],
-) -> DcpWritePlan:
-    named: dict[str, StoredTensor | None] = {
-        e.name: StoredTensor(e.dtype, e.source.shape) for e in entries
-    }
-    named |= {held.name: None for held in objects}
-    paths = {e.name: e.path for e in entries} | {held.name: held.path for held in objects}
-    named, paths = {name: named[name] for name in order}, {name: paths[name] for name in order}
-    metadata = dump_metadata(named, {name: tuple(chunks) for name, chunks in places.items()}, paths)
-    pieces: list[WriteItem] = []
-    items: list[_Item] = []
-    for rank in ranks:
-        for item, piece in rank.items:
-            items.append(item if piece is None else _numbered(item, len(pieces)))
-            pieces += () if piece is None else (piece,)
-    files = {rank.name: rank.nbytes for rank in ranks}
-    files[sidecar.SIDECAR] = len(_sidecar(entries, {}))
-    files[METADATA_NAME] = len(metadata)
-    return DcpWritePlan(files, pieces, items, metadata, source, tuple(entries))
+def _place_empty_chunks(items: Sequence[_Planned], world_size: int) -> dict[str, int]:
+    """Choose the rank that writes the empty chunk of each split tensor that some rank has none of.
+
+    Ranks without rows of a tensor all have the same empty chunk, and torch's save planner keeps one
+    of these on the rank with the least to write so far (`_dedup_save_plans.py`): it goes through
+    the items of rank 0, then of rank 1 and so on, counts a whole tensor's bytes for each chunk of
+    it and 1 for an object.
+    """
+    ranks: dict[str, int] = {}
+    first_idle = [_used_ranks(item.rows, world_size) for item in items]
+    loads = [0] * world_size
+    # Chunks of other ranks come to count only after the ranks that are chosen from here.
+    for rank in sorted({0, *(idle for idle in first_idle if idle < world_size)}):
+        for item, idle in zip(items, first_idle, strict=True):
+            if item.rows is None:
+                if rank:
+                    continue
+                writer = min(range(world_size), key=loads.__getitem__)
+            elif idle == rank:
+                writer = ranks[item.name] = min(range(rank, world_size), key=loads.__getitem__)
+            elif rank < idle:
+                writer = rank
+            else:
+                continue
+            loads[writer] += item.nbytes or 1
+    return ranks
 
 
-def _numbered(item: _Item, piece: int) -> _Item:
-    return _Item(item.file, item.offset, item.nbytes, item.zip, piece)
+def _used_ranks(rows: int | None, world_size: int) -> int:
+    """Count the ranks that get rows when each takes `ceil(rows / world_size)`."""
+    if rows is None:
+        return world_size
+    return -(-rows // -(-rows // world_size)) if rows else 0
 
 
-def _sidecar(entries: Sequence[OutputTensor], digests: Mapping[str, int]) -> bytes:
-    return sidecar.dump(entries, digests, files=[METADATA_NAME]).encode("utf-8")
-
-
-_moulds: dict[tuple[str, tuple[int, ...]], ZipLayout] = {}
-
-
-def _archive(dtype: DType, sizes: tuple[int, ...]) -> ZipLayout:
-    """The archive of a contiguous tensor: equal for all tensors of that type and shape."""
-    known = _moulds.get((dtype.name, sizes))
-    if known is None:
-        numel = 1
-        for size in sizes:
-            numel *= size
-        typed = dtype if dtype.storage_class else None
-        storage = StorageRef("0", typed, numel if typed else numel * dtype.itemsize)
-        pickle = dumps(TensorRef(storage, dtype, 0, sizes, row_major_strides(sizes)))
-        known = _moulds[dtype.name, sizes] = ZipLayout(
-            _FOLDER,
-            [
-                Member("data.pkl", len(pickle), pickle),
-                Member("byteorder", 6, b"little"),
-                Member("data/0", numel * dtype.itemsize),
-                Member("version", 2, b"3\n"),
-            ],
-        )
-    return known
+@cache
+def _tensor_archive(dtype: DType, sizes: tuple[int, ...]) -> ZipLayout:
+    """Lay out the archive of a contiguous tensor: equal for all of that type and shape."""
+    numel = prod(sizes)
+    nbytes = numel * dtype.itemsize
+    storage = (
+        StorageRef("0", dtype, numel) if dtype.storage_class else StorageRef("0", None, nbytes)
+    )
+    pickle = dumps(TensorRef(storage, dtype, 0, sizes, row_major_strides(sizes)))
+    data = Member("data.pkl", len(pickle), pickle)
+    return ZipLayout(_FOLDER, [data, _BYTEORDER, Member("data/0", nbytes), _VERSION])
 
 
 class _RankFile:
@@ -193,37 +215,33 @@ class _RankFile:
     def __init__(self, name: str) -> None:
         self.name = name
         self.nbytes = 0
-        self.items: list[tuple[_Item, WriteItem | None]] = []
+        self.items: list[WriteItem] = []
+        self.archives: list[_Archive] = []
 
-    def put(self, entry: OutputTensor, box: Box) -> StoredItem:
+    def put(self, tensor: OutputTensor, box: Box) -> StoredItem:
         """Append the archive of a box of a tensor."""
-        layout = _archive(entry.dtype, box.sizes)
-        item = _Item(self.name, self.nbytes, layout.nbytes, layout, None)
-        self.items.append((item, WriteItem(entry, box, self.name, self.nbytes + layout.offsets[2])))
-        self.nbytes += layout.nbytes
-        return StoredItem(box.offsets, box.sizes, self.name, item.offset, item.nbytes)
+        layout = _tensor_archive(tensor.dtype, box.sizes)
+        self.items.append(WriteItem(tensor, box, self.name, self.nbytes + layout.offsets[2]))
+        archive = _Archive(self.name, self.nbytes, layout.nbytes, True, layout)
+        return self._append(archive, box.offsets, box.sizes)
 
-    def put_object(self, held: OutputObject) -> StoredItem:
-        """Append an object's archive: the one it has, or a new one of its value."""
-        if held.source.is_inline:
-            item = self._made(held)
-        else:
-            item = _Item(self.name, self.nbytes, held.source.nbytes, None, None, held.source)
-        self.items.append((item, None))
-        self.nbytes += item.nbytes
-        return StoredItem(None, (), self.name, item.offset, item.nbytes)
-
-    def _made(self, held: OutputObject) -> _Item:
+    def put_object(self, item: OutputObject) -> StoredItem:
+        """Append an object's archive: its own if it has one, or a new one of its value."""
+        source = item.source
+        if not source.is_inline:
+            archive = _Archive(self.name, self.nbytes, source.nbytes, False, None, source)
+            return self._append(archive, None, ())
         try:
-            pickle = dumps(held.source.inline)
+            pickle = dumps(source.inline)
         except TypeError as error:
-            raise TargetError(
-                "unsupported", f"object {held.name!r}: {error}; leave it out with --exclude"
-            ) from None
-        members = [
-            Member("data.pkl", len(pickle), pickle),
-            Member("byteorder", 6, b"little"),
-            Member("version", 2, b"3\n"),
-        ]
-        layout = ZipLayout(_FOLDER, members)
-        return _Item(self.name, self.nbytes, layout.nbytes, layout, None)
+            message = f"object {item.name!r}: {error}; leave it out with --exclude"
+            raise TargetError("unsupported", message) from None
+        data = Member("data.pkl", len(pickle), pickle)
+        layout = ZipLayout(_FOLDER, [data, _BYTEORDER, _VERSION])
+        archive = _Archive(self.name, self.nbytes, layout.nbytes, False, layout)
+        return self._append(archive, None, ())
+
+    def _append(self, archive: _Archive, offsets: Ints | None, sizes: Ints) -> StoredItem:
+        self.archives.append(archive)
+        self.nbytes += archive.nbytes
+        return StoredItem(offsets, sizes, self.name, archive.offset, archive.nbytes)

@@ -94,23 +94,12 @@ def open_safetensors(
     if content.version > sidecar.VERSION:
         message = f"{resolved}: digests of version {content.version} are not known here"
         warnings.append(Diagnostic("unchecked", message))
-    stored: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
-    for shard in shards:
-        stored |= {tensor.name: tensor for tensor in shard.tensors}
-        metadata |= shard.metadata
-    metadata.pop(sidecar.KEY, None)
+    stored, metadata = _merge(shards)
     is_whole = is_index or files.keys() >= set(content.files)
     if is_whole and len(shards) == len(files):
         _check_none_lost(content, stored, resolved)
-    if content.digests.keys() >= stored.keys():
-        # A file is ordered by element size; averages without names are paired with parameters in
-        # the model's order.
-        stored = {name: stored[name] for name in content.digests if name in stored}
     ties = dict(content.ties) or _saved_ties(metadata, stored)
-    tensors = list(stored.values())
-    if content.nesting is not None or content.ties:
-        tensors = _restore_paths_and_ties(tensors, content)
+    tensors = _as_recorded(stored, content)
     digests = sidecar.digests_of(content, tensors, resolved)
     crcs = {item.chunks[0]: digests[item.name] for item in tensors if item.name in digests}
     return Catalog(
@@ -129,6 +118,17 @@ def open_safetensors(
         ties=ties,
         header_text={key: text for key, text in metadata.items() if key not in ties},
     )
+
+
+def _merge(shards: Iterable[_Shard]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Merge the tensors, by name, and the metadata of all shards."""
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        tensors |= {tensor.name: tensor for tensor in shard.tensors}
+        metadata |= shard.metadata
+    metadata.pop(sidecar.KEY, None)
+    return tensors, metadata
 
 
 def _read_sidecar(source: Files, shards: list[_Shard], files: Mapping[str, int]) -> Sidecar:
@@ -151,20 +151,24 @@ def _check_none_lost(content: Sidecar, names: Mapping[str, Tensor], where: str) 
         raise SourceError("index-mismatch", message, tensor=lost[0])
 
 
-def _restore_paths_and_ties(tensors: Iterable[Tensor], content: Sidecar) -> list[Tensor]:
-    """Give tensors their paths, and list them again under names that were dropped as tied."""
+def _as_recorded(stored: dict[str, Tensor], content: Sidecar) -> list[Tensor]:
+    """Restore order and paths, and list tensors again under names that were dropped as tied."""
+    if content.digests.keys() >= stored.keys():
+        # A file is ordered by element size; averages without names are paired with parameters in
+        # the model's order.
+        stored = {name: stored[name] for name in content.digests if name in stored}
+    if content.nesting is None and not content.ties:
+        return list(stored.values())
     shared = set(content.ties.values())
     restored: dict[str, Tensor] = {}
-    for tensor in tensors:
-        path = content.paths.get(tensor.name, tensor.path)
-        storage = (tensor.name,) if tensor.name in shared else None
-        restored[tensor.name] = replace(tensor, path=path, storage=storage)
-    again = []
+    for name, tensor in stored.items():
+        storage = (name,) if name in shared else None
+        restored[name] = replace(tensor, path=content.paths.get(name, (name,)), storage=storage)
     for name, kept in content.ties.items():
-        if kept in restored and name not in restored:
+        if kept in stored and name not in stored:
             path = content.paths.get(name, (name,))
-            again.append(replace(restored[kept], name=name, path=path))
-    return [*restored.values(), *again]
+            restored[name] = replace(restored[kept], name=name, path=path)
+    return list(restored.values())
 
 
 def _saved_ties(metadata: Mapping[str, str], names: Mapping[str, Tensor]) -> dict[str, str]:
