@@ -147,15 +147,13 @@ def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
     prepare = Shortcuts(_Chunk, _Index, _Info, ItemPlace).prepare if fast else None
     root = loads(data, _ALLOWED, where=where, prepare=prepare)
     if not isinstance(root, _Root):
-        raise SourceError(
-            "unreadable", f"{where}: no DCP metadata in it (found {brief(root)})", file=where
-        )
+        message = f"{where}: no DCP metadata in it (found {brief(root)})"
+        raise SourceError("unreadable", message, file=where)
     try:
         return _metadata(root.fields, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise SourceError(
-            "unreadable", f"{where}: malformed DCP metadata ({error!r})", file=where
-        ) from None
+        message = f"{where}: malformed DCP metadata ({error!r})"
+        raise SourceError("unreadable", message, file=where) from None
 
 
 def _metadata(fields: dict[str, object], where: str) -> Metadata:
@@ -198,20 +196,19 @@ def _add_paths(
 def _tensor(entry: object, name: str, where: str) -> TensorEntry:
     if not isinstance(entry, _Tensor):
         raise ValueError(f"the entry of {name!r} is a {type(entry).__name__}")
-    properties = entry.fields["properties"]
-    dtype = properties.dtype if isinstance(properties, _Properties) else None
-    if not isinstance(dtype, Global) or dtype.module != "torch":
+    properties, chunks = entry.fields["properties"], entry.fields["chunks"]
+    named = properties.dtype if isinstance(properties, _Properties) else None
+    if not isinstance(named, Global) or named.module != "torch":
         raise ValueError(f"the dtype of {name!r} is missing")
-    chunks = entry.fields["chunks"]
     if not isinstance(chunks, list):
         raise ValueError(f"the chunks of {name!r} are no list")
     try:
-        kind = by_name(dtype.name)
+        dtype = by_name(named.name)
     except SourceError as error:
         raise about(error, tensor=name, file=where) from None
     shape = _ints(entry.fields["size"])
-    boxes = [_chunk(chunk, name, len(shape), where) for chunk in chunks]
-    return TensorEntry(kind, shape, tuple(boxes))
+    boxes = tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])
+    return TensorEntry(dtype, shape, boxes)
 
 
 def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]:
@@ -252,15 +249,14 @@ def _key(key: object) -> Key:
 def _place(place: object, name: str, where: str) -> ItemPlace:
     if isinstance(place, ItemPlace):
         return place
-    if not isinstance(place, _Info):
-        raise ValueError("an item has no place")
-    file, offset, nbytes = (place.fields[key] for key in ("relative_path", "offset", "length"))
+    fields = place.fields if isinstance(place, _Info) else {}
+    file, offset, nbytes = (fields.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int:
         raise ValueError("an item has no place")
     if offset < 0 or nbytes < 0:
         message = f"{where}: {name!r} is said to be {nbytes} bytes at {offset} of {file}"
         raise SourceError("out-of-bounds", message, tensor=name, file=where)
-    transforms = place.fields.get("transform_descriptors") or ()
+    transforms = fields.get("transform_descriptors") or ()
     return ItemPlace(file, offset, nbytes, tuple(map(str, transforms)))  # type: ignore[call-overload]
 
 

@@ -1,9 +1,8 @@
-"""A fast way to read the frequent instances of a `.metadata`, beside the plain one.
+"""Read the frequent instances of a `.metadata` whole, each by one regular expression.
 
 A checkpoint of 20 000 tensors on 8 ranks is 12 million opcodes, nearly all of instances of three
-classes: chunk, index and place. One regular expression reads each of them whole, as torch writes
-it; what differs in anything is left to the interpreter, opcode by opcode. A test holds both ways to
-the same result, on all fixtures and on damaged ones.
+classes: chunk, index and place. An instance that torch would write differently is left to the
+interpreter, opcode by opcode. A test compares both ways on all fixtures and on damaged ones.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 
+from ema_ckpt.core.catalog import Ints
 from ema_ckpt.formats.pickle.machine import UNBUILT, Machine
 from ema_ckpt.formats.pickle.safe_globals import Global
-
-Ints = tuple[int, ...]
 
 _REF = rb"(h.|j....)"
 _INT = rb"(K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
@@ -26,17 +24,15 @@ _CHUNK = re.compile(_OPEN + _REF + _SIZE + _REF + _SIZE + rb"ub", re.DOTALL)
 _HEAD = re.compile(_OPEN + _REF, re.DOTALL)
 _INDEX_TAIL = re.compile(_REF + rb"(?:K.|M..|J....|N)" + _REF + _SIZE + rb"ub", re.DOTALL)
 _INFO_TAIL = re.compile(_REF + _INT + _REF + _INT + rb"ub", re.DOTALL)
-
-
 _FRESH = (UNBUILT, UNBUILT)  # an instance and its dict
 _SIZE_STEPS = (UNBUILT, UNBUILT)  # the two tuples inside a `torch.Size`
 
 
 class Shortcuts:
-    """Reads whole instances of the frequent classes and keeps the memo as the interpreter would.
+    """Reader of whole instances; it keeps the memo as the interpreter would.
 
-    `chunk`, `index` and `place` are the classes that take the place of torch's; `make_place` makes
-    the value of a place from file, offset and length.
+    `chunk`, `index` and `place` are the classes that replace torch's; `make_place` makes the value
+    of a place from file, offset and length.
     """
 
     def __init__(
@@ -47,7 +43,7 @@ class Shortcuts:
         self._refs: dict[bytes, object] = {}
         self._ints: dict[bytes, Ints] = {}
         self._texts: dict[str, str] = {}
-        # Keys that were looked up and are right, for each class: they recur in every instance.
+        # Field names that were looked up and are right, by class: they recur in every instance.
         self._checked: set[tuple[object, ...]] = set()
 
     def prepare(self, loaded: Global) -> None:
@@ -89,9 +85,8 @@ class Shortcuts:
         keys = ("chunk", key, ref, key2, ref2)
         if keys in self._checked and run and run2:
             pair = self._numbers(run), self._numbers(run2)
-            return _accept(
-                machine, pair, (*_FRESH, *_SIZE_STEPS, pair[0], *_SIZE_STEPS, pair[1]), match.end()
-            )
+            steps = (*_FRESH, *_SIZE_STEPS, pair[0], *_SIZE_STEPS, pair[1])
+            return _accept(machine, pair, steps, match.end())
         memo: list[object] = [UNBUILT, UNBUILT]
         if self._ref(machine, key) != "offsets" or self._ref(machine, key2) != "sizes":
             return False
@@ -104,7 +99,7 @@ class Shortcuts:
         return _accept(machine, (offsets, sizes), memo, match.end())
 
     def _text(self, machine: Machine, pos: int, memo: list[object]) -> tuple[str | None, int]:
-        """A text value at `pos`, given in full or by reference, and where the stream goes on."""
+        """Read a text at `pos`, in full or by reference; return it and the next position."""
         data = machine.data
         if data[pos] == 0x8C:
             end = pos + 2 + data[pos + 1]
@@ -132,11 +127,8 @@ class Shortcuts:
             memo += (*_SIZE_STEPS, offsets)
             return _accept(machine, (name, offsets), memo, tail.end())
         offsets = self._size(machine, ref, run, memo)
-        if offsets is None or [self._ref(machine, ref) for ref in (key, key2, key3)] != [
-            "fqn",
-            "index",
-            "offset",
-        ]:
+        names = [self._ref(machine, ref) for ref in (key, key2, key3)]
+        if offsets is None or names != ["fqn", "index", "offset"]:
             return False
         if run:
             self._checked.add(keys)
