@@ -268,7 +268,8 @@ class _Reader:
         crc = template.crc(directory) if head == template.head else None
         if crc is None:
             return None
-        return model._replace(file=file, offset=start + head_nbytes, crc=crc)
+        payload_start = start + head_nbytes
+        return Payload(file, payload_start, model.nbytes, model.strides, model.start, crc)
 
     def _parse_archive(self, tensor: Tensor, chunk: Chunk) -> Payload:
         name, file = tensor.name, chunk.file

@@ -26,7 +26,7 @@ from ema_ckpt.formats.pickle.writer import is_plain
 from ema_ckpt.formats.torch_file.reader import open_torchfile
 from ema_ckpt.formats.torch_file.writer import lay_out
 from ema_ckpt.storage.files import LocalFiles
-from tests.formats.test_safetensors import DTYPES, of_dtype, same
+from tests.formats.safetensors.test_safetensors import DTYPES, of_dtype, same
 from tests.formats.writing import entries, entry, raw_bytes, read, write
 
 ALL_DTYPES = [*DTYPES, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
