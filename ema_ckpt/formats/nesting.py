@@ -22,20 +22,18 @@ _MAX_DEPTH = 100
 
 
 def walk(
-    root: object, open_container: Callable[[Path, Any], Parts | None]
+    root: object, open_container: Callable[[Path, Any], Parts | None], path: Path = ()
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each leaf below `root`, in stored order.
 
     `open_container` returns the parts of a container, or None for a leaf.
     """
-    pending: list[tuple[Path, Any]] = [((), root)]
-    while pending:
-        path, value = pending.pop()
-        parts = open_container(path, value)
-        if parts is None:
-            yield path, value
-        else:
-            pending += reversed([((*path, part), item) for part, item in parts])
+    parts = open_container(path, root)
+    if parts is None:
+        yield path, root
+    else:
+        for part, item in parts:
+            yield from walk(item, open_container, (*path, part))
 
 
 def flatten(
@@ -70,7 +68,7 @@ class _Flattener:
     def open_container(self, path: Path, value: Any) -> Parts | None:
         self._spend(len(path))
         if isinstance(value, dict) and value:
-            return [(self._text(path, key, value), item) for key, item in value.items()]
+            return ((self._text(path, key, value), item) for key, item in value.items())
         if isinstance(value, list | tuple) and self._opens(value):
             if isinstance(value, tuple):
                 self.tuples.append(path)
