@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from ema_ckpt.core.catalog import (
     Catalog,
@@ -73,6 +72,8 @@ def open_dcp(
         else:
             tensors.append(_tensor(name, entry_path, listing, required))
     content = _read_sidecar(source, required)
+    recorded = tuple(content.digests)
+    ranks = _ranks_in(required, _DATA_FILE)
     opaque = {name: kind for part in parts for name, kind in part.opaque.items()}
     warnings = [
         Diagnostic("opaque", f"{name!r} is a {kind}, unknown to ema_ckpt")
@@ -85,27 +86,21 @@ def open_dcp(
         tensors=tuple(tensors),
         objects=tuple(objects),
         source=source,
-        reader=_Reader(source, _transformed(parts)),
+        reader=_Reader(source, parts),
         nested=any(part.paths for part in parts),
-        world_size=_world_size(required),
+        world_size=1 + max(ranks) if ranks else None,
         files=required,
         digests=sidecar.digests_of(content, tensors, sidecar.SIDECAR),
         warnings=tuple(warnings),
         order=tuple(parts_by_name),
         unknown_entries=unknown_entries(parts),
-        find_mismatches=partial(_find_mismatches, source, names, tuple(content.digests)),
+        # Read once more: only one verb needs them.
+        find_mismatches=lambda: find_mismatches(read_metadata(source, names), recorded),
     )
 
 
-def _find_mismatches(
-    source: Files, names: Sequence[str], recorded: Sequence[str]
-) -> tuple[tuple[str, str], ...]:
-    # Read once more: only one verb needs them.
-    return find_mismatches(read_metadata(source, names), recorded)
-
-
 def required_files(parts: Iterable[Metadata]) -> dict[str, int]:
-    """Every data file that the metadata names, and the least size (bytes) it must have."""
+    """Map every data file that the metadata names to the least size (bytes) it must have."""
     required: dict[str, int] = {}
     for part in parts:
         for place in part.items.values():
@@ -217,27 +212,18 @@ def _unreadable(problem: str, tensor: str) -> SourceError:
     return SourceError("unreadable", f"{METADATA_NAME}: {problem}", tensor=tensor)
 
 
-def _transformed(parts: Iterable[Metadata]) -> dict[tuple[str, int], str]:
-    """Map items that an extension encoded, by file and offset, to the extension's name."""
-    return {
-        (place.file, place.offset): ", ".join(place.transforms)
-        for part in parts
-        for place in part.items.values()
-        if place.transforms
-    }
-
-
-def _world_size(required: Iterable[str]) -> int | None:
-    ranks = _ranks_in(required, _DATA_FILE)
-    return 1 + max(ranks) if ranks else None
-
-
 class _Reader:
     """Opens the archives behind chunks and objects."""
 
-    def __init__(self, source: Files, transformed: dict[tuple[str, int], str]) -> None:
+    def __init__(self, source: Files, parts: Iterable[Metadata]) -> None:
         self._source = source
-        self._transformed = transformed
+        # The extensions that encoded an item, by its file and offset.
+        self._transformed = {
+            (place.file, place.offset): ", ".join(place.transforms)
+            for part in parts
+            for place in part.items.values()
+            if place.transforms
+        }
         self._pickles: dict[bytes, TensorRef] = {}
         self._templates: dict[tuple[int, str, Ints], tuple[ArchiveTemplate, Payload]] = {}
 
