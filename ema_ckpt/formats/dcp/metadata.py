@@ -212,7 +212,7 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
 
 
 def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]:
-    """Offsets and sizes of one chunk of a tensor of `rank` dimensions."""
+    """Check one chunk of a tensor of `rank` dimensions; return its offsets and sizes."""
     if isinstance(chunk, _Chunk):
         chunk = chunk.fields["offsets"], chunk.fields["sizes"]
     if not isinstance(chunk, tuple) or len(chunk) != 2:

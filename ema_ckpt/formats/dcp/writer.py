@@ -162,7 +162,7 @@ def _in_order(
 
 
 def _place_empty_chunks(items: Sequence[_Planned], world_size: int) -> dict[str, int]:
-    """Choose the rank that writes the empty chunk of each split tensor that some rank has none of.
+    """Choose the rank that writes the empty chunk of each split tensor that leaves ranks idle.
 
     Ranks without rows of a tensor all have the same empty chunk, and torch's save planner keeps one
     of these on the rank with the least to write so far (`_dedup_save_plans.py`): it goes through

@@ -43,7 +43,7 @@ class _Shard(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def header(self, own: Mapping[str, str]) -> bytes:
-        """Length, JSON and padding: all that comes before the buffer."""
+        """Encode length, JSON and padding: all that comes before the buffer."""
         entries: dict[str, object] = {METADATA: {**self.metadata, **own}}
         end = 0
         for tensor in self.tensors:
