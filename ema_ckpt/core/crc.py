@@ -4,7 +4,7 @@ zlib-ng computes it an order of magnitude faster than the zlib of most systems, 
 multiplication.
 """
 
-from zlib_ng.zlib_ng import crc32
-from zlib_ng.zlib_ng import crc32_combine as combine_crcs
+from zlib_ng import zlib_ng
 
-__all__ = ["combine_crcs", "crc32"]
+crc32 = zlib_ng.crc32
+combine_crcs = zlib_ng.crc32_combine

@@ -116,9 +116,7 @@ def plan_for(
         from ema_ckpt.formats.dcp import writer as dcp_writer
 
         ranks = output.world_size or catalog.world_size or 1
-        return dcp_writer.lay_out(
-            tensors, objects, split, ranks, catalog.source, catalog.order
-        ), {}
+        return dcp_writer.lay_out(tensors, objects, split, ranks, catalog.source, catalog.order), {}
     inline = [
         Object(item.name, item.path, item.source.file, inline=item.source.inline, is_inline=True)
         for item in objects

@@ -59,7 +59,12 @@ def launch(
         setup = (limits or {}).get(rank)
         processes.append(
             subprocess.Popen(
-                command, stdout=pipe, stderr=pipe, text=True, env=env, preexec_fn=setup
+                command,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                env=env,
+                preexec_fn=setup,  # noqa: PLW1509 - this process has no threads here
             )
         )
     ends = []

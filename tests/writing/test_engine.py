@@ -72,7 +72,9 @@ def consolidated(
     source = LocalFiles(folder)
     try:
         catalog = open_dcp(source, (".metadata",), "p", "p")
-        target = lay_out_safetensors([OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors])
+        target = lay_out_safetensors(
+            [OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors]
+        )
         outcome = run(catalog, target, out, options, journal)
     finally:
         source.close()
