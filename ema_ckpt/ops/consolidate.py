@@ -16,7 +16,8 @@ from ema_ckpt.ops.objects import refuse_skipped, unknown_objects, unsupported_me
 from ema_ckpt.ops.results import Skipped, WriteResult
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, plan_for
-from ema_ckpt.state_dicts.ema_config import read_ema_config, with_tied_names
+from ema_ckpt.state_dicts.ema_config import with_tied_names
+from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
@@ -125,7 +126,7 @@ def _fill_tree(
 def ema_warnings(
     catalog: Catalog, tree: Tree, live: Tree | None, filled: Mapping[str, Tensor]
 ) -> Iterator[Diagnostic]:
-    """Warn of weights that an EMA lacks and that are not filled, and of an EMA without updates."""
+    """Warn of weights that an EMA lacks and that are not filled, and of an EMA that looks wrong."""
     if tree.role != EMA:
         return
     missing: Mapping[str, Tensor] = {}
@@ -136,6 +137,7 @@ def ema_warnings(
         hint = f"--fill takes them from {live.name!r}"
         message = f"{tree.name!r} {lacks}: {shown(list(missing))}; {hint}"
         yield Diagnostic("ema-partial", message)
-    if read_ema_config(catalog, tree, open_objects=False).num_updates == 0:
-        message = "was never updated (num_updates is 0): it equals its first weights"
-        yield Diagnostic("ema-stalled", f"{tree.name!r} {message}")
+    yield from find_stalled(catalog, tree)
+    yield from find_copy(catalog, tree)
+    if live is not None:
+        yield from find_misfits(tree, live)

@@ -11,7 +11,8 @@ from ema_ckpt.core.names import EMA, LIVE
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.ops.diff_pairing import Pairing, Side
 from ema_ckpt.reading.box_reader import BoxReader, locate
-from ema_ckpt.state_dicts.ema_config import read_ema_config, swap_marks
+from ema_ckpt.state_dicts.ema_config import swap_marks
+from ema_ckpt.state_dicts.ema_health import copied_because, find_stalled, known_config
 
 _UNRELATED_COSINE = 0.5
 _UNRELATED_SHARE = 0.1
@@ -46,7 +47,7 @@ def find_all(compared: ComparedTrees) -> tuple[Diagnostic, ...]:
         findings += [*swapped(compared.a), *unrelated(compared)]
     averages = [side for side in (compared.a, compared.b) if side.tree.role == EMA]
     for side in averages:
-        findings += stalled(side)
+        findings += find_stalled(side.catalog, side.tree)
     findings += equal_to_live(compared)
     findings += non_finite(compared)
     for side in averages:
@@ -111,20 +112,6 @@ def unrelated(compared: ComparedTrees) -> Iterator[Diagnostic]:
     yield Diagnostic("ema-unrelated", message)
 
 
-def stalled(side: Side) -> Iterator[Diagnostic]:
-    """Find an EMA that was never updated."""
-    if _num_updates(side) == 0:
-        message = (
-            f"EMA {side.tree.name!r} was never updated (num_updates is 0): it is still the weights "
-            "it began with; call update() after each optimizer step"
-        )
-        yield Diagnostic("ema-stalled", message)
-
-
-def _num_updates(side: Side) -> int | None:
-    return read_ema_config(side.catalog, side.tree, open_objects=False).num_updates
-
-
 def equal_to_live(compared: ComparedTrees) -> Iterator[Diagnostic]:
     """Find an EMA that equals its live weights bit for bit."""
     a, b = compared.a, compared.b
@@ -132,13 +119,13 @@ def equal_to_live(compared: ComparedTrees) -> Iterator[Diagnostic]:
         return
     if not compared.same_bits or not compared.has_floats:
         return
-    updates = _num_updates(a)
+    updates = known_config(a.catalog, a.tree).num_updates
     if updates != 0:
         count = "an unknown number of updates" if updates is None else counted(updates, "update")
-        message = (
-            f"EMA {a.tree.name!r} equals the live weights bit for bit after {count}: it was seeded "
-            "again at resume, or decay is 0; restore it from its own state"
-        )
+        why = copied_because(a.catalog, a.tree)
+        if why is None:
+            why = "it was seeded again at resume, or decay is 0; restore it from its own state"
+        message = f"EMA {a.tree.name!r} equals the live weights bit for bit after {count}: {why}"
         yield Diagnostic("ema-equals-live", message)
 
 

@@ -13,6 +13,7 @@ from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.checkpoint import tree_entry
 from ema_ckpt.ops.results import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
 from ema_ckpt.state_dicts.ema_config import read_ema_config
+from ema_ckpt.state_dicts.ema_health import check_averages
 from ema_ckpt.state_dicts.selection import refuse_idle
 from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, list_trees
 
@@ -42,6 +43,7 @@ def inspect(
         warnings = [*catalog.warnings, *damage(catalog)]
         problems = [one.problem for one in trees if one.problem is not None]
         warnings += [Diagnostic(problem.code, str(problem)) for problem in problems]
+        warnings += check_averages(catalog, trees)
         picked = trees if tree is None else find_trees(trees, tree, catalog.resolved)
         globs = (match,) if isinstance(match, str) else tuple(match)
         return InspectResult(
@@ -80,16 +82,13 @@ def damage(catalog: Catalog) -> Iterator[Diagnostic]:
 
 
 def ema_settings(catalog: Catalog, tree: Tree, warnings: list[Diagnostic]) -> dict[str, object]:
-    """Return the settings of an EMA; errors and an EMA without updates are added to `warnings`."""
+    """Return the settings of an EMA; errors are added to `warnings`."""
     keys = ("num_updates", "decay", "schedule", "dtype")
     try:
         config = read_ema_config(catalog, tree)
     except EmaCkptError as error:
         warnings.append(Diagnostic(error.code, str(error)))
         return dict.fromkeys(keys)
-    if config.num_updates == 0:
-        message = f"{tree.name!r} was never updated (num_updates is 0)"
-        warnings.append(Diagnostic("ema-stalled", message))
     return {key: getattr(config, key) for key in keys}
 
 

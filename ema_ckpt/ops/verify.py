@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
+from ema_ckpt.state_dicts.ema_health import check_averages
+from ema_ckpt.state_dicts.tree import list_trees
 from ema_ckpt.storage.directories import join, list_folder
 
 # Opening fails with these if there is no checkpoint to judge, or none that can be judged.
@@ -70,6 +73,7 @@ def verify(
             audit = audit_checkpoint(catalog, workers, progress)
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
             report.warnings += stale_files(catalog)
+            report.warnings += averages(catalog)
             if values:
                 scan_values(audit, workers)
             if against is not None and is_whole:
@@ -146,6 +150,12 @@ class _Report:
             self.warnings.append(Diagnostic("unchecked", message))
         problems, warnings = tuple(self.problems), tuple(dict.fromkeys(self.warnings))
         return VerifyResult(status, self.checked, self.unchecked, problems, warnings)
+
+
+def averages(catalog: Catalog) -> Iterator[Diagnostic]:
+    """Warn of averages that never moved or do not fit their model, as far as they can be read."""
+    with suppress(EmaCkptError):  # the audit reports it
+        yield from check_averages(catalog, list_trees(catalog))
 
 
 def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:

@@ -1,0 +1,136 @@
+"""What the metadata tells of an average: whether it ever moved, and whether it fits its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Object
+from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.core.names import EMA, canonical
+from ema_ckpt.core.text import counted
+from ema_ckpt.state_dicts.ema_config import EmaConfig, read_ema_config
+from ema_ckpt.state_dicts.ema_layouts import POSITIONS
+from ema_ckpt.state_dicts.tree import Tree, live_of, of_role
+
+_SHOWN = 10
+
+
+def check_averages(catalog: Catalog, trees: Sequence[Tree]) -> Iterator[Diagnostic]:
+    """Warn of every EMA that never moved, is still a copy, or does not fit its live tree."""
+    for tree in of_role(trees, EMA):
+        # Whoever reads the settings for their own sake reports what is wrong with them.
+        with suppress(EmaCkptError):
+            yield from find_stalled(catalog, tree)
+            yield from find_copy(catalog, tree)
+        live = live_of(trees, tree)
+        if live is not None:
+            yield from find_misfits(tree, live)
+
+
+def find_stalled(catalog: Catalog, tree: Tree) -> Iterator[Diagnostic]:
+    """Warn of an EMA that never moved: no update, or fewer than its `every`."""
+    config = known_config(catalog, tree)
+    updates, every = config.num_updates, _every(config)
+    if updates is None or _moved_at(config):
+        return
+    why = "was never updated (num_updates is 0)"
+    remedy = "call update() after each optimizer step"
+    if updates:
+        why = f"never moved: {counted(updates, 'update')}, and it moves at each {every:,}th"
+        remedy = "train on, or save it with a smaller `every`"
+    message = f"EMA {tree.name!r} {why}: it is still the weights it began with; {remedy}"
+    yield Diagnostic("ema-stalled", message)
+
+
+def find_copy(catalog: Catalog, tree: Tree) -> Iterator[Diagnostic]:
+    """Warn of an EMA that moved, but by its schedule only copied the live weights so far."""
+    why = copied_because(catalog, tree)
+    if why is not None:
+        message = f"EMA {tree.name!r} is still a copy of the live weights: {why}"
+        yield Diagnostic("ema-stalled", message)
+
+
+def copied_because(catalog: Catalog, tree: Tree) -> str | None:
+    """Say why the last move of an EMA copied the live weights; None if it averaged, or never moved.
+
+    A move multiplies the decays of the calls since the one before: it copies if one of them is 0.
+    """
+    config = known_config(catalog, tree)
+    moved_at = _moved_at(config)
+    if not moved_at:
+        return None
+    first = max(1, moved_at - _every(config) + 1)
+    start = _copies_until(catalog, tree, config)
+    if start is None or first > start:
+        return None
+    updates = counted(config.num_updates or 0, "update")
+    return f"its decay is 0 up to update {start:,}, and it has had {updates}"
+
+
+def _copies_until(catalog: Catalog, tree: Tree, config: EmaConfig) -> int | None:
+    """Return the last call whose decay is 0 by the schedule; None if none is, or it is unknown."""
+    schedule = config.schedule
+    if isinstance(schedule, Mapping):
+        if schedule.get("kind") == "power-function":
+            return 1
+        if schedule.get("kind") == "warmup" and not schedule.get("min_decay"):
+            return _whole(schedule.get("start", 0), 0) + 1
+    if tree.layout == POSITIONS:  # diffusers' EMAModel
+        start = _entry(catalog, tree, "update_after_step")
+        if isinstance(start, int):
+            return start + 1
+    return None
+
+
+def _entry(catalog: Catalog, tree: Tree, name: str) -> object:
+    """Return a plain value stored in a tree, or None; pickled ones are not opened."""
+    for item in (*tree.settings.values(), *tree.objects):
+        if isinstance(item, Object) and item.is_inline and item.path[-1:] == (name,):
+            return catalog.reader.load(item)
+    return None
+
+
+def known_config(catalog: Catalog, tree: Tree) -> EmaConfig:
+    """Read the settings of an EMA; of those that cannot be read safely, nothing is known."""
+    try:
+        return read_ema_config(catalog, tree)
+    except EmaCkptError:
+        return read_ema_config(catalog, tree, open_objects=False)
+
+
+def _every(config: EmaConfig) -> int:
+    return max(1, _whole(config.raw.get("every"), 1))
+
+
+def _moved_at(config: EmaConfig) -> int:
+    """Return the call at which an EMA last moved; 0 if it never did, or its counter is unknown."""
+    updates = config.num_updates or 0
+    counter = config.raw.get("counter")
+    moved_at = counter.get("moved_at") if isinstance(counter, Mapping) else None
+    moved_at = config.raw.get("counter.moved_at", moved_at)  # a configuration saved as a dict
+    return _whole(moved_at, updates - updates % _every(config)) if updates else 0
+
+
+def _whole(value: object, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def find_misfits(ema: Tree, live: Tree) -> Iterator[Diagnostic]:
+    """Warn of averages whose shape is not that of their live weight; empty ones among them."""
+    if ema.problem is not None or live.problem is not None:
+        return
+    shapes = {canonical(name): tensor.shape for name, tensor in live.weights.items()}
+    common = [(n, t.shape) for n, t in ema.weights.items() if canonical(n) in shapes]
+    misfits = [(name, shape) for name, shape in common if shape != shapes[canonical(name)]]
+    if not misfits:
+        return
+    listed = [f"{n!r} {list(s)}, live {list(shapes[canonical(n)])}" for n, s in misfits[:_SHOWN]]
+    rest = f" and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
+    share = f"{len(misfits)} of {counted(len(common), 'common name')}"
+    message = (
+        f"EMA {ema.name!r} does not fit {live.name!r}: {share} with another shape: "
+        f"{'; '.join(listed)}{rest}; is this the EMA of another model, or was it saved before its "
+        "weights were there?"
+    )
+    yield Diagnostic("ema-unrelated", message)
