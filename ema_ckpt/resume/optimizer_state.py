@@ -29,8 +29,6 @@ from ema_ckpt.ema.offload.optimizer import handle_of
 from ema_ckpt.ema.offload.state_slabs import local_of
 from ema_ckpt.resume.flatten import LocalShards, local_shards
 
-Optimizers = Optimizer | Iterable[Optimizer]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedState:
@@ -104,11 +102,6 @@ class SteppedTensor:
             del self.optimizer.state[self.tensor]
 
 
-def as_list(optimizers: Optimizers) -> list[Optimizer]:
-    """Return one optimizer or several as a list."""
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-
-
 def stepped_groups(
     model: ModelShards, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[dict[str, Any], list[SteppedTensor]]]:
@@ -148,7 +141,7 @@ def optimizer_tree(model: ModelShards, optimizers: Sequence[Optimizer]) -> dict[
         offloaded = handle_of(optimizer)
         if offloaded is not None:
             offloaded.wait()
-        refuse_hidden_state(optimizer, optimizers)
+        refuse_hidden_state(optimizer)
     for group, stepped in stepped_groups(model, optimizers):
         options = dict(group)
         del options["params"]
@@ -208,7 +201,7 @@ def set_options(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -
                 group[name] = value
 
 
-def refuse_hidden_state(optimizer: Optimizer, saved: Sequence[Optimizer]) -> None:
+def refuse_hidden_state(optimizer: Optimizer) -> None:
     """Refuse an optimizer with state outside the tensors it steps: it would be lost.
 
     Raises:
@@ -222,16 +215,8 @@ def refuse_hidden_state(optimizer: Optimizer, saved: Sequence[Optimizer]) -> Non
             hidden.append(str(key))
         elif key not in stepped:
             hidden.append(f"a tensor of shape {list(key.shape)}")
-    # ZeroRedundancyOptimizer divides its state over the ranks.
-    is_hidden = hasattr(optimizer, "consolidate_state_dict")
-    for inner in vars(optimizer).values():
-        if isinstance(inner, Optimizer) and inner not in saved and inner.state:
-            # A wrapper that shows the state of the one inside (accelerate's) is saved as that one.
-            is_hidden |= inner.state is not optimizer.state
     if hidden:
         message = f"state under {shown(hidden)}, which is not in its parameter groups"
-    elif is_hidden:
-        message = "state in optimizers of its own"
     elif getattr(optimizer, "param_groups_master", None):
         message = "master weights in param_groups_master"
     else:

@@ -17,7 +17,7 @@ from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.scan import reshard
-from ema_ckpt.resume.optimizer_state import Optimizers, as_list
+from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.resume.restore_ema import EmaRestorer
 from ema_ckpt.resume.restore_extra import ExtraRestorer
 from ema_ckpt.resume.restore_model import ModelRestorer
@@ -104,7 +104,10 @@ def restore(
                 )
         restorers.append(ModelRestorer(readers[0], context))
         if optimizer is not None:
-            restorers.append(OptimizerRestorer(readers[0], context, as_list(optimizer)))
+            keepers = run_on_all_ranks(
+                ranks, _CALL, lambda: state_keepers(as_list(optimizer, _CALL))
+            )
+            restorers.append(OptimizerRestorer(readers[0], context, keepers))
         if extra is not None:
             restorers.append(ExtraRestorer(readers[0], context, extra))
         run_phase(lambda restorer: restorer.compare())

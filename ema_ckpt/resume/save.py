@@ -21,14 +21,10 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.live import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
+from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten
-from ema_ckpt.resume.optimizer_state import (
-    Optimizers,
-    as_list,
-    merge_group_parameters,
-    optimizer_tree,
-)
+from ema_ckpt.resume.optimizer_state import merge_group_parameters, optimizer_tree
 from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save
 from ema_ckpt.resume.save_plan import plan_save
 from ema_ckpt.resume.save_write import write
@@ -174,7 +170,7 @@ def _collect_state(
         state["ema"] = average_state(ema)
         weights.append("ema.weights")
     if optimizer is not None:
-        state["optimizer"] = optimizer_tree(shards, as_list(optimizer))
+        state["optimizer"] = optimizer_tree(shards, state_keepers(as_list(optimizer, _CALL)))
     if extra is not None:
         state["extra"] = {
             name: value.state_dict() if hasattr(value, "state_dict") else value

@@ -69,7 +69,7 @@ def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 128 << 20) -> Offl
 
 def handle_of(optimizer: Optimizer) -> OffloadedOptimizer | None:
     """Return the handle of an offloaded optimizer; None for others."""
-    handle: OffloadedOptimizer | None = vars(optimizer).get(_HANDLE)
+    handle: OffloadedOptimizer | None = getattr(optimizer, "__dict__", {}).get(_HANDLE)
     return handle
 
 
