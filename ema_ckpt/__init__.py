@@ -1,6 +1,7 @@
 """Sharded EMA for large-scale training, and a toolkit for the checkpoints it leaves.
 
 Names are loaded when they are first used: importing the package loads neither torch nor numpy.
+torch is an extra: the verbs and `latest` work without it, the training side raises `missing-extra`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ _MODULES = {
     "ema_ckpt.resume.rng": ("rng_state",),
     "ema_ckpt.resume.save": ("save",),
 }
+_NEED_TORCH = ("ema_ckpt.ema.", "ema_ckpt.resume.")
 _RENAMED = {"open": "open_checkpoint"}
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -106,6 +108,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'ema_ckpt' has no attribute {name!r}")
     from importlib import import_module
 
+    if home.startswith(_NEED_TORCH):
+        from ema_ckpt.core.torch_import import import_torch
+
+        import_torch(f"ema_ckpt.{name}")
     value: object = getattr(import_module(home), _RENAMED.get(name, name))
     globals()[name] = value
     return value

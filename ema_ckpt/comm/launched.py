@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError, UsageError
 from ema_ckpt.core.text import format_ranks
+from ema_ckpt.core.torch_import import import_torch, require_torch
 
 if TYPE_CHECKING:
     from ema_ckpt.comm.channel import Channel
@@ -48,10 +49,11 @@ def command_group(notify: Callable[[str], None]) -> Iterator[None]:
         notify: called with a line for people when this process waits for others.
 
     Raises:
-        UsageError: `usage`: no launcher started this process.
+        UsageError: `usage`: no launcher started this process; `missing-extra` without torch.
         CollectiveError: `rank-failed`: another process failed, or did not come.
     """
     global _current
+    require_torch("--distributed")
     absent = [name for name in _VARIABLES if name not in os.environ]
     if absent:
         reason = f"{', '.join(absent)} not set; start it with torchrun"
@@ -130,6 +132,7 @@ class CommandGroup:
 
             return connect_channel("command", self._store, self.rank, self.size, _STEP_TIMEOUT)
 
+        import_torch("--distributed")
         self._has_failed = True  # nobody can be told yet
         late = f"the processes did not all come within {_MEET_SECONDS:g} s"
         try:

@@ -11,6 +11,7 @@ from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import nearest
 from ema_ckpt.core.text import shown
+from ema_ckpt.core.torch_import import import_torch
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.results import TreeEntry
 from ema_ckpt.reading.box_reader import BoxReader, locate
@@ -73,6 +74,7 @@ class Checkpoint:
         Raises:
             KeyError: if there is none.
             SourceError: `hole overlap checksum truncated-file …`.
+            UsageError: `missing-extra` without torch.
         """
         tensor = self._by_name.get(name)
         if tensor is None:
@@ -95,7 +97,8 @@ class Checkpoint:
         fp16`, casts floating-point tensors, those of 8 bits excepted.
 
         Raises:
-            UsageError: `unknown-tree`, `ambiguous-tree`; `usage` for another dtype.
+            UsageError: `unknown-tree`, `ambiguous-tree`; `usage` for another dtype; `missing-extra`
+                without torch.
             SourceError: as for a single tensor.
         """
         if tree is None:
@@ -116,6 +119,7 @@ class Checkpoint:
         return state_dict
 
     def _read(self, tensor: Tensor) -> torch.Tensor:
+        import_torch("reading a tensor")
         import torch
 
         dtype: torch.dtype = getattr(torch, tensor.dtype.name)
@@ -140,13 +144,14 @@ class Checkpoint:
 
 def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype to cast floating-point tensors to; None to keep theirs."""
+    if dtype is None:
+        return None
+    import_torch("casting a tensor")
     import torch
 
     if isinstance(dtype, str):
         target = cast_target(dtype)
         return None if target is None else getattr(torch, target.name)
-    if dtype is None:
-        return None
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
         return dtype
     message = f"dtype {dtype!r}: expected a floating-point type of 16 bits or more"
