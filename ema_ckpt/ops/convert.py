@@ -12,6 +12,7 @@ from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
+from ema_ckpt.ops.files_beside import needed_files
 from ema_ckpt.ops.objects import left_out, plan_objects, rank_keyed, refuse_skipped
 from ema_ckpt.ops.results import Skipped, WriteResult
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
@@ -106,10 +107,11 @@ def _transfer(
         selection = select_all(catalog, trees, options.selection, tree, strip=strip)
         objects = plan_objects(catalog, selection.objects, output.format)
         tensors, unfit = _fitting(selection.entries, output.form)
+        copied = needed_files(catalog, output.format, output.is_directory)
         skipped = [
             *objects.skipped,
             *unfit,
-            *left_out(catalog, tensors, output.form),
+            *left_out(catalog, tensors, output.form, copied),
         ]
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in tensors))
@@ -137,6 +139,7 @@ def _transfer(
             source=catalog.resolved,
             renamed=selection.renamed,
             ties=ties,
+            copied=copied,
             skipped=skipped,
             warnings=warnings,
         )

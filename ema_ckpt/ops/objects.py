@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic
@@ -12,6 +12,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor
 from ema_ckpt.discovery.locate import step_number
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
+from ema_ckpt.ops.files_beside import is_needed
 from ema_ckpt.ops.results import Skipped
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.directories import base_name, join, list_folder
@@ -118,8 +119,10 @@ def unsupported_metadata(
             yield Skipped(f"__metadata__.{key}", "", "text of a safetensors header")
 
 
-def left_out(catalog: Catalog, tensors: Sequence[OutputTensor], form: str) -> Iterator[Skipped]:
-    """List all that is neither a tensor nor an object and that `form` does not record."""
+def left_out(
+    catalog: Catalog, tensors: Sequence[OutputTensor], form: str, copied: Container[str] = ()
+) -> Iterator[Skipped]:
+    """List all that is neither tensor, object nor `copied` file and that `form` does not record."""
     entries = [(entry.name, entry.kind, entry.file) for entry in catalog.unknown_entries]
     for name, kind, file in dict.fromkeys(entries):
         yield Skipped(name, file, f"is a {kind}, unknown to ema_ckpt")
@@ -131,6 +134,8 @@ def left_out(catalog: Catalog, tensors: Sequence[OutputTensor], form: str) -> It
         own = {*catalog.files, *(file.partition("/")[0] for file in catalog.files)}
         for file in _state_beside(catalog):
             name = base_name(file)
+            if file in copied:
+                continue
             if file not in own and not name.startswith(".") and not _OWN_FILES.fullmatch(name):
                 yield Skipped(file, file, "beside the checkpoint, not part of it")
 
@@ -138,7 +143,7 @@ def left_out(catalog: Catalog, tensors: Sequence[OutputTensor], form: str) -> It
 def _state_beside(catalog: Catalog) -> list[str]:
     """List folders and files in the checkpoint's directory, and in its parts', that may hold state.
 
-    Of a DCP that is every file; elsewhere a config, a tokenizer or a README is no state.
+    Of a DCP that is every file; elsewhere a tokenizer or a README is no state.
     """
     root = list_folder(catalog.source.root)
     folders = [name for name in root.folders if _holds_weights(join(root.root, name))]
@@ -147,8 +152,12 @@ def _state_beside(catalog: Catalog) -> list[str]:
     for part in parts:
         files += [f"{part}/{name}" for name in list_folder(join(root.root, part)).files]
     if catalog.format != "dcp":
-        files = [file for file in files if _STATE_FILES.fullmatch(base_name(file))]
+        files = [file for file in files if _is_state(base_name(file))]
     return folders + files
+
+
+def _is_state(name: str) -> bool:
+    return _STATE_FILES.fullmatch(name) is not None or is_needed(name)
 
 
 def _holds_weights(folder: str) -> bool:

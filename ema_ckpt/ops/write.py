@@ -16,6 +16,7 @@ from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
+from ema_ckpt.ops.files_beside import copy_files
 from ema_ckpt.ops.objects import header_text
 from ema_ckpt.ops.results import FileEntry, Skipped, WriteResult
 from ema_ckpt.state_dicts.ties import dropped_names
@@ -151,7 +152,12 @@ def plan_for(
 
 @dataclass(slots=True)
 class PlannedWrite:
-    """A planned write, and what its result reports; `read_paths` are further places it reads."""
+    """A planned write, and what its result reports.
+
+    Attributes:
+        copied: files of the source that go into the destination as they are, with their sizes.
+        read_paths: further places it reads.
+    """
 
     catalog: Catalog
     output: Output
@@ -163,6 +169,7 @@ class PlannedWrite:
     renamed: Mapping[str, str] = field(default_factory=dict)
     filled: tuple[str, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
+    copied: Mapping[str, int] = field(default_factory=dict)
     skipped: Sequence[Skipped] = ()
     warnings: list[Diagnostic] = field(default_factory=list)
     read_paths: Sequence[str] = ()
@@ -171,6 +178,11 @@ class PlannedWrite:
     def sources(self) -> list[str]:
         """Local places that are read, which the destination may not touch."""
         return [*local_paths([self.catalog.resolved]), *self.read_paths]
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Every file that is written or copied, with its size."""
+        return {**self.plan.files, **self.copied}
 
 
 def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
@@ -186,7 +198,8 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
             sources=job.sources,
             overwrite=options.overwrite,
             keep_foreign=job.output.keeps_foreign,
-            nbytes=sum(job.plan.files.values()),
+            replaces=job.copied,
+            nbytes=sum(job.files.values()),
         )
     else:
         _write(job, options)
@@ -196,8 +209,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         tree=job.tree,
         format=job.output.format,
         files=tuple(
-            FileEntry(name or job.output.path.name, nbytes)
-            for name, nbytes in job.plan.files.items()
+            FileEntry(name or job.output.path.name, nbytes) for name, nbytes in job.files.items()
         ),
         tensors=len(job.tensors),
         nbytes=sum(item.nbytes for item in job.plan.items),
@@ -224,7 +236,8 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
         sources=job.sources,
         overwrite=options.overwrite,
         keep_foreign=job.output.keeps_foreign,
-        nbytes=sum(job.plan.files.values()),
+        replaces=job.copied,
+        nbytes=sum(job.files.values()),
         fsync=options.fsync,
         resume=options.resume,
         identity=identity,
@@ -235,6 +248,7 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
             group.exchange((identity, str(staged.path), cut))
             group.exchange("the journal is open")
         outcome = run(job.catalog, job.plan, staged.path, options, staged.journal, group)
+        copy_files(job.catalog, job.copied, staged.path)
         changed = [f for f, stamp in _stamps(job.catalog).items() if stamp != stamps[f]]
         if changed:
             hint = "changed while being read; let the writer finish and try again"

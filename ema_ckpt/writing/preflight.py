@@ -42,11 +42,13 @@ class OverwritePolicy(NamedTuple):
     Attributes:
         is_directory: the target becomes a directory. overwrite: it may replace what is there.
         keep_foreign: other files of the old directory are carried into the new one.
+        replaces: names in the old directory that the new one has anew.
     """
 
     is_directory: bool
     overwrite: bool = False
     keep_foreign: bool = False
+    replaces: frozenset[str] = frozenset()
 
 
 def resolve_target(target: str | os.PathLike[str]) -> Path:
@@ -121,7 +123,7 @@ def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
         reason = "already exists; name another path, or pass --overwrite (overwrite=True)"
         raise TargetError("target-exists", f"{path}: {reason}")
     if stat.S_ISDIR(mode):
-        foreign = foreign_entries(path)
+        foreign = [name for name in foreign_entries(path) if name not in policy.replaces]
         carried = foreign if policy.keep_foreign and policy.is_directory else []
     else:
         foreign = [path.name] if policy.is_directory and not _is_checkpoint_file(path) else []

@@ -123,6 +123,7 @@ def stage(
     sources: Iterable[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     keep_foreign: bool = False,
+    replaces: Iterable[str] = (),
     nbytes: int = 0,
     fsync: bool = True,
     resume: bool = False,
@@ -140,6 +141,7 @@ def stage(
         sources: paths that are read; none may be the target, inside it or around it.
         overwrite: replace what is there, if it is a checkpoint.
         keep_foreign: carry files that are no checkpoint's from the old directory into the new one.
+        replaces: names in the directory that are written anew, whatever files those are.
         nbytes: bytes that will be written.
         fsync: make all durable before the switch, and the switch itself.
         resume: go on with the stage of an interrupted run; keep this one's if it fails.
@@ -152,7 +154,8 @@ def stage(
             not-found usage`.
         UsageError: `usage` for a target that nothing may replace.
     """
-    path, policy = resolve_target(target), OverwritePolicy(is_directory, overwrite, keep_foreign)
+    path = resolve_target(target)
+    policy = OverwritePolicy(is_directory, overwrite, keep_foreign, frozenset(replaces))
     claim = _Claim(path, resume)
     with contextlib.closing(claim):
         with _explained(path):
@@ -185,13 +188,15 @@ def check_target(
     sources: Iterable[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     keep_foreign: bool = False,
+    replaces: Iterable[str] = (),
     nbytes: int = 0,
 ) -> Path:
     """Make every check of `stage`, write nothing; return the resolved target. Raises as `stage`."""
     path, freed = resolve_target(target), 0
     with _explained(path):
         check_place(path, sources)
-        check_replaceable(path, OverwritePolicy(is_directory, overwrite, keep_foreign))
+        policy = OverwritePolicy(is_directory, overwrite, keep_foreign, frozenset(replaces))
+        check_replaceable(path, policy)
         for left in stages_of(path):
             with contextlib.suppress(FileNotFoundError):  # its writer has just ended
                 for fd in _lock_stage(left, path):

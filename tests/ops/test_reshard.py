@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import ema_ckpt
+from ema_ckpt.ops.results import FileEntry
 from tests.checkpoints import ema, save_dcp, save_replicas, weights
 from tests.formats.writing import raw_bytes
 
@@ -235,6 +236,59 @@ def test_files_beside_are_listed_and_strict_refuses(tmp_path: Path) -> None:
     with pytest.raises(ema_ckpt.EmaCkptError, match=r"rng_state_0\.pth"):
         ema_ckpt.reshard(source, tmp_path / "strict", 1, strict=True)
     assert not (tmp_path / "strict").exists()
+
+
+NEEDED = {
+    "meta.pt": b"\x80\x02cos\nsystem\n.",
+    "common.pt": b"not even a pickle",
+    "metadata.json": b"{}",
+    "config.json": b"[1]",
+}
+
+
+def test_files_that_the_owner_needs_go_along(tmp_path: Path) -> None:
+    """Lightning's `meta.pt`, Megatron-core's `common.pt` and `metadata.json`, a model's configuration."""
+    source = save_dcp(tmp_path / "src", {"model": weights()})
+    for name, data in NEEDED.items():
+        (source / name).write_bytes(data)
+    (source / "notes.txt").write_text("mine")
+    for number in range(2):  # our own output may be replaced
+        done = ema_ckpt.reshard(source, tmp_path / "out", 2, overwrite=bool(number))
+        assert [item.name for item in done.skipped] == ["notes.txt"]
+        for name, data in NEEDED.items():
+            assert (tmp_path / "out" / name).read_bytes() == data
+            assert FileEntry(name, len(data)) in done.files
+    dry = ema_ckpt.convert(source, tmp_path / "again", dry_run=True)
+    assert {entry.path for entry in dry.files} > NEEDED.keys()
+    assert ema_ckpt.verify(tmp_path / "out").status == "sound"
+
+
+def test_files_that_the_owner_needs_stay_behind_across_formats(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "src", {"model": weights()})
+    for name, data in NEEDED.items():
+        (source / name).write_bytes(data)
+    for target in ("out.safetensors", "out.pt"):
+        done = ema_ckpt.convert(source, tmp_path / target)
+        assert {item.name for item in done.skipped} == NEEDED.keys()
+    hf = ema_ckpt.consolidate(source, tmp_path / "hf").target
+    (Path(hf) / "config.json").write_bytes(b"[2]")
+    (Path(hf) / "generation_config.json").write_bytes(b"[3]")
+    same = ema_ckpt.convert(hf, tmp_path / "hf2", to="safetensors")
+    assert not same.skipped
+    assert (tmp_path / "hf2/generation_config.json").read_bytes() == b"[3]"
+    other = ema_ckpt.convert(hf, tmp_path / "dcp")
+    assert {item.name for item in other.skipped} == {"config.json", "generation_config.json"}
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"config\.json"):
+        ema_ckpt.convert(hf, tmp_path / "strict", strict=True)
+
+
+def test_somebody_elses_configuration_is_not_overwritten(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "src", {"model": weights()})
+    target = ema_ckpt.reshard(source, tmp_path / "out", 2).target
+    (Path(target) / "config.json").write_text("mine")
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"config\.json") as error:
+        ema_ckpt.reshard(source, tmp_path / "out", 2, overwrite=True)
+    assert error.value.code == "foreign-files"
 
 
 def test_keys_with_a_rank_are_kept_and_told(tmp_path: Path) -> None:
@@ -510,7 +564,7 @@ def test_state_beside_any_checkpoint_is_told(tmp_path: Path) -> None:
         torch.save(state, place / "optimizer.bin")
         torch.save(state, place / "rng_state_0.pth")
     expected = {
-        hugging_face: ["optimizer.bin", "rng_state_0.pth", "trainer_state.json"],
+        hugging_face: ["config.json", "optimizer.bin", "rng_state_0.pth", "trainer_state.json"],
         diffusers: ["optimizer.bin", "rng_state_0.pth", "unet"],
         actor: ["optimizer.bin", "rng_state_0.pth"],
         actor.parent: ["actor/optimizer.bin", "actor/rng_state_0.pth"],

@@ -1,0 +1,43 @@
+"""Files beside the weights that the format's owner needs: copied within the format, unopened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.storage.directories import list_folder
+
+# Lightning's and Megatron-core's state beside a DCP, Megatron-core's description of its format, and
+# the configurations of Hugging Face models.
+_NEEDED = ("meta.pt", "common.pt", "metadata.json", "config.json", "*_config.json")
+_PIECE_NBYTES = 4 << 20
+
+
+def is_needed(name: str) -> bool:
+    """Check whether a file of this name belongs to the weights that it lies beside."""
+    return any(fnmatchcase(name, pattern) for pattern in _NEEDED)
+
+
+def needed_files(catalog: Catalog, form: str, is_directory: bool) -> dict[str, int]:
+    """Return the files, with their sizes, that a target of the same format has to have as well.
+
+    Those of a part of a checkpoint lie where the target has no place for them.
+    """
+    root = catalog.source.root
+    is_whole = catalog.resolved.rstrip("/") == root.rstrip("/")
+    if catalog.format != form or not is_directory or not is_whole:
+        return {}
+    names = [name for name in list_folder(root).files if is_needed(name)]
+    return {name: catalog.source.size(name) for name in names if name not in catalog.files}
+
+
+def copy_files(catalog: Catalog, names: Iterable[str], directory: Path) -> None:
+    """Copy files of a checkpoint byte for byte into a directory."""
+    for name in names:
+        nbytes = catalog.source.size(name)
+        with open(directory / name, "wb") as copy:
+            for offset in range(0, nbytes, _PIECE_NBYTES):
+                piece = min(_PIECE_NBYTES, nbytes - offset)
+                copy.write(catalog.source.read(name, offset, piece))
