@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ema_ckpt.ema.model.live import live_tree
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.model.shards import ModelShards, Shadow
 from ema_ckpt.ema.modes import PlainMode
-from ema_ckpt.ema.schedules import Schedule, as_schedule
+from ema_ckpt.ema.schedules import Constant, Schedule, as_schedule
 from ema_ckpt.ema.settings import Settings, Source, UpdateCounter, as_patterns
 from ema_ckpt.ema.shadows import Averages, current_buffers, fit, make_averages, seed
 from ema_ckpt.ema.swap_state import refuse_inside
@@ -98,7 +99,8 @@ class ShardedEMA:
         self._prepared = PreparedSteps(self.settings, self.counter)
         self._events_reported = 0
         self._recording = Recording()
-        self._attachment: Attachment | None = None
+        self.attachment: Attachment | None = None
+        self._warned_of_two = False
         with PlainMode():
             self._set_averages(make_averages(scan_model(model), self.settings))
             if self._on_cuda and not offload:
@@ -116,6 +118,16 @@ class ShardedEMA:
         Args:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
         """
+        if self.attachment is not None and not self._warned_of_two:
+            self._warned_of_two = True
+            warnings.warn(
+                "update() by hand beside attach(): steps count twice; call detach(), or leave one"
+                " of them out",
+                stacklevel=2,
+            )
+        self._update(samples)
+
+    def _update(self, samples: int | None) -> None:
         refuse_inside(self.model, "update()")
         with PlainMode():
             self.follow()
@@ -153,24 +165,39 @@ class ShardedEMA:
         the state of a fresh optimizer. `samples` is a number, or a function that gives it at each
         update.
 
+        Wrappers and containers of optimizers are followed inside, and an update runs after the
+        outermost step.
+
         Raises:
-            UsageError: no optimizer is given, or no `samples` to a schedule that counts them.
+            UsageError: no optimizer is given, one that cannot be followed, or none that steps what
+                is averaged; or no `samples` to a schedule that counts them.
             StateError: the manager is attached already.
         """
         self.counter.require_samples(samples)
-        if self._attachment is not None:
+        if self.attachment is not None:
             raise StateError("usage", "this manager is attached already; call detach() first")
-        self._attachment = Attachment(
+        if self.settings.schedule == Constant(1.0):
+            warnings.warn("attach() with decay=1.0: the average never moves", stacklevel=2)
+        with PlainMode():
+            self.follow()
+
+        def averaged() -> set[int] | None:
+            if self.settings.source is not None:
+                return None
+            return {id(tracked.owner) for tracked in self.averages.tracked}
+
+        self.attachment = Attachment(
             optimizers,
+            averaged,
             lambda: refuse_inside(self.model, "a step of the attached optimizer"),
-            lambda: self.update(samples() if callable(samples) else samples),
+            lambda: self._update(samples() if callable(samples) else samples),
         )
 
     def detach(self) -> None:
         """Undo `attach`."""
-        if self._attachment is not None:
-            self._attachment.remove()
-            self._attachment = None
+        if self.attachment is not None:
+            self.attachment.remove()
+            self.attachment = None
 
     def reset(self) -> None:
         """Start again: with the live parameters, or those of `source`, and the counter at 0."""
@@ -251,6 +278,7 @@ class ShardedEMA:
             model_shards = scan_model(self.model) if complete else None
             weights = state_of(self, model_shards)["weights"]
             live = live_tree(model_shards) if model_shards else {}
+            swap.warn_of_stalled(self, f"{call}()", 5)
             return self.averages.shadows, weights, live
 
         with PlainMode():

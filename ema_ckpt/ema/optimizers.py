@@ -59,7 +59,11 @@ def inner_optimizers(holder: object) -> list[Any]:
     if isinstance(holder, nn.Module | Tensor | str) or holder is None:
         return []
     found: dict[int, Any] = {}
-    for value in _attributes(holder):
+    values = _attributes(holder)
+    if not has_own_step(holder):
+        # A method that is only forwarded tells whose it is.
+        values = chain(values, [getattr(getattr(holder, "step", None), "__self__", None)])
+    for value in values:
         for candidate in _candidates(value):
             if candidate is not holder and is_optimizer(candidate):
                 found.setdefault(id(candidate), candidate)
@@ -111,6 +115,15 @@ def has_own_step(optimizer: object) -> bool:
     return inspect.getattr_static(optimizer, "step", _MISSING) is not _MISSING
 
 
+def own_attributes(holder: object) -> dict[str, Any]:
+    """Return the attributes of an object itself, and not those that `__getattr__` forwards."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    except AttributeError:  # an object with slots
+        return {}
+    return attributes
+
+
 def _keeps_state(member: Any, members: Sequence[Any]) -> bool:
     """Return whether a member has state or parameters that no other inside it has."""
     # One inside may know the container that it is in.
@@ -159,7 +172,7 @@ def _is_known(value: object) -> bool:
 
 
 def _attributes(holder: object) -> Iterator[Any]:
-    for name, value in getattr(holder, "__dict__", {}).items():
+    for name, value in own_attributes(holder).items():
         if name not in _LARGE:
             yield value
     for kind in type(holder).__mro__:

@@ -121,6 +121,21 @@ class UpdateCounter:
     moved_at: int = 0  # the call at which the average last moved
     pending: float = 1.0  # the product of β over the calls since
     applied: float = 1.0  # the product that it last moved by
+    is_foreign: bool = False  # loaded from averages that recorded no updates
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the average may differ from the weights it began with."""
+        return self.moved_at > 0 or self.is_foreign
+
+    def stalled(self) -> str:
+        """Describe an average that has never moved."""
+        if not self.num_updates:
+            return "before the first update: the average is still the weights it began with"
+        return (
+            f"{self.num_updates} updates are counted and every={self.every}: the average has never"
+            " moved and is still the weights it began with"
+        )
 
     def count(self, samples: int | None) -> float | None:
         """Count one call and return the weight 1 - Πβ to move by, or None if it does not move.
@@ -153,12 +168,14 @@ class UpdateCounter:
         """Go back to before the first call."""
         self.num_updates = self.samples_seen = self.moved_at = 0
         self.pending = self.applied = 1.0
+        self.is_foreign = False
 
     def resume(self, num_updates: int, samples_seen: int, saved: dict[str, Any]) -> None:
         """Continue from a saved counter."""
         # Decays that depend on the call's number alone are computed anew, with the present
         # settings; of those that depend on samples the saved products are the only trace.
         self.num_updates, self.samples_seen = num_updates, samples_seen
+        self.is_foreign = not num_updates
         self.moved_at = int(saved.get("moved_at", num_updates - num_updates % self.every))
         if self.schedule.unit == "updates":
             first = max(1, self.moved_at - self.every + 1)

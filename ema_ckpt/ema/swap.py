@@ -13,6 +13,7 @@ from torch import nn
 
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.core.text import shown
+from ema_ckpt.ema.attach import Attachment
 from ema_ckpt.ema.checkpoint.replicas import gather_replicas, meet_replicas
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import Shadow, Shard
@@ -34,6 +35,7 @@ class AveragedModel(Protocol):
     model: nn.Module
     averages: Averages
     counter: UpdateCounter
+    attachment: Attachment | None
 
     def follow(self) -> None:
         """Fit `averages` to the model's present tensors."""
@@ -76,6 +78,7 @@ def copy_to(ema: AveragedModel, module: nn.Module, timeout: float) -> None:
     with PlainMode():
         failure = _failure_of(lambda: targets.update(_targets(ema, module)))
         meet_replicas(ema.averages.shadows, "copy_to()", timeout, failure)
+        warn_of_stalled(ema, "copy_to()", 3)
         for number in range(max(map(len, targets.values()))):
             locals_ = {
                 shadow: shards[number].local
@@ -187,14 +190,23 @@ def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
         y.copy_(scratch)
 
 
+def warn_of_stalled(ema: AveragedModel, call: str, stacklevel: int, *, fresh: bool = True) -> None:
+    """Warn if the average has never moved, or attached optimizers stepped without an update.
+
+    `fresh`: also before the first update.
+    """
+    reason = None if ema.attachment is None else ema.attachment.stalled()
+    if reason is None and not ema.counter.has_moved and (fresh or ema.counter.num_updates):
+        reason = ema.counter.stalled()
+    if reason is not None:
+        warnings.warn(f"ema-stalled: {call}: {reason}", stacklevel=stacklevel + 1)
+
+
 def _warn(ema: AveragedModel) -> None:
+    warn_of_stalled(ema, "swap()", 5)
     updates = ema.counter.num_updates
-    if updates == 0:
-        warnings.warn(
-            "swap() before the first update: the average is still the weights it began with",
-            stacklevel=5,
-        )
-    elif updates >= _MANY_UPDATES and ema.counter.applied > 0 and _equals_live(ema.averages):
+    has_moved = ema.counter.has_moved and ema.counter.applied > 0
+    if updates >= _MANY_UPDATES and has_moved and _equals_live(ema.averages):
         warnings.warn(
             f"after {updates} updates the average equals the live weights in every element: do the"
             " weights that the optimizer steps reach it?",

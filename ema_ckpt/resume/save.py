@@ -22,6 +22,7 @@ from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.live import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
+from ema_ckpt.ema.swap import warn_of_stalled
 from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten
 from ema_ckpt.resume.optimizer_state import merge_group_parameters, optimizer_tree
@@ -160,6 +161,7 @@ def _collect_state(
     weights = ["model"]
 
     def average_state(manager: ShardedEMA) -> dict[str, Any]:
+        warn_of_stalled(manager, "save()", 8, fresh=False)
         scan = shards if manager.model is model else None
         return state_of(manager, scan, LocalShards.of)
 

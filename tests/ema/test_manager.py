@@ -953,6 +953,7 @@ def test_a_start_of_half_a_call_is_refused() -> None:
 def test_whole_tensors_asked_for_in_inference_mode_can_be_trained() -> None:
     model = nn.Linear(2, 2)
     ema = ShardedEMA(model)
+    ema.update()
     with torch.inference_mode():
         whole = ema.full_state_dict()
     assert not any(tensor.is_inference() for tensor in whole.values())

@@ -26,6 +26,8 @@ from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, ReplicaGroup, Sha
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Functions that make the state of a fresh optimizer by a step: torch's, and torchtitan 0.3's.
+_STATE_INIT = ("_init_optim_state", "init_optim_state")
 _WRAPPER_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -83,11 +85,8 @@ def reshard(model: nn.Module) -> None:
 
 def is_state_init() -> bool:
     """Return whether the caller runs in the dummy step of `get_` or `set_optimizer_state_dict`."""
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if module is None:
-        return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not module._init_optim_state.__code__:
+    while frame is not None and frame.f_code.co_name not in _STATE_INIT:
         frame = frame.f_back
     return frame is not None
 
