@@ -76,15 +76,20 @@ def _select(
             f"0 of {len(model_shards.parameters)} parameters would be averaged: none requires"
             f" gradients or is left by include={settings.include} and exclude={settings.exclude}",
         )
-    live_buffers = []
-    for buffer in model_shards.buffers:
-        if settings.buffers == "skip" or _matches(buffer, settings.exclude):
-            continue
-        if settings.buffers == "average" and buffer.shard.dtype.is_floating_point:
-            tracked.append(buffer)
-        else:
-            live_buffers.append(buffer)
-    return tracked, live_buffers
+    averaged_buffers, live_buffers = _select_buffers(model_shards, settings)
+    return tracked + averaged_buffers, live_buffers
+
+
+def _select_buffers(
+    model_shards: ModelShards, settings: Settings
+) -> tuple[list[TrackedShard], list[TrackedShard]]:
+    averaged: list[TrackedShard] = []
+    live: list[TrackedShard] = []
+    for buffer in model_shards.buffers if settings.buffers != "skip" else ():
+        if not _matches(buffer, settings.exclude):
+            is_averaged = settings.buffers == "average" and buffer.shard.dtype.is_floating_point
+            (averaged if is_averaged else live).append(buffer)
+    return averaged, live
 
 
 def _is_averaged(parameter: TrackedShard, settings: Settings) -> bool:
@@ -136,28 +141,28 @@ class _Kind(NamedTuple):
     device: torch.device  # of the shard
     followed_dtype: torch.dtype
 
+    def of_residual(self) -> _Kind:
+        # In float16 there are no numbers as small as residuals are.
+        return self if self.dtype.is_complex else self._replace(dtype=torch.bfloat16)
+
 
 def _allocate(
     tracked: Sequence[TrackedShard], parts: Sequence[_Part], settings: Settings
 ) -> list[Shadow]:
-    shards = [t.shard for t in tracked]
     # torch has no complex type of two bfloat16, and no lerp for that of two float16.
     complex_dtype = torch.complex128 if settings.dtype == torch.float64 else torch.complex64
-    shapes, kinds, residual_kinds = [], [], []
-    for shard, part in zip(shards, parts, strict=True):
-        shapes.append(torch.Size([part.numel]) if part.is_split else shard.local.shape)
-        dtype = complex_dtype if shard.dtype.is_complex else settings.dtype
-        # In float16 there are no numbers as small as residuals are.
-        residual_dtype = dtype if dtype.is_complex else torch.bfloat16
-        kinds.append(_Kind(dtype, shard.local.device, shard.dtype))
-        residual_kinds.append(_Kind(residual_dtype, shard.local.device, shard.dtype))
+    shapes, kinds = [], []
+    for t, part in zip(tracked, parts, strict=True):
+        shapes.append(torch.Size([part.numel]) if part.is_split else t.shard.local.shape)
+        dtype = complex_dtype if t.shard.dtype.is_complex else settings.dtype
+        kinds.append(_Kind(dtype, t.shard.local.device, t.shard.dtype))
     averages = _zeros(shapes, kinds, settings)
-    residuals: Sequence[Tensor | None] = [None] * len(shards)
+    residuals: Sequence[Tensor | None] = [None] * len(kinds)
     if settings.compensate:
-        residuals = _zeros(shapes, residual_kinds, settings)
+        residuals = _zeros(shapes, [kind.of_residual() for kind in kinds], settings)
     return [
-        Shadow(shard, part.start, part.numel, average, residual, part.is_split)
-        for shard, part, average, residual in zip(shards, parts, averages, residuals, strict=True)
+        Shadow(t.shard, part.start, part.numel, average, residual, part.is_split)
+        for t, part, average, residual in zip(tracked, parts, averages, residuals, strict=True)
     ]
 
 
@@ -186,27 +191,30 @@ def _zeros(
 def _arena_zeros(shapes: Sequence[torch.Size], kind: _Kind) -> list[Tensor]:
     """Allocate zeros of one kind; small ones follow each other in memory."""
     limit = _SMALL_NUMEL if kind.dtype is kind.followed_dtype else _SMALL_NUMEL_MIXED
-    arenas: list[list[int]] = [[]]
-    used = 0
-    for number, shape in enumerate(shapes):
-        if shape.numel() <= limit:
-            if used + shape.numel() > _ARENA_NUMEL:
-                arenas.append([])
-                used = 0
-            arenas[-1].append(number)
-            used += shape.numel()
     zeros: dict[int, Tensor] = {}
-    for numbers in filter(None, arenas):
+    for numbers in _arenas(shapes, limit):
         numels = [shapes[number].numel() for number in numbers]
         arena = torch.zeros(sum(numels), dtype=kind.dtype, device=kind.device)
         for number, part in zip(numbers, torch.split(arena, numels), strict=True):
             zeros[number] = part.view(shapes[number])
-    return [
-        zeros[number]
-        if number in zeros
-        else torch.zeros(shape, dtype=kind.dtype, device=kind.device)
-        for number, shape in enumerate(shapes)
-    ]
+    for number, shape in enumerate(shapes):
+        if number not in zeros:
+            zeros[number] = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
+    return [zeros[number] for number in range(len(shapes))]
+
+
+def _arenas(shapes: Sequence[torch.Size], limit: int) -> list[list[int]]:
+    """Return the indices of tensors of at most `limit` elements that are to share memory."""
+    arenas: list[list[int]] = []
+    room = 0
+    for number, numel in enumerate(map(torch.Size.numel, shapes)):
+        if numel <= limit:
+            if not arenas or numel > room:
+                arenas.append([])
+                room = _ARENA_NUMEL
+            arenas[-1].append(number)
+            room -= numel
+    return arenas
 
 
 def value_of(tracked: TrackedShard, source: Source | None) -> Tensor:
@@ -214,23 +222,26 @@ def value_of(tracked: TrackedShard, source: Source | None) -> Tensor:
 
     Raises StateError if those have another local shape (flat ones aside) or layout.
     """
-    shard, flat_range = tracked.shard, tracked.flat_range
-    value = None
-    if source is not None and shard.is_parameter:
-        value = source(shard.fqn, tracked.owner)
-    if value is None:
+    shard = tracked.shard
+    if source is None or not shard.is_parameter:
         return shard.local
+    value = source(shard.fqn, tracked.owner)
+    return shard.local if value is None else _local_value(value, tracked)
+
+
+def _local_value(value: Tensor, tracked: TrackedShard) -> Tensor:
+    shard = tracked.shard
     local = value.to_local() if hasattr(value, "to_local") else value
-    local = local.detach()
-    if flat_range is not None and local.numel() == flat_range[1]:
-        local = local.reshape(-1)[flat_range[0] : flat_range[0] + shard.local.numel()]
+    local, flat = local.detach(), ""
+    if tracked.flat_range is not None:
+        start, numel = tracked.flat_range
+        flat = f" of the flat parameter's shard of {numel} elements"
+        if local.numel() == numel:
+            local = local.reshape(-1)[start : start + shard.local.numel()]
     has_shape = local.dim() == 1 or local.shape == shard.local.shape
     placements = getattr(value, "placements", None)
     has_placements = placements in (None, getattr(tracked.owner, "placements", None))
     if local.numel() != shard.local.numel() or not has_shape or not has_placements:
-        flat = ""
-        if flat_range is not None:
-            flat = f" of the flat parameter's shard of {flat_range[1]} elements"
         raise StateError(
             "usage",
             f"source gives {shard.fqn!r} a tensor of {tuple(local.shape)}; this rank's shard is"
@@ -268,8 +279,20 @@ def fit(averages: Averages, model_shards: ModelShards, settings: Settings) -> Av
         StateError: a tensor is gone or no longer tied, has another shape or dtype, or was cut in
             another way.
     """
-    by_name = model_shards.by_name()
-    shadows = averages.shadows
+    pairs = _followed(averages.shadows, model_shards.by_name())
+    if all(_is_cut_alike(s, t) and _may_stay(s, t, settings) for s, t in pairs):
+        fitted = [_moved(shadow, t, settings) for shadow, t in pairs]
+    else:
+        fitted = _recut(pairs, settings)
+    tracked = tuple(t for _, t in pairs)
+    buffers = current_buffers(averages, model_shards)
+    return Averages(tuple(fitted), tracked, buffers, model_shards.module_links)
+
+
+def _followed(
+    shadows: Sequence[Shadow], by_name: Mapping[str, TrackedShard]
+) -> list[tuple[Shadow, TrackedShard]]:
+    """Return each shadow with its present shard, under the name and aliases it was made with."""
     gone = [shadow.shard.fqn for shadow in shadows if shadow.shard.fqn not in by_name]
     if gone:
         raise StateError(
@@ -278,20 +301,13 @@ def fit(averages: Averages, model_shards: ModelShards, settings: Settings) -> Av
         )
     for shadow in shadows:
         _refuse_untied(shadow, by_name)
-    tracked = []
+    pairs = []
     for shadow in shadows:
         live = by_name[shadow.shard.fqn]
         _refuse_change(shadow, live)
-        # under the name and aliases that the average was made with
         shard = replace(live.shard, fqn=shadow.shard.fqn, aliases=shadow.shard.aliases)
-        tracked.append(replace(live, shard=shard))
-    pairs = list(zip(shadows, tracked, strict=True))
-    if all(_is_cut_alike(s, t) and _may_stay(s, t, settings) for s, t in pairs):
-        fitted = [_moved(shadow, t, settings) for shadow, t in pairs]
-    else:
-        fitted = _recut(pairs, settings)
-    buffers = current_buffers(averages, model_shards)
-    return Averages(tuple(fitted), tuple(tracked), buffers, model_shards.module_links)
+        pairs.append((shadow, replace(live, shard=shard)))
+    return pairs
 
 
 def current_buffers(averages: Averages, model_shards: ModelShards) -> tuple[TrackedShard, ...]:

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -115,21 +116,20 @@ def _targets(ema: AveragedModel, module: nn.Module) -> Mapping[Shadow, list[Shar
 
 
 def _refuse_targets(targets: Mapping[Shadow, list[Shard]]) -> None:
-    writers = Counter(shard for shards in targets.values() for shard in shards)
-    missing, recut, tied = [], [], []
-    for shadow, shards in targets.items():
-        fqn = shadow.shard.fqn
-        if not shards:
-            missing.append(fqn)
-        if any(shard.boxes != shadow.shard.boxes for shard in shards):
-            recut.append(fqn)
-        if any(writers[shard] > 1 for shard in shards):
-            tied.append(fqn)
-    for message, fqns in (
-        ("the module to copy to lacks {}", missing),
-        ("the module to copy to is cut in another way: {}; load full_state_dict() there", recut),
-        ("in the module to copy to one tensor has names that are separate here: {}", tied),
+    writers = Counter(chain.from_iterable(targets.values()))
+
+    def is_recut(shadow: Shadow, shards: list[Shard]) -> bool:
+        return any(shard.boxes != shadow.shard.boxes for shard in shards)
+
+    def is_tied(_: Shadow, shards: list[Shard]) -> bool:
+        return any(writers[shard] > 1 for shard in shards)
+
+    for message, applies in (
+        ("the module to copy to lacks {}", lambda _, shards: not shards),
+        ("the module to copy to is cut in another way: {}; load full_state_dict() there", is_recut),
+        ("in the module to copy to one tensor has names that are separate here: {}", is_tied),
     ):
+        fqns = [shadow.shard.fqn for shadow, shards in targets.items() if applies(shadow, shards)]
         if fqns:
             raise StateError("usage", message.format(shown(fqns)))
 

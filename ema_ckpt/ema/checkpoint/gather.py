@@ -39,17 +39,21 @@ def gather_full(
     tensors = {fqn: weights[fqn] for fqn in dict.fromkeys(fqns.values()) if fqn in weights}
     if not live:
         return gather_tensors(tensors, channel)
-    # A tied tensor is gathered once, under the first of its names.
+    _add_live(live, fqns, tensors)
+    gathered = gather_tensors(tensors, channel)
+    if channel.rank:
+        return {}
+    return {name: gathered.get(fqns[name], value) for name, value in live.items()}
+
+
+def _add_live(live: Mapping[str, Any], fqns: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    """Add what is not averaged; a tied tensor is gathered once, under the first of its names."""
     first_names: dict[int, str] = {}
     for name, value in live.items():
         first = first_names.setdefault(id(value), name)
         fqns.setdefault(name, first)
         if fqns[name] == name and isinstance(value, Tensor):
             tensors.setdefault(name, value)
-    gathered = gather_tensors(tensors, channel)
-    if channel.rank:
-        return {}
-    return {name: gathered.get(fqns[name], value) for name, value in live.items()}
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], channel: Channel) -> dict[str, Tensor]:
@@ -61,6 +65,22 @@ def gather_tensors(tensors: Mapping[str, Tensor], channel: Channel) -> dict[str,
         StateError: `hole`: the pieces of all ranks do not make a tensor whole.
     """
     pieces = {name: pieces_of(tensor) for name, tensor in tensors.items()}
+    senders, holes, numbers_to_send = _agree(tensors, pieces, channel)
+    if holes:
+        raise StateError("hole", f"the ranks' pieces do not make whole tensors of {shown(holes)}")
+    if channel.rank:
+        for name, number in numbers_to_send:
+            channel.send(pieces[name][number][1].detach().cpu().contiguous(), 0)
+        return {}
+    return {name: _receive(tensors[name], pieces[name], senders[name], channel) for name in tensors}
+
+
+def _agree(
+    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, Sequence[tuple[Box, Tensor]]],
+    channel: Channel,
+) -> tuple[dict[str, _Senders], list[str], list[tuple[str, int]]]:
+    """Return rank 0's senders, the tensors with holes, and the pieces that this rank is to send."""
     boxes = {name: [box for box, _ in tensor_pieces] for name, tensor_pieces in pieces.items()}
     listings = [json.loads(data) for data in channel.gather(json.dumps(boxes).encode())]
     senders: dict[str, _Senders] = {}
@@ -69,14 +89,8 @@ def gather_tensors(tensors: Mapping[str, Tensor], channel: Channel) -> dict[str,
         senders = {name: _senders(name, listings) for name in tensors}
         plans = _plans(tensors, senders, len(listings))
     plan = channel.scatter([json.dumps(plan).encode() for plan in plans])
-    holes, numbers_to_send = json.loads(plan)
-    if holes:
-        raise StateError("hole", f"the ranks' pieces do not make whole tensors of {shown(holes)}")
-    if channel.rank:
-        for name, number in numbers_to_send:
-            channel.send(pieces[name][number][1].detach().cpu().contiguous(), 0)
-        return {}
-    return {name: _receive(tensors[name], pieces[name], senders[name], channel) for name in tensors}
+    holes, numbers = json.loads(plan)
+    return senders, holes, numbers
 
 
 def _senders(name: str, listings: Sequence[Mapping[str, Any]]) -> _Senders:

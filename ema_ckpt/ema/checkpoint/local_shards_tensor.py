@@ -57,23 +57,13 @@ def as_global_tensor(
     if sum(box.numel for box in boxes) != local.numel():
         message = f"{local.numel()} local elements cannot fill the boxes {boxes} of shape {shape}"
         raise StateError("internal", message)
-    stride, placements = None, None
     if layout is not None:
-        if isinstance(layout, DTensor):
-            stride, layout = layout.stride(), (layout.device_mesh, layout.placements)
-        placements = _placements_for(boxes, shape, local, layout, replicas)
+        dtensor = _as_dtensor(boxes, shape, local, layout, replicas)
+        if dtensor is not None:
+            return dtensor
     elif tuple(local.shape) == shape and (boxes == (whole(shape),) or not local.numel()):
         return local
-    if layout is None or placements is None:
-        return LocalShardsTensor(shape, boxes, box_views(boxes, local), local)
-    return DTensor.from_local(
-        _without_storage_offset(local.detach()),
-        layout[0],
-        tuple(placements),
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride or row_major_strides(shape),
-    )
+    return LocalShardsTensor(shape, boxes, box_views(boxes, local), local)
 
 
 def pieces_of(tensor: Tensor) -> tuple[tuple[Box, Tensor], ...]:
@@ -99,12 +89,13 @@ def box_of(tensor: Tensor, box: Box) -> Tensor:
 
 def box_views(boxes: Sequence[Box], local: Tensor) -> list[Tensor]:
     """Return `local` in pieces of the boxes' shapes, without a copy."""
-    if len(boxes) == 1 and tuple(local.shape) == boxes[0].sizes:
+    shape, sizes = tuple(local.shape), [box.sizes for box in boxes]
+    if sizes == [shape]:
         return [local]
-    if boxes and local.dim() > 1 and all(box.sizes[1:] == tuple(local.shape[1:]) for box in boxes):
-        return list(torch.split(local, [box.sizes[0] for box in boxes]))
-    parts = torch.split(local.view(-1), [box.numel for box in boxes])
-    return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
+    if len(shape) > 1 and {size[1:] for size in sizes} == {shape[1:]}:
+        return list(torch.split(local, [size[0] for size in sizes]))
+    parts = torch.split(local.view(-1), list(map(prod, sizes)))
+    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
 class LocalShardsTensor(Tensor):
@@ -185,12 +176,17 @@ class LocalShardsTensor(Tensor):
         raise StateError("internal", f"this rank holds no piece of {index.fqn!r} at {index.offset}")
 
 
-def _placements_for(
-    boxes: tuple[Box, ...], shape: tuple[int, ...], local: Tensor, layout: Layout, replicas: int
-) -> Sequence[Placement] | None:
-    """Return placements under which torch finds every rank's elements at their boxes, if any."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+def _as_dtensor(
+    boxes: tuple[Box, ...],
+    shape: tuple[int, ...],
+    local: Tensor,
+    layout: DTensor | Layout,
+    replicas: int,
+) -> DTensor | None:
+    """Return a `DTensor` if there is one of which torch finds every rank's elements at `boxes`."""
+    stride = row_major_strides(shape)
+    if isinstance(layout, DTensor):
+        stride, layout = layout.stride(), (layout.device_mesh, layout.placements)
     mesh, placements = layout
     # DTensor.from_local would move a host tensor to the mesh's device, and so break the alias.
     if mesh.get_coordinate() is None or len(boxes) > 1 or local.device.type != mesh.device_type:
@@ -199,12 +195,28 @@ def _placements_for(
     if replicas > 1:
         candidates = _split_over_replicas(shape, mesh.shape, placements, replicas)
     for candidate in candidates:
-        if torch_computes_offsets(shape, mesh.shape, candidate):
-            sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, candidate)
-            expected = (Box(tuple(offsets), tuple(sizes)),) if prod(sizes) else ()
-            if tuple(local.shape) == tuple(sizes) and boxes == expected:
-                return candidate
+        if _torch_finds(boxes, shape, local, mesh, candidate):
+            memory, size = _without_storage_offset(local.detach()), torch.Size(shape)
+            return DTensor.from_local(
+                memory, mesh, tuple(candidate), run_check=False, shape=size, stride=stride
+            )
     return None
+
+
+def _torch_finds(
+    boxes: tuple[Box, ...],
+    shape: tuple[int, ...],
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+) -> bool:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not torch_computes_offsets(shape, mesh.shape, placements):
+        return False
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    expected = (Box(tuple(offsets), tuple(sizes)),) if prod(sizes) else ()
+    return tuple(local.shape) == tuple(sizes) and boxes == expected
 
 
 def _split_over_replicas(
@@ -215,10 +227,7 @@ def _split_over_replicas(
 ) -> list[Sequence[Placement]]:
     """Return placements with a replicated mesh dimension that cuts rows inside all other cuts."""
     # Only where rows divide evenly are `torch.chunk` and near-even parts the same on every rank.
-    row_cuts = [
-        size if isinstance(placement, Shard | _StridedShard) and placement.dim == 0 else 1
-        for size, placement in zip(mesh_sizes, placements, strict=True)
-    ]
+    row_cuts = _row_cuts(mesh_sizes, placements)
     if not shape or shape[0] % (prod(row_cuts) * replicas):
         return []
     candidates: list[Sequence[Placement]] = []
@@ -228,6 +237,14 @@ def _split_over_replicas(
             cut = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
             candidates.append([*placements[:axis], cut, *placements[axis + 1 :]])
     return candidates
+
+
+def _row_cuts(mesh_sizes: Sequence[int], placements: Sequence[Placement]) -> list[int]:
+    """Return into how many parts each mesh dimension cuts rows."""
+    return [
+        size if isinstance(placement, Shard | _StridedShard) and placement.dim == 0 else 1
+        for size, placement in zip(mesh_sizes, placements, strict=True)
+    ]
 
 
 def _without_storage_offset(local: Tensor) -> Tensor:

@@ -77,18 +77,7 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
             "usage", f"the state to load lacks {shown(absent)}: give what state_dict() returned"
         )
     config = parse_config(state.get("config"))
-    tied = config.get("tied", {})
-    shadows = _saved(averages)
-    weights = _values_of(shadows, state["weights"], tied)
-    residuals = _values_of(shadows, state.get("residual", {}), tied)
-    missing = [shadow.shard.fqn for shadow in shadows if shadow not in weights]
-    if missing:
-        raise StateError("usage", f"the state to load lacks averages: {shown(missing)}")
-    copies = []
-    for shadow, value in weights.items():
-        copies += _copies(shadow, shadow.average, value)
-    for shadow, value in residuals.items():
-        copies += _copies(shadow, shadow.residual, value)
+    copies, restarted = _plan(_saved(averages), state, config.get("tied", {}))
     updates, samples = int(state["num_updates"]), int(state.get("samples_seen", 0))
     if min(updates, samples) < 0:
         raise StateError(
@@ -96,10 +85,28 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
         )
     for target, source in copies:
         target.copy_(source)
-    for shadow in set(shadows) - residuals.keys():
-        if shadow.residual is not None:
-            shadow.residual.zero_()
+    for residual in restarted:
+        residual.zero_()
     counter.resume(updates, samples, config.get("counter", {}))
+
+
+def _plan(
+    shadows: Sequence[Shadow], state: Mapping[str, Any], tied: Mapping[str, Sequence[str]]
+) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """Return what to copy, as (target, source), and the residuals that the state lacks."""
+    weights = _values_of(shadows, state["weights"], tied)
+    residuals = _values_of(shadows, state.get("residual", {}), tied)
+    missing = [shadow.shard.fqn for shadow in shadows if shadow not in weights]
+    if missing:
+        raise StateError("usage", f"the state to load lacks averages: {shown(missing)}")
+    copies, restarted = [], []
+    for shadow in shadows:
+        copies += _copies(shadow, shadow.average, weights[shadow])
+        if shadow.residual is not None and shadow in residuals:
+            copies += _copies(shadow, shadow.residual, residuals[shadow])
+        elif shadow.residual is not None:
+            restarted.append(shadow.residual)
+    return copies, restarted
 
 
 def _values_of(
@@ -147,11 +154,7 @@ def _config(averages: Averages, counter: UpdateCounter, settings: Settings) -> d
         "nonfinite": settings.nonfinite,
         "buffers": settings.buffers,
         "tied": {shard.fqn: list(shard.aliases) for shard in shards if shard.aliases},
-        "counter": {
-            "moved_at": counter.moved_at,
-            "pending": counter.pending,
-            "applied": counter.applied,
-        },
+        "counter": {name: getattr(counter, name) for name in ("moved_at", "pending", "applied")},
     }
 
 
@@ -171,10 +174,8 @@ def _as_global(
     return as_tensor(shadow.boxes, shard.shape, local, shard.layout, replicas)
 
 
-def _copies(shadow: Shadow, target: Tensor | None, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return (target view, source view) pairs; none if there is no target or it is the source."""
-    if target is None:
-        return []
+def _copies(shadow: Shadow, target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return (target view, source view) pairs; none if the target is the source."""
     fqn, shape = shadow.shard.fqn, shadow.shard.shape
     if tuple(source.shape) != shape:
         raise StateError(

@@ -15,8 +15,7 @@ from torch import Tensor
 from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 
 # 8 MiB of float32. From 2^16 to 2^22 elements bfloat16 averages go equally fast; the larger the
-# block, the less often threads wait for each other, which on a busy machine costs more than all the
-# rest.
+# block, the less often threads wait for each other, which on a busy machine costs most.
 BLOCK_NUMEL = 1 << 21
 # Of what is gathered from many tensors: 512 KiB of float32 stay in a second-level cache until they
 # are read again.
@@ -114,9 +113,7 @@ class _Tensors(NamedTuple):
 
     def follows(self, other: _Tensors) -> bool:
         """Return whether average and residual lie in memory right after those of `other`."""
-        return _is_adjacent(other.average, self.average) and (
-            _is_adjacent(other.residual, self.residual)
-        )
+        return all(map(_is_adjacent, other[:2], self[:2]))
 
 
 def _is_adjacent(a: Tensor | None, b: Tensor | None) -> bool:
@@ -133,18 +130,22 @@ def _blocks(batch: UpdateBatch) -> list[_Block]:
     widened = None
     if dtype is not batch.compute_dtype:
         widened = torch.empty(BLOCK_NUMEL, dtype=batch.compute_dtype, device=device)
+    runs = _runs(batch, keep_large=batch.is_plain_lerp and widened is None)
+    return [_block(run, gathered, widened) for run in runs]
+
+
+def _runs(batch: UpdateBatch, *, keep_large: bool) -> list[list[_Tensors]]:
     residuals: Sequence[Tensor | None] = batch.residuals or [None] * len(batch.averages)
     small: list[_Tensors] = []
     runs: list[list[_Tensors]] = []
     for tensors in map(_Tensors, batch.averages, residuals, batch.params):
         if tensors.average.numel() <= BLOCK_NUMEL and tensors.param.is_contiguous():
             small.append(tensors)
-        elif batch.is_plain_lerp and widened is None:
+        elif keep_large:
             runs.append([tensors])
         else:
             runs += [[piece] for piece in _split(tensors)]
-    runs += _adjacent_runs(small)
-    return [_block(run, gathered, widened) for run in runs]
+    return runs + _adjacent_runs(small)
 
 
 def _block(run: Sequence[_Tensors], gathered: Tensor, widened: Tensor | None) -> _Block:
@@ -176,18 +177,16 @@ def _split(tensors: _Tensors) -> Iterator[_Tensors]:
         yield from _split(tensors.narrow(dim, middle, average.shape[dim] - middle))
 
 
-def _adjacent_runs(small: Sequence[_Tensors]) -> Iterator[list[_Tensors]]:
+def _adjacent_runs(small: Sequence[_Tensors]) -> list[list[_Tensors]]:
     """Group flat tensors whose averages and residuals follow each other in memory."""
-    run: list[_Tensors] = []
+    runs: list[list[_Tensors]] = []
     numel = 0
     for tensors in small:
         size = tensors.average.numel()
-        if run and numel + size <= _GATHERED_NUMEL and tensors.follows(run[-1]):
-            run.append(tensors.flat())
+        if runs and numel + size <= _GATHERED_NUMEL and tensors.follows(runs[-1][-1]):
+            runs[-1].append(tensors.flat())
             numel += size
         elif size:
-            if run:
-                yield run
-            run, numel = [tensors.flat()], size
-    if run:
-        yield run
+            runs.append([tensors.flat()])
+            numel = size
+    return runs

@@ -81,19 +81,11 @@ class TritonStep:
         from ema_ckpt.ema.engines import cuda_kernels as kernels
 
         batch, control = self._batch, self.control
-        rows, table = _tables(batch)
+        rows, table = (_to_device(tensor, self.device) for tensor in _tables(batch))
         # without `skip` the kernel does not touch the count
         count = control.replays if batch.nonfinite_count is None else batch.nonfinite_count
         seed = 0 if batch.noise is None else batch.noise.seed & (1 << 63) - 1
-        arguments = (
-            _to_device(rows, self.device),
-            _to_device(table, self.device),
-            control.weight,
-            self._flag,
-            count,
-            control.call,
-            seed,
-        )
+        arguments = (rows, table, control.weight, self._flag, count, control.call, seed)
         options: dict[str, Any] = {
             "shadow_type": _triton_dtype(batch.averages[0]),
             "param_type": _triton_dtype(batch.params[0]),
@@ -169,10 +161,9 @@ def _tables(batch: UpdateBatch) -> tuple[Tensor, Tensor]:
         row += [position.base, position.first, position.run, position.stride, position.tensor]
         table.append(row)
         first_block += count
-    rows = torch.arange(len(counts), dtype=torch.int32)
-    return torch.repeat_interleave(rows, torch.tensor(counts)), torch.tensor(
-        table, dtype=torch.int64
-    )
+    numbers = torch.arange(len(counts), dtype=torch.int32)
+    rows = torch.repeat_interleave(numbers, torch.tensor(counts))
+    return rows, torch.tensor(table, dtype=torch.int64)
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -14,16 +14,13 @@ from ema_ckpt.ema.engines.update_batch import Step, UpdateBatch
 # Of float32: 32 MiB. On an accelerator a launch costs more than a trip to memory.
 _SCRATCH_NUMEL = 1 << 23
 
-# averages, params, scratch
-_Chunk: TypeAlias = tuple[list[Tensor], list[Tensor], list[Tensor]]
+_Chunk: TypeAlias = tuple[list[Tensor], list[Tensor], list[Tensor]]  # averages, params, scratch
 
 
 def prepare(batch: UpdateBatch) -> Step:
     """Return a step; params of another dtype are widened through at most 32 MiB of scratch."""
-    has_large_strided = any(
-        p.numel() > _SCRATCH_NUMEL and not p.is_contiguous() for p in batch.params
-    )
-    if has_large_strided or not batch.is_plain_lerp:
+    large = [param for param in batch.params if param.numel() > _SCRATCH_NUMEL]
+    if not batch.is_plain_lerp or not all(param.is_contiguous() for param in large):
         return cpu.prepare(batch)
     if batch.params[0].dtype is batch.compute_dtype:
         averages, params = list(batch.averages), [param.detach() for param in batch.params]
@@ -62,9 +59,9 @@ def _chunks(batch: UpdateBatch) -> Iterator[_Chunk]:
 
 def _pieces(batch: UpdateBatch) -> Iterator[tuple[Tensor, Tensor]]:
     for average, param in zip(batch.averages, batch.params, strict=True):
-        live = param.detach()
+        pair = (average, param.detach())
         if average.numel() <= _SCRATCH_NUMEL:
-            yield average, live
+            yield pair
         else:
-            pieces = [torch.split(tensor.view(-1), _SCRATCH_NUMEL) for tensor in (average, live)]
+            pieces = [torch.split(tensor.view(-1), _SCRATCH_NUMEL) for tensor in pair]
             yield from zip(*pieces, strict=True)

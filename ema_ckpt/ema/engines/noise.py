@@ -63,7 +63,7 @@ def positions(fqn: str, boxes: Sequence[Box], shape: Sequence[int]) -> list[tupl
 def _pieces(box: Box, shape: tuple[int, ...], tensor: int) -> Iterator[tuple[int, Position]]:
     """Cut a box into as few pieces as have all their runs at one distance."""
     cut_dims = [dim for dim in range(len(shape)) if box.sizes[dim] < shape[dim]]
-    last = cut_dims[-1] if cut_dims else 0
+    last = max(cut_dims, default=0)
     outermost = next((dim for dim in range(last) if box.sizes[dim] > 1), last)
     if any(outermost < dim < last for dim in cut_dims):
         offsets, sizes = list(box.offsets), list(box.sizes)

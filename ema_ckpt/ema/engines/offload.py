@@ -133,7 +133,7 @@ class OffloadStep:
     def __del__(self) -> None:
         # The graph's memory must outlast what is still running.
         if not sys.is_finalizing():
-            self._done.synchronize()
+            self.wait()
 
 
 def _event() -> Any:
@@ -245,24 +245,20 @@ def _chunks(batch: UpdateBatch, slots: _Slots) -> Iterator[_Chunk]:
         yield _chunk(batch, pieces, room, slots.memory[index % _SLOTS])
 
 
-def _pieces_of_chunks(batch: UpdateBatch, room: int) -> Iterator[list[_Piece]]:
-    pieces: list[_Piece] = []
-    slab = None
+def _pieces_of_chunks(batch: UpdateBatch, room: int) -> list[list[_Piece]]:
+    chunks: list[list[_Piece]] = []
+    slab, start = None, 0
     for tensor in sorted(range(len(batch.averages)), key=lambda i: batch.averages[i].data_ptr()):
         average = batch.averages[tensor]
         first, offset = 0, int(average.storage_offset())
         while first < average.numel():
-            in_same_slab = slab == average.untyped_storage().data_ptr()
-            if pieces and not (in_same_slab and offset - pieces[0].offset < room):
-                yield pieces
-                pieces = []
-            slab = average.untyped_storage().data_ptr()
-            start = pieces[0].offset if pieces else offset
+            if slab != average.untyped_storage().data_ptr() or offset - start >= room:
+                chunks.append([])
+                slab, start = average.untyped_storage().data_ptr(), offset
             numel = min(average.numel() - first, room - (offset - start))
-            pieces.append(_Piece(tensor, first, numel, offset))
+            chunks[-1].append(_Piece(tensor, first, numel, offset))
             first, offset = first + numel, offset + numel
-    if pieces:
-        yield pieces
+    return chunks
 
 
 def _chunk(batch: UpdateBatch, pieces: Sequence[_Piece], room: int, memory: Tensor) -> _Chunk:

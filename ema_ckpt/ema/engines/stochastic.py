@@ -17,7 +17,7 @@ def prepare(batch: UpdateBatch, noise: Noise) -> Step:
     kept = None if count is None else torch.zeros_like(count)
 
     def step(weight: float) -> None:
-        call = noise.call()
+        key = (noise.seed, noise.call())
         if kept is not None:
             kept.zero_()
         for average, param, position in zip(
@@ -26,7 +26,6 @@ def prepare(batch: UpdateBatch, noise: Noise) -> Step:
             flat, live = average.view(-1), param.detach().reshape(-1)
             for start in range(0, flat.numel(), _BLOCK_NUMEL):
                 piece, value = (t[start : start + _BLOCK_NUMEL] for t in (flat, live))
-                key = (noise.seed, call)
                 _move(piece, value, weight, position.after(start), key, kept)
         if count is not None and kept is not None:
             count.add_(kept.clamp_(max=1))

@@ -41,8 +41,16 @@ class ChangeDetector:
         self, tracked_shards: Sequence[TrackedShard], module_links: Iterable[ModuleLink]
     ) -> None:
         links = [(t.container, t.key, t.expected) for t in tracked_shards]
+        self._expect((*links, *module_links))
+        self._memory = [t.memory for t in tracked_shards if t.memory is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._memory))
+        self._layouts = list(map(_layout, self._memory))
+        self._dtensors = [value for _, _, value in links if hasattr(value, "_local_tensor")]
+        self._local_tensors = list(map(_LOCAL, self._dtensors))
+
+    def _expect(self, links: Iterable[ModuleLink]) -> None:
         expected: dict[int, tuple[dict[str, Any], dict[str, object]]] = {}
-        for container, key, value in (*links, *module_links):
+        for container, key, value in links:
             expected.setdefault(id(container), (container, {}))[1][key] = value
         self._containers: list[dict[str, Any]] = []  # dictionaries compared as a whole,
         self._contents: list[dict[str, object]] = []  # and their expected contents
@@ -59,13 +67,6 @@ class ChangeDetector:
         containers, keys, self._values = _columns(entries)
         self._entries = (containers, keys)
         self._identities = _columns(identities)
-        self._memory = [t.memory for t in tracked_shards if t.memory is not None]
-        self._addresses = list(map(Tensor.data_ptr, self._memory))
-        self._layouts = list(map(_layout, self._memory))
-        self._dtensors = [
-            t.expected for t in tracked_shards if hasattr(t.expected, "_local_tensor")
-        ]
-        self._local_tensors = list(map(_LOCAL, self._dtensors))
 
     def unchanged(self) -> bool:
         """Return whether every shard's `local` is still the live memory."""
@@ -79,10 +80,7 @@ class ChangeDetector:
         )
 
     def same_layout(self) -> bool:
-        """Return whether the same memory has the same shapes and strides.
-
-        Takes twice as long as `unchanged`.
-        """
+        """Return whether memory kept its shapes and strides; takes twice as long as `unchanged`."""
         return list(map(_layout, self._memory)) == self._layouts
 
     def _same_objects(self) -> bool:

@@ -11,8 +11,6 @@ from torch import nn
 from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor
 from ema_ckpt.ema.model.shards import ModelShards, Shard
 
-_EXTRA = "_extra_state"
-
 
 def live_tree(model_shards: ModelShards) -> dict[str, Any]:
     """Return parameters, persistent buffers and extra state by name, in `model.state_dict()` order.
@@ -24,9 +22,8 @@ def live_tree(model_shards: ModelShards) -> dict[str, Any]:
     tensors: dict[int, torch.Tensor] = {}
     for value in tree.values():
         if isinstance(value, Shard) and id(value) not in tensors:
-            tensors[id(value)] = as_global_tensor(
-                value.boxes, value.shape, value.local, value.layout
-            )
+            layout = value.layout
+            tensors[id(value)] = as_global_tensor(value.boxes, value.shape, value.local, layout)
     return {name: tensors.get(id(value), value) for name, value in tree.items()}
 
 
@@ -78,4 +75,4 @@ def set_extra_state(model_shards: ModelShards, values: dict[str, Any]) -> None:
 def _with_extra_state(model_shards: ModelShards) -> Iterator[tuple[str, nn.Module]]:
     for prefix, module in model_shards.modules:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield prefix + _EXTRA, module
+            yield f"{prefix}_extra_state", module

@@ -64,12 +64,10 @@ def torch_computes_offsets(
     Of strided shards they are where the dimension divides evenly and each rank holds one box.
     """
     cuts = _mesh_cuts(placements, len(shape))
-    for dim, size in enumerate(shape):
-        cutting = [axis for axis, (cut_dim, _) in enumerate(cuts) if cut_dim == dim]
-        if all(cuts[axis][1] == 1 for axis in cutting):
-            continue
-        divides = size % prod(mesh_sizes[axis] for axis in cutting) == 0
-        if not divides or nested_cuts(dim, mesh_sizes, cuts) is None:
+    strided = set(range(len(shape))).intersection(dim for dim, factor in cuts if factor != 1)
+    for dim in strided:
+        shards = prod(size for size, cut in zip(mesh_sizes, cuts, strict=True) if cut[0] == dim)
+        if shape[dim] % shards or nested_cuts(dim, mesh_sizes, cuts) is None:
             return False
     return True
 

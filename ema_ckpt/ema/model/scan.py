@@ -155,12 +155,8 @@ def _managed_parameters(model: nn.Module) -> _ManagedParameters:
     flat_ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for fsdp_param in [p for group in _fsdp2_groups(module) for p in group.fsdp_params]:
-                info = fsdp_param._module_info
-                owners = (info.module, *info.shared_modules)
-                names = (info.param_name, *info.shared_param_names)
-                for owner, name in zip(owners, names, strict=True):
-                    managers.setdefault(id(owner), {})[name] = fsdp_param
+            for owner, name, fsdp_param in _fsdp2_managed(module):
+                managers.setdefault(id(owner), {})[name] = fsdp_param
         elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             flat: Any = module._handle.flat_param
             flat_ids.add(id(flat))
@@ -170,6 +166,14 @@ def _managed_parameters(model: nn.Module) -> _ManagedParameters:
                 first = managers[id(info.prim_module)][info.prim_param_name]
                 managers.setdefault(id(info.module), {})[info.param_name] = first
     return _ManagedParameters(managers, frozenset(flat_ids))
+
+
+def _fsdp2_managed(module: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    for fsdp_param in [param for group in _fsdp2_groups(module) for param in group.fsdp_params]:
+        info = fsdp_param._module_info
+        yield info.module, info.param_name, fsdp_param
+        for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            yield owner, name, fsdp_param
 
 
 def _fsdp2_groups(module: Any) -> list[Any]:
@@ -194,25 +198,26 @@ def _parameters(
             yield id(manager), _fsdp2_parameter(fqn, manager)
         elif live is not None and id(live) not in managed.flat_ids:
             yield id(live), _plain_parameter(fqn, module._parameters, name, live, ddp)
-    if ddp is None:
-        return
+    if ddp is not None:
+        for name, dtensor in _left_by_ddp(module):
+            yield id(dtensor), _plain_parameter(prefix + name, vars(module), name, dtensor, ddp)
+
+
+def _left_by_ddp(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # DDP over a slice of a mesh swaps its parameters for DTensors before each forward, and torch
+    # 2.13 leaves them behind as plain attributes after it (torch.distributed.tensor.parallel.ddp).
     for name, live in vars(module).items():
-        # DDP over a slice of a mesh swaps its parameters for DTensors before each forward, and
-        # torch 2.13 leaves them behind as plain attributes afterwards
-        # (torch.distributed.tensor.parallel.ddp).
         if isinstance(live, torch.Tensor) and hasattr(live, "_local_tensor") and live.requires_grad:
-            yield id(live), _plain_parameter(prefix + name, vars(module), name, live, ddp)
+            yield name, live
 
 
 def _buffers(module: nn.Module, prefix: str) -> Iterator[tuple[Hashable, TrackedShard]]:
     for name, live in module._buffers.items():
         if live is not None:
-            shard = _whole_shard(prefix + name, live, is_parameter=False)
-            persistent, memory = name not in module._non_persistent_buffers_set, _addressed(live)
-            yield (
-                id(live),
-                TrackedShard(shard, live, module._buffers, name, live, memory, persistent),
-            )
+            shard, memory = _whole_shard(prefix + name, live, is_parameter=False), _addressed(live)
+            kept = name not in module._non_persistent_buffers_set
+            tracked = TrackedShard(shard, live, module._buffers, name, live, memory, kept)
+            yield id(live), tracked
 
 
 def _plain_parameter(

@@ -83,6 +83,7 @@ class _PieceState(NamedTuple):
     piece: Piece
     flat: Tensor  # its parameter
     state: _State
+    moments: Mapping[str, Tensor]  # of it, in the slot
 
 
 class OffloadedOptimizer:
@@ -149,18 +150,22 @@ class OffloadedOptimizer:
             self._step_group(live, _step_options(group, live))
 
     def _step_group(self, params: Sequence[Tensor], options: Mapping[str, Any]) -> None:
-        state = self._state
-        fresh = {param: None for param in params if param not in state.slab_of}
-        self._first_steps(list(fresh), options)
-        slabs = dict.fromkeys(state.slab_of[param] for param in params if param not in fresh)
-        if slabs and state.pipeline is not None:
-            state.pipeline.begin()
-        for chunk in [chunk for slab in slabs for chunk in slab.chunks]:
-            if state.pipeline is None:
-                self._step_chunk(chunk, options, {})
+        slab_of = self._state.slab_of
+        known = [param for param in params if param in slab_of]
+        self._first_steps(list(dict.fromkeys(p for p in params if p not in slab_of)), options)
+        slabs = dict.fromkeys(slab_of[param] for param in known)
+        self._step_chunks([chunk for slab in slabs for chunk in slab.chunks], options)
+
+    def _step_chunks(self, chunks: Sequence[Chunk], options: Mapping[str, Any]) -> None:
+        pipeline = self._state.pipeline
+        if chunks and pipeline is not None:
+            pipeline.begin()
+        for chunk in chunks:
+            step = functools.partial(self._step_chunk, chunk, options)
+            if pipeline is None:
+                step({})
             else:
-                step = functools.partial(self._step_chunk, chunk, options)
-                state.pipeline.work(chunk, step)
+                pipeline.work(chunk, step)
 
     def _check(self) -> None:
         devices = set()
@@ -201,19 +206,17 @@ class OffloadedOptimizer:
             param = chunk.slab.params[piece.index]
             if param.grad is not None:
                 flat = _flat_part(param, piece.start, piece.stop)
-                parts.append(_PieceState(piece, flat, self._piece_state(chunk, piece, views)))
+                state = self._piece_state(chunk, piece, views)
+                moments = {name: state[name] for name in chunk.slab.names}
+                parts.append(_PieceState(piece, flat, state, moments))
         if not parts:
             return
-        moments = [{name: part.state[name] for name in chunk.slab.names} for part in parts]
         states = self._run_step(options, {part.flat: part.state for part in parts})
-        for part, views_of_part in zip(parts, moments, strict=True):
-            state = self._optimizer.state[chunk.slab.params[part.piece.index]]
-            for name, value in states[part.flat].items():
-                if name in views_of_part:
-                    if value is not views_of_part[name]:  # replaced instead of written into
-                        views_of_part[name].copy_(value)
-                elif part.piece.is_last:
-                    state[name] = value
+        for part in parts:
+            counts = _write_moments(states[part.flat], part.moments)
+            if part.piece.is_last:
+                param = chunk.slab.params[part.piece.index]
+                self._optimizer.state[param].update(counts)
 
     def _piece_state(self, chunk: Chunk, piece: Piece, views: Mapping[str, Tensor]) -> _State:
         slab = chunk.slab
@@ -251,6 +254,14 @@ class OffloadedOptimizer:
                 " groups, which it would do several times a step"
             )
         return new_states
+
+
+def _write_moments(state: Mapping[str, Any], moments: Mapping[str, Tensor]) -> _State:
+    """Write moments that a step replaced instead of writing into them; return all other state."""
+    for name, moment in moments.items():
+        if name in state and state[name] is not moment:
+            moment.copy_(state[name])
+    return {name: value for name, value in state.items() if name not in moments}
 
 
 def _step_options(group: Mapping[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:

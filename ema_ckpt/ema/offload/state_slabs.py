@@ -59,17 +59,12 @@ class StateSlab:
         on_device = local_of(params[0]).is_cuda
         hosts: dict[str, list[Tensor]] = {}
         for name in names:
-            dtype = optimizer.state[params[0]][name].dtype
-            if on_device:
-                hosts[name] = pinned_zeros(shapes, dtype)
-            else:
-                hosts[name] = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+            hosts[name] = _zeros(shapes, optimizer.state[params[0]][name].dtype, pinned=on_device)
             for host, param, views in zip(hosts[name], params, self.views, strict=True):
                 value = optimizer.state[param][name]
                 host.copy_(local_of(value))
                 optimizer.state[param][name] = views[name] = host_state_like(value, host)
-        numels = [shape.numel() for shape in shapes]
-        pieces = [Piece(index, 0, numel, is_last=True) for index, numel in enumerate(numels)]
+        pieces = [Piece(i, 0, shape.numel(), is_last=True) for i, shape in enumerate(shapes)]
         self.chunks = [Chunk(self, tuple(pieces), {}, 0)]
         if on_device:
             self.starts = [int(host.storage_offset()) for host in hosts[names[0]]]
@@ -97,6 +92,12 @@ class StateSlab:
             end = min(start + step, stop)
             spans = {name: _span(tensors, start, end) for name, tensors in hosts.items()}
             yield Chunk(self, (Piece(0, start, end, is_last=end == stop),), spans, start)
+
+
+def _zeros(shapes: Sequence[torch.Size], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
+    if pinned:
+        return pinned_zeros(shapes, dtype)
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
 
 def _span(hosts: Sequence[Tensor], start: int, stop: int) -> Tensor:
@@ -129,12 +130,15 @@ class OffloadedState:
     def settle(self) -> None:
         """Move all state into slabs that is not there, as loaded from a checkpoint."""
         self.wait()
+        self._forget_replaced()
         state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            self.adopt([p for p in group["params"] if p not in self.slab_of and state.get(p)])
+
+    def _forget_replaced(self) -> None:
         if not self.is_whole():
             self.slabs = [slab for slab in self.slabs if slab.is_whole(self._optimizer)]
             self.slab_of = {param: slab for slab in self.slabs for param in slab.params}
-        for group in self._optimizer.param_groups:
-            self.adopt([p for p in group["params"] if p not in self.slab_of and state.get(p)])
 
     def adopt(self, params: Sequence[Tensor]) -> None:
         """Move the state of parameters into slabs, one for those with the same names and dtypes."""
@@ -146,12 +150,15 @@ class OffloadedState:
                 kinds.setdefault((names, *(state[name].dtype for name in names)), []).append(param)
             for (names, *_), members in kinds.items():
                 if names:
-                    slab = StateSlab(self._optimizer, members, names, self._slot_nbytes)
-                    self.slabs.append(slab)
-                    self.slab_of.update(dict.fromkeys(members, slab))
-                    device = local_of(members[0]).device
-                    if device.type == "cuda" and self.pipeline is None:
-                        self.pipeline = SlotPipeline(device, self._slot_nbytes)
+                    self._add_slab(members, names)
+
+    def _add_slab(self, params: Sequence[Tensor], names: tuple[str, ...]) -> None:
+        slab = StateSlab(self._optimizer, params, names, self._slot_nbytes)
+        self.slabs.append(slab)
+        self.slab_of.update(dict.fromkeys(params, slab))
+        device = local_of(params[0]).device
+        if device.type == "cuda" and self.pipeline is None:
+            self.pipeline = SlotPipeline(device, self._slot_nbytes)
 
     def release(self) -> None:
         """Move the state back to the parameters' devices."""
@@ -163,21 +170,19 @@ class OffloadedState:
                     self._optimizer.state[param][name] = host_state_like(view, local)
         self.slabs, self.slab_of, self.pipeline = [], {}, None
 
-    def batches(self, params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield parameters of one dtype, as many as have their state in a slot; one at least."""
-        batch: list[Tensor] = []
+    def batches(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return parameters of one dtype, as many as have their state in a slot; one at least."""
+        batches: list[list[Tensor]] = []
         nbytes = 0
         for param in params:
-            local = local_of(param)
             param_nbytes = self._state_nbytes(param) + _OVERHEAD_NBYTES
             is_full = nbytes + param_nbytes > self._slot_nbytes
-            if batch and (is_full or local.dtype != batch[0].dtype):
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(param)
+            if not batches or is_full or local_of(param).dtype != batches[-1][0].dtype:
+                batches.append([])
+                nbytes = 0
+            batches[-1].append(param)
             nbytes += param_nbytes
-        if batch:
-            yield batch
+        return batches
 
     def _state_nbytes(self, param: Tensor) -> int:
         """Return the bytes of a parameter's state, or of the two moments that it will have."""
