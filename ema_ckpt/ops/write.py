@@ -32,6 +32,7 @@ from ema_ckpt.writing.staging import check_target, stage
 # reached the disk costs tenths of a second where the file system discards freed blocks at once and
 # the disk is busy.
 _JOURNAL_AFTER_SECONDS = 10.0
+_FOREIGN_SUFFIXES = (".npz", ".h5", ".onnx", ".gguf", ".zip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ def output_form(destination: Path, to: str | None, default: str) -> str:
     """Return the form to write: `to`, else the one of the destination's suffix, else `default`.
 
     Raises:
-        UsageError: `usage` for an unknown form, or one that contradicts the suffix.
+        UsageError: `usage` for an unknown form, one that contradicts the suffix, or without `to`
+            the suffix of a format that nobody here writes.
     """
     implied = None
     if destination.suffix in TORCH_SUFFIXES:
@@ -82,6 +84,11 @@ def output_form(destination: Path, to: str | None, default: str) -> str:
     elif destination.suffix == ".safetensors":
         implied = "safetensors"
     if to is None:
+        if destination.suffix.lower() in _FOREIGN_SUFFIXES:
+            known = "write .safetensors, .pt, or any other name for a directory"
+            reason = f"{destination.suffix} is the ending of a format that is not written here"
+            message = f"{destination.name}: {reason}; {known}, or name the format with --to"
+            raise UsageError("usage", message)
         return implied or default
     if to not in ("dcp", "safetensors", "pt"):
         raise UsageError("usage", f"--to {to}: expected dcp, safetensors or pt")

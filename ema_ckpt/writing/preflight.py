@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -78,29 +79,59 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
 
 
 def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
-    """Check that `path` (resolved) lies in a writable directory, apart from all of `sources`.
+    """Check that `path` (resolved) can be made, apart from all of `sources`.
+
+    Parent directories may be missing; `make_parents` makes them.
 
     Raises:
-        TargetError: `target-is-source` if it is a source, inside one or around one; `not-found`
-            without a parent directory; `usage` where that is no directory or not writable.
+        TargetError: `target-is-source` if it is a source, inside one or around one; `usage` where
+            the nearest parent that is there is no directory or not writable.
     """
     for source in sources:
         if not is_url(os.fspath(source)):
             _check_apart(path, Path(os.path.realpath(source)))
-    parent = path.parent
-    if not os.path.lexists(parent):
-        reason = f"the directory {parent} does not exist; create it first"
-        raise TargetError("not-found", f"{path}: {reason}")
-    reason = ""
+    parent, reason = _existing_parent(path), ""
     mode = os.W_OK | os.X_OK
+    names = [stage_path(path, "0" * 8).name, *path.parent.relative_to(parent).parts]
     if not parent.is_dir():
         reason = f"{parent} is not a directory"
     elif not os.access(parent, mode, effective_ids=os.access in os.supports_effective_ids):
         reason = f"no permission to write in {parent}"
-    elif len(os.fsencode(stage_path(path, "0" * 8).name)) > os.pathconf(parent, "PC_NAME_MAX"):
+    elif max(len(os.fsencode(n)) for n in names) > os.pathconf(parent, "PC_NAME_MAX"):
         reason = "the name is too long to write beside it; use a shorter one"
     if reason:
         raise TargetError("usage", f"{path}: {reason}")
+
+
+def _existing_parent(path: Path) -> Path:
+    """Return the nearest parent of `path` that is there."""
+    return next(parent for parent in path.parents if os.path.lexists(parent))
+
+
+def make_parents(path: Path) -> list[Path]:
+    """Make the missing parent directories of `path`; return those that were made, outermost first.
+
+    Raises:
+        OSError: one could not be made; then none stays.
+    """
+    made: list[Path] = []
+    missing = [parent for parent in path.parents if not os.path.lexists(parent)]
+    try:
+        for parent in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # somebody else has just made it
+                parent.mkdir()
+                made.append(parent)
+    except OSError:
+        remove_empty(made)
+        raise
+    return made
+
+
+def remove_empty(directories: Sequence[Path]) -> None:
+    """Remove directories, the last one first, as long as there is nothing in them."""
+    with contextlib.suppress(OSError):
+        for directory in reversed(directories):
+            directory.rmdir()
 
 
 def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
@@ -141,10 +172,11 @@ def check_space(path: Path, nbytes: int) -> None:
     Raises:
         TargetError: `no-space`, with both numbers.
     """
-    status = os.statvfs(path.parent)
+    parent = _existing_parent(path)
+    status = os.statvfs(parent)
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and free < nbytes:  # some network file systems report no sizes at all
-        message = f"{path}: needs {nbytes:,} bytes, {path.parent} has {free:,} free"
+        message = f"{path}: needs {nbytes:,} bytes, {parent} has {free:,} free"
         raise TargetError("no-space", message)
 
 

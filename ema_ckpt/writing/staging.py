@@ -30,6 +30,8 @@ from ema_ckpt.writing.preflight import (
     check_place,
     check_replaceable,
     check_space,
+    make_parents,
+    remove_empty,
     resolve_target,
     write_error,
 )
@@ -151,7 +153,7 @@ def stage(
 
     Raises:
         TargetError: `target-exists target-is-source foreign-files no-space busy resume-mismatch
-            not-found usage`.
+            usage`.
         UsageError: `usage` for a target that nothing may replace.
     """
     path = resolve_target(target)
@@ -161,6 +163,7 @@ def stage(
         with _explained(path):
             check_place(path, sources)
             check_replaceable(path, policy)
+            claim.make_parents(fsync)
             with _lock_parent(path.parent):
                 claim.clear_leftovers(identity or {})
                 check_replaceable(path, policy)
@@ -225,8 +228,15 @@ class _Claim:
         self._resume = resume
         self._root: Path | None = None
         self._locks: list[int] = []
+        self._made: list[Path] = []
         self._owner = os.getpid()
         atexit.register(self.close)
+
+    def make_parents(self, fsync: bool) -> None:
+        """Make the missing directories above the target; they go again if it is not published."""
+        self._made = make_parents(self._target)
+        for directory in self._made if fsync else ():
+            fsync_path(directory.parent)
 
     def clear_leftovers(self, identity: Mapping[str, str]) -> None:
         """End the switch of stages that are left, continue one of them, delete the others."""
@@ -287,6 +297,7 @@ class _Claim:
             if self._root is not None:
                 self._clear(self._root)
                 self._root = None
+            remove_empty(self._made)
         while self._locks:
             os.close(self._locks.pop())
         atexit.unregister(self.close)

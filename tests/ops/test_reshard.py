@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import ema_ckpt
 from ema_ckpt.ops.results import FileEntry
-from tests.checkpoints import ema, save_dcp, save_replicas, weights
+from tests.checkpoints import dcp_at, ema, save_dcp, save_replicas, weights
 from tests.formats.writing import raw_bytes
 
 DTYPES = [
@@ -607,3 +607,19 @@ def test_whole_files_of_torchs_hugging_face_writer(tmp_path: Path) -> None:
     (tmp_path / "hf/model.safetensors.index.json").unlink()
     with pytest.raises(ema_ckpt.EmaCkptError):
         ema_ckpt.convert(tmp_path / "hf", tmp_path / "again.safetensors")
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "v1.2", "out.d", "weights.gguf.dcp"])
+def test_any_other_name_is_a_directory(name: str, tmp_path: Path) -> None:
+    source = dcp_at(tmp_path / "src")
+    assert ema_ckpt.convert(source, tmp_path / "new" / name).format == "dcp"
+    assert (tmp_path / "new" / name / ".metadata").exists()
+
+
+@pytest.mark.parametrize("name", ["w.npz", "w.h5", "w.onnx", "w.gguf", "w.zip", "W.GGUF"])
+def test_a_foreign_ending_is_no_format(name: str, tmp_path: Path) -> None:
+    source = dcp_at(tmp_path / "src")
+    with pytest.raises(ema_ckpt.EmaCkptError, match="--to") as error:
+        ema_ckpt.convert(source, tmp_path / name)
+    assert error.value.code == "usage"
+    assert ema_ckpt.convert(source, tmp_path / name, to="dcp").format == "dcp"

@@ -117,7 +117,7 @@ def test_success_means_that_the_file_is_there_and_opens(tmp_path: Path) -> None:
 
 _REFUSED = {
     "existing": ("taken.pt", {}, "target-exists"),
-    "no parent": ("no/where/out.pt", {}, "not-found"),
+    "no parent": ("no/where/out.pt", {"dtype": "fp8"}, "usage"),
     "parent is a file": ("taken.pt/out.pt", {}, "usage"),
     "dtype": ("out.pt", {"dtype": "fp8"}, "usage"),
     "threads": ("out.pt", {"threads": 0}, "usage"),

@@ -100,10 +100,36 @@ class TestRefusals:
         assert os.listdir(tmp_path) == []
 
     def test_parent(self, tmp_path: Path) -> None:
-        self.refused(tmp_path / "no" / "such" / "out", "not-found")
         (tmp_path / "file").write_text("x")
         self.refused(tmp_path / "file" / "out", "usage")
+        self.refused(tmp_path / "file" / "deep" / "out", "usage")
+        self.refused(tmp_path / "no" / ("n" * 300) / "out", "usage")
         assert os.listdir(tmp_path) == ["file"]
+
+    def test_missing_parents(self, tmp_path: Path) -> None:
+        with stage(tmp_path / "no" / "such" / "out", is_directory=True) as staged:
+            write_new(staged)
+        assert read_target(tmp_path / "no" / "such" / "out") == "new"
+
+    def test_missing_parents_go_again_after_a_failure(self, tmp_path: Path) -> None:
+        (tmp_path / "there").mkdir()
+        with pytest.raises(ZeroDivisionError), stage(tmp_path / "there/a/b/out", is_directory=True):
+            (tmp_path / "there/mine").touch()
+            raise ZeroDivisionError
+        assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == [
+            "there",
+            "there/mine",
+        ]
+
+    def test_a_parent_with_something_in_it_stays(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError), stage(tmp_path / "a/b/out", is_directory=False):
+            (tmp_path / "a/mine").touch()
+            raise ZeroDivisionError
+        assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["a", "a/mine"]
+
+    def test_a_dry_run_makes_no_parents(self, tmp_path: Path) -> None:
+        check_target(tmp_path / "no" / "such" / "out", is_directory=True, nbytes=1)
+        assert os.listdir(tmp_path) == []
 
     def test_names_with_spaces_and_slashes(self, tmp_path: Path) -> None:
         with stage(f"{tmp_path}/a name/", is_directory=True) as staged:

@@ -44,8 +44,7 @@ def check_page(path: str | os.PathLike[str], sources: Sequence[Catalog]) -> Path
 
     Raises:
         TargetError: `target-is-source` for a file of `sources`, or a place inside one of them;
-            `not-found` without a parent directory; `usage` for what is no regular file, and where
-            nothing can be written.
+            `usage` for what is no regular file, and where nothing can be written.
         UsageError: `usage` for URLs, the current directory and those above it, and mount points.
     """
     try:
@@ -83,6 +82,7 @@ def write_page(
     """
     target = check_page(path, sources)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".ema-ckpt-page-", dir=target.parent) as folder:
             draft = Path(folder, "page")
             draft.write_text(page(result), encoding="utf-8")
