@@ -120,6 +120,7 @@ def module_tree(result: InspectResult, depth: int) -> RichTree:
     """Return modules to `depth` levels below each tree, with the bytes and tensors below them."""
     root = RichTree("tensors", hide_root=True)
     nodes: dict[tuple[str, ...], tuple[RichTree, list[int]]] = {}
+    only: dict[tuple[str, ...], TensorEntry] = {}  # the tensor of a node, its last if it has more
     for tensor in result.tensors:
         parts = tensor.fqn.split(".")
         for level in range(min(len(parts), depth) + 1):
@@ -130,9 +131,12 @@ def module_tree(result: InspectResult, depth: int) -> RichTree:
             totals = nodes[key][1]
             totals[0] += 1
             totals[1] += tensor.nbytes
+            only[key] = tensor
     for key, (node, (count, nbytes)) in nodes.items():
         name = key[-1] if len(key) > 1 else (key[0] or "(root)")
-        tensors = "" if count == 1 else f"{counted(count, 'tensor')}, "
+        tensors = f"{counted(count, 'tensor')}, "
+        if count == 1:
+            tensors = f"{only[key].dtype} {_dims(only[key].shape)}, "
         node.label = f"{markup(name)} [dim]{tensors}{format_size(nbytes)}[/dim]"
     for node in [root, *(node for node, _ in nodes.values())]:
         hidden = len(node.children) - _MAX_CHILDREN

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from math import prod
+
 from ema_ckpt.core.box import Box, first_overlap
 from ema_ckpt.core.catalog import Chunk, Tensor
 from ema_ckpt.core.errors import SourceError, about
-from ema_ckpt.core.text import counted
+from ema_ckpt.core.text import counted, shown
 
 
 def prove(tensor: Tensor) -> tuple[int, ...]:
@@ -47,8 +50,39 @@ def _prove(tensor: Tensor) -> list[int]:
         raise _error("overlap", tensor, f"{message} hold some of the same elements", b)
     covered = sum([box.numel for box in boxes])
     if covered != tensor.numel:
-        raise _error("hole", tensor, f"{covered} of {counted(tensor.numel, 'element')} covered")
+        raise _error("hole", tensor, _describe_hole(tensor, covered, boxes))
     return indices
+
+
+def _describe_hole(tensor: Tensor, covered: int, boxes: list[Box]) -> str:
+    """Say which rows no file holds, which files hold the others, and what to do."""
+    message = f"{covered} of {counted(tensor.numel, 'element')} covered"
+    if tensor.shape:
+        spans = [f"{a} to {b - 1}" if b - a > 1 else str(a) for a, b in _open_rows(tensor, boxes)]
+        more = f" and {len(spans) - 10} more spans" if len(spans) > 10 else ""
+        message += f"; not stored whole: rows {', '.join(spans[:10])}{more} of {tensor.shape[0]}"
+    files = list(dict.fromkeys(chunk.file for chunk in tensor.chunks if 0 not in chunk.sizes))
+    held = f"the rest is in {shown(files)}" if files else "no file holds any of it"
+    return f"{message}; {held}; a rank did not save its part: use another copy, or save again"
+
+
+def _open_rows(tensor: Tensor, boxes: list[Box]) -> list[tuple[int, int]]:
+    """List spans of rows of which at least one element is in no box; the boxes do not overlap."""
+    changes = {0: 0, tensor.shape[0]: 0}  # elements of a row that boxes begin or cease to hold
+    for offsets, sizes in boxes:
+        inner = prod(sizes[1:])
+        changes[offsets[0]] = changes.get(offsets[0], 0) + inner
+        end = offsets[0] + sizes[0]
+        changes[end] = changes.get(end, 0) - inner
+    spans: list[tuple[int, int]] = []
+    whole, held = prod(tensor.shape[1:]), 0
+    edges = sorted(changes)
+    for first, end in pairwise(edges):
+        held += changes[first]
+        if held < whole:
+            joined = spans and spans[-1][1] == first
+            spans[-1:] = [(spans[-1][0], end)] if joined else [*spans[-1:], (first, end)]
+    return spans
 
 
 def _are_rows(tensor: Tensor, chunks: list[Chunk]) -> bool:

@@ -30,7 +30,7 @@ from ema_ckpt.discovery.location import (
     loose_files,
 )
 from ema_ckpt.formats.rank_files.names import check_ranks
-from ema_ckpt.storage.directories import Folder, is_folder, join
+from ema_ckpt.storage.directories import Folder, base_name, is_folder, join, parent_of
 from ema_ckpt.storage.files import is_mangled_url, is_url, open_files
 from ema_ckpt.storage.stage_names import find_interrupted_switch
 
@@ -143,9 +143,21 @@ def _interrupted_switch(path: str) -> Location:
         hint = ""
         if is_mangled_url(path):
             hint = " (a URL loses a slash when it becomes a Path: pass it as text)"
+        elif steps := _steps_beside(path):
+            hint = f"; the steps there are {shown(steps)}"
         raise SourceError("not-found", f"{path}: no such file or directory{hint}", file=path)
     note = f"{path} was being replaced when its writer died; reading the complete new checkpoint in"
     return locate_checkpoint(str(stage))._replace(note=f"{note} {stage}")
+
+
+def _steps_beside(path: str) -> list[str]:
+    """List the steps that lie where the step `path` does not, the newest first."""
+    parent = parent_of(path)
+    if step_number(base_name(path)) is None or not is_folder(parent):
+        return []
+    numbers = {name: step_number(name) for name in list_directory(parent).folders}
+    steps = {name: number for name, number in numbers.items() if number is not None}
+    return sorted(steps, key=lambda name: -steps[name])
 
 
 def _in_directory(folder: Folder) -> Location | None:

@@ -16,7 +16,7 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Problem
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.limits import parse_workers
 from ema_ckpt.core.names import TORCH_SUFFIXES
-from ema_ckpt.core.text import counted
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.opening import open_location
@@ -92,6 +92,7 @@ class _Report:
         self.warnings: list[Diagnostic] = []
         self.checked = 0
         self.unchecked = 0
+        self.unproven: list[str] = []  # tensors of which some payload has no checksum
 
     def open(self, path: str) -> Iterator[tuple[Catalog, bool]]:
         """Yield the checkpoint and True, or each part of it that opens and False."""
@@ -138,6 +139,9 @@ class _Report:
         self.warnings += audit.warnings
         self.checked += sum(audit.checked.values())
         self.unchecked += sum(audit.unchecked.values())
+        for name, payloads in audit.payloads.items():
+            if any(p is not None and (p.file, p.offset) in audit.unchecked for p in payloads):
+                self.unproven.append(name)
 
     def result(self) -> VerifyResult:
         """Return the verdict."""
@@ -146,7 +150,8 @@ class _Report:
             status = "damaged"
         if self.unchecked:
             payload = f"{counted(self.unchecked, 'byte')} of payload without a checksum"
-            message = f"{payload} may be damaged without a trace"
+            names = f" ({shown(self.unproven)})" if self.unproven else ""
+            message = f"{payload}{names} may be damaged without a trace"
             self.warnings.append(Diagnostic("unchecked", message))
         problems, warnings = tuple(self.problems), tuple(dict.fromkeys(self.warnings))
         return VerifyResult(status, self.checked, self.unchecked, problems, warnings)

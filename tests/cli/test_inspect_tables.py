@@ -125,3 +125,9 @@ def test_one_of_a_kind_is_no_plural(capsys: pytest.CaptureFixture[str], tmp_path
     assert "damaged: 1 problem;" in printed
     assert "1 tensor compared, 1 identical" in printed
     assert "0 of 1 element changed" in printed
+
+
+def test_shapes_are_shown_without_shards(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "\n".join(drawn(capsys, run, "model"))
+    assert "b float32 2, 8 B" in lines
+    assert "w float32 2 × 3, 24 B" in lines

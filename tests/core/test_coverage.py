@@ -57,6 +57,23 @@ def test_defects_are_named(shape: tuple[int, ...], boxes: list[Box], code: str, 
     assert "model.w" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("shape", "boxes", "rows"),
+    [
+        ((8, 4), [Box((0, 0), (2, 4)), Box((5, 0), (2, 4))], "rows 2 to 4, 7 of 8;"),
+        ((4, 4), [Box((0, 0), (4, 2)), Box((0, 2), (3, 2))], "rows 3 of 4;"),
+        ((4, 4), [Box((2, 0), (2, 4))], "rows 0 to 1 of 4;"),
+        ((2, 2), [], "rows 0 to 1 of 2; no file holds any of it"),
+    ],
+)
+def test_a_hole_tells_its_rows(shape: tuple[int, ...], boxes: list[Box], rows: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        prove(tensor(shape, boxes))
+    assert rows in str(caught.value)
+    assert ("the rest is in '__0_0.distcp'" in str(caught.value)) is bool(boxes)
+    assert "use another copy, or save again" in str(caught.value)
+
+
 def test_a_chunk_that_no_file_holds() -> None:
     with pytest.raises(SourceError, match="no file is named") as caught:
         prove(tensor((2,), [Box((0,), (2,))], file=""))

@@ -12,7 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.discovery.locate import latest_step, locate_checkpoint, step_number
 from ema_ckpt.discovery.location import Location
 from ema_ckpt.formats.rank_files.names import families, family_of, missing_ranks
@@ -610,3 +610,15 @@ def test_a_store_that_cannot_be_reached_is_unreadable() -> None:
 
 def test_a_url_whose_package_is_missing_says_so() -> None:
     assert "install" in refused("missing-extra", "nosuchscheme://bucket/x")
+
+
+def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    for name in ("step_500", "step_2500", "logs"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(SourceError, match=r"steps there are 'step_2500', 'step_500'$") as caught:
+        locate_checkpoint(str(tmp_path / "step_600"))
+    assert caught.value.code == "not-found"
+    with pytest.raises(SourceError, match=r"no such file or directory$"):
+        locate_checkpoint(str(tmp_path / "weights"))
+    with pytest.raises(SourceError, match=r"no such file or directory$"):
+        locate_checkpoint(str(tmp_path / "nowhere" / "step_600"))

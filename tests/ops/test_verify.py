@@ -805,3 +805,10 @@ def test_a_record_of_other_files_says_nothing(tmp_path: Path) -> None:
     ema_ckpt.consolidate(tmp_path / "p.pt", tmp_path / "hf")
     save_dcp(tmp_path / "hf", {"z": torch.ones(3)})
     assert verify(tmp_path / "hf").status == "sound"
+
+
+def test_what_is_unproven_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "w.safetensors")
+    result = verify(tmp_path / "w.safetensors")
+    assert result.status == "unproven"
+    assert "'a', 'b'" in result.warnings[-1].message
