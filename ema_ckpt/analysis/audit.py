@@ -16,6 +16,7 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
+from ema_ckpt.formats.sidecar import OTHER_BYTES
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.digests import compute_digest, explain_mismatch, join_storage_crcs
 from ema_ckpt.runtime.executor import Workers
@@ -206,7 +207,8 @@ def _check_checksums(
             counts = audit.unchecked if record.crc is None else audit.checked
             counts[record.key] = record.nbytes
         if record.crc is not None and crc != record.crc:
-            message = f"expected CRC-32 {record.crc:08x}, found {crc:08x}: the file is damaged"
+            cause = OTHER_BYTES if record.is_recorded else "the file is damaged"
+            message = f"expected CRC-32 {record.crc:08x}, found {crc:08x}: {cause}"
             message = f"{file}: {_describe(record)}: {message}; use another copy"
             audit.report("checksum", message, owner, file)
 

@@ -24,6 +24,7 @@ class StoredRecord:
         record: name of the archive's record, `""` for a bare payload.
         is_payload: whether these are data of tensors or objects and not an archive's own small
             records.
+        is_recorded: as of a `Payload`.
     """
 
     owner: str
@@ -33,6 +34,7 @@ class StoredRecord:
     nbytes: int
     crc: int | None
     is_payload: bool
+    is_recorded: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -86,9 +88,12 @@ class RecordList:
             if payload.file.endswith(TORCH_SUFFIXES):
                 self._owners.setdefault(key, tensor.name)
             elif (payload.offset, payload.nbytes) != (chunk.offset, chunk.nbytes):
-                yield from self._item_records(
+                for record in self._item_records(
                     tensor.name, chunk.file, chunk.offset, chunk.nbytes, False
-                )
+                ):
+                    # What was recorded beside the archive outranks its own checksum.
+                    is_its = record.key == key and payload.is_recorded
+                    yield replace(record, crc=payload.crc, is_recorded=True) if is_its else record
             elif key not in self._listed and payload.nbytes:
                 self._listed.add(key)
                 yield StoredRecord(tensor.name, "", *key, payload.nbytes, payload.crc, True)

@@ -66,6 +66,8 @@ class Payload(NamedTuple):
         strides: element strides of the chunk in that storage; None means row-major and contiguous.
         start: element at which the chunk begins in the storage.
         crc: CRC-32 of the storage's bytes as the format records it, or None if it records none.
+        is_recorded: whether `crc` comes from a record beside the format's own, made when the
+            checkpoint was written.
     """
 
     file: str
@@ -74,6 +76,7 @@ class Payload(NamedTuple):
     strides: Ints | None = None
     start: int = 0
     crc: int | None = None
+    is_recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

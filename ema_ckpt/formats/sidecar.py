@@ -8,9 +8,13 @@ in a zip record of that name in a torch file:
      "files": [name, ...]          the files of a directory that the digests are about
      "paths": {name: [part, ...]}  of a nested checkpoint, where a path is not simply (name,)
      "keys": [[path, key], ...], "tuples": [path, ...]   facts that paths lack (`Nesting`)
-     "objects": [{"name", "path", "value"}],  "ties": {dropped name: kept name}}
+    "order": [name, ...]          of tensors and objects together, where lists apart cannot tell it
+     "objects": [{"name", "path", "value"}],  "ties": {dropped name: kept name},
+    "describes": {file: "crc32:8hex"}  the index that this document goes with
+    "chunks": {file: [[offset, "crc32:8hex"], ...]}  of each item of a DCP file}
 
-A digest is the CRC-32 of the tensor's logical row-major little-endian bytes. It has a fixed width,
+The CRC-32 of an item is that of its payload: of the storage of a tensor, of an object's pickle. A
+digest is the CRC-32 of the tensor's logical row-major little-endian bytes. It has a fixed width,
 so that the size of a document is known before any payload is.
 """
 
@@ -24,7 +28,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple
 
-from ema_ckpt.core.catalog import Files, Nesting, Object, Path, Tensor
+from ema_ckpt.core.catalog import Diagnostic, Files, Nesting, Object, Path, Tensor
 from ema_ckpt.core.dtypes import DTYPE_NAMES, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import OutputTensor
@@ -33,6 +37,7 @@ from ema_ckpt.formats.pickle.safe_globals import Global
 
 KEY = "ema_ckpt"
 SIDECAR = "ema_ckpt.json"
+OTHER_BYTES = f"not the bytes that {SIDECAR} records: the file is damaged or another save's"
 VERSION = 1
 # A list of which a part was selected keeps its indices; one far beyond the number of entries would
 # make whoever rebuilds the list allocate without bound.
@@ -60,6 +65,13 @@ class Sidecar:
     nesting: Nesting | None = None
     objects: tuple[Object, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    describes: Mapping[str, int] = field(default_factory=dict)
+    chunks: Mapping[tuple[str, int], int] = field(default_factory=dict)
+
+    def is_stale(self, file: str, crc: int) -> bool:
+        """Whether `file`, of this CRC-32 now, has been written again since."""
+        return self.describes.get(file, crc) != crc
 
 
 def load_json(text: str | bytes, file: str) -> Any:
@@ -102,25 +114,31 @@ def dump(
     objects: Iterable[Object] = (),
     ties: Mapping[str, str] | None = None,
     tied_paths: Mapping[str, Path] | None = None,
+    order: Sequence[str] = (),
+    has_paths: bool = False,
+    describes: Mapping[str, int] | None = None,
+    chunks: Mapping[str, Sequence[tuple[int, int]]] | None = None,
 ) -> str:
     """Write the document for `tensors`; digests not known yet are zeros of the same width.
 
     With `tied_paths` of dropped names, a reader lists these again, as the same bytes under two
-    names.
+    names. `order` is that of all names in the state dict, if it matters. With `has_paths`, the
+    format itself keeps the paths. `chunks` are offset and CRC-32 of each item, by file.
     """
     tensors = list(tensors)
-    document: dict[str, object] = {
+    document: dict[str, Any] = {
         "version": VERSION,
         "digests": {tensor.name: _digest(tensor, digests) for tensor in tensors},
     }
     if files:
         document["files"] = list(files)
     if nesting is not None:
-        # Tuples become lists in JSON.
-        paths = {item.name: item.path for item in tensors if item.path != (item.name,)}
-        document["paths"] = paths | dict(tied_paths or {})
-        document["keys"] = [[path, encode(key)] for path, key in nesting.keys.items()]
-        document["tuples"] = list(nesting.tuples)
+        if not has_paths:
+            # Tuples become lists in JSON.
+            paths = {item.name: item.path for item in tensors if item.path != (item.name,)}
+            document["paths"] = paths | dict(tied_paths or {})
+        if not has_paths or nesting.keys or nesting.tuples:
+            document |= _dump_nesting(nesting)
     encoded = [
         {"name": item.name, "path": item.path, "value": encode(item.inline)} for item in objects
     ]
@@ -128,12 +146,31 @@ def dump(
         document["objects"] = encoded
     if ties:
         document["ties"] = dict(ties)
+    names = [*document["digests"], *(ties or {}), *(item["name"] for item in encoded)]
+    if order and list(order) != names:
+        document["order"] = list(order)
+    if describes:
+        document["describes"] = {file: _crc_text(crc) for file, crc in describes.items()}
+    if chunks:
+        document["chunks"] = {
+            file: [(offset, _crc_text(crc)) for offset, crc in items]
+            for file, items in chunks.items()
+        }
     return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _dump_nesting(nesting: Nesting) -> dict[str, object]:
+    keys = [[path, encode(key)] for path, key in nesting.keys.items()]
+    return {"keys": keys, "tuples": sorted(nesting.tuples, key=repr)}
 
 
 def _digest(tensor: OutputTensor, digests: Mapping[str, int]) -> dict[str, object]:
     crc, shape = digests.get(tensor.name, 0), list(tensor.source.shape)
-    return {"crc32": f"crc32:{crc:08x}", "dtype": tensor.dtype.name, "shape": shape}
+    return {"crc32": _crc_text(crc), "dtype": tensor.dtype.name, "shape": shape}
+
+
+def _crc_text(crc: int) -> str:
+    return f"crc32:{crc:08x}"
 
 
 def read(source: Files) -> Sidecar:
@@ -175,9 +212,16 @@ def _parse_document(document: Any, file: str) -> Sidecar:
         digests=digests,
         files=tuple(map(_text, document.get("files", ()))),
         paths={name: _path(parts, limit) for name, parts in document.get("paths", {}).items()},
-        nesting=_nesting(document, limit) if "paths" in document else None,
+        nesting=_nesting(document, limit) if "keys" in document else None,
         objects=tuple(objects),
         ties=ties,
+        order=tuple(map(_text, document.get("order", ()))),
+        describes={name: _parse_crc(crc) for name, crc in document.get("describes", {}).items()},
+        chunks={
+            (file, offset): _parse_crc(crc)
+            for file, items in document.get("chunks", {}).items()
+            for offset, crc in items
+        },
     )
 
 
@@ -188,13 +232,17 @@ def _nesting(document: Any, limit: int) -> Nesting:
 
 
 def _parse_digest(value: Any) -> Digest:
-    algorithm, _, digits = _text(value["crc32"]).partition(":")
-    if algorithm != "crc32" or len(digits) != 8 or digits.strip("0123456789abcdef"):
-        raise ValueError(f"{value['crc32']!r} is not a CRC-32")
     shape = tuple(value["shape"])
     if not all(type(size) is int for size in shape):
         raise ValueError(f"{value['shape']!r} is not a shape")
-    return Digest(int(digits, 16), _text(value["dtype"]), shape)
+    return Digest(_parse_crc(value["crc32"]), _text(value["dtype"]), shape)
+
+
+def _parse_crc(text: object) -> int:
+    algorithm, _, digits = _text(text).partition(":")
+    if algorithm != "crc32" or len(digits) != 8 or digits.strip("0123456789abcdef"):
+        raise ValueError(f"{text!r} is not a CRC-32")
+    return int(digits, 16)
 
 
 def _text(value: object) -> str:
@@ -211,6 +259,12 @@ def _path(parts: Any, limit: int) -> Path:
         if not (is_index or isinstance(part, str)):
             raise ValueError(f"{parts!r} is not a path")
     return tuple(parts)
+
+
+def stale(file: str) -> Diagnostic:
+    """Warn that another program has written `file` since the sidecar beside it was made."""
+    message = f"{SIDECAR}: ignored, as {file} was written again since by another program"
+    return Diagnostic("stale-file", f"{message}; delete {SIDECAR}, or save again with ema_ckpt")
 
 
 def digests_of(sidecar: Sidecar, tensors: Iterable[Tensor], file: str) -> dict[str, int]:

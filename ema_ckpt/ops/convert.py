@@ -12,6 +12,7 @@ from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
+from ema_ckpt.formats.nesting import moved
 from ema_ckpt.ops.files_beside import needed_files
 from ema_ckpt.ops.objects import left_out, plan_objects, rank_keyed, refuse_skipped
 from ema_ckpt.ops.results import Skipped, WriteResult
@@ -127,7 +128,7 @@ def _transfer(
             tensors,
             objects=objects.kept,
             split=split,
-            nesting=catalog.nesting,
+            nesting=moved(catalog.nesting, [*selection.entries, *selection.objects]),
             expand_ties=options.expand_ties,
         )
         job = PlannedWrite(

@@ -17,6 +17,7 @@ from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.objects import unknown_objects
 from ema_ckpt.ops.results import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
 from ema_ckpt.reading.box_reader import BoxReader, locate
+from ema_ckpt.reading.checksums import ChecksumVerifier
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
@@ -125,6 +126,8 @@ class _Comparison:
         self.pairs = pairing.pairs
         self.tolerance = tolerance
         self.block_nbytes = block_nbytes
+        self.verifier_a = ChecksumVerifier(a.catalog.source, enabled=True)
+        self.verifier_b = ChecksumVerifier(b.catalog.source, enabled=True)
         self._parts: dict[int, list[PairStats]] = {}
 
     def jobs(self) -> Iterator[_CompareBlocks]:
@@ -136,7 +139,13 @@ class _Comparison:
                     yield _CompareBlocks(index, sum(sizes), blocks)
 
     def statistics(self) -> dict[str, PairStats]:
-        """Return the statistics of each pair, by name, in the order of the pairs."""
+        """Return the statistics of each pair, by name, in the order of the pairs.
+
+        Raises:
+            SourceError: `checksum` if what was read is not what is stored.
+        """
+        self.verifier_a.finish()
+        self.verifier_b.finish()
         return {
             name: PairStats.total(self._parts.get(index, ()))
             for index, (name, _, _) in enumerate(self.pairs)
@@ -150,16 +159,20 @@ class _Comparison:
         return _CompareWorker(self).compare
 
     def dump(self) -> bytes:
-        return dump_json(
-            [[index, *astuple(part)] for index, parts in self._parts.items() for part in parts]
-        )
+        stats = [[index, *astuple(part)] for index, parts in self._parts.items() for part in parts]
+        return dump_json([stats, self.verifier_a.dump(), self.verifier_b.dump()])
 
     def merge(self, dumped: bytes) -> None:
-        for index, *numbers in json.loads(dumped):
+        stats, read_of_a, read_of_b = json.loads(dumped)
+        for index, *numbers in stats:
             self.add(index, PairStats(*numbers))
+        self.verifier_a.merge(read_of_a)
+        self.verifier_b.merge(read_of_b)
 
     def reset(self) -> None:
         self._parts.clear()
+        self.verifier_a.reset()
+        self.verifier_b.reset()
 
 
 class _CompareWorker:
@@ -167,8 +180,8 @@ class _CompareWorker:
 
     def __init__(self, comparison: _Comparison) -> None:
         self._comparison = comparison
-        self._reader_a = BoxReader(comparison.block_nbytes)
-        self._reader_b = BoxReader(comparison.block_nbytes)
+        self._reader_a = BoxReader(comparison.block_nbytes, comparison.verifier_a)
+        self._reader_b = BoxReader(comparison.block_nbytes, comparison.verifier_b)
         self._comparers: dict[tuple[str, str], Comparer] = {}
         self._pair = -1
 

@@ -124,16 +124,19 @@ def plan_for(
         from ema_ckpt.formats.dcp import writer as dcp_writer
 
         ranks = output.world_size or catalog.world_size or 1
-        return dcp_writer.lay_out(tensors, objects, split, ranks, catalog.source, catalog.order), {}
+        return dcp_writer.lay_out(
+            tensors, objects, split, ranks, catalog.source, catalog.order, nesting
+        ), {}
     inline = [
         Object(item.name, item.path, item.source.file, inline=item.source.inline, is_inline=True)
         for item in objects
     ]
+    order = _written_order(catalog, tensors, objects)
     if output.form == "pt":
         from ema_ckpt.formats.torch_file import writer as torch_writer
 
         return torch_writer.lay_out(
-            tensors, nesting=nesting, objects=inline, expand_ties=expand_ties
+            tensors, nesting=nesting, objects=inline, expand_ties=expand_ties, order=order
         ), {}
     from ema_ckpt.formats.safetensors import writer as safetensors_writer
 
@@ -153,8 +156,19 @@ def plan_for(
         objects=inline,
         ties=ties,
         tied_paths=paths,
+        order=order if nesting is not None else (),
     )
     return plan, ties | dropped
+
+
+def _written_order(
+    catalog: Catalog, tensors: Sequence[OutputTensor], objects: Sequence[OutputObject]
+) -> list[str]:
+    """Return the names to write in the order of the state dict, as far as the source knows it."""
+    place = {name: index for index, name in enumerate(catalog.order)}
+    items: list[OutputTensor | OutputObject] = [*tensors, *objects]
+    items.sort(key=lambda item: place.get(item.source.name, len(place)))
+    return [item.name for item in items]
 
 
 @dataclass(slots=True)

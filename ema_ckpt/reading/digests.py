@@ -20,11 +20,10 @@ from ema_ckpt.reading.overlaps import RowBlocks, row_ranges
 
 def explain_mismatch(catalog: Catalog) -> str:
     """Say why a digest can differ although every storage matches its checksum, and what to do."""
-    cause = "these are not the bytes that were saved (files swapped, mixed or changed)"
-    message = f"{cause}; use another copy"
+    message = "changed or damaged since it was written; use another copy"
     if SIDECAR not in catalog.source.listing():
         return message
-    return f"{message}, or, if another checkpoint was saved over this one, delete {SIDECAR}"
+    return f"{message}, or, if it was changed on purpose, delete {SIDECAR}"
 
 
 def join_storage_crcs(

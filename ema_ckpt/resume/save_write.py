@@ -24,7 +24,7 @@ import torch
 from ema_ckpt.comm.channel import Channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.catalog import Tensor
-from ema_ckpt.core.crc import combine_crcs
+from ema_ckpt.core.crc import combine_crcs, crc32
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 from ema_ckpt.core.write_plan import OutputTensor
@@ -36,7 +36,10 @@ from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.writing.publish import fsync_path
 from ema_ckpt.writing.staging import Staged, stage
 
-Row = list[Any]  # of a written item: name, payload CRC-32, then the fields of its StoredItem
+_METADATA_NAME = ".metadata"
+# Of a written item: name, CRC-32 of the payload, whether that is in row-major order, then the
+# fields of its StoredItem.
+Row = list[Any]
 
 
 def write(target: Path, plan: SavePlan, ranks: Channel, call: str, *, overwrite: bool) -> Path:
@@ -109,26 +112,39 @@ def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[Row]:
     rows: list[Row] = []
     with closing(LocalFiles(root)) as files:
         for item, offset, nbytes in places:
-            crc = None
-            if isinstance(item.data, torch.Tensor) and item.data.is_contiguous():
-                # torch put it into the archive's directory; no payload is read again.
-                records = read_archive(files, name, offset, nbytes).records
-                crc = records["data/0"].crc if item.data.numel() else 0
+            crc, is_contiguous = _item_crc(files, name, offset, nbytes, item)
             offsets, sizes = (None, ()) if item.box is None else (item.box.offsets, item.box.sizes)
-            rows.append([item.name, crc, offsets, sizes, name, offset, nbytes])
+            rows.append([item.name, crc, is_contiguous, offsets, sizes, name, offset, nbytes])
     return rows
+
+
+def _item_crc(
+    files: LocalFiles, name: str, offset: int, nbytes: int, item: Item
+) -> tuple[int | None, bool]:
+    """Return the CRC-32 of an item's payload, and whether that is a tensor's in row-major order.
+
+    torch put it into the archive's directory; no payload is read again.
+    """
+    records = read_archive(files, name, offset, nbytes).records
+    if isinstance(item.data, bytes):
+        return records["data.pkl"].crc, False
+    if not item.data.numel():
+        return 0, True
+    return records["data/0"].crc, item.data.is_contiguous()
 
 
 def _write_metadata(root: Path, name: str, listing: GlobalListing, rows: Iterable[Row]) -> None:
     """Write `.metadata`, and the sidecar with the CRC-32s of whole tensors."""
     items: dict[str, list[StoredItem]] = defaultdict(list)
     crcs: dict[str, list[int | None]] = defaultdict(list)
-    files = set()
-    for fqn, crc, offsets, sizes, *place in rows:
+    chunks: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for fqn, crc, is_contiguous, offsets, sizes, *place in rows:
         corner = None if offsets is None else tuple(offsets)
         items[fqn].append(StoredItem(corner, tuple(sizes), *place))
-        files.add(place[0])
-        crcs[fqn].append(crc)
+        file, offset, _ = place
+        if crc is not None:
+            chunks[file].append((offset, crc))
+        crcs[fqn].append(crc if is_contiguous else None)
     entries: dict[str, StoredTensor | None] = dict.fromkeys(listing.paths)
     outputs: list[OutputTensor] = []
     digests: dict[str, int] = {}
@@ -141,11 +157,17 @@ def _write_metadata(root: Path, name: str, listing: GlobalListing, rows: Iterabl
         if crc is not None:
             digests[fqn] = crc
             outputs.append(OutputTensor(fqn, path, Tensor(fqn, path, shape, dtype, ()), dtype))
-    text = sidecar.dump(outputs, digests, files=sorted(files))
-    (root / sidecar.SIDECAR).write_text(text, encoding="utf-8")
     places = {fqn: tuple(written) for fqn, written in items.items()}
     metadata = dump_metadata(entries, places, listing.paths, name, str(uuid.uuid4()))
-    (root / ".metadata").write_bytes(metadata)
+    text = sidecar.dump(
+        outputs,
+        digests,
+        files=[_METADATA_NAME],
+        describes={_METADATA_NAME: crc32(metadata)},
+        chunks=dict(sorted(chunks.items())),
+    )
+    (root / sidecar.SIDECAR).write_text(text, encoding="utf-8")
+    (root / _METADATA_NAME).write_bytes(metadata)
 
 
 def _tensor_crc(

@@ -12,6 +12,7 @@ from reprlib import repr as brief  # bounded: a hostile value may nest without e
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Ints, Path
+from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.formats.dcp.metadata_fast import Shortcuts
@@ -50,6 +51,7 @@ class Metadata:
         paths: of entries; `spare`: names that have a path and are no entry.
         items: where each chunk or object lies.
         opaque: the class of each entry whose class is unknown.
+        crc: CRC-32 of the file.
     """
 
     entries: dict[str, TensorEntry | None] = field(default_factory=dict)
@@ -57,6 +59,7 @@ class Metadata:
     items: dict[Key, ItemPlace] = field(default_factory=dict)
     opaque: dict[str, str] = field(default_factory=dict)
     spare: tuple[str, ...] = ()
+    crc: int = 0
 
 
 class _Fields(Replacement):
@@ -150,10 +153,12 @@ def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
         message = f"{where}: no DCP metadata in it (found {brief(root)})"
         raise SourceError("unreadable", message, file=where)
     try:
-        return _metadata(root.fields, where)
+        result = _metadata(root.fields, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         message = f"{where}: malformed DCP metadata ({error!r})"
         raise SourceError("unreadable", message, file=where) from None
+    result.crc = crc32(data)
+    return result
 
 
 def _metadata(fields: dict[str, object], where: str) -> Metadata:

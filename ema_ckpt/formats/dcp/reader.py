@@ -8,7 +8,7 @@ the bytes begin, are in the archive itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ema_ckpt.core.catalog import (
     Catalog,
@@ -16,12 +16,14 @@ from ema_ckpt.core.catalog import (
     Diagnostic,
     Files,
     Ints,
+    Nesting,
     Object,
     Path,
     Payload,
     Tensor,
     check_geometry,
 )
+from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError, UnsafeError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar
@@ -71,11 +73,11 @@ def open_dcp(
             objects.append(Object(name, entry_path, file, place.offset, place.nbytes))
         else:
             tensors.append(_tensor(name, entry_path, listing, required))
-    content = _read_sidecar(source, required)
+    content, warnings = _read_sidecar(source, names, parts, required)
     recorded = tuple(content.digests)
     ranks = _ranks_in(required, _DATA_FILE)
     opaque = {name: kind for part in parts for name, kind in part.opaque.items()}
-    warnings = [
+    warnings += [
         Diagnostic("opaque", f"{name!r} is a {kind}, unknown to ema_ckpt")
         for name, kind in opaque.items()
     ]
@@ -86,12 +88,13 @@ def open_dcp(
         tensors=tuple(tensors),
         objects=tuple(objects),
         source=source,
-        reader=_Reader(source, parts),
+        reader=_Reader(source, parts, content.chunks),
         nested=any(part.paths for part in parts),
         world_size=1 + max(ranks) if ranks else None,
         files=required,
         digests=sidecar.digests_of(content, tensors, sidecar.SIDECAR),
         warnings=tuple(warnings),
+        nesting=content.nesting or Nesting(),
         order=tuple(parts_by_name),
         unknown_entries=unknown_entries(parts),
         # Read once more: only one verb needs them.
@@ -108,15 +111,20 @@ def required_files(parts: Iterable[Metadata]) -> dict[str, int]:
     return required
 
 
-def _read_sidecar(source: Files, files: Iterable[str]) -> Sidecar:
-    """Read the sidecar if it is about one of the files of this checkpoint."""
+def _read_sidecar(
+    source: Files, names: Sequence[str], parts: Iterable[Metadata], files: Iterable[str]
+) -> tuple[Sidecar, list[Diagnostic]]:
+    """Read the sidecar if it is about one of the files of this checkpoint, as they are now."""
     try:
         source.size(sidecar.SIDECAR)
     except SourceError:
-        return Sidecar()
+        return Sidecar(), []
     content = sidecar.read(source)
+    for name, part in zip(names, parts, strict=True):
+        if content.is_stale(name, part.crc):
+            return Sidecar(), [sidecar.stale(name)]
     is_related = not content.files or {METADATA_NAME, *files} & set(content.files)
-    return content if is_related else Sidecar()
+    return content if is_related else Sidecar(), []
 
 
 def read_metadata(source: Files, names: Sequence[str]) -> list[Metadata]:
@@ -215,8 +223,12 @@ def _unreadable(problem: str, tensor: str) -> SourceError:
 class _Reader:
     """Opens the archives behind chunks and objects."""
 
-    def __init__(self, source: Files, parts: Iterable[Metadata]) -> None:
+    def __init__(
+        self, source: Files, parts: Iterable[Metadata], crcs: Mapping[tuple[str, int], int]
+    ) -> None:
+        """`crcs` are those recorded when the checkpoint was written, by file and offset."""
         self._source = source
+        self._crcs = crcs
         # The extensions that encoded an item, by its file and offset.
         self._transformed = {
             (place.file, place.offset): ", ".join(place.transforms)
@@ -233,7 +245,9 @@ class _Reader:
     def _payload(self, tensor: Tensor, chunk: Chunk) -> Payload:
         if 0 in chunk.sizes:
             return Payload(chunk.file, chunk.offset, 0)
-        return self._by_template(tensor, chunk) or self._parse_archive(tensor, chunk)
+        payload = self._by_template(tensor, chunk) or self._parse_archive(tensor, chunk)
+        recorded = self._crcs.get((chunk.file, chunk.offset))
+        return payload if recorded is None else payload._replace(crc=recorded, is_recorded=True)
 
     def _by_template(self, tensor: Tensor, chunk: Chunk) -> Payload | None:
         """Locate the payload if the item equals one of the same shape, data and CRC aside."""
@@ -281,7 +295,13 @@ class _Reader:
         where = f"{item.file}: object {item.name!r}"
         try:
             archive = self._archive(item.file, item.offset, item.nbytes)
-            value = load_value(archive.read("data.pkl"), where)
+            data = archive.read("data.pkl")
+            recorded = self._crcs.get((item.file, item.offset))
+            if recorded is not None and recorded != (crc := crc32(data)):
+                values = f"expected CRC-32 {recorded:08x}, found {crc:08x}"
+                message = f"{where}: {values}: {sidecar.OTHER_BYTES}; use another copy"
+                raise SourceError("checksum", message)
+            value = load_value(data, where)
             unsafe = executor_within(value)
             if unsafe is not None:
                 raise UnsafeError("unsafe-pickle", f"{where}: {unsafe}")

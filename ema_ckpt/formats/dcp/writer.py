@@ -14,7 +14,8 @@ from math import prod
 from typing import NamedTuple
 
 from ema_ckpt.core.box import Box, row_major_strides, split_rows, whole
-from ema_ckpt.core.catalog import Files, Ints, Object, Path
+from ema_ckpt.core.catalog import Files, Ints, Nesting, Object, Path
+from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.core.write_plan import HeaderBytes, OutputObject, OutputTensor, WriteItem
@@ -23,12 +24,14 @@ from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
+from ema_ckpt.formats.torch_zip.reader import read_archive
 from ema_ckpt.formats.torch_zip.writer import Member, ZipLayout
 
 _COPY_NBYTES = 1 << 20
 _FOLDER = "archive"
 _BYTEORDER = Member("byteorder", 6, b"little")
 _VERSION = Member("version", 2, b"3\n")
+Chunks = dict[str, list[tuple[int, int]]]  # offset and CRC-32 of each item, by file
 
 
 class _Archive(NamedTuple):
@@ -40,6 +43,7 @@ class _Archive(NamedTuple):
     is_tensor: bool
     zip: ZipLayout | None
     copied: Object | None = None
+    crc: int = 0  # of an object's pickle
 
 
 class _Planned(NamedTuple):
@@ -62,19 +66,25 @@ class DcpWritePlan:
     metadata: bytes
     source: Files
     tensors: Sequence[OutputTensor]
+    nesting: Nesting
 
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
     ) -> Iterator[HeaderBytes]:
         item_crcs = iter(crcs)
+        chunks: Chunks = {}
         for archive in self.archives:
             if archive.copied is not None:
                 yield from self._copy(archive, archive.copied)
+                crc = archive.crc
             elif archive.zip is not None:
                 payload_crcs = [next(item_crcs)] if archive.is_tensor else []
+                crc = payload_crcs[0] if archive.is_tensor else archive.crc
                 for offset, data in archive.zip.header_bytes(payload_crcs):
                     yield HeaderBytes(archive.file, archive.offset + offset, data)
-        yield HeaderBytes(sidecar.SIDECAR, 0, _sidecar(self.tensors, digests))
+            chunks.setdefault(archive.file, []).append((archive.offset, crc))
+        content = _sidecar(self.tensors, digests, self.nesting, self.metadata, chunks)
+        yield HeaderBytes(sidecar.SIDECAR, 0, content)
         # Last, since it makes the directory a checkpoint.
         yield HeaderBytes(METADATA_NAME, 0, self.metadata)
 
@@ -92,6 +102,7 @@ def lay_out(
     world_size: int,
     source: Files,
     order: Sequence[str] = (),
+    nesting: Nesting | None = None,
 ) -> DcpWritePlan:
     """Lay out a checkpoint for `world_size` ranks.
 
@@ -100,13 +111,15 @@ def lay_out(
         objects: go whole to rank 0's file; `source` is where their archives are copied from.
         order: names in the source of tensors and objects together, in the order of the state dict,
             if that is known.
+        nesting: what paths cannot tell, to be recorded beside them.
 
     Raises:
         TargetError: `unsupported` for an object that cannot be written so that it loads safely.
+        SourceError: if an archive to copy cannot be read.
     """
     planned = _in_order(tensors, objects, split, order)
     ranks_of_empty = _place_empty_chunks(planned, world_size)
-    ranks = [_RankFile(f"__{rank}_0.distcp") for rank in range(world_size)]
+    ranks = [_RankFile(f"__{rank}_0.distcp", source) for rank in range(world_size)]
     stored = {item.name: [ranks[0].put_object(item)] for item in objects}
     for tensor, is_split in zip(tensors, split, strict=True):
         empty_rank = ranks_of_empty.get(tensor.name)
@@ -116,14 +129,18 @@ def lay_out(
     paths = {item.name: item.path for item in planned}
     metadata = dump_metadata(entries, stored, paths)
     files = {rank_file.name: rank_file.nbytes for rank_file in ranks}
-    files[sidecar.SIDECAR] = len(_sidecar(tensors, {}))
-    files[METADATA_NAME] = len(metadata)
     items: list[WriteItem] = []
     archives: list[_Archive] = []
+    chunks: Chunks = {}
     for rank_file in ranks:
         items += rank_file.items
         archives += rank_file.archives
-    return DcpWritePlan(files, items, archives, metadata, source, tuple(tensors))
+        if rank_file.archives:
+            chunks[rank_file.name] = [(archive.offset, 0) for archive in rank_file.archives]
+    nesting = nesting or Nesting()
+    files[sidecar.SIDECAR] = len(_sidecar(tensors, {}, nesting, metadata, chunks))
+    files[METADATA_NAME] = len(metadata)
+    return DcpWritePlan(files, items, archives, metadata, source, tuple(tensors), nesting)
 
 
 def _boxes(
@@ -138,8 +155,23 @@ def _boxes(
             yield rank, box
 
 
-def _sidecar(tensors: Sequence[OutputTensor], digests: Mapping[str, int]) -> bytes:
-    return sidecar.dump(tensors, digests, files=[METADATA_NAME]).encode("utf-8")
+def _sidecar(
+    tensors: Sequence[OutputTensor],
+    digests: Mapping[str, int],
+    nesting: Nesting,
+    metadata: bytes,
+    chunks: Chunks,
+) -> bytes:
+    text = sidecar.dump(
+        tensors,
+        digests,
+        files=[METADATA_NAME],
+        nesting=nesting,
+        has_paths=True,
+        describes={METADATA_NAME: crc32(metadata)},
+        chunks=chunks,
+    )
+    return text.encode("utf-8")
 
 
 def _in_order(
@@ -212,8 +244,9 @@ def _tensor_archive(dtype: DType, sizes: tuple[int, ...]) -> ZipLayout:
 class _RankFile:
     """A data file being filled."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, source: Files) -> None:
         self.name = name
+        self._source = source  # of archives that are copied
         self.nbytes = 0
         self.items: list[WriteItem] = []
         self.archives: list[_Archive] = []
@@ -229,7 +262,11 @@ class _RankFile:
         """Append an object's archive: its own if it has one, or a new one of its value."""
         source = item.source
         if not source.is_inline:
-            archive = _Archive(self.name, self.nbytes, source.nbytes, False, None, source)
+            copied = read_archive(self._source, source.file, source.offset, source.nbytes)
+            crc = copied.record("data.pkl").crc
+            if crc is None:
+                crc = crc32(copied.read("data.pkl"))
+            archive = _Archive(self.name, self.nbytes, source.nbytes, False, None, source, crc)
             return self._append(archive, None, ())
         try:
             pickle = dumps(source.inline)
@@ -238,7 +275,8 @@ class _RankFile:
             raise TargetError("unsupported", message) from None
         data = Member("data.pkl", len(pickle), pickle)
         layout = ZipLayout(_FOLDER, [data, _BYTEORDER, _VERSION])
-        archive = _Archive(self.name, self.nbytes, layout.nbytes, False, layout)
+        crc = crc32(pickle)
+        archive = _Archive(self.name, self.nbytes, layout.nbytes, False, layout, None, crc)
         return self._append(archive, None, ())
 
     def _append(self, archive: _Archive, offsets: Ints | None, sizes: Ints) -> StoredItem:

@@ -26,6 +26,7 @@ from ema_ckpt.core.catalog import (
     Tensor,
     check_geometry,
 )
+from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType, by_safetensors
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import counted, shown
@@ -91,6 +92,11 @@ def open_safetensors(
         shards = [_open_shard(source, names[0], lenient, warnings)]
         files = {names[0]: shards[0].nbytes}
     content = _read_sidecar(source, shards, files)
+    if is_index and content.describes:
+        index = source.read(names[0], 0, source.size(names[0]))
+        if content.is_stale(names[0], crc32(index)):
+            content = Sidecar()
+            warnings.append(sidecar.stale(names[0]))
     if content.version > sidecar.VERSION:
         message = f"{resolved}: digests of version {content.version} are not known here"
         warnings.append(Diagnostic("unchecked", message))
@@ -116,6 +122,7 @@ def open_safetensors(
         warnings=tuple(warnings),
         nesting=content.nesting or Nesting(),
         ties=ties,
+        order=content.order,
         header_text={key: text for key, text in metadata.items() if key not in ties},
     )
 
@@ -168,6 +175,8 @@ def _as_recorded(stored: dict[str, Tensor], content: Sidecar) -> list[Tensor]:
         if kept in stored and name not in stored:
             path = content.paths.get(name, (name,))
             restored[name] = replace(restored[kept], name=name, path=path)
+    ordered = {name: restored[name] for name in content.order if name in restored}
+    restored = ordered | restored
     return list(restored.values())
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Nesting, Object, Path
+from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.core.text import shown
@@ -72,6 +73,7 @@ class SafetensorsWritePlan:
     objects: tuple[Object, ...]
     ties: Mapping[str, str]
     tied_paths: Mapping[str, Path]
+    order: Sequence[str]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -112,20 +114,29 @@ class SafetensorsWritePlan:
         files = [shard.file for shard in self.shards]
         if files == [""]:
             return
-        text = self._sidecar(digests, files)
+        index, describes = b"", {}
+        if self.index:
+            index = self._index_bytes()
+            describes = {self.index: crc32(index)}
+        text = self._sidecar(digests, files, describes)
         yield HeaderBytes(sidecar.SIDECAR, 0, text.encode("utf-8"))
         if self.index:
-            files_by_name = {
-                item.name: shard.file for shard in self.shards for item in shard.tensors
-            }
-            document = {
-                "metadata": {"total_size": sum(shard.nbytes for shard in self.shards)},
-                "weight_map": dict(sorted(files_by_name.items())),
-            }
-            text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
-            yield HeaderBytes(self.index, 0, text.encode("utf-8"))
+            yield HeaderBytes(self.index, 0, index)
 
-    def _sidecar(self, digests: Mapping[str, int], files: Sequence[str]) -> str:
+    def _index_bytes(self) -> bytes:
+        files_by_name = {item.name: shard.file for shard in self.shards for item in shard.tensors}
+        document = {
+            "metadata": {"total_size": sum(shard.nbytes for shard in self.shards)},
+            "weight_map": dict(sorted(files_by_name.items())),
+        }
+        return (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode("utf-8")
+
+    def _sidecar(
+        self,
+        digests: Mapping[str, int],
+        files: Sequence[str],
+        describes: Mapping[str, int] | None = None,
+    ) -> str:
         return sidecar.dump(
             self.tensors,
             digests,
@@ -134,6 +145,8 @@ class SafetensorsWritePlan:
             objects=self.objects,
             ties=self.ties,
             tied_paths=self.tied_paths,
+            order=self.order,
+            describes=describes,
         )
 
 
@@ -152,6 +165,7 @@ def lay_out(
     objects: Sequence[Object] = (),
     ties: Mapping[str, str] | None = None,
     tied_paths: Mapping[str, Path] | None = None,
+    order: Sequence[str] = (),
 ) -> SafetensorsWritePlan:
     """Lay out one file, or a Hugging Face directory of one file or of shards with an index.
 
@@ -164,6 +178,7 @@ def lay_out(
         ties: dropped name → kept name, recorded as `safetensors.torch.save_model` does.
         tied_paths: with nesting, the paths of dropped names, which this package then lists again
             when it reads.
+        order: names of tensors and objects together, in the order of the state dict.
 
     Raises:
         TargetError: `unsupported` for a dtype or name that the format lacks, or a header above its
@@ -184,7 +199,14 @@ def lay_out(
             files = {f"{basename}-{i:05d}-of-{last}": group for i, group in enumerate(groups, 1)}
     shards = tuple(_shard(file, group, metadata, ties) for file, group in files.items())
     plan = SafetensorsWritePlan(
-        tuple(tensors), shards, index, nesting, tuple(objects), ties, tied_paths or {}
+        tuple(tensors),
+        shards,
+        index,
+        nesting,
+        tuple(objects),
+        ties,
+        tied_paths or {},
+        order,
     )
     header_nbytes = plan.starts[0] - LENGTH_NBYTES
     if max_shard_nbytes is None and header_nbytes > reader.MAX_HEADER_NBYTES:

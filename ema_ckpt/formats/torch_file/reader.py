@@ -110,6 +110,7 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
         digests=_digests(archive, tensors),
         warnings=tuple(warnings),
         nesting=nesting,
+        order=tuple([".".join(map(str, leaf_path)) for leaf_path, _ in leaves]),
     )
 
 

@@ -80,6 +80,7 @@ def lay_out(
     nesting: Nesting | None = None,
     objects: Sequence[Object] = (),
     expand_ties: bool = False,
+    order: Sequence[str] = (),
 ) -> TorchWritePlan:
     """Lay out one torch file.
 
@@ -88,6 +89,7 @@ def lay_out(
             tensors and objects.
         objects: inline plain objects; without nesting they lie at the top under their names.
         expand_ties: give a tensor that shares its storage a copy of its own.
+        order: names of tensors and objects together, in the order of the state dict.
 
     Raises:
         TargetError: `unsupported` for an object that is not plain or a name that is no Unicode,
@@ -101,6 +103,8 @@ def lay_out(
         (tensor, _tensor_ref(tensor, keys[owner[tensor.name]])) for tensor in tensors
     ]
     values += [(item, item.inline) for item in objects]
+    place = {name: index for index, name in enumerate(order)}
+    values.sort(key=lambda pair: place.get(pair[0].name, len(place)))
     leaves = [((item.name,) if nesting is None else item.path, value) for item, value in values]
     pickle = dumps(renest(leaves, nesting or Nesting()))
     return TorchWritePlan(tuple(tensors), tuple(stored), owner, pickle)

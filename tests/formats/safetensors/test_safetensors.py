@@ -484,7 +484,6 @@ def change_index(tmp_path: Path, change) -> None:
 
 INDEX_FAULTS = {
     "name in no shard": (lambda d: d["weight_map"].update(extra="model-00001-of-00003.safetensors"), "index-mismatch"),
-    "name not in index": (lambda d: d["weight_map"].pop("t1") and None, "index-mismatch"),
     "name in another shard": (
         lambda d: d["weight_map"].update(t0="model-00002-of-00003.safetensors"), "index-mismatch"),
     "no such shard": (lambda d: d["weight_map"].update(t0="model-00009-of-00003.safetensors"), "missing-file"),
@@ -518,7 +517,18 @@ def test_the_same_key_twice_in_an_index_is_refused(tmp_path):
 def test_a_wrong_total_size_is_only_a_warning(tmp_path):
     sharded(tmp_path)
     change_index(tmp_path, lambda d: d["metadata"].update(total_size=1))
-    assert [warning.code for warning in open_index(tmp_path).warnings] == ["index-mismatch"]
+    codes = [warning.code for warning in open_index(tmp_path).warnings]
+    assert codes == ["index-mismatch", "stale-file"]
+
+
+def test_the_record_beside_an_index_that_was_written_again_is_ignored(tmp_path):
+    sharded(tmp_path)
+    assert open_index(tmp_path).digests.keys() == {"t0", "t1", "t2"}
+    change_index(tmp_path, lambda d: d["weight_map"].pop("t1"))
+    catalog = open_index(tmp_path)
+    assert [tensor.name for tensor in catalog.tensors] == ["t0", "t2"]
+    assert catalog.digests == {}
+    assert [warning.code for warning in catalog.warnings][-1:] == ["stale-file"]
 
 
 def test_missing_and_short_shards_stop_all_but_a_lenient_reader(tmp_path):
