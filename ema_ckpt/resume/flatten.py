@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -65,6 +66,12 @@ class Leaf:
         box = whole(self.value.shape)
         return box.numel <= _SMALL_NUMEL and all(part == box for part, _ in self.value.shards)
 
+    def boxes(self) -> list[list[list[int]]]:
+        """Return offsets and sizes of this rank's boxes of a tensor, as JSON has them."""
+        if isinstance(self.value, bytes):
+            return []
+        return [[list(box.offsets), list(box.sizes)] for box, _ in self.value.shards]
+
     def checksums(self) -> list[tuple[tuple[int, ...], int]]:
         """Return offsets and CRC-32 of each shard of a tensor, or the object's `text_crc`."""
         if isinstance(self.value, bytes):
@@ -91,6 +98,8 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
         if isinstance(value, LocalShards | Shard | torch.Tensor):
             leaves[name] = Leaf(name, path, local_shards(value))
             continue
+        if path[0] != "extra":  # the user's own values keep their types
+            value = _plain(value)  # noqa: PLW2901
         stream = io.BytesIO()
         try:
             torch.save(value, stream)
@@ -122,6 +131,17 @@ def local_shards(tensor: torch.Tensor | Shard | LocalShards) -> LocalShards:
             box = Box(tuple(place.shard_offsets), tuple(place.shard_sizes))
             shards.append((box, shard.tensor.detach()))
     return LocalShards(shape, tensor.dtype, tuple(shards))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with plain numbers in place of NumPy's scalars, also in tuples and lists."""
+    if isinstance(value, numpy.number | numpy.bool_):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if type(value) is dict:
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value
 
 
 def _open_container(path: Path, value: Any) -> Iterable[tuple[str | int, Any]] | None:

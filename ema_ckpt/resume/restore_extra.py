@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ema_ckpt.core.text import shown
+from ema_ckpt.formats.nesting import nest
 from ema_ckpt.resume.restorer import Findings, PartRestorer
 from ema_ckpt.resume.rng import RngState
 from ema_ckpt.resume.tensor_source import Nested, nest_items
@@ -27,12 +28,18 @@ class ExtraRestorer(PartRestorer):
 
     def compare(self) -> None:
         self.stored = nest_items("extra", self.reader.items_below("extra"))
+        # Plain `dcp.save({"model": …, "step": n})` has no tree of that name.
+        for name in self.requested.keys() - self.stored.keys():
+            items = self.reader.items_at_top(name)
+            self.stored.update(nest((item.path, item) for item in items))
+            self.findings.trees += [name] * (name in self.reader.tree_names)
         missing = [f"extra.{name}" for name in self.requested if name not in self.stored]
         if missing and self.context.strict:
             message = f"it lacks {shown(missing)}; strict=False restores the rest"
             raise self.reader.refusal("incomplete", message)
         unexpected = [f"extra.{name}" for name in self.stored if name not in self.requested]
-        self.findings = Findings(["extra"], missing=missing, unexpected=unexpected)
+        trees = [*self.findings.trees, "extra"]
+        self.findings = Findings(trees, missing=missing, unexpected=unexpected)
 
     def read(self) -> None:
         for name, current in self.requested.items():

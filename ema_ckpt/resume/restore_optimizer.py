@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import optim
 from torch.distributed.fsdp import FlatParameter
 from torch.optim import Adafactor, Optimizer
 
@@ -24,6 +25,24 @@ from ema_ckpt.resume.tensor_source import torch_dtype
 State = dict[str, dict[str, Any]]  # per fqn and state name
 # Options of any kind of optimizer: its parameters, and what schedulers add.
 _COMMON = {"params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+# State that a step of these kinds always leaves: the next one fails without it.
+_MOMENTS: dict[type, tuple[str, ...]] = {
+    optim.Adam: ("step", "exp_avg", "exp_avg_sq"),
+    optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    optim.NAdam: ("step", "exp_avg", "exp_avg_sq"),
+    optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
+    optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    optim.RMSprop: ("step", "square_avg"),
+    optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    optim.Adagrad: ("step", "sum"),
+}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether an option is a number or several, and no switch that a release of torch may add."""
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(_is_number, value))
+    return isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
 
 
 @dataclass(eq=False)
@@ -44,8 +63,8 @@ class OptimizerRestorer(PartRestorer):
         for tracked in context.shards.parameters:
             self.shards.update(dict.fromkeys(tracked.shard.names, tracked.shard))
             self.fqns.update(dict.fromkeys(tracked.shard.names, tracked.shard.fqn))
-        entries = self.reader.optimizer_entries()
-        findings.trees.append("optimizer")
+        tree, entries = self.reader.optimizer_entries()
+        findings.trees.append(tree)
         names: dict[str, list[str]] = {}
         for name, values in entries.get("state", {}).items():
             if name in self.shards:
@@ -149,7 +168,22 @@ class OptimizerRestorer(PartRestorer):
                     f" {shown(sorted(there - here))} and has {shown(sorted(here - there))} here:"
                     " another kind of optimizer",
                 )
+            absent = [name for name in sorted(here - there) if _is_number(group[name])]
+            self.findings.missing += [f"optimizer.param_groups.{number}.{name}" for name in absent]
             self.refuse_gaps(type(optimizer), names)
+            self.note_lost_moments(optimizer, names)
+        if self.findings.missing and self.context.strict:
+            message = f"it lacks {shown(self.findings.missing)}; strict=False restores the rest"
+            raise self.reader.refusal("incomplete", message)
+
+    def note_lost_moments(self, optimizer: Optimizer, names: frozenset[str]) -> None:
+        """Note moments that no stepped parameter has; the state of those is begun anew."""
+        wanted = next((_MOMENTS[kind] for kind in type(optimizer).__mro__ if kind in _MOMENTS), ())
+        for fqn in sorted(names & self.staged.keys()):
+            lost = [key for key in wanted if key not in self.staged[fqn]]
+            if lost and self.staged[fqn]:
+                self.findings.missing += [f"optimizer.state.{fqn}.{key}" for key in lost]
+                del self.staged[fqn]
 
     def _fqns(self, names: list[str]) -> frozenset[str]:
         return frozenset(self.fqns.get(name, name) for name in names)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,13 +17,14 @@ from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.manager import ShardedEMA, state_of
-from ema_ckpt.ema.model.live import buffer_names, live_shards
+from ema_ckpt.ema.model.live import buffer_names, live_shards, unwrapped_names
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.ema.swap import warn_of_stalled
 from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten
 from ema_ckpt.resume.optimizer_state import merge_group_parameters, optimizer_tree
+from ema_ckpt.resume.replicas import agree_on_averages, compare_replicas
 from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save
 from ema_ckpt.resume.save_plan import plan_save
 from ema_ckpt.resume.save_write import write
@@ -81,7 +80,8 @@ def save(
 
     It holds the trees `model`, `ema`, `optimizer` (in torch's nested form) and `extra`, as far as
     they are given, and plain `torch.distributed.checkpoint.load` reads it. What several ranks hold
-    is written once; of buffers, in which ranks may differ, the lowest rank's.
+    is written once, as the lowest of them has it; parameters that no wrapper keeps equal, buffers
+    and `extra` are compared, and a warning names those in which ranks differ.
 
     Args:
         path: the directory to make; its parent is made if it is missing.
@@ -103,15 +103,18 @@ def save(
         CollectiveError: `rank-failed`: a rank did not come, died, or could not write; no checkpoint
             is published.
         TargetError: `target-exists` and others of the target.
-        StateError: inside `swap()`; or the ranks' pieces of some tensor do not make it whole.
+        StateError: inside `swap()`; the ranks' pieces of some tensor do not make it whole; they
+            disagree on the number of updates; or they hold different values under one name, and are
+            no replicas of each other.
     """
     meet(_CALL, timeout)
     wait_for_background_save()
     ranks = open_channel("save")
     target = _agree_on_target(path, ranks)
-    state, own = run_on_all_ranks(
+    state, own, unwrapped = run_on_all_ranks(
         ranks, _CALL, lambda: _collect_state(model, ema, optimizer, extra)
     )
+    agree_on_averages(ema, ranks, _CALL)
     merge_group_parameters(state.get("optimizer", {}).get("param_groups", []), ranks)
     leaves = run_on_all_ranks(ranks, _CALL, lambda: flatten(state))
     own = own.union(leaf.name for leaf in leaves if leaf.path[0] == "extra")
@@ -119,9 +122,15 @@ def save(
         _warn_of_unsafe_extra(leaves)
     if ranks.size > 1:
         small = {leaf.name for leaf in leaves if leaf.path[0] == "optimizer" and leaf.is_small()}
-        compared = own | small
-        _warn_of_drift([leaf for leaf in leaves if check_replicas or leaf.name in compared], ranks)
-    plan = plan_save(leaves, own, ranks, _CALL)
+        compared = own | small | unwrapped
+        compare_replicas(
+            [leaf for leaf in leaves if check_replicas or leaf.name in compared],
+            unwrapped,
+            {leaf.name: leaf.boxes() for leaf in leaves if leaf.path[0] == "model"},
+            ranks,
+            _CALL,
+        )
+    plan = plan_save(leaves, ranks, _CALL)
     if not async_save:
         return write(target, plan, ranks, _CALL, overwrite=overwrite)
     plan = run_on_all_ranks(ranks, _CALL, plan.on_host)
@@ -153,8 +162,11 @@ def _collect_state(
     ema: ShardedEMA | Mapping[str, ShardedEMA] | None,
     optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None,
-) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the state to save, and the names of buffers in it: each rank has its own."""
+) -> tuple[dict[str, Any], frozenset[str], frozenset[str]]:
+    """Return the state, and in it the names of buffers, and of parameters without a wrapper.
+
+    In both the ranks may differ.
+    """
     refuse_inside(model, "save()")
     shards = scan_model(model)
     state: dict[str, Any] = {"model": live_shards(shards)}
@@ -178,29 +190,11 @@ def _collect_state(
             name: value.state_dict() if hasattr(value, "state_dict") else value
             for name, value in extra.items()
         }
-    return state, frozenset(f"{tree}.{name}" for tree in weights for name in buffer_names(shards))
-
-
-def _warn_of_drift(leaves: Sequence[Leaf], ranks: Channel) -> None:
-    """Compare the CRC-32s of what several ranks hold; on rank 0, warn by name of what differs."""
-    mine = [[leaf.name, leaf.checksums()] for leaf in leaves]
-    if not ranks.exchange_if_different(hashlib.sha256(json.dumps(mine).encode()).hexdigest()):
-        return
-    crcs: dict[tuple[str, tuple[int, ...]], int] = {}
-    differing = set()
-    for data in ranks.gather(json.dumps(mine).encode()):
-        for name, checksums in json.loads(data):
-            for offsets, crc in checksums:
-                if crcs.setdefault((name, tuple(offsets)), crc) != crc:
-                    differing.add(name)
-    if differing:
-        names = shown(sorted(differing))
-        warnings.warn(
-            f"replicas-differ: ranks hold different values of {names}; one rank's are saved, of"
-            " buffers and extra the lowest one's. What each has of its own goes into extra under"
-            " names that tell the rank",
-            stacklevel=3,
-        )
+    own, unwrapped = (
+        frozenset(f"{tree}.{name}" for tree in weights for name in names)
+        for names in (buffer_names(shards), unwrapped_names(shards))
+    )
+    return state, own, unwrapped
 
 
 def _warn_of_unsafe_extra(leaves: Sequence[Leaf]) -> None:

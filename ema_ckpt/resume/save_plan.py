@@ -87,22 +87,18 @@ class GlobalListing:
                 message = f"{reason}: the ranks' pieces are no whole tensor"
                 raise StateError(error.code, message) from None
 
-    def assign_writers(self, world_size: int, lowest: frozenset[str]) -> list[list[int]]:
-        """Number the items that each rank writes: of replicas the rank with the least bytes."""
+    def assign_writers(self, world_size: int) -> list[list[int]]:
+        """Number the items that each rank writes: of replicas the lowest one's.
+
+        So live value, average and moments of a parameter are one rank's, where replicas differ.
+        """
         numbers: list[list[int]] = [[] for _ in range(world_size)]
-        loads = [0] * world_size
         for (name, box), holders in self.holders.items():
             rank, number = holders[0]
-            if name not in lowest:
-                rank, number = min(holders, key=lambda holder: loads[holder[0]])
             numbers[rank].append(number)
             spec = self.specs[name]
-            if box is None or spec is None:
-                loads[rank] += 1
-                continue
-            nbytes = box.numel * by_name(spec[1]).itemsize
-            loads[rank] += nbytes
-            self.nbytes += nbytes
+            if box is not None and spec is not None:
+                self.nbytes += box.numel * by_name(spec[1]).itemsize
         return numbers
 
 
@@ -125,13 +121,8 @@ class SavePlan:
         return SavePlan(tuple(items), self.listing)
 
 
-def plan_save(
-    leaves: Sequence[Leaf], lowest: frozenset[str], ranks: Channel, call: str
-) -> SavePlan:
-    """Divide the writing of `leaves` among all ranks: replicas once, near evenly in bytes.
-
-    Args:
-        lowest: names that the lowest rank holding them writes, since ranks may differ in them.
+def plan_save(leaves: Sequence[Leaf], ranks: Channel, call: str) -> SavePlan:
+    """Divide the writing of `leaves` among all ranks: replicas once, by the lowest of them.
 
     Raises:
         StateError: `hole`, `overlap`, `out-of-bounds` or `index-mismatch`: the shards of all ranks
@@ -155,7 +146,7 @@ def plan_save(
         for rank, data in enumerate(gathered):
             listing.add(rank, json.loads(data))
         listing.prove_tiling()
-        return listing, listing.assign_writers(len(gathered), lowest)
+        return listing, listing.assign_writers(len(gathered))
 
     listing, numbers = run_on_all_ranks(ranks, call, divide)
     mine = json.loads(ranks.scatter([json.dumps(part).encode() for part in numbers]))

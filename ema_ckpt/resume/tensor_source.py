@@ -69,6 +69,11 @@ class CheckpointReader:
                 items.append(item)
         return items
 
+    def items_at_top(self, name: str) -> list[Tensor | Object]:
+        """Return the tensors and objects at or below one top-level key of the state dict."""
+        items: list[Tensor | Object] = [*self.catalog.tensors, *self.catalog.objects]
+        return [item for item in items if item.path[0] == name]
+
     @cached_property
     def is_swapped(self) -> bool:
         """Whether the checkpoint is marked as saved with averages and live weights exchanged."""
@@ -186,8 +191,8 @@ class CheckpointReader:
         message = f"{self.path}: {trees} all hold {content}, and none is called {name!r}"
         raise UsageError("ambiguous-tree", message)
 
-    def optimizer_entries(self) -> Nested:
-        """Return tensors and objects of the optimizer's tree, nested as they were saved.
+    def optimizer_entries(self) -> tuple[str, Nested]:
+        """Return the optimizer's tree, and its tensors and objects, nested as they were saved.
 
         Raises:
             UsageError: `unknown-tree`: there is no optimizer state in torch's nested form.
@@ -195,7 +200,7 @@ class CheckpointReader:
         for tree in self.by_role[OPTIMIZER].values():
             entries = nest_items(tree.name, (*tree.tensors, *tree.objects))
             if "state" in entries or "param_groups" in entries:
-                return entries
+                return tree.name, entries
         trees = shown(self.tree_names)
         message = f"{self.path}: holds no optimizer state of torch's form; its trees are {trees}"
         raise UsageError("unknown-tree", message)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # Functions that make the state of a fresh optimizer by a step: torch's, and torchtitan 0.3's.
 _STATE_INIT = ("_init_optim_state", "init_optim_state")
+_FABRIC = "_forward_module"  # of Lightning Fabric's `_FabricModule`
 _WRAPPER_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -110,7 +111,9 @@ def _walk(
         ignored = frozenset(prefix + _canonical(name) for name in module.parameters_to_ignore)
         ddp = _Ddp(_replica(module.process_group), ignored)
     for name, child in module._modules.items():
-        if child is not None:
+        # Fabric registers the module a second time, without the wrapper of its strategy.
+        is_again = inner == _FABRIC and name != inner
+        if child is not None and not is_again:
             yield from _walk(child, prefix if name == inner else f"{prefix}{name}.", ddp)
 
 
@@ -126,6 +129,10 @@ def _wrapped_child(module: nn.Module) -> str | None:
         return "_fsdp_wrapped_module"
     if isinstance(module, ActivationWrapper):
         return "_checkpoint_wrapped_module"
+    if isinstance(module, nn.DataParallel):
+        return "module"
+    if type(module).__name__ == "_FabricModule" and _FABRIC in module._modules:
+        return _FABRIC
     # Importing the compiler costs seconds, and without it nothing is compiled yet.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
