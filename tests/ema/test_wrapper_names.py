@@ -35,6 +35,8 @@ class _FabricModule(nn.Module):
         return self._original_module.state_dict(**kwargs)
 
 
+# torch.compile imports what torch itself has deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("wrap", [
     lambda net: _FabricModule(net, net),
     lambda net: _FabricModule(DataParallel(net), net),
