@@ -1,8 +1,10 @@
-"""What all tests share: how hypothesis searches, and where the committed checkpoints lie."""
+"""What all tests share: how hypothesis searches, where the committed checkpoints lie, which tests are quick."""
 
 from __future__ import annotations
 
 import os
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,24 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+# A module that uses one of these starts processes, or walks every fixture.
+_PROCESSES = re.compile(
+    r"\b(subprocess|multiprocessing|os\.fork|launcher|resume_runs|fork_programs|staged_writer"
+    r"|tests\.stories\.(commands|cells))\b"
+)
+
+
+@cache
+def _starts_processes(path: Path) -> bool:
+    return _PROCESSES.search(path.read_text(encoding="utf-8")) is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `quick` the tests of modules that start no processes."""
+    for item in items:
+        if not item.get_closest_marker("slow") and not _starts_processes(item.path):
+            item.add_marker("quick")
 
 
 @pytest.fixture(scope="session")
