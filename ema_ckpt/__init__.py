@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     )
     from ema_ckpt.discovery.locate import latest
     from ema_ckpt.ema.manager import ShardedEMA
-    from ema_ckpt.ema.offload.optimizer import OffloadedOptimizer, offload_optimizer
+    from ema_ckpt.ema.master_weights import master_weights
+    from ema_ckpt.ema.optimizer_offload.optimizer import OffloadedOptimizer, offload_optimizer
     from ema_ckpt.ema.schedules import HalfLife, PowerFunction, Warmup
-    from ema_ckpt.ema.sources import master_weights
-    from ema_ckpt.ops.checkpoint import Checkpoint
-    from ema_ckpt.ops.checkpoint import open_checkpoint as open  # noqa: A004 - as gzip.open: named by its module
     from ema_ckpt.ops.consolidate import consolidate
     from ema_ckpt.ops.convert import convert, reshard
     from ema_ckpt.ops.diff import diff
     from ema_ckpt.ops.inspect import inspect
+    from ema_ckpt.ops.open import Checkpoint
+    from ema_ckpt.ops.open import open_checkpoint as open  # noqa: A004 - as gzip.open: named by its module
     from ema_ckpt.ops.synthesize import synthesize
     from ema_ckpt.ops.verify import verify
     from ema_ckpt.resume.restore import restore
-    from ema_ckpt.resume.restorer import RestoreReport
+    from ema_ckpt.resume.restore_phases import RestoreReport
     from ema_ckpt.resume.rng import rng_state
     from ema_ckpt.resume.save import save
 
 _MODULES = {
     "ema_ckpt.ema.schedules": ("HalfLife", "PowerFunction", "Warmup"),
     "ema_ckpt.ema.manager": ("ShardedEMA",),
-    "ema_ckpt.ema.offload.optimizer": ("OffloadedOptimizer", "offload_optimizer"),
-    "ema_ckpt.ema.sources": ("master_weights",),
+    "ema_ckpt.ema.optimizer_offload.optimizer": ("OffloadedOptimizer", "offload_optimizer"),
+    "ema_ckpt.ema.master_weights": ("master_weights",),
     "ema_ckpt.core.errors": (
         "CollectiveError",
         "EmaCkptError",
@@ -53,7 +53,7 @@ _MODULES = {
         "UsageError",
     ),
     "ema_ckpt.discovery.locate": ("latest",),
-    "ema_ckpt.ops.checkpoint": ("Checkpoint", "open"),
+    "ema_ckpt.ops.open": ("Checkpoint", "open"),
     "ema_ckpt.ops.consolidate": ("consolidate",),
     "ema_ckpt.ops.convert": ("convert", "reshard"),
     "ema_ckpt.ops.diff": ("diff",),
@@ -61,7 +61,7 @@ _MODULES = {
     "ema_ckpt.ops.synthesize": ("synthesize",),
     "ema_ckpt.ops.verify": ("verify",),
     "ema_ckpt.resume.restore": ("restore",),
-    "ema_ckpt.resume.restorer": ("RestoreReport",),
+    "ema_ckpt.resume.restore_phases": ("RestoreReport",),
     "ema_ckpt.resume.rng": ("rng_state",),
     "ema_ckpt.resume.save": ("save",),
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ema_ckpt.analysis.records import StoredRecord
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import Interval, join_crcs, range_crc
+from ema_ckpt.reading.checksum_verifier import Interval, join_crcs, range_crc
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.runtime.page_buffer import buffer

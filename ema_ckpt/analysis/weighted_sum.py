@@ -17,7 +17,7 @@ from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
 from ema_ckpt.reading.cast import Caster
-from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.decode import decode
 
 if TYPE_CHECKING:

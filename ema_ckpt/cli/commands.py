@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ema_ckpt import __version__
-from ema_ckpt.cli.click_ext import Command, distributed, general, writer
+from ema_ckpt.cli.shared_options import Command, distributed, general, writer
 from ema_ckpt.core.errors import UsageError
 
 if TYPE_CHECKING:
     from ema_ckpt.cli.output import Style
-    from ema_ckpt.ops.results import WriteResult
+    from ema_ckpt.ops.results.write import WriteResult
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _VERIFY_EXIT_CODES = {"sound": 0, "damaged": 1, "unproven": 3}

@@ -12,7 +12,7 @@ from rich.tree import Tree as RichTree
 from ema_ckpt.analysis.compare import PairStats
 from ema_ckpt.cli.output import markup, terminal
 from ema_ckpt.core.text import counted
-from ema_ckpt.ops.results import DiffResult, DiffTensor
+from ema_ckpt.ops.results.diff import DiffResult, DiffTensor
 
 _DEPTH = 3
 _MAX_CHILDREN = 40

@@ -12,7 +12,7 @@ from rich.tree import Tree as RichTree
 
 from ema_ckpt.cli.output import markup, terminal
 from ema_ckpt.core.text import counted, format_size
-from ema_ckpt.ops.results import InspectResult, TensorEntry, TreeEntry
+from ema_ckpt.ops.results.inspect import InspectResult, TensorEntry, TreeEntry
 
 _MAX_ROWS = 200
 _MAX_CHILDREN = 40

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ema_ckpt.core.catalog import Diagnostic
-    from ema_ckpt.ops.results import VerifyResult, WriteResult
+    from ema_ckpt.ops.results.verify import VerifyResult
+    from ema_ckpt.ops.results.write import WriteResult
 
 _REDRAW_SECONDS = 0.1
 _UNLIMITED_COLUMNS = 100_000
@@ -66,7 +67,7 @@ def print_result(result: object, style: Style, warnings: Sequence[Diagnostic] = 
         for warning in warnings:
             print(f"Warning: {clean(warning.message)} [{warning.code}]", file=sys.stderr)
     if style.json:
-        from ema_ckpt.ops.results import as_json
+        from ema_ckpt.ops.results.as_json import as_json
 
         print(jsonlib.dumps(as_json(result), ensure_ascii=True, allow_nan=False))
 

@@ -23,7 +23,7 @@ from ema_ckpt.core.catalog import (
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, part_role, role_of
 from ema_ckpt.core.text import shown
-from ema_ckpt.discovery.location import Location
+from ema_ckpt.discovery.recognise import Location
 from ema_ckpt.state_dicts.tree import Tree, list_trees
 from ema_ckpt.storage.files import open_files, safe_name
 

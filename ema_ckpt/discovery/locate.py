@@ -17,7 +17,7 @@ from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.names import LIVE, part_role
 from ema_ckpt.core.text import counted, shown
-from ema_ckpt.discovery.location import (
+from ema_ckpt.discovery.recognise import (
     DCP,
     INDEX_SUFFIX,
     PARTS,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
-from ema_ckpt.discovery.location import (
+from ema_ckpt.discovery.recognise import (
     DCP,
     INDEX_SUFFIX,
     PARTS,

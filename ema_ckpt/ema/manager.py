@@ -20,10 +20,10 @@ from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor
 from ema_ckpt.ema.cuda_graphs import Recording
 from ema_ckpt.ema.engines.offload import OffloadStep
 from ema_ckpt.ema.model.change_detector import ChangeDetector
-from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.model.shards import ModelShards, Shadow
-from ema_ckpt.ema.modes import PlainMode
+from ema_ckpt.ema.plain_mode import PlainMode
 from ema_ckpt.ema.schedules import Constant, Schedule, as_schedule
 from ema_ckpt.ema.settings import Settings, Source, UpdateCounter, as_patterns
 from ema_ckpt.ema.shadows import Averages, current_buffers, fit, make_averages, seed

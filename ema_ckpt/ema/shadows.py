@@ -16,7 +16,7 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of
 from ema_ckpt.ema.model.placement import replica_part
 from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, Shadow, TrackedShard
-from ema_ckpt.ema.offload.pinned import pinned_zeros
+from ema_ckpt.ema.optimizer_offload.pinned import pinned_zeros
 from ema_ckpt.ema.settings import Settings, Source
 
 # Averages of so many elements at most share memory, so that one operation moves many of them; for

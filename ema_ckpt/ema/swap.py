@@ -18,7 +18,7 @@ from ema_ckpt.ema.attach import Attachment
 from ema_ckpt.ema.checkpoint.replicas import gather_replicas, meet_replicas
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import Shadow, Shard
-from ema_ckpt.ema.modes import PlainMode
+from ema_ckpt.ema.plain_mode import PlainMode
 from ema_ckpt.ema.settings import UpdateCounter
 from ema_ckpt.ema.shadows import Averages, live_part
 from ema_ckpt.ema.swap_state import holds_averages, mark_swapped, refuse_inside, unmark

@@ -12,8 +12,8 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, OPTIMIZER, TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, parse_size, shown
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.objects import refuse_skipped, unknown_objects, unsupported_metadata
-from ema_ckpt.ops.results import Skipped, WriteResult
+from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects, unsupported_metadata
+from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, plan_for
 from ema_ckpt.state_dicts.ema_config import with_tied_names

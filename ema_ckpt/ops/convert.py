@@ -14,8 +14,8 @@ from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.formats.nesting import moved
 from ema_ckpt.ops.files_beside import needed_files
-from ema_ckpt.ops.objects import left_out, plan_objects, rank_keyed, refuse_skipped
-from ema_ckpt.ops.results import Skipped, WriteResult
+from ema_ckpt.ops.object_plan import left_out, plan_objects, rank_keyed, refuse_skipped
+from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
 from ema_ckpt.state_dicts.selection import select_all
 from ema_ckpt.state_dicts.ties import with_dropped

@@ -10,8 +10,8 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.checkpoint import tree_entry
-from ema_ckpt.ops.results import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
+from ema_ckpt.ops.open import tree_entry
+from ema_ckpt.ops.results.inspect import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
 from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.state_dicts.ema_health import check_averages
 from ema_ckpt.state_dicts.selection import refuse_idle

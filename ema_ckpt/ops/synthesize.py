@@ -14,8 +14,8 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import HeaderBytes, WriteItem, WritePlan
-from ema_ckpt.ops.objects import refuse_skipped, unknown_objects
-from ema_ckpt.ops.results import Skipped, WriteResult
+from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects
+from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,

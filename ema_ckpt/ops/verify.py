@@ -18,9 +18,9 @@ from ema_ckpt.core.limits import parse_workers
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.locate import locate_checkpoint
-from ema_ckpt.discovery.location import SAFETENSORS, TORCH, Location
 from ema_ckpt.discovery.opening import open_location
-from ema_ckpt.ops.results import VerifyResult
+from ema_ckpt.discovery.recognise import SAFETENSORS, TORCH, Location
+from ema_ckpt.ops.results.verify import VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges

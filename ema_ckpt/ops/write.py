@@ -17,8 +17,8 @@ from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.files_beside import copy_files
-from ema_ckpt.ops.objects import header_text
-from ema_ckpt.ops.results import FileEntry, Skipped, WriteResult
+from ema_ckpt.ops.object_plan import header_text
+from ema_ckpt.ops.results.write import FileEntry, Skipped, WriteResult
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.engine import run

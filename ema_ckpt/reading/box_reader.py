@@ -19,7 +19,7 @@ from ema_ckpt.core.catalog import Catalog, Files, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import ChecksumVerifier, Interval
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier, Interval
 from ema_ckpt.reading.overlaps import (
     UNITS,
     ByteRange,

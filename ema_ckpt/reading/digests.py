@@ -14,7 +14,7 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.formats.sidecar import SIDECAR
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox
-from ema_ckpt.reading.checksums import Interval, join_crcs
+from ema_ckpt.reading.checksum_verifier import Interval, join_crcs
 from ema_ckpt.reading.overlaps import RowBlocks, row_ranges
 
 

@@ -25,8 +25,8 @@ from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.shards import ModelShards, Shard, TrackedShard
-from ema_ckpt.ema.offload.optimizer import handle_of
-from ema_ckpt.ema.offload.state_slabs import local_of
+from ema_ckpt.ema.optimizer_offload.optimizer import handle_of
+from ema_ckpt.ema.optimizer_offload.state_slabs import local_of
 from ema_ckpt.resume.flatten import LocalShards, local_shards
 
 

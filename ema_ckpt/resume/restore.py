@@ -18,13 +18,13 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
+from ema_ckpt.resume.checkpoint_reader import CheckpointReader
 from ema_ckpt.resume.restore_ema import EmaRestorer
 from ema_ckpt.resume.restore_extra import ExtraRestorer
 from ema_ckpt.resume.restore_model import ModelRestorer
 from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
-from ema_ckpt.resume.restorer import Findings, RestoreContext, Restorer, RestoreReport
+from ema_ckpt.resume.restore_phases import Findings, RestoreContext, Restorer, RestoreReport
 from ema_ckpt.resume.save_async import wait_for_background_save
-from ema_ckpt.resume.tensor_source import CheckpointReader
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA

@@ -19,11 +19,11 @@ from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.shadows import seed
 from ema_ckpt.formats.nesting import nest
+from ema_ckpt.resume.checkpoint_reader import Nested, name_inside, tensors_of
 from ema_ckpt.resume.flatten import local_shards
-from ema_ckpt.resume.restorer import Match, PartRestorer, Target, match
-from ema_ckpt.resume.tensor_source import Nested, name_inside, tensors_of
+from ema_ckpt.resume.restore_phases import Match, PartRestorer, Target, match
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen
-from ema_ckpt.state_dicts.ema_layouts import find_averages, is_setting, name_averages
+from ema_ckpt.state_dicts.ema_weights import find_averages, is_setting, name_averages
 from ema_ckpt.state_dicts.tree import Tree
 
 _COMPARED_SETTINGS = (

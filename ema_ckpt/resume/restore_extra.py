@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.nesting import nest
-from ema_ckpt.resume.restorer import Findings, PartRestorer
+from ema_ckpt.resume.checkpoint_reader import Nested, nest_items
+from ema_ckpt.resume.restore_phases import Findings, PartRestorer
 from ema_ckpt.resume.rng import RngState
-from ema_ckpt.resume.tensor_source import Nested, nest_items
 
 
 @dataclass(eq=False)

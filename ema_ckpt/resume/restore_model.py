@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ema_ckpt.core.catalog import Object, Tensor
-from ema_ckpt.ema.model.live import extra_state, set_extra_state
+from ema_ckpt.ema.model.live_tree import extra_state, set_extra_state
+from ema_ckpt.resume.checkpoint_reader import Nested, name_inside, nest_items
 from ema_ckpt.resume.flatten import is_extra_state, local_shards
-from ema_ckpt.resume.restorer import Match, PartRestorer, match
-from ema_ckpt.resume.tensor_source import Nested, name_inside, nest_items
+from ema_ckpt.resume.restore_phases import Match, PartRestorer, match
 
 
 @dataclass(eq=False)

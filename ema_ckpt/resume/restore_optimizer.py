@@ -16,11 +16,11 @@ from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.names import LIVE
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.shards import Shard
-from ema_ckpt.ema.offload.optimizer import handle_of
+from ema_ckpt.ema.optimizer_offload.optimizer import handle_of
 from ema_ckpt.resume import optimizer_state
+from ema_ckpt.resume.checkpoint_reader import torch_dtype
 from ema_ckpt.resume.optimizer_state import StagedState, optimizer_tree
-from ema_ckpt.resume.restorer import PartRestorer
-from ema_ckpt.resume.tensor_source import torch_dtype
+from ema_ckpt.resume.restore_phases import PartRestorer
 
 State = dict[str, dict[str, Any]]  # per fqn and state name
 # Options of any kind of optimizer: its parameters, and what schedulers add.

@@ -17,18 +17,18 @@ from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.manager import ShardedEMA, state_of
-from ema_ckpt.ema.model.live import buffer_names, live_shards, unwrapped_names
+from ema_ckpt.ema.model.live_tree import buffer_names, live_shards, unwrapped_names
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.ema.swap import warn_of_stalled
 from ema_ckpt.ema.swap_state import refuse_inside
+from ema_ckpt.resume.checkpoint_reader import load_plain
 from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten
 from ema_ckpt.resume.optimizer_state import merge_group_parameters, optimizer_tree
 from ema_ckpt.resume.replicas import agree_on_averages, compare_replicas
 from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save
 from ema_ckpt.resume.save_plan import plan_save
 from ema_ckpt.resume.save_write import write
-from ema_ckpt.resume.tensor_source import load_plain
 from ema_ckpt.writing.preflight import resolve_target
 
 _CALL = "save"

@@ -33,8 +33,8 @@ from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_
 from ema_ckpt.formats.torch_zip.reader import read_archive
 from ema_ckpt.resume.save_plan import GlobalListing, Item, SavePlan
 from ema_ckpt.storage.files import LocalFiles
-from ema_ckpt.writing.publish import fsync_path
 from ema_ckpt.writing.staging import Staged, stage
+from ema_ckpt.writing.switch import fsync_path
 
 _METADATA_NAME = ".metadata"
 # Of a written item: name, CRC-32 of the payload, whether that is in row-major order, then the

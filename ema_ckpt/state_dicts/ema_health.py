@@ -10,7 +10,7 @@ from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import counted
 from ema_ckpt.state_dicts.ema_config import EmaConfig, read_ema_config
-from ema_ckpt.state_dicts.ema_layouts import POSITIONS
+from ema_ckpt.state_dicts.ema_weights import POSITIONS
 from ema_ckpt.state_dicts.tree import Tree, live_of, of_role
 
 _SHOWN = 10

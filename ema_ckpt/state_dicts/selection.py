@@ -31,7 +31,7 @@ from ema_ckpt.core.names import (
 )
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor
-from ema_ckpt.state_dicts.ema_layouts import POSITIONS
+from ema_ckpt.state_dicts.ema_weights import POSITIONS
 from ema_ckpt.state_dicts.tree import Tree, find_trees
 
 Path = tuple[str | int, ...]

@@ -23,8 +23,8 @@ from ema_ckpt.core.names import (
     tree_role,
 )
 from ema_ckpt.core.text import counted, shown
-from ema_ckpt.state_dicts.ema_layouts import POSITIONS, inside, is_setting, matches, name_averages
-from ema_ckpt.state_dicts.roles import Group, group_entries
+from ema_ckpt.state_dicts.ema_weights import POSITIONS, inside, is_setting, matches, name_averages
+from ema_ckpt.state_dicts.tree_roles import Group, group_entries
 
 _LISTS_OF_AVERAGES = frozenset({"shadow_params", "shadow", "ema_model", "state_dict"})
 

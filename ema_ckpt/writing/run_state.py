@@ -11,7 +11,7 @@ from ema_ckpt.core.box import is_contiguous_in, linear, whole
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import WriteItem
-from ema_ckpt.reading.checksums import ChecksumVerifier, Interval, join_crcs
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier, Interval, join_crcs
 from ema_ckpt.reading.digests import explain_mismatch
 from ema_ckpt.runtime.executor import dump_json
 

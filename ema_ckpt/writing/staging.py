@@ -35,7 +35,7 @@ from ema_ckpt.writing.preflight import (
     resolve_target,
     write_error,
 )
-from ema_ckpt.writing.publish import carry, exchange, finish, fsync_path, fsync_tree, put
+from ema_ckpt.writing.switch import carry, exchange, finish, fsync_path, fsync_tree, put
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)

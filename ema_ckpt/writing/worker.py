@@ -10,7 +10,7 @@ from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.box_reader import BoxReader
-from ema_ckpt.reading.checksums import Interval, join_crcs
+from ema_ckpt.reading.checksum_verifier import Interval, join_crcs
 from ema_ckpt.runtime.page_buffer import buffer
 from ema_ckpt.writing.journal import Finished, Journal, Range
 from ema_ckpt.writing.output_files import OutputFiles, write_end

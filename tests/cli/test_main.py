@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ema_ckpt.cli.click_ext import spread
+from ema_ckpt.cli.shared_options import spread
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 TINY = str(FIXTURES / "tiny-lm")

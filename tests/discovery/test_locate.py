@@ -14,7 +14,7 @@ import pytest
 
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.discovery.locate import latest_step, locate_checkpoint, step_number
-from ema_ckpt.discovery.location import Location
+from ema_ckpt.discovery.recognise import Location
 from ema_ckpt.formats.rank_files.names import families, family_of, missing_ranks
 from tests.checkpoints import dcp_at, safetensors_at, torch_at, touch
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ema_ckpt import restore, save
 from ema_ckpt.core.errors import CollectiveError, StateError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.resume.flatten import local_shards
 from tests.distributed.launcher import run

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ema_ckpt.core.errors import CollectiveError, StateError, UsageError
 from ema_ckpt.ema.checkpoint import replicas as replicas_module
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.ema.sources import master_weights
+from ema_ckpt.ema.master_weights import master_weights
 from tests.distributed.launcher import run
 from tests.distributed.layouts import (
     Block,

@@ -15,7 +15,7 @@ import ema_ckpt
 from ema_ckpt import restore, save
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model
 from tests.distributed.launcher import run
 from tests.distributed.test_save_failures import bits

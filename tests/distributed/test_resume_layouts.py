@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ema_ckpt import restore, save
-from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.resume.optimizer_state import optimizer_tree
 from tests.distributed.launcher import run

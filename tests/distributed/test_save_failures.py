@@ -31,7 +31,7 @@ from ema_ckpt.core.errors import (
 )
 from ema_ckpt.discovery.locate import check_complete, locate_checkpoint
 from ema_ckpt.ema.manager import ShardedEMA
-from ema_ckpt.ema.model.live import live_tree
+from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.resume.flatten import local_shards
 from ema_ckpt.resume.optimizer_state import optimizer_tree

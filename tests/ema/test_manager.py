@@ -17,8 +17,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.ema.master_weights import master_weights
 from ema_ckpt.ema.schedules import HalfLife, PowerFunction, Warmup
-from ema_ckpt.ema.sources import master_weights
 
 
 def one_parameter(start: complex = 1.0, dtype: torch.dtype = torch.float32) -> nn.Module:

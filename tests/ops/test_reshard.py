@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import ema_ckpt
-from ema_ckpt.ops.results import FileEntry
+from ema_ckpt.ops.results.write import FileEntry
 from tests.checkpoints import dcp_at, ema, save_dcp, save_replicas, weights
 from tests.formats.writing import raw_bytes
 

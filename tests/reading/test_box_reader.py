@@ -17,7 +17,7 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate_box
-from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.overlaps import (
     RowBlocks,
     contiguous_ranges,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ema_ckpt.core.catalog import Payload
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.checksums import ChecksumVerifier, Interval, join_crcs, range_crc
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier, Interval, join_crcs, range_crc
 from ema_ckpt.storage.files import LocalFiles
 
 

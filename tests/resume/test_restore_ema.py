@@ -15,8 +15,8 @@ from torch import nn
 from ema_ckpt import restore, save
 from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.ema.master_weights import master_weights
 from ema_ckpt.ema.schedules import HalfLife
-from ema_ckpt.ema.sources import master_weights
 from tests.resume.training import Run, refused, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

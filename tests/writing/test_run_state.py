@@ -13,7 +13,7 @@ from ema_ckpt.core.catalog import Catalog, Chunk, Payload, Tensor
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import OutputTensor, WriteItem
-from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.writing.run_state import RunState
 

@@ -29,7 +29,7 @@ from ema_ckpt.storage.stage_names import (
     stage_path,
     stages_of,
 )
-from ema_ckpt.writing import publish as publishing
+from ema_ckpt.writing import switch as publishing
 from ema_ckpt.writing.output_files import preallocate
 from ema_ckpt.writing.staging import Staged, check_target, stage
 from tests.staged_writer import (

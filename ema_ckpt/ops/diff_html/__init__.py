@@ -18,7 +18,7 @@ from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import counted
 from ema_ckpt.ops.diff_html.charts import curves, depth_chart, histogram
-from ema_ckpt.ops.results import DiffResult, DiffTensor
+from ema_ckpt.ops.results.diff import DiffResult, DiffTensor
 from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.preflight import check_place, resolve_target
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ema_ckpt.core.text import counted
-from ema_ckpt.ops.results import DiffTensor
+from ema_ckpt.ops.results.diff import DiffTensor
 
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 40

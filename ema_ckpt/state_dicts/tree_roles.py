@@ -17,7 +17,7 @@ from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER, role_of, tree_role
 from ema_ckpt.core.text import shown
-from ema_ckpt.state_dicts.ema_layouts import (
+from ema_ckpt.state_dicts.ema_weights import (
     Averages,
     find_averages,
     inside,

@@ -13,7 +13,7 @@ from ema_ckpt.core.write_plan import OutputObject, OutputTensor
 from ema_ckpt.discovery.locate import step_number
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
 from ema_ckpt.ops.files_beside import is_needed
-from ema_ckpt.ops.results import Skipped
+from ema_ckpt.ops.results.write import Skipped
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.directories import base_name, join, list_folder
 

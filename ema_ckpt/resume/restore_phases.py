@@ -16,12 +16,12 @@ from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.names import canonical
 from ema_ckpt.core.text import shown
-from ema_ckpt.ema.model.live import tensor_names
+from ema_ckpt.ema.model.live_tree import tensor_names
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards, Shard
 from ema_ckpt.ema.swap_state import refuse_inside
+from ema_ckpt.resume.checkpoint_reader import CheckpointReader
 from ema_ckpt.resume.flatten import LocalShards
-from ema_ckpt.resume.tensor_source import CheckpointReader
 
 Target = tuple[Shard, LocalShards]  # a live tensor to restore into, and this rank's part of it
 

@@ -22,9 +22,9 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.formats.nesting import nest
 from ema_ckpt.reading.box_reader import BoxReader, locate_box
-from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.state_dicts.ema_config import swap_marks
-from ema_ckpt.state_dicts.ema_layouts import is_weight
+from ema_ckpt.state_dicts.ema_weights import is_weight
 from ema_ckpt.state_dicts.tree import Tree, list_trees
 
 Nested = dict[str | int, Any]

@@ -13,9 +13,9 @@ from ema_ckpt.core.names import nearest
 from ema_ckpt.core.text import shown
 from ema_ckpt.core.torch_import import import_torch
 from ema_ckpt.discovery.opening import open_catalog
-from ema_ckpt.ops.results import TreeEntry
+from ema_ckpt.ops.results.inspect import TreeEntry
 from ema_ckpt.reading.box_reader import BoxReader, locate
-from ema_ckpt.reading.checksums import ChecksumVerifier
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.selection import cast_target
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, list_trees

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ema_ckpt.ema.offload.pinned import pinned_zeros
+from ema_ckpt.ema.optimizer_offload.pinned import pinned_zeros
 
 _SLOTS = 2
 # Gaps between the tensors of a slab, and between slabs in a slot, are less.

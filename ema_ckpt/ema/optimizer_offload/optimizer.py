@@ -22,7 +22,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ema.offload.state_slabs import (
+from ema_ckpt.ema.optimizer_offload.state_slabs import (
     Chunk,
     OffloadedState,
     Piece,

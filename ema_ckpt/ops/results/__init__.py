@@ -1,0 +1,1 @@
+"""Results of the verbs: frozen dataclasses, a module a verb; their fields are the JSON."""

@@ -1,0 +1,90 @@
+"""Result of `diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ema_ckpt.core.catalog import Diagnostic
+
+if TYPE_CHECKING:
+    from ema_ckpt.analysis.compare import PairStats
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeEntry:
+    """Shape and torch dtype name of one side of a pair."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Name on both sides whose shapes differ."""
+
+    name: str
+    a: ShapeEntry
+    b: ShapeEntry
+
+
+@dataclass(frozen=True, slots=True)
+class DiffTensor:
+    """Statistics of a pair of tensors, with d = a − b: `rel_l2` is ‖d‖/‖b‖, `max_abs` max |d|.
+
+    Undefined numbers are NaN (null in JSON). A complex element is a pair of numbers; `changed` and
+    `numel` count elements, `nan` and `inf` numbers.
+    """
+
+    name: str
+    numel: int
+    rel_l2: float
+    max_abs: float
+    mean_abs: float
+    cosine: float
+    changed: int
+    nan_a: int
+    nan_b: int
+    inf_a: int
+    inf_b: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiffSummary:
+    """Statistics over all pairs together."""
+
+    rel_l2: float
+    max_abs: float
+    cosine: float
+    changed: int
+
+
+class _PairStatsSlot:
+    """Statistics of each pair, for tables; no field, so neither in JSON nor in `asdict`."""
+
+    __slots__ = ("pair_stats",)
+    pair_stats: Mapping[str, PairStats]
+
+
+@dataclass(frozen=True, slots=True)
+class DiffResult(_PairStatsSlot):
+    """Comparison of two trees; names are those inside the trees, counts are of pairs."""
+
+    a: str
+    b: str
+    tree_a: str
+    tree_b: str
+    compared: int
+    identical: int
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...]
+    tensors: tuple[DiffTensor, ...]
+    summary: DiffSummary
+    findings: tuple[Diagnostic, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything changed, mismatched, or is on one side only."""
+        return bool(self.summary.changed or self.mismatched or self.only_in_a or self.only_in_b)

@@ -1,0 +1,66 @@
+"""Result of `inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ema_ckpt.core.catalog import Diagnostic
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """Role and totals of a tree; `dtypes` counts its tensors by dtype."""
+
+    name: str
+    role: str
+    tensors: int
+    numel: int
+    nbytes: int
+    dtypes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEntry:
+    """Box of a stored chunk, in elements, and its file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Tensor under its full stored `name`; `fqn` is its name inside the tree."""
+
+    name: str
+    fqn: str
+    tree: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    chunks: tuple[ChunkEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """Stored value that is no tensor, and its file."""
+
+    name: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class InspectResult:
+    """Contents of a checkpoint."""
+
+    path: str
+    resolved: str
+    format: str
+    world_size: int | None
+    nbytes: int
+    trees: tuple[TreeEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    ema: Mapping[str, Mapping[str, object]]
+    warnings: tuple[Diagnostic, ...]

@@ -1,0 +1,50 @@
+"""Result of the writing verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ema_ckpt.core.catalog import Diagnostic, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size of a written file; `path` is relative to the target."""
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Item that was left out, the file that holds it, and why."""
+
+    name: str
+    file: str
+    reason: str
+
+    @classmethod
+    def tensor(cls, tensor: Tensor, name: str, reason: str) -> Skipped:
+        """Describe a tensor; its file is that of its first chunk."""
+        return cls(name, tensor.first_file or "", reason)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """What a writing verb wrote, or with `dry_run` would write; `nbytes` is payload."""
+
+    source: str
+    target: str
+    tree: str | None
+    format: str
+    files: tuple[FileEntry, ...]
+    tensors: int
+    nbytes: int
+    seconds: float
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    filled: tuple[str, ...] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[Skipped, ...] = ()
+    warnings: tuple[Diagnostic, ...] = ()
+    dry_run: bool = False
