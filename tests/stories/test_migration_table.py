@@ -218,7 +218,9 @@ def assert_state(found: State, expected: State) -> None:
 
 
 def test_the_documented_table_has_these_layouts_and_trees() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "how_to" / "migration.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "how_to" / "migration.md").read_text(
+        encoding="utf-8"
+    )
     rows = [
         [cell.strip(" `") for cell in line.split("|")] for line in text.split("## ")[0].splitlines()
     ]
