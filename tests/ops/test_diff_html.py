@@ -115,9 +115,15 @@ def test_nothing_to_compare_is_a_page_too(tmp_path: Path) -> None:
 
 
 def test_where_it_cannot_be_written(tmp_path: Path, fixtures: Path) -> None:
+    (tmp_path / "file").write_text("")
     with pytest.raises(TargetError, match="--html"):
-        diff(fixtures / "tiny-lm", html=tmp_path / "absent" / "p.html")
-    assert not list(tmp_path.iterdir())
+        diff(fixtures / "tiny-lm", html=tmp_path / "file" / "p.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_missing_directory_of_the_page_is_made(tmp_path: Path, fixtures: Path) -> None:
+    diff(fixtures / "tiny-lm", html=tmp_path / "made" / "p.html")
+    assert (tmp_path / "made" / "p.html").exists()
 
 
 def test_it_never_replaces_what_is_compared(tmp_path: Path) -> None:

@@ -184,8 +184,8 @@ def in_a_child(act: object) -> None:
 def test_a_child_waits_for_the_journals_first_line(tmp_path: Path) -> None:
     stage = tmp_path / ".stage"
     stage.mkdir()
-    journal = Journal(stage, stage / "out", {"plan": "1"}, after=0.0001)
-    time.sleep(0.01)
+    journal = Journal(stage, stage / "out", {"plan": "1"}, after=0.2)
+    time.sleep(0.3)
     in_a_child(lambda: journal.done("", 0, 4, Finished(1, {})))
     assert not (stage / JOURNAL).exists()
     journal.done("", 4, 4, Finished(2, {}))
