@@ -16,9 +16,11 @@ from ema_ckpt.formats.pickle.machine import UNBUILT, Machine
 from ema_ckpt.formats.pickle.safe_globals import Global
 
 _REF = rb"(h.|j....)"
-_INT = rb"(K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
-_INTS = rb"((?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})+)"
-_SIZE = _REF + rb"(?:\(?" + _INTS + rb"[\x85\x86\x87t]\x94\x85\x94R\x94)?"
+_ONE = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
+_INT = rb"(" + _ONE + rb")"
+# As many numbers as their tuple's opcode takes: TUPLE1, TUPLE2, TUPLE3, or MARK ... TUPLE.
+_INTS = rb"(%b\x85|%b{2}\x86|%b{3}\x87|\(%b+t)" % ((_ONE,) * 4)
+_SIZE = _REF + rb"(?:" + _INTS + rb"\x94\x85\x94R\x94)?"
 _OPEN = rb"\)\x81\x94\}\x94\("  # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK
 _CHUNK = re.compile(_OPEN + _REF + _SIZE + _REF + _SIZE + rb"ub", re.DOTALL)
 _HEAD = re.compile(_OPEN + _REF, re.DOTALL)
@@ -65,6 +67,10 @@ class Shortcuts:
             numbers = self._ints[run] = tuple(_decode_ints(run))
         return numbers
 
+    def _tuple(self, run: bytes) -> Ints:
+        """Decode the numbers of a tuple, given with the tuple's opcodes around them."""
+        return self._numbers(run[1:-1] if run[:1] == b"(" else run[:-1])
+
     def _size(
         self, machine: Machine, ref: bytes, run: bytes | None, memo: list[object]
     ) -> Ints | None:
@@ -73,7 +79,7 @@ class Shortcuts:
             return value if isinstance(value, tuple) else None
         if value.__class__ is not Global or value.name != "Size":
             return None
-        numbers = self._numbers(run)
+        numbers = self._tuple(run)
         memo += (UNBUILT, UNBUILT, numbers)
         return numbers
 
@@ -84,7 +90,7 @@ class Shortcuts:
         key, ref, run, key2, ref2, run2 = match.groups()
         keys = ("chunk", key, ref, key2, ref2)
         if keys in self._checked and run and run2:
-            pair = self._numbers(run), self._numbers(run2)
+            pair = self._tuple(run), self._tuple(run2)
             steps = (*_FRESH, *_SIZE_STEPS, pair[0], *_SIZE_STEPS, pair[1])
             return _accept(machine, pair, steps, match.end())
         memo: list[object] = [UNBUILT, UNBUILT]
@@ -123,7 +129,7 @@ class Shortcuts:
         key, (key2, key3, ref, run) = head[1], tail.groups()
         keys = ("index", key, key2, key3, ref)
         if keys in self._checked and run:
-            offsets: Ints | None = self._numbers(run)
+            offsets: Ints | None = self._tuple(run)
             memo += (*_SIZE_STEPS, offsets)
             return _accept(machine, (name, offsets), memo, tail.end())
         offsets = self._size(machine, ref, run, memo)

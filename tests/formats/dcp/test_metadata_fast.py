@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,18 @@ def test_one_changed_byte(data: bytes, place: int, change: int) -> None:
     damaged = bytearray(data)
     damaged[place % len(data)] ^= change
     check_same(bytes(damaged))
+
+
+@pytest.mark.parametrize("data", WHOLE)
+@pytest.mark.parametrize("op", [b"\x85", b"\x86", b"\x87", b"t", b"("])
+def test_a_tuple_of_another_length(data: bytes, op: bytes) -> None:
+    """Every opcode that makes a tuple of numbers, exchanged for another that takes fewer or more."""
+    places = [
+        match.start(2) for match in re.finditer(rb"(K.)([\x85-\x87t])\x94\x85", data, re.DOTALL)
+    ]
+    assert len(places) > 20
+    for place in places[::7]:
+        check_same(data[:place] + op + data[place + 1 :])
 
 
 @given(st.sampled_from(WHOLE), st.integers(0, 1 << 20), st.integers(0, 40), st.binary(max_size=8))
