@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Ints, Path
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType, by_name
-from ema_ckpt.core.errors import SourceError, about
+from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.formats.dcp.metadata_fast import Shortcuts
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
@@ -147,6 +147,15 @@ def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
         UnsafeError: `unsafe-pickle` naming what would be called.
         SourceError: `unreadable` if it is no DCP metadata.
     """
+    if fast:
+        try:
+            return _parse(data, where, fast=True)
+        except EmaCkptError:
+            pass  # the interpreter alone decides what is wrong with it
+    return _parse(data, where, fast=False)
+
+
+def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
     prepare = Shortcuts(_Chunk, _Index, _Info, ItemPlace).prepare if fast else None
     root = loads(data, _ALLOWED, where=where, prepare=prepare)
     if not isinstance(root, _Root):

@@ -56,6 +56,13 @@ def test_a_tuple_of_another_length(data: bytes, op: bytes) -> None:
         check_same(data[:place] + op + data[place + 1 :])
 
 
+def test_an_instance_that_is_built_twice() -> None:
+    """Without its NEWOBJ, what follows is given to the instance before it."""
+    data = WHOLE[0]
+    opening = next(re.finditer(rb"ub(h.\)\x81)\x94}\x94\(h.h.K", data, re.DOTALL))
+    check_same(data[: opening.start(1)] + data[opening.end(1) :])
+
+
 @given(st.sampled_from(WHOLE), st.integers(0, 1 << 20), st.integers(0, 40), st.binary(max_size=8))
 def test_a_replaced_run_of_bytes(data: bytes, place: int, length: int, new: bytes) -> None:
     place %= len(data)
