@@ -196,7 +196,7 @@ def diff_command(path: str, other: str | None, top: int, exit_code: bool, **opti
     style = _style(options)
     with output.progress(style, "comparing") as on_progress:
         result = diff(path, other, progress=on_progress, **options)
-    output.print_result(result, style)
+    output.print_result(result, style, result.warnings)
     if style.talks:
         from ema_ckpt.cli.diff_tables import print_diff
 

@@ -24,8 +24,8 @@ _HEADINGS = ("rel L2", "max |a-b|", "mean |a-b|", "cosine", "changed", "NaN, Inf
 def print_diff(result: DiffResult, top: int) -> None:
     """Print a summary, the findings, the modules and the `top` tensors by relative L2."""
     console = terminal()
-    console.print(f"a: tree {markup(repr(result.tree_a))} of {markup(result.a)}")
-    console.print(f"b: tree {markup(repr(result.tree_b))} of {markup(result.b)}")
+    console.print(f"a: tree {markup(repr(result.tree_a))} of {markup(result.resolved_a)}")
+    console.print(f"b: tree {markup(repr(result.tree_b))} of {markup(result.resolved_b)}")
     console.print(summary_line(result))
     for finding in result.findings:
         colour = "cyan" if finding.code in _INFORMATION else "yellow"

@@ -96,7 +96,7 @@ def consolidate(
             plan,
             selection.entries,
             started,
-            source=catalog.resolved,
+            source=catalog.path,
             tree=picked.name,
             renamed=selection.renamed,
             filled=selection.filled,

@@ -137,7 +137,7 @@ def _transfer(
             plan,
             tensors,
             started,
-            source=catalog.resolved,
+            source=catalog.path,
             renamed=selection.renamed,
             ties=ties,
             copied=copied,

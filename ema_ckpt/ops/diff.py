@@ -6,10 +6,11 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import NamedTuple
 
 from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
+from ema_ckpt.core.catalog import Catalog, Diagnostic
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import default_budget, parse_budget, parse_workers
 from ema_ckpt.ops.diff_findings import ComparedTrees, find_all
@@ -207,6 +208,16 @@ class _CompareWorker:
 # From statistics to the result.
 
 
+def _warnings(a: Catalog, b: Catalog) -> Iterator[Diagnostic]:
+    """Yield what is odd about both checkpoints; of two, each warning names its checkpoint."""
+    if a.resolved == b.resolved:
+        yield from a.warnings
+        return
+    for catalog in (a, b):
+        for warning in catalog.warnings:
+            yield replace(warning, message=f"{catalog.resolved}: {warning.message}")
+
+
 def _result(compared: ComparedTrees) -> DiffResult:
     a, b, pairing = compared.a, compared.b, compared.pairing
     total = PairStats.total(list(compared.stats.values()))
@@ -229,8 +240,11 @@ def _result(compared: ComparedTrees) -> DiffResult:
         )
         tensors.append(tensor)
     result = DiffResult(
-        a=a.catalog.resolved,
-        b=b.catalog.resolved,
+        a=a.catalog.path,
+        b=b.catalog.path,
+        resolved_a=a.catalog.resolved,
+        resolved_b=b.catalog.resolved,
+        warnings=tuple(_warnings(a.catalog, b.catalog)),
         tree_a=a.tree.name,
         tree_b=b.tree.name,
         compared=len(pairing.pairs),

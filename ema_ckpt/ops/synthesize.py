@@ -123,14 +123,15 @@ def _write(
     refuse_skipped(list(skipped), options.strict)
     split = [bool(tensor.source.shape) for tensor in selection.entries]
     plan, _ = plan_for(output, catalog, selection.entries, split=split)
-    resolved = [snapshot.catalog.resolved for snapshot in snapshots]
+    resolved = tuple(snapshot.catalog.resolved for snapshot in snapshots)
     job = PlannedWrite(
         catalog,
         output,
         _CheckedPlan(plan, weighted_sum),
         selection.entries,
         started,
-        source=", ".join(dict.fromkeys(resolved)),
+        source=", ".join(dict.fromkeys(snapshot.catalog.path for snapshot in snapshots)),
+        resolved=resolved,
         tree=", ".join(dict.fromkeys(snapshot.tree.name for snapshot in snapshots)),
         renamed=selection.renamed,
         skipped=list(skipped),

@@ -67,8 +67,8 @@ def verify(
             damage.
     """
     workers = parse_workers(threads)
-    report = _Report()
-    for catalog, is_whole in report.open(os.fspath(path)):
+    report = _Report(os.fspath(path))
+    for catalog, is_whole in report.open():
         try:
             audit = audit_checkpoint(catalog, workers, progress)
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
@@ -87,32 +87,34 @@ def verify(
 class _Report:
     """Problems, warnings and counts of all parts of a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
+        self.path = self.resolved = path
         self.problems: dict[Problem, None] = {}
         self.warnings: list[Diagnostic] = []
         self.checked = 0
         self.unchecked = 0
         self.unproven: list[str] = []  # tensors of which some payload has no checksum
 
-    def open(self, path: str) -> Iterator[tuple[Catalog, bool]]:
+    def open(self) -> Iterator[tuple[Catalog, bool]]:
         """Yield the checkpoint and True, or each part of it that opens and False."""
         try:
-            location = locate_checkpoint(path)
+            location = locate_checkpoint(self.path)
         except EmaCkptError as error:
             self.add_error(error)
             return
-        for catalog in self.open_parts(location, path):
+        self.resolved = location.resolved
+        for catalog in self.open_parts(location):
             yield catalog, catalog.resolved == location.resolved and not self.problems
 
-    def open_parts(self, location: Location, path: str) -> Iterator[Catalog]:
+    def open_parts(self, location: Location) -> Iterator[Catalog]:
         """Open a location; if that fails, what it consists of: parts, or files beside an index."""
         try:
-            yield open_location(location, path, lenient=True)
+            yield open_location(location, self.path, lenient=True)
             return
         except EmaCkptError as error:
             self.add_error(error)
         for part in self.parts_of(location):
-            yield from self.open_parts(part, path)
+            yield from self.open_parts(part)
 
     def parts_of(self, location: Location) -> list[Location]:
         """Return the parts, or the files beside an index."""
@@ -154,7 +156,15 @@ class _Report:
             message = f"{payload}{names} may be damaged without a trace"
             self.warnings.append(Diagnostic("unchecked", message))
         problems, warnings = tuple(self.problems), tuple(dict.fromkeys(self.warnings))
-        return VerifyResult(status, self.checked, self.unchecked, problems, warnings)
+        return VerifyResult(
+            path=self.path,
+            resolved=self.resolved,
+            status=status,
+            checked_bytes=self.checked,
+            unchecked_bytes=self.unchecked,
+            problems=problems,
+            warnings=warnings,
+        )
 
 
 def averages(catalog: Catalog) -> Iterator[Diagnostic]:

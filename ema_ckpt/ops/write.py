@@ -176,6 +176,7 @@ class PlannedWrite:
     """A planned write, and what its result reports.
 
     Attributes:
+        source: what the user named. resolved: the places that were read, if they are several.
         copied: files of the source that go into the destination as they are, with their sizes.
         read_paths: further places it reads.
     """
@@ -186,6 +187,7 @@ class PlannedWrite:
     tensors: Sequence[OutputTensor]
     started: float
     source: str
+    resolved: tuple[str, ...] = ()
     tree: str | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     filled: tuple[str, ...] = ()
@@ -226,6 +228,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         _write(job, options)
     return WriteResult(
         source=job.source,
+        resolved=job.resolved or job.catalog.resolved,
         target=str(job.output.path),
         tree=job.tree,
         format=job.output.format,

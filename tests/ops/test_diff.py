@@ -407,7 +407,7 @@ def test_json_document(run_dir: Path) -> None:
     ended = run(run_dir, "--json", "--top", 1)
     document = json.loads(ended.stdout)
     assert set(document) == {
-        "a", "b", "tree_a", "tree_b", "compared", "identical", "only_in_a", "only_in_b", "mismatched", "tensors",
+        "a", "b", "resolved_a", "resolved_b", "warnings", "tree_a", "tree_b", "compared", "identical", "only_in_a", "only_in_b", "mismatched", "tensors",
         "summary", "findings",
     }  # fmt: skip
     assert set(document["summary"]) == {"rel_l2", "max_abs", "cosine", "changed"}

@@ -129,8 +129,9 @@ def summary_section(result: DiffResult) -> Iterator[str]:
     """Yield the sides and the numbers over all tensors."""
     summary = result.summary
     numel = sum(tensor.numel for tensor in result.tensors)
-    yield f'<p class="sides"><b>a</b> tree {_text(repr(result.tree_a))} of {_text(result.a)}<br>'
-    yield f"<b>b</b> tree {_text(repr(result.tree_b))} of {_text(result.b)}</p>"
+    a, b = (_text(repr(tree)) for tree in (result.tree_a, result.tree_b))
+    yield f'<p class="sides"><b>a</b> tree {a} of {_text(result.resolved_a)}<br>'
+    yield f"<b>b</b> tree {b} of {_text(result.resolved_b)}</p>"
     tiles = (
         ("relative L2", _number(summary.rel_l2)),
         ("max |a−b|", _number(summary.max_abs)),

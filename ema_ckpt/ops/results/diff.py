@@ -69,10 +69,17 @@ class _PairStatsSlot:
 
 @dataclass(frozen=True, slots=True)
 class DiffResult(_PairStatsSlot):
-    """Comparison of two trees; names are those inside the trees, counts are of pairs."""
+    """Comparison of two trees; names are those inside the trees, counts are of pairs.
+
+    Attributes:
+        a, b: what was named. resolved_a, resolved_b: the checkpoints that they stood for.
+    """
 
     a: str
     b: str
+    resolved_a: str
+    resolved_b: str
+    warnings: tuple[Diagnostic, ...]
     tree_a: str
     tree_b: str
     compared: int

@@ -32,9 +32,15 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """What a writing verb wrote, or with `dry_run` would write; `nbytes` is payload."""
+    """What a writing verb wrote, or with `dry_run` would write; `nbytes` is payload.
+
+    Attributes:
+        source: what was named. resolved: the checkpoint that it stood for; of `synthesize` one for
+            each snapshot.
+    """
 
     source: str
+    resolved: str | tuple[str, ...]
     target: str
     tree: str | None
     format: str
