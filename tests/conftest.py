@@ -13,24 +13,34 @@ from hypothesis import HealthCheck, settings
 # No deadline: two busy cores say nothing about the code. CI searches from fixed seeds, so that red means a change.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.register_profile("quick", settings.get_profile("default"), max_examples=20)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-# A module that uses one of these starts processes, or walks every fixture.
+# A module that uses one of these starts processes. Stories go through whole commands, so they take longer as well.
 _PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|os\.fork|launcher|resume_runs|fork_programs|staged_writer"
-    r"|tests\.stories\.(commands|cells))\b"
+    r"|tests\.stories)\b"
 )
 
 
 @cache
-def _starts_processes(path: Path) -> bool:
-    return _PROCESSES.search(path.read_text(encoding="utf-8")) is not None
+def _is_not_quick(path: Path) -> bool:
+    return (
+        path.parent.name == "stories"
+        or _PROCESSES.search(path.read_text(encoding="utf-8")) is not None
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples in the loop while writing code."""
+    if config.option.markexpr == "quick":
+        settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `quick` the tests of modules that start no processes."""
+    """Mark as `quick` the tests of modules that start no processes and are no stories."""
     for item in items:
-        if not item.get_closest_marker("slow") and not _starts_processes(item.path):
+        if not item.get_closest_marker("slow") and not _is_not_quick(item.path):
             item.add_marker("quick")
 
 
