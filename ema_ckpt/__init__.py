@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
     from ema_ckpt.ema.master_weights import master_weights
     from ema_ckpt.ema.optimizer_offload.optimizer import OffloadedOptimizer, offload_optimizer
-    from ema_ckpt.ema.schedules import HalfLife, PowerFunction, Warmup
+    from ema_ckpt.ema.schedules import (
+        HalfLife,
+        HalfLifeFraction,
+        PowerFunction,
+        Warmup,
+        Window,
+    )
     from ema_ckpt.ops.consolidate import consolidate
     from ema_ckpt.ops.convert import convert, reshard
     from ema_ckpt.ops.diff import diff
@@ -39,7 +45,13 @@ if TYPE_CHECKING:
     from ema_ckpt.resume.save import save
 
 _MODULES = {
-    "ema_ckpt.ema.schedules": ("HalfLife", "PowerFunction", "Warmup"),
+    "ema_ckpt.ema.schedules": (
+        "HalfLife",
+        "HalfLifeFraction",
+        "PowerFunction",
+        "Warmup",
+        "Window",
+    ),
     "ema_ckpt.ema.manager": ("ShardedEMA",),
     "ema_ckpt.ema.optimizer_offload.optimizer": ("OffloadedOptimizer", "offload_optimizer"),
     "ema_ckpt.ema.master_weights": ("master_weights",),
@@ -74,6 +86,7 @@ __all__ = [
     "CollectiveError",
     "EmaCkptError",
     "HalfLife",
+    "HalfLifeFraction",
     "OffloadedOptimizer",
     "PowerFunction",
     "RestoreReport",
@@ -84,6 +97,7 @@ __all__ = [
     "UnsafeError",
     "UsageError",
     "Warmup",
+    "Window",
     "__version__",
     "consolidate",
     "convert",

@@ -43,7 +43,8 @@ class ShardedEMA:
 
     Args:
         model: the module that is trained, wrapped or not.
-        decay: β as a number, or a schedule: `Warmup`, `PowerFunction`, `HalfLife`.
+        decay: β as a number, or a schedule: `Warmup`, `PowerFunction`, `HalfLife`,
+            `HalfLifeFraction`, `Window`.
         every: move the average only at each `every`-th call, by the product of the decays.
         dtype: of the average.
         compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds

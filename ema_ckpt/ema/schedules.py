@@ -127,7 +127,51 @@ class HalfLife:
         return float(0.5 ** (spent / self.n))
 
 
-Schedule: TypeAlias = Constant | Warmup | PowerFunction | HalfLife
+@dataclass(frozen=True, slots=True)
+class HalfLifeFraction:
+    """β_i = 2^(−1 / (fraction · i)): a half-life that is a fixed share of the updates so far.
+
+    Source: torchtitan's `half_life_fraction`.
+    """
+
+    fraction: float
+    kind: ClassVar[str] = "half-life-fraction"
+    unit: ClassVar[Unit] = "updates"
+
+    def __post_init__(self) -> None:
+        require(0 < self.fraction < inf, f"fraction is positive, not {self.fraction}")
+
+    def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
+        """Return β of call number `call`."""
+        return float(0.5 ** (1 / (self.fraction * call)))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The mean of the last n updates: β_i = 1 − 1/k, where i is the k-th call of its window.
+
+    Windows of n calls follow each other. At the end of one the average is the mean of its n
+    updates; before that it is the mean of those that the window has so far, and the first copies
+    the weights. So no other copies of the weights are kept.
+
+    Source: latest-weight averaging (Kaddour 2022, arXiv:2209.14981), with windows that do not
+    overlap.
+    """
+
+    n: int
+    kind: ClassVar[str] = "window"
+    unit: ClassVar[Unit] = "updates"
+
+    def __post_init__(self) -> None:
+        is_count = 1 <= self.n < inf and self.n == int(self.n)
+        require(is_count, f"a window is a whole number of updates, not {self.n}")
+
+    def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
+        """Return β of call number `call`."""
+        return 1 - 1 / ((call - 1) % self.n + 1)
+
+
+Schedule: TypeAlias = Constant | Warmup | PowerFunction | HalfLife | HalfLifeFraction | Window
 
 
 def gamma_of(sigma_rel: float) -> float:
@@ -160,7 +204,9 @@ def as_schedule(decay: float | Schedule) -> Schedule:
         return Constant(float(decay))
     kind = type(decay).__name__
     raise UsageError(
-        "usage", f"decay is a number or one of Warmup, PowerFunction, HalfLife; found {kind}"
+        "usage",
+        "decay is a number or one of Warmup, PowerFunction, HalfLife, HalfLifeFraction, Window; "
+        f"found {kind}",
     )
 
 

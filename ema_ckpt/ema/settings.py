@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ema.schedules import Constant, HalfLife, Schedule, require
+from ema_ckpt.ema.schedules import Constant, HalfLife, Schedule, Window, require
 
 Source: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor | None]
 
@@ -99,6 +99,8 @@ def _settled_weight(schedule: Schedule) -> float:
         return 1 - schedule.decay
     if isinstance(schedule, HalfLife):
         return 1 - schedule.beta(1, _USUAL_BATCH, _USUAL_BATCH)
+    if isinstance(schedule, Window):
+        return 1 / schedule.n
     return 1 - schedule.beta(_USUAL_CALLS, _USUAL_BATCH, _USUAL_CALLS * _USUAL_BATCH)
 
 

@@ -65,6 +65,8 @@ def copied_because(catalog: Catalog, tree: Tree) -> str | None:
     if start is None or first > start:
         return None
     updates = counted(config.num_updates or 0, "update")
+    if _window_of(config):
+        return f"its window began at update {start:,}, and it has had {updates}"
     return f"its decay is 0 up to update {start:,}, and it has had {updates}"
 
 
@@ -76,11 +78,22 @@ def _copies_until(catalog: Catalog, tree: Tree, config: EmaConfig) -> int | None
             return 1
         if schedule.get("kind") == "warmup" and not schedule.get("min_decay"):
             return _whole(schedule.get("start", 0), 0) + 1
+    if window := _window_of(config):
+        moved_at = _moved_at(config)
+        return moved_at - (moved_at - 1) % window
     if tree.layout == POSITIONS:  # diffusers' EMAModel
         start = _entry(catalog, tree, "update_after_step")
         if isinstance(start, int):
             return start + 1
     return None
+
+
+def _window_of(config: EmaConfig) -> int:
+    """Return the number of updates of a window; 0 if the schedule has none."""
+    schedule = config.schedule
+    if not isinstance(schedule, Mapping) or schedule.get("kind") != "window":
+        return 0
+    return max(0, _whole(schedule.get("n"), 0))
 
 
 def _entry(catalog: Catalog, tree: Tree, name: str) -> object:

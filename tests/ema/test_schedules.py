@@ -10,8 +10,10 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.ema.schedules import (
     Constant,
     HalfLife,
+    HalfLifeFraction,
     PowerFunction,
     Warmup,
+    Window,
     as_schedule,
     gamma_of,
     to_json,
@@ -129,3 +131,31 @@ def test_json_round_trip(schedule: Constant | Warmup | PowerFunction | HalfLife)
     fields = json.loads(json.dumps(to_json(schedule)))
     assert fields.pop("kind") == schedule.kind
     assert type(schedule)(**fields) == schedule
+
+
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_a_window_is_the_mean_of_its_updates(n: int) -> None:
+    """Any prefix: the mean of the updates since the last multiple of n, in exact fractions."""
+    average = Fraction(10**6)  # what it began with does not count
+    for call in range(1, 4 * n + 2):
+        beta = Window(n).beta(call)
+        k = (call - 1) % n + 1
+        assert beta == pytest.approx(1 - 1 / k, abs=1e-16)
+        value = Fraction(call * call)
+        average += (value - average) * Fraction(1, k)
+        window = range(call - k + 1, call + 1)
+        assert average == Fraction(sum(i * i for i in window), k)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, float("inf"), float("nan")])
+def test_no_window(bad: float) -> None:
+    with pytest.raises(UsageError):
+        Window(bad)  # type: ignore[arg-type]
+
+
+def test_the_half_life_is_a_share_of_the_updates() -> None:
+    schedule = HalfLifeFraction(0.1)
+    assert schedule.beta(10) == 0.5  # a half-life of one update
+    assert schedule.beta(1000) == HalfLife(100).beta(1000)
+    with pytest.raises(UsageError):
+        HalfLifeFraction(0.0)

@@ -57,6 +57,26 @@ def test_an_average_that_never_moved(
     assert ("ema-stalled" in VERBS[verb](run(tmp_path, ema))) is not moved
 
 
+@pytest.mark.parametrize(
+    ("updates", "every", "copied"),
+    [
+        (1, 1, True),
+        (4, 1, False),
+        (5, 1, False),
+        (6, 1, True),
+        (7, 1, False),
+        (12, 2, True),
+        (14, 2, False),
+    ],
+)
+def test_a_window_that_has_just_begun(
+    updates: int, every: int, copied: bool, tmp_path: Path
+) -> None:
+    """A window of five updates copies at 1, 6, 11, …; an average that moves at each second call, by the next even one."""
+    ema = average(updates, every, schedule={"kind": "window", "n": 5})
+    assert ("ema-stalled" in VERBS["inspect"](run(tmp_path, ema))) is copied
+
+
 def test_a_settings_dictionary_tells_the_same(tmp_path: Path) -> None:
     ema = average(100) | {"config": {"every": 1000, "counter": {"moved_at": 0}}}
     assert "ema-stalled" in VERBS["consolidate"](run(tmp_path, ema))
