@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ForwardRef, is_typeddict
 
@@ -18,6 +18,7 @@ import click  # noqa: E402
 
 import ema_ckpt  # noqa: E402
 from ema_ckpt.cli.commands import cli  # noqa: E402
+from ema_ckpt.cli.help import grouped_options  # noqa: E402
 
 PYTHON_HEAD = """\
 # Python reference
@@ -125,37 +126,103 @@ def prose(value: object) -> str:
 CLI_HEAD = """\
 # Command reference
 
-Made by `python docs/reference.py` from the commands themselves. Exit codes: 0 done · 1 check failed
-(`verify`: damaged; `diff --exit-code`: differs) · 2 error · 3 `verify`: structure right, some
-payload has no checksum · 130 Ctrl-C · 141 broken pipe · 143 SIGTERM · 70 internal error.
+Made by `python docs/reference.py` from the commands themselves. `ema-ckpt help VERB` and
+`ema-ckpt VERB --help` print the same in a terminal.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | not as asked: `verify` found damage, `diff --exit-code` found a difference |
+| 2 | trouble: wrong usage, unreadable, unsafe, incomplete, target exists, no space |
+| 3 | `verify` alone: the structure is right, some payload carries no checksum |
+| 70 | a bug of `ema-ckpt` |
+| 130, 143 | stopped by Ctrl-C, by SIGTERM |
+| 141 | what reads the output went away |
+
+What each error code means: [Error codes](errors.md). Sizes are written `5GB` (1000³ bytes) or
+`16MiB` (1024² bytes). PATH and RUN may be a checkpoint, the directory above it, or an fsspec URL.
 """
+WRITERS = ("consolidate", "reshard", "convert", "synthesize")
 
 
 def command_reference(group: click.Group = cli, name: str = "ema-ckpt") -> str:
-    """All commands with their arguments, options and help, in the order of `--help`."""
+    """All commands with arguments, options and help; options that several have are told once."""
     context = group.make_context(name, [], resilient_parsing=True)
+    verbs = [command for command in group.commands.values() if command.name not in ABOUT]
+    writers = [group.commands[writer] for writer in WRITERS]
+    of_all = shared_names(verbs)
+    of_writers = shared_names(writers)
     parts = [CLI_HEAD]
-    for command_name in group.list_commands(context):
-        command = group.get_command(context, command_name)
-        if command is not None and not command.hidden:
-            section = command_section(command, click.Context(command, context, command_name))
-            parts.append("\n".join(section))
+    for command_name, command in group.commands.items():
+        told = of_writers if command_name in WRITERS else of_all
+        inner = click.Context(command, context, command_name)
+        parts.append(
+            "\n".join(command_section(command, inner, told if command in verbs else set()))
+        )
+    inner = click.Context(writers[0], context, WRITERS[0])
+    parts.append(
+        "\n".join(shared_section("Options of all writing commands", inner, of_writers - of_all))
+    )
+    parts.append("\n".join(shared_section("Options of all commands", inner, of_all)))
     return "\n".join(parts)
 
 
-def command_section(command: click.Command, context: click.Context) -> Iterator[str]:
-    """Usage, help and options of one command."""
+ABOUT = ("help", "completion")
+
+
+def shared_names(commands: list[click.Command]) -> set[str | None]:
+    """Names of the options that all of these commands have with the same help."""
+    found = [
+        {
+            (option.name, option.help)
+            for option in command.params
+            if isinstance(option, click.Option)
+        }
+        for command in commands
+    ]
+    return {name for name, _ in set.intersection(*found)}
+
+
+def command_section(
+    command: click.Command, context: click.Context, told: set[str | None]
+) -> Iterator[str]:
+    """Usage, help, examples, and the options that are not in `told`."""
     usage = " ".join(command.collect_usage_pieces(context))
     yield f"## {context.info_name}\n"
     yield f"```text\n{context.command_path} {usage}\n```\n"
-    yield f"{(command.help or '').strip()}\n"
-    yield "| option | meaning |\n|---|---|"
-    for option in command.get_params(context):
-        record = option.get_help_record(context) if isinstance(option, click.Option) else None
-        if record is not None:
+    yield f"{' '.join((command.help or '').split())}\n"
+    examples = getattr(command, "examples", ())
+    if examples:
+        yield "```bash\n" + "\n".join(examples) + "\n```\n"
+    yield from option_table(command, context, lambda name: name not in told)
+    if context.info_name in WRITERS:
+        yield "And the [options of all writing commands](#options-of-all-writing-commands).\n"
+
+
+def shared_section(title: str, context: click.Context, names: set[str | None]) -> Iterator[str]:
+    """The options of several commands, under a heading of their own."""
+    yield f"## {title}\n"
+    if title.startswith("Options of all writing"):
+        yield f"{', '.join(f'`{name}`' for name in WRITERS)} have them.\n"
+    yield from option_table(context.command, context, lambda name: name in names)
+
+
+def option_table(
+    command: click.Command, context: click.Context, is_told: Callable[[str | None], bool]
+) -> Iterator[str]:
+    """Options in the groups of `--help`."""
+    rows = []
+    names = {option.name for option in command.params if is_told(option.name)}
+    for heading, options in grouped_options(command, context):
+        shown = [option for option in options if option.name in names]
+        for index, option in enumerate(shown):
+            record = option.get_help_record(context) or ("", "")
             flags, text = (" ".join(part.split()).replace("|", "\\|") for part in record)
-            yield f"| `{flags}` | {text}{default_of(option)} |"
-    yield ""
+            group = "" if index else heading
+            rows.append(f"| {group} | `{flags}` | {text}{default_of(option)} |")
+    if rows:
+        yield "\n".join(["| | option | meaning |", "|---|---|---|", *rows])
+        yield ""
 
 
 def default_of(option: click.Parameter) -> str:

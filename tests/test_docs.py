@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -18,6 +19,7 @@ import ema_ckpt
 from ema_ckpt.cli.commands import cli
 
 REPO = Path(__file__).parents[1]
+ABOUT_COMMANDS = {"help", "completion"}
 VERBS = ("inspect", "consolidate", "reshard", "convert", "diff", "verify", "synthesize")
 PAGES = sorted(
     [REPO / "README.md", *(REPO / "docs").rglob("*.md"), *(REPO / "fixtures").glob("*.md")]
@@ -113,8 +115,9 @@ def test_command_line_and_library_have_the_same_options() -> None:
     only_commands = {"as_json", "quiet", "debug", "help", "depth", "shards", "top", "exit_code"}
     only_commands |= {"distributed"}
     only_functions = {"progress"}
-    assert set(cli.commands) == {name for name in ema_ckpt.__all__ if name in VERBS}
-    for name, command in cli.commands.items():
+    assert set(cli.commands) - ABOUT_COMMANDS == {n for n in ema_ckpt.__all__ if n in VERBS}
+    for name in VERBS:
+        command = cli.commands[name]
         options = {parameter.name for parameter in command.params} - only_commands
         assert options == options_of(getattr(ema_ckpt, name)) - only_functions, name
 
@@ -128,6 +131,31 @@ def options_of(function: Callable[..., object]) -> set[str]:
             set(function.__globals__[shared[1]].__annotations__) if shared else {parameter.name}
         )
     return names
+
+
+def test_every_code_has_its_row() -> None:
+    """Of the codes that the package raises, warns with or finds, each has cause and remedy."""
+    page = text_of(REPO / "docs" / "reference" / "errors.md")
+    told = set(re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE))
+    assert codes_of(REPO / "ema_ckpt") - told == set()
+
+
+def codes_of(package: Path) -> set[str]:
+    """First arguments of errors, diagnostics and problems, where they are literals."""
+    makers = {"Diagnostic", "Problem", "Finding", "report", "warn", "replace"}
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            first = node.args[0]
+            word = first.value if isinstance(first, ast.Constant) else None
+            if not isinstance(word, str) or not (name in makers or name.endswith("Error")):
+                continue
+            if re.fullmatch(r"[a-z]+(-[a-z]+)*", word):
+                found.add(word)
+    return found
 
 
 def test_everything_has_help() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ema_ckpt import __version__
-from ema_ckpt.cli.shared_options import Command, distributed, general, writer
+from ema_ckpt.cli.help import VerbCommand, VerbGroup, explain_usage
+from ema_ckpt.cli.shared_options import (
+    COMPLETION_VARIABLE,
+    choice_option,
+    complete_tree,
+    distributed,
+    general,
+    path_argument,
+    tree_option,
+    writer,
+)
 from ema_ckpt.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +33,7 @@ _VERIFY_EXIT_CODES = {"sound": 0, "damaged": 1, "unproven": 3}
 _THREADS = "Maximum number of workers. Default: usable CPUs, at most 8."
 
 
-@click.group(context_settings=_CONTEXT)
+@click.group(cls=VerbGroup, context_settings=_CONTEXT)
 @click.version_option(__version__, prog_name="ema-ckpt")
 def cli() -> None:
     """Inspect, consolidate and convert sharded checkpoints. Nothing stored in them is executed."""
@@ -47,9 +58,17 @@ def _run_writer(
     output.print_written(result, style)
 
 
-@cli.command("inspect", cls=Command)
-@click.argument("path")
-@click.option("--tree", metavar="T", help="Only this tree, or tensors below this dotted path.")
+@cli.command(
+    "inspect",
+    cls=VerbCommand,
+    examples=(
+        "ema-ckpt inspect RUN",
+        "ema-ckpt inspect RUN --tree ema --shards",
+        "ema-ckpt inspect RUN --match '*.weight' --json",
+    ),
+)
+@path_argument("path")
+@tree_option(help="Only this tree, or tensors below this dotted path.")
 @click.option("--match", multiple=True, metavar="GLOB", help="Only matching names. Repeatable.")
 @click.option(
     "--depth", type=int, default=2, metavar="N", help="Levels of modules to show. Default: 2."
@@ -79,12 +98,18 @@ def inspect_command(
         print_inspected(result, tree, depth, shards)
 
 
-@cli.command("consolidate", cls=Command)
-@click.argument("path")
-@click.argument("out")
-@click.option(
-    "--tree", metavar="T", help="Tree to write. Default: the only EMA, or the only live tree."
+@cli.command(
+    "consolidate",
+    cls=VerbCommand,
+    examples=(
+        "ema-ckpt consolidate RUN ema.safetensors",
+        "ema-ckpt consolidate RUN hf-model --dtype bf16 --max-shard-size 2GB",
+        "ema-ckpt consolidate RUN layers.pt --tree model --match '*.layers.*'",
+    ),
 )
+@path_argument("path")
+@path_argument("out")
+@tree_option(help="Tree to write. Default: the only EMA, or the only live tree.")
 @click.option(
     "--max-shard-size",
     default="5GB",
@@ -103,6 +128,7 @@ def inspect_command(
     flag_value="",
     default=None,
     metavar="[TREE]",
+    shell_complete=complete_tree,
     help="Take weights the EMA lacks from the live tree, or TREE.",
 )
 @writer
@@ -117,11 +143,18 @@ def consolidate_command(path: str, out: str, fill: str | None, **options: Any) -
     _run_writer(consolidate, path, out, fill=fill is not None and (fill or True), **options)
 
 
-@cli.command("reshard", cls=Command)
-@click.argument("path")
-@click.argument("out")
+@cli.command(
+    "reshard",
+    cls=VerbCommand,
+    examples=(
+        "ema-ckpt reshard RUN on-3 --world-size 3",
+        "ema-ckpt reshard RUN ema-on-8 --world-size 8 --tree ema",
+    ),
+)
+@path_argument("path")
+@path_argument("out")
 @click.option("--world-size", type=int, required=True, metavar="N", help="Ranks to write for.")
-@click.option("--tree", multiple=True, metavar="T", help="Only this tree. Repeatable.")
+@tree_option(multiple=True, help="Only this tree. Repeatable.")
 @writer
 @distributed
 @general
@@ -132,12 +165,20 @@ def reshard_command(path: str, out: str, **options: Any) -> None:
     _run_writer(reshard, path, out, **options)
 
 
-@cli.command("convert", cls=Command)
-@click.argument("src")
-@click.argument("dst")
-@click.option(
+@cli.command(
+    "convert",
+    cls=VerbCommand,
+    examples=(
+        "ema-ckpt convert RUN all.safetensors",
+        "ema-ckpt convert RUN all.pt --strict",
+        "ema-ckpt convert RUN on-8 --to dcp --world-size 8",
+    ),
+)
+@path_argument("src")
+@path_argument("dst")
+@choice_option(
     "--to",
-    metavar="dcp|safetensors|pt",
+    "dcp|safetensors|pt",
     help="Format to write. Default: that of the suffix of DST, or DCP.",
 )
 @click.option(
@@ -146,7 +187,7 @@ def reshard_command(path: str, out: str, **options: Any) -> None:
     metavar="N",
     help="Ranks of a DCP target. Default: those of a source saved by several ranks, else 1.",
 )
-@click.option("--tree", multiple=True, metavar="T", help="Only this tree. Repeatable.")
+@tree_option(multiple=True, help="Only this tree. Repeatable.")
 @click.option(
     "--max-shard-size",
     default="5GB",
@@ -163,13 +204,19 @@ def convert_command(src: str, dst: str, **options: Any) -> None:
     _run_writer(convert, src, dst, **options)
 
 
-@cli.command("diff", cls=Command)
-@click.argument("path")
-@click.argument("other", required=False)
-@click.option(
-    "--tree", metavar="A", help="Tree to compare. Default: the only EMA, or the only live tree."
+@cli.command(
+    "diff",
+    cls=VerbCommand,
+    examples=(
+        "ema-ckpt diff RUN",
+        "ema-ckpt diff RUN OTHER --tree ema --exit-code",
+        "ema-ckpt diff RUN --top 3 --html report.html",
+    ),
 )
-@click.option(
+@path_argument("path")
+@path_argument("other", required=False)
+@tree_option(metavar="A", help="Tree to compare. Default: the only EMA, or the only live tree.")
+@tree_option(
     "--against", metavar="B", help="Tree to compare it with. Default: its live tree, by name."
 )
 @click.option(
@@ -184,7 +231,7 @@ def convert_command(src: str, dst: str, **options: Any) -> None:
 )
 @click.option("--atol", type=float, default=0.0, metavar="Y", help="See --rtol. Default: 0.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
-@click.option("--html", metavar="FILE", help="Also write a self-contained page.")
+@click.option("--html", type=click.Path(), metavar="FILE", help="Also write a self-contained page.")
 @click.option("--threads", type=int, metavar="N", help=_THREADS)
 @click.option("--max-memory", metavar="SIZE", help="Bytes of buffers in flight. Default: 16MiB.")
 @general
@@ -204,8 +251,16 @@ def diff_command(path: str, other: str | None, top: int, exit_code: bool, **opti
     return int(exit_code and result.differs)
 
 
-@cli.command("verify", cls=Command)
-@click.argument("path")
+@cli.command(
+    "verify",
+    cls=VerbCommand,
+    examples=(
+        "ema-ckpt verify RUN",
+        "ema-ckpt verify RUN --values",
+        "ema-ckpt verify ema.safetensors --against RUN",
+    ),
+)
+@path_argument("path")
 @click.option(
     "--values",
     is_flag=True,
@@ -213,6 +268,7 @@ def diff_command(path: str, other: str | None, top: int, exit_code: bool, **opti
 )
 @click.option(
     "--against",
+    type=click.Path(),
     metavar="SRC",
     help="The checkpoint this one was made from: compare every tensor's digest.",
 )
@@ -241,9 +297,16 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise click.BadParameter(message) from None
 
 
-@cli.command("synthesize", cls=Command)
-@click.argument("snapshots", nargs=-1, required=True)
-@click.argument("out")
+@cli.command(
+    "synthesize",
+    cls=VerbCommand,
+    examples=(
+        "ema-ckpt synthesize STEP_1 STEP_2 mean.safetensors --weights 0.5,0.5",
+        "ema-ckpt synthesize STEP_1 STEP_2 wide.safetensors --sigma-rel 0.15",
+    ),
+)
+@path_argument("snapshots", nargs=-1, required=True)
+@path_argument("out")
 @click.option("--sigma-rel", type=float, metavar="S", help="Relative width of the average to make.")
 @click.option(
     "--weights", type=_numbers, metavar="W1,W2,…", help="One for each snapshot, used as they are."
@@ -257,12 +320,10 @@ def _numbers(text: str) -> tuple[float, ...]:
 @click.option(
     "--steps", type=_numbers, metavar="N1,…", help="Steps of the snapshots, if they record none."
 )
-@click.option(
-    "--tree", multiple=True, metavar="T", help="Tree of each snapshot. Default: its only EMA."
-)
-@click.option(
+@tree_option(multiple=True, help="Tree of each snapshot. Default: its only EMA.")
+@choice_option(
     "--to",
-    metavar="dcp|safetensors|pt",
+    "dcp|safetensors|pt",
     help="Format to write. Default: that of the suffix of OUT, or safetensors.",
 )
 @click.option(
@@ -285,6 +346,41 @@ def synthesize_command(snapshots: tuple[str, ...], out: str, **options: Any) -> 
     _run_writer(synthesize, snapshots, out, **options)
 
 
+def _complete_verb(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in cli.commands if name.startswith(incomplete)]
+
+
+@cli.command("help", cls=VerbCommand, examples=("ema-ckpt help consolidate",))
+@click.argument("verb", required=False, shell_complete=_complete_verb)
+@click.pass_context
+def help_command(context: click.Context, verb: str | None) -> None:
+    """Show the help of a command, or of all."""
+    group = context.find_root()
+    if verb is None:
+        click.echo(group.get_help())
+        return
+    command = cli.get_command(group, verb)
+    if command is not None:
+        click.echo(command.get_help(command.context_class(command, group, verb)))
+
+
+@cli.command(
+    "completion",
+    cls=VerbCommand,
+    examples=(
+        "source <(ema-ckpt completion bash)                                # in ~/.bashrc",
+        "source <(ema-ckpt completion zsh)                                 # in ~/.zshrc",
+        "ema-ckpt completion fish > ~/.config/fish/completions/ema-ckpt.fish",
+    ),
+)
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion_command(shell: str) -> None:
+    """Print the script that completes commands, options, paths and names of trees in a shell."""
+    from ema_ckpt.cli.completion import script
+
+    click.echo(script(cli, shell))
+
+
 class _StderrHandler(logging.Handler):
     """Print each record of the library's logger as one line."""
 
@@ -300,6 +396,10 @@ def run(argv: list[str]) -> int:
     Raises:
         UsageError: `usage` for a command line that click rejects.
     """
+    if COMPLETION_VARIABLE in os.environ:
+        from ema_ckpt.cli.completion import answer
+
+        return answer(cli)
     logger, handler = logging.getLogger("ema_ckpt"), _StderrHandler()
     if not {"-q", "--quiet"} & set(argv):
         logger.addHandler(handler)
@@ -312,9 +412,7 @@ def run(argv: list[str]) -> int:
         print(error.format_message(), file=sys.stderr)
         return 2
     except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        hint = f"; try `{context.command_path} --help`" if context is not None else ""
-        raise UsageError("usage", f"{error.format_message().rstrip('.')}{hint}") from None
+        raise UsageError("usage", explain_usage(error)) from None
     finally:
         logger.removeHandler(handler)
     return result if isinstance(result, int) else 0

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+COMPLETION_VARIABLE = "_EMA_CKPT_COMPLETE"
+"""Set by a shell's script when it asks for words, to `bash_complete` and the like."""
 
 _LIST_OPTIONS = ("--match", "--exclude", "--rename", "--keep-dtype")
 _OPTIONAL_VALUE = ("--fill",)
@@ -63,6 +69,39 @@ def _decorate(function: Callable[..., Any], options: Sequence[Decorator]) -> Cal
     return function
 
 
+def complete_words(words: str) -> Callable[..., list[str]]:
+    """Return what completes an option whose values are those words."""
+
+    def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+        return [word for word in words.split("|") if word.startswith(incomplete)]
+
+    return complete
+
+
+def complete_tree(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete the name of a tree from the metadata of the checkpoint that was named."""
+    from ema_ckpt.cli.completion import matching_trees
+
+    return matching_trees(ctx, param, incomplete)
+
+
+def path_argument(name: str, **settings: Any) -> Decorator:
+    """Return an argument that a shell completes as a path."""
+    return click.argument(name, type=click.Path(), **settings)
+
+
+def choice_option(flag: str, words: str, **settings: Any) -> Decorator:
+    """Return an option of few values, which are checked where the library checks them."""
+    return click.option(flag, metavar=words, shell_complete=complete_words(words), **settings)
+
+
+def tree_option(flag: str = "--tree", metavar: str = "T", **settings: Any) -> Decorator:
+    """Return an option that names a tree."""
+    return click.option(flag, metavar=metavar, shell_complete=complete_tree, **settings)
+
+
 def general(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of every command."""
     option = click.option
@@ -87,7 +126,7 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
     threads = "Maximum number of workers. Default: usable CPUs, at most 8."
     dtype, dtypes = "Cast floating-point weights. Default: keep.", "keep|fp32|bf16|fp16"
     resume = "Keep the partial result if this run fails, and continue one that is there."
-    options = [
+    options: list[Decorator] = [
         option("--match", multiple=True, metavar="GLOB", help=match),
         option("--exclude", multiple=True, metavar="GLOB", help="Skip matching names. Repeatable."),
         option(
@@ -96,7 +135,7 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="OLD=NEW",
             help="Replace a prefix of names. Repeatable.",
         ),
-        option("--dtype", default="keep", metavar=dtypes, help=dtype),
+        choice_option("--dtype", dtypes, default="keep", help=dtype),
         option(
             "--keep-dtype",
             multiple=True,
