@@ -23,8 +23,8 @@ ERRORS = {
     "StateError",
 }
 TRAINING = {
-    "HalfLife", "OffloadedOptimizer", "PowerFunction", "RestoreReport", "ShardedEMA", "Warmup",
-    "latest", "master_weights", "offload_optimizer", "restore", "rng_state", "save",
+    "HalfLife", "HalfLifeFraction", "OffloadedOptimizer", "PowerFunction", "RestoreReport", "ShardedEMA",
+    "Warmup", "Window", "latest", "master_weights", "offload_optimizer", "restore", "rng_state", "save",
 }  # fmt: skip
 PUBLIC = VERBS | ERRORS | TRAINING | {"Checkpoint", "__version__", "open"}
 
