@@ -61,7 +61,8 @@ def checksum_all(
 ) -> Iterator[tuple[StoredRecord, int | SourceError]]:
     """Read every record once; yield records with their CRC-32, or with an error of reading them.
 
-    Small records of archives whose checksum matches are not yielded.
+    Small records of archives whose checksum matches are not yielded. `on_progress` is called with
+    bytes of payload.
     """
     work = _ChecksumPass(source)
     executor.run(work, [work.jobs(records)], workers, on_progress)
@@ -117,7 +118,7 @@ class _ChecksumPass:
                     continue
                 if record.is_payload or nbytes < record.nbytes or crc != record.crc:
                     self.results.append(_Result(number, record, (start, nbytes, crc)))
-            return job.nbytes
+            return sum(part.stop - part.start for part in job.ranges if part.record.is_payload)
 
         return read
 

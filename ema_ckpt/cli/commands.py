@@ -51,9 +51,10 @@ def _run_writer(
     verb: Callable[..., WriteResult], *paths: str | tuple[str, ...], **options: Any
 ) -> None:
     from ema_ckpt.cli import output
+    from ema_ckpt.cli.progress import progress
 
     style = _style(options)
-    with output.progress(style) as on_progress:
+    with progress(style.talks, "writing") as on_progress:
         result = verb(*paths, progress=on_progress, **options)
     output.print_written(result, style)
 
@@ -238,10 +239,11 @@ def convert_command(src: str, dst: str, **options: Any) -> None:
 def diff_command(path: str, other: str | None, top: int, exit_code: bool, **options: Any) -> int:
     """Compare an EMA with its live weights, or two checkpoints, tensor by tensor."""
     from ema_ckpt.cli import output
+    from ema_ckpt.cli.progress import progress
     from ema_ckpt.ops.diff import diff
 
     style = _style(options)
-    with output.progress(style, "comparing") as on_progress:
+    with progress(style.talks, "comparing") as on_progress:
         result = diff(path, other, progress=on_progress, **options)
     output.print_result(result, style, result.warnings)
     if style.talks:
@@ -279,10 +281,11 @@ def verify_command(path: str, **options: Any) -> int:
     damaged.
     """
     from ema_ckpt.cli import output
+    from ema_ckpt.cli.progress import progress
     from ema_ckpt.ops.verify import verify
 
     style = _style(options)
-    with output.progress(style, "checking") as on_progress:
+    with progress(style.talks, "checking") as on_progress:
         result = verify(path, progress=on_progress, **options)
     output.print_verified(result, style)
     return _VERIFY_EXIT_CODES[result.status]
@@ -386,7 +389,9 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         from ema_ckpt.cli.output import clean
+        from ema_ckpt.cli.progress import clear_line
 
+        clear_line()
         print(clean(record.getMessage()), file=sys.stderr)
 
 

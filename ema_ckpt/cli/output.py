@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as jsonlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ema_ckpt.core.text import counted, format_size
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.results.verify import VerifyResult
     from ema_ckpt.ops.results.write import WriteResult
 
-_REDRAW_SECONDS = 0.1
 _UNLIMITED_COLUMNS = 100_000
 
 
@@ -115,28 +112,3 @@ def print_verified(result: VerifyResult, style: Style) -> None:
     if result.unchecked_bytes:
         checked += f", {format_size(result.unchecked_bytes)} carry none"
     print(f"{result.status}: {checked}")
-
-
-@contextlib.contextmanager
-def progress(style: Style, task: str = "writing") -> Iterator[Callable[[int], None] | None]:
-    """Yield a callback that shows finished bytes on a terminal; None without a terminal."""
-    if not style.talks or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import FileSizeColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), FileSizeColumn(), TransferSpeedColumn())
-    # No thread redraws: a process that has one cannot be forked safely.
-    console = terminal(stderr=True)
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task_id = bar.add_task(task, total=None)
-        drawn = 0.0
-
-        def advance(nbytes: int) -> None:
-            nonlocal drawn
-            bar.advance(task_id, nbytes)
-            if time.monotonic() - drawn >= _REDRAW_SECONDS:
-                drawn = time.monotonic()
-                bar.refresh()
-
-        yield advance

@@ -56,7 +56,8 @@ def diff(
         html: a file to write a self-contained page to.
         threads: maximum number of workers; by default the usable processors, at most 8.
         max_memory: bytes of buffers in flight.
-        progress: called with the bytes read of both sides since the last call.
+        progress: called with the bytes read of both sides since the last call. If it has a method
+            `expect`, that is called first, with the bytes to come.
 
     Raises:
         EmaCkptError: `ambiguous-tree unknown-tree usage`, `target-is-source` for a page in the
@@ -80,6 +81,7 @@ def diff(
         check_sources(b.catalog, (y for _, _, y in pairing.pairs))
         unknown_objects(b.catalog)
         comparison = _Comparison(a, b, pairing, (rtol, atol), block_nbytes)
+        executor.expect(progress, nbytes)
         executor.run(comparison, [comparison.jobs()], pool, progress)
         is_pair = other is None or against is not None
         result = _result(ComparedTrees(a, b, pairing, comparison.statistics(), is_pair))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import astuple
+from math import prod
 from typing import NamedTuple
 
 from ema_ckpt.analysis.audit import Audit, audit_checkpoint
@@ -58,7 +59,8 @@ def verify(
         against: the checkpoint that this one was made from; each tensor's digest must be equal
             there.
         threads: maximum number of workers; by default the usable processors, at most 8.
-        progress: called with the bytes read since the last call.
+        progress: called with the bytes read since the last call. If it has a method `expect`, that
+            is called first, with the bytes to come.
 
     Raises:
         EmaCkptError: if at `path` there is nothing, no checkpoint, one of a kind that is not
@@ -70,14 +72,16 @@ def verify(
     report = _Report(os.fspath(path))
     for catalog, is_whole in report.open():
         try:
+            passes = 1 + values + (against is not None and is_whole)
+            executor.expect(progress, passes * payload_nbytes(catalog))
             audit = audit_checkpoint(catalog, workers, progress)
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
             report.warnings += stale_files(catalog)
             report.warnings += averages(catalog)
             if values:
-                scan_values(audit, workers)
+                scan_values(audit, workers, progress)
             if against is not None and is_whole:
-                compare_with(audit, against, Workers(workers))
+                compare_with(audit, against, Workers(workers), progress)
             report.add(audit)
         finally:
             catalog.source.close()
@@ -167,6 +171,20 @@ class _Report:
         )
 
 
+def payload_nbytes(catalog: Catalog) -> int:
+    """Return the bytes of payload, those that several names share once."""
+    sizes: dict[object, int] = {}
+    for tensor in catalog.tensors:
+        for chunk in tensor.chunks:
+            place = tensor.storage or (chunk.file, chunk.offset)
+            nbytes = prod(chunk.sizes) * tensor.dtype.itemsize
+            sizes[place] = max(nbytes, sizes.get(place, 0))
+    for item in catalog.objects:
+        if not item.is_inline:
+            sizes[item.file, item.offset] = item.nbytes
+    return sum(sizes.values())
+
+
 def averages(catalog: Catalog) -> Iterator[Diagnostic]:
     """Warn of averages that never moved or do not fit their model, as far as they can be read."""
     with suppress(EmaCkptError):  # the audit reports it
@@ -198,10 +216,10 @@ def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:
 # Values.
 
 
-def scan_values(audit: Audit, threads: int) -> None:
+def scan_values(audit: Audit, threads: int, progress: Callable[[int], None] | None = None) -> None:
     """Scan all tensors that can be read; report NaN and infinities, warn of zeros and extremes."""
     scan = _ValueScan(audit)
-    executor.run(scan, [scan.jobs()], Workers(threads))
+    executor.run(scan, [scan.jobs()], Workers(threads), progress)
     for tensor in audit.catalog.tensors:
         counts = scan.counts.get(tensor.name)
         if counts is None:

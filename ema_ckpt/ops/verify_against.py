@@ -32,15 +32,22 @@ from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees
 _BLOCK_NBYTES = 512 << 10
 
 
-def compare_with(audit: Audit, source: str | os.PathLike[str], workers: Workers) -> None:
+def compare_with(
+    audit: Audit,
+    source: str | os.PathLike[str],
+    workers: Workers,
+    progress: Callable[[int], None] | None = None,
+) -> None:
     """Report every tensor that `source` does not have, bit for bit or after its cast.
+
+    `progress` is called with the bytes of `source` that are done.
 
     Raises:
         EmaCkptError: if `source` cannot be read.
     """
     origin = open_catalog(source)
     try:
-        _Comparison(audit, with_dropped(origin), workers).run()
+        _Comparison(audit, with_dropped(origin), workers).run(progress)
     finally:
         origin.source.close()
 
@@ -78,11 +85,16 @@ class _OriginDigests:
         self.origin = origin
         self.results: dict[tuple[str, str], tuple[int | None, Sequence[Any] | None]] = {}
 
-    def compute(self, jobs: Sequence[_Digest], workers: Workers) -> None:
+    def compute(
+        self,
+        jobs: Sequence[_Digest],
+        workers: Workers,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
         """Compute those digests that are not known yet."""
         new = {job.key: job for job in jobs if job.key not in self.results}
         if new:
-            executor.run(self, [new.values()], workers)
+            executor.run(self, [new.values()], workers, progress)
 
     def start_worker(self) -> Callable[[_Digest], int]:
         reader = BoxReader(_BLOCK_NBYTES)
@@ -133,7 +145,7 @@ class _Comparison:
         self.workers = workers
         self.origin_digests = _OriginDigests(origin)
 
-    def run(self) -> None:
+    def run(self, progress: Callable[[int], None] | None) -> None:
         """Try each naming until one matches every tensor; else report by the best."""
         tried: list[tuple[int, _Naming, list[str], list[str]]] = []
         for naming in self.namings():
@@ -142,7 +154,7 @@ class _Comparison:
                 other = naming.counterpart(name)
                 if other is not None and other.shape == tensor.shape:
                     jobs.append(_Digest(other, tensor.dtype))
-            self.origin_digests.compute(jobs, self.workers)
+            self.origin_digests.compute(jobs, self.workers, progress)
             missing, differing = [], []
             for name in self.tensors:
                 if naming.counterpart(name) is None:

@@ -79,6 +79,13 @@ def dump_json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
+def expect(on_progress: OnBytes | None, nbytes: int) -> None:
+    """Tell who shows progress how many bytes are to come, if `on_progress` has such a method."""
+    tell = getattr(on_progress, "expect", None)
+    if tell is not None:
+        tell(nbytes)
+
+
 def run(
     work: Work[JobT],
     streams: Iterable[Iterable[JobT]],

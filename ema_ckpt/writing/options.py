@@ -30,7 +30,8 @@ class WriterArgs(TypedDict, total=False):
         strict: fail if anything would be left out.
         expand_ties: write tied weights under every name.
         keep_prefixes: keep wrapper prefixes of names.
-        progress: called with the bytes finished since the last call.
+        progress: called with the bytes finished since the last call. If it has a method `expect`,
+            that is called first, with the bytes to come.
     """
 
     match: Sequence[str]

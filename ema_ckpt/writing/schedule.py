@@ -6,7 +6,7 @@ are cut into segments that any worker may take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -21,6 +21,7 @@ from ema_ckpt.reading.overlaps import RowBlocks
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.storage.files import is_url
+from ema_ckpt.writing.journal import Range
 from ema_ckpt.writing.options import WriteOptions
 
 # What is copied at once stays in the second-level cache between read, checksum and write: it takes
@@ -166,6 +167,11 @@ class Schedule:
             # children.
             import_all((item.output.source.dtype, item.output.dtype) for item in self.items)
         return Workers.fit(threads, nbytes, self._options.budget(self.is_remote), _CHILD_NBYTES)
+
+    def nbytes(self, ranks: int, finished: Iterable[Range]) -> int:
+        """Return the bytes that one of so many ranks will write, if those ranges are there."""
+        total = sum(item.nbytes for item in self.items)
+        return max(total - sum(nbytes for _, _, nbytes in finished), 0) // ranks
 
     def streams(self, rank: int = 0, ranks: int = 1) -> Iterator[Iterator[WriteJob]]:
         """Cut the plan into jobs, one stream for each file; of several ranks each has its share."""

@@ -138,7 +138,7 @@ def test_a_terminal_shows_progress_of_children_all_the_same(source: Path) -> Non
     near, far = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     options = {"stdout": subprocess.DEVNULL, "stderr": far, "env": environment}
-    with start(programs.diff, source, "--threads", 2, **options) as process:
+    with start(programs.slow_diff, source, "--threads", 2, **options) as process:
         os.close(far)
         shown = b""
         while True:
