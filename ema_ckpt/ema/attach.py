@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import FrameType, MethodType
 from typing import Any
@@ -94,6 +94,32 @@ class Attachment:
         """Remove the hooks."""
         for undo in self._undo:
             undo()
+
+    def unfinished_round(self) -> dict[str, Any] | None:
+        """Return which of several optimizers have stepped since the last update, by their place.
+
+        A resumed run goes on from there, so that its updates fall at the same steps.
+        """
+        if len(self._followed) < 2:
+            return None
+        places = {one: place for place, one in enumerate(self._followed)}
+        return {
+            "optimizers": len(self._followed),
+            "waiting": sorted(places[one] for one in self._waiting),
+            "skipped": sorted(places[one] for one in self._skipped),
+            "steps": [self._steps[one] for one in self._followed],
+            "last": None if self._last is None else places[self._last],
+        }
+
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Continue a saved `unfinished_round`, or begin a new one if there is none that fits."""
+        self._begin()
+        if saved is None or saved["optimizers"] != len(self._followed):
+            return
+        self._waiting = {self._followed[place] for place in saved["waiting"]}
+        self._skipped = {self._followed[place] for place in saved["skipped"]}
+        self._steps.update(dict(zip(self._followed, saved["steps"], strict=True)))
+        self._last = None if saved["last"] is None else self._followed[saved["last"]]
 
     def stalled(self) -> str | None:
         """Describe steps that were taken without a single update; None if there are none."""
@@ -205,7 +231,8 @@ def _follow(optimizers: Sequence[Any], averaged: set[int] | None) -> list[_Follo
         members = with_inner(root, [other for other in roots if other is not root])
         if len(members) == 1 and not is_optimizer(root):
             kind = type(root).__name__
-            raise UsageError("usage", f"attach wants optimizers; found {kind}")
+            message = f"attach wants optimizers; found {kind}: give those that step the model"
+            raise UsageError("usage", message)
         own = {id(tensor) for tensor in parameters_of(root)}
         own = own if averaged is None else own & averaged
         if own:

@@ -22,7 +22,7 @@ from ema_ckpt.ema.engines.offload import OffloadStep
 from ema_ckpt.ema.model.change_detector import ChangeDetector
 from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model
-from ema_ckpt.ema.model.shards import ModelShards, Shadow
+from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.plain_mode import PlainMode
 from ema_ckpt.ema.schedules import Constant, Schedule, as_schedule
 from ema_ckpt.ema.settings import Settings, Source, UpdateCounter, as_patterns
@@ -101,6 +101,7 @@ class ShardedEMA:
         self._events_reported = 0
         self._recording = Recording()
         self.attachment: Attachment | None = None
+        self._saved_round: dict[str, Any] | None = None  # loaded, for optimizers attached later
         self._warned_of_two = False
         with PlainMode():
             self._set_averages(make_averages(scan_model(model), self.settings))
@@ -193,12 +194,13 @@ class ShardedEMA:
             lambda: refuse_inside(self.model, "a step of the attached optimizer"),
             lambda: self._update(samples() if callable(samples) else samples),
         )
+        self.attachment.resume(self._saved_round)
 
     def detach(self) -> None:
         """Undo `attach`."""
         if self.attachment is not None:
             self.attachment.remove()
-            self.attachment = None
+            self.attachment = self._saved_round = None
 
     def reset(self) -> None:
         """Start again: with the live parameters, or those of `source`, and the counter at 0."""
@@ -209,6 +211,7 @@ class ShardedEMA:
             for shadow, tracked in zip(self.averages.shadows, self.averages.tracked, strict=True):
                 seed(shadow, tracked, self.settings.source)
             self.counter.reset()
+        self._saved_round = None
 
     def rebind(self, model: nn.Module) -> None:
         """Continue with another module of the same parameters: a late wrapper, or a replacement.
@@ -262,25 +265,43 @@ class ShardedEMA:
         with PlainMode():
             self.synchronise()
             state.load(state_dict, self.averages, self.counter)
+        self._saved_round = state.parse_config(state_dict.get("config")).get("attached")
+        if self.attachment is not None:
+            self.attachment.resume(self._saved_round)
 
     def full_state_dict(
         self, complete: bool = True, timeout: float = 300
     ) -> dict[str, torch.Tensor]:
         """Return whole tensors on rank 0 (`{}` elsewhere), `complete` with the rest of the model.
 
-        Collective.
+        Collective. Where ranks have other layers, as the stages of a pipeline do, it is the union
+        in the order of ranks.
+
+        Raises:
+            StateError: `name-collision`: a name has other shapes or values on ranks that are no
+                replicas.
         """
-        from ema_ckpt.ema.checkpoint.gather import gather_full
+        from ema_ckpt.ema.checkpoint.gather import FullState, gather_full
 
         call = "full_state_dict"
 
-        def read() -> tuple[tuple[Shadow, ...], dict[str, Any], dict[str, Any]]:
+        def read() -> FullState:
             refuse_inside(self.model, f"{call}()")
             model_shards = scan_model(self.model) if complete else None
             weights = state_of(self, model_shards)["weights"]
-            live = live_tree(model_shards) if model_shards else {}
             swap.warn_of_stalled(self, f"{call}()", 5)
-            return self.averages.shadows, weights, live
+            averaged = {
+                name: weights[shadow.shard.fqn]
+                for shadow in self.averages.shadows
+                for name in shadow.shard.names
+                if shadow.shard.fqn in weights
+            }
+            if model_shards is None:
+                only = {name: value for name, value in averaged.items() if name in weights}
+                return FullState(only, self.averages.tracked)
+            live = live_tree(model_shards)
+            values = {name: averaged.get(name, value) for name, value in live.items()}
+            return FullState(values, model_shards.parameters)
 
         with PlainMode():
             return gather_full(call, read, timeout)
@@ -395,6 +416,29 @@ class ShardedEMA:
         )
 
 
+def managers_by_label(
+    ema: ShardedEMA | Mapping[str, ShardedEMA | None] | None, call: str
+) -> dict[str, ShardedEMA]:
+    """Return one manager as `ema`, or those by name as `ema.<name>`; without those that are None.
+
+    Raises:
+        UsageError: something among them is no manager.
+    """
+    labelled: dict[str, Any] = {"ema": ema}
+    if isinstance(ema, Mapping):
+        labelled = {f"ema.{name}": manager for name, manager in ema.items()}
+    labelled = {label: found for label, found in labelled.items() if found is not None}
+    for found in labelled.values():
+        if not isinstance(found, ShardedEMA):
+            kind = type(found).__name__ + (" in a dict" if isinstance(ema, Mapping) else "")
+            raise UsageError(
+                "usage",
+                f"{call}: ema is a ShardedEMA, or several by name; found {kind}: give the manager"
+                " itself, not its state_dict() or a model",
+            )
+    return labelled
+
+
 def state_of(
     ema: ShardedEMA,
     model_shards: ModelShards | None = None,
@@ -412,4 +456,5 @@ def state_of(
             model_shards = model_shards or scan_model(ema.model)
             buffers = current_buffers(ema.averages, model_shards)
             ema.averages = replace(ema.averages, live_buffers=buffers)
-        return state.tree(ema.averages, ema.counter, ema.settings, as_tensor)
+        attached = None if ema.attachment is None else ema.attachment.unfinished_round()
+        return state.tree(ema.averages, ema.counter, ema.settings, as_tensor, attached)

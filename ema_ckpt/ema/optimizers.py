@@ -37,7 +37,10 @@ def as_list(optimizers: Any, call: str) -> list[Any]:
     odd = [optimizers] if listed is None else [one for one in listed if not _is_known(one)]
     if odd:
         kind = type(odd[0]).__name__
-        message = f"{call}: optimizer is an optimizer, or several of them; found {kind}"
+        message = (
+            f"{call}: optimizer is an optimizer, or several of them; found {kind}: give the"
+            " optimizer itself, not its state_dict() or a model"
+        )
         raise UsageError("usage", message)
     return listed or []
 

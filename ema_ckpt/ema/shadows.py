@@ -15,7 +15,8 @@ from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of
 from ema_ckpt.ema.model.placement import replica_part
-from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, Shadow, TrackedShard
+from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, Shadow, Shard, TrackedShard
+from ema_ckpt.ema.model.tensor_kinds import refuse_unreadable
 from ema_ckpt.ema.optimizer_offload.pinned import pinned_zeros
 from ema_ckpt.ema.settings import Settings, Source
 
@@ -44,9 +45,12 @@ def make_averages(model_shards: ModelShards, settings: Settings) -> Averages:
     Raises:
         UsageError: a glob matches nothing, no parameter remains, or replicas are to be split and
             none are declared.
-        StateError: all parameters are empty, as another framework's placeholders are.
+        StateError: all parameters are empty, as another framework's placeholders are; one to be
+            averaged is a subclass that keeps its values in other tensors, a sparse one, and so on.
     """
     tracked, live_buffers = _select(model_shards, settings)
+    for t in tracked:
+        refuse_unreadable(t.shard.fqn, t.shard.local)
     if settings.shard_replicas and not any(t.shard.replica for t in tracked):
         raise UsageError(
             "usage",
@@ -231,6 +235,7 @@ def value_of(tracked: TrackedShard, source: Source | None) -> Tensor:
 
 def _local_value(value: Tensor, tracked: TrackedShard) -> Tensor:
     shard = tracked.shard
+    _refuse_foreign_value(value, shard)
     local = value.to_local() if hasattr(value, "to_local") else value
     local, flat = local.detach(), ""
     if tracked.flat_range is not None:
@@ -249,6 +254,19 @@ def _local_value(value: Tensor, tracked: TrackedShard) -> Tensor:
             " the parameter",
         )
     return local.reshape(shard.local.shape)
+
+
+def _refuse_foreign_value(value: object, shard: Shard) -> None:
+    """Refuse what a source gave in place of a tensor beside the parameter."""
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        raise StateError("usage", f"source gives {shard.fqn!r} a {kind}: return a tensor, or None")
+    if value.device != shard.local.device:
+        raise StateError(
+            "usage",
+            f"source gives {shard.fqn!r} a tensor on {value.device}, and its parameter is on"
+            f" {shard.local.device}: return it .to(param.device)",
+        )
 
 
 def seed(shadow: Shadow, tracked: TrackedShard, source: Source | None) -> None:

@@ -28,8 +28,9 @@ def holds_averages(model: nn.Module) -> bool:
     """Return whether tensors of a model hold averages, whatever a forward has gathered."""
     if not _swapped:
         return False
-    ids = {id(module._parameters) for module in model.modules()}
-    return not _swapped.isdisjoint(ids | _ids(scan_model(model).tensors))
+    scanned = scan_model(model)
+    ids = {id(module._parameters) for _, module in scanned.modules}
+    return not _swapped.isdisjoint(ids | _ids(scanned.tensors))
 
 
 def mark_swapped(tracked_shards: Iterable[TrackedShard]) -> frozenset[int]:

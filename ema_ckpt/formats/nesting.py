@@ -182,7 +182,7 @@ def nest(leaves: Iterable[tuple[Sequence[str | int], Any]]) -> dict[str | int, A
 
 def _collision(path: Sequence[str | int]) -> TargetError:
     name = ".".join(map(str, path))
-    message = f"two entries meet at {name!r}; rename one with --rename"
+    message = f"two entries meet at {name!r}; rename one (convert --rename)"
     return TargetError("name-collision", message, tensor=name)
 
 

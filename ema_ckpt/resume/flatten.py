@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy
@@ -17,12 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.errors import StateError, UsageError, about
+from ema_ckpt.ema.checkpoint.agreement import checksum
+from ema_ckpt.ema.checkpoint.listing import Path
 from ema_ckpt.ema.checkpoint.local_shards_tensor import LocalShardsTensor, box_views, pieces_of
 from ema_ckpt.ema.model.shards import Shard
+from ema_ckpt.ema.model.tensor_kinds import refuse_unreadable
 from ema_ckpt.formats.nesting import walk
-
-Path = tuple[str | int, ...]
+from ema_ckpt.resume.checkpoint_reader import load_plain
 
 _SMALL_NUMEL = 4096
 
@@ -66,28 +69,27 @@ class Leaf:
         box = whole(self.value.shape)
         return box.numel <= _SMALL_NUMEL and all(part == box for part, _ in self.value.shards)
 
-    def boxes(self) -> list[list[list[int]]]:
-        """Return offsets and sizes of this rank's boxes of a tensor, as JSON has them."""
-        if isinstance(self.value, bytes):
-            return []
-        return [[list(box.offsets), list(box.sizes)] for box, _ in self.value.shards]
-
     def checksums(self) -> list[tuple[tuple[int, ...], int]]:
-        """Return offsets and CRC-32 of each shard of a tensor, or the object's `text_crc`."""
+        """Return offsets and checksum of each shard of a tensor, or the object's `text_crc`."""
         if isinstance(self.value, bytes):
             return [((), self.text_crc)]
-        checksums = []
-        for box, view in self.value.shards:
-            data: Any = view.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            checksums.append((box.offsets, crc32(data)))
-        return checksums
+        return [(box.offsets, checksum(view)) for box, view in self.value.shards]
+
+
+def refuse_unnamed(extra: object, call: str) -> None:
+    """Refuse extra values without names."""
+    if extra is not None and not isinstance(extra, Mapping):
+        kind = type(extra).__name__
+        raise UsageError("usage", f"{call}: extra is a dict of values by name; found {kind}")
 
 
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
     """Flatten a nested state in order: objects are pickled now, tensors keep sharing their memory.
 
     Raises:
-        UsageError: `name-collision` if two paths join to one dotted name.
+        UsageError: `name-collision` if two paths join to one dotted name; `unsupported` if an
+            object is one that `restore` would not unpickle.
+        StateError: `unsupported` if a tensor is one that `restore` could not bring back.
     """
     leaves: dict[str, Leaf] = {}
     for path, value in walk(state, _open_container):
@@ -96,20 +98,66 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
             message = f"two entries of the state are called {name!r}; rename one of them"
             raise UsageError("name-collision", message)
         if isinstance(value, LocalShards | Shard | torch.Tensor):
-            leaves[name] = Leaf(name, path, local_shards(value))
+            leaves[name] = Leaf(name, path, _readable_shards(name, value))
             continue
         if path[0] != "extra":  # the user's own values keep their types
             value = _plain(value)  # noqa: PLW2901
-        stream = io.BytesIO()
-        try:
-            torch.save(value, stream)
-        except Exception as error:
-            message = f"{name!r} of type {type(value).__name__} cannot be pickled: {error}"
-            raise UsageError("usage", message) from error
         text = repr(value) if path[0] == "extra" else ""
         crc = 0 if " at 0x" in text else crc32(text.encode())
-        leaves[name] = Leaf(name, path, stream.getvalue(), crc)
+        leaves[name] = Leaf(name, path, _pickled(name, value), crc)
     return list(leaves.values())
+
+
+def _readable_shards(name: str, value: torch.Tensor | Shard | LocalShards) -> LocalShards:
+    """List this rank's shards of a tensor, or refuse it by name."""
+    for tensor in _local_tensors(value):
+        refuse_unreadable(name, tensor)
+    try:
+        return local_shards(value)
+    except StateError as error:
+        raise about(error, tensor=name) from error
+
+
+def _local_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in which this rank has its elements."""
+    if isinstance(value, LocalShards):
+        return [view for _, view in value.shards]
+    if isinstance(value, Shard):
+        return [value.local]
+    if isinstance(value, LocalShardsTensor):
+        return list(value.views)
+    if hasattr(value, "local_shards"):
+        return [shard.tensor for shard in value.local_shards()]
+    return [getattr(value, "_local_tensor", value)]
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    """Pickle an object, or refuse one that `restore` would not unpickle."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:
+        message = f"{name!r} of type {type(value).__name__} cannot be pickled: {error}"
+        raise UsageError("usage", message) from error
+    data = stream.getvalue()
+    try:
+        if not _is_plain(value):
+            load_plain(data)
+    except Exception as error:
+        raise UsageError(
+            "unsupported",
+            f"{name!r} of type {type(value).__name__} holds more than plain values, so that"
+            " restore() would refuse it: pass its state_dict() or plain values, or list its classes"
+            " in torch.serialization.add_safe_globals()",
+        ) from error
+    return data
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is sure to be unpickled, without trying it."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (int, float, bool, str, bytes, NoneType)
 
 
 def local_shards(tensor: torch.Tensor | Shard | LocalShards) -> LocalShards:
@@ -153,20 +201,21 @@ def _open_container(path: Path, value: Any) -> Iterable[tuple[str | int, Any]] |
 
 
 def _is_leaf(path: Path, value: Mapping[Any, Any]) -> bool:
-    """Whether a dict of the user's would not come back the same from flattened entries.
+    """Whether a dict would not come back the same from flattened entries.
 
     torch turns keys into text and drops empty dicts; `MultiStepLR` keeps its milestones by number.
     """
-    is_extra = path[:1] == ("extra",) or is_extra_state(path)
+    # Below `optimizer.state.<name>` and `optimizer.param_groups.0` values are the optimizer's own.
+    depth = {"extra": 1, "optimizer": 3}.get(str(path[0]) if path else "", len(path))
     has_text_keys = bool(value) and all(isinstance(key, str) for key in value)
-    if len(path) < 2 or not is_extra or has_text_keys:
+    if (len(path) <= depth and not is_extra_state(path)) or has_text_keys:
         return False
-    if _holds_shards(value):
+    if _holds_shards(value, on_device=path[0] == "optimizer"):
         raise UsageError(
-            "usage",
-            f"{'.'.join(map(str, path))!r}: a dict with keys that are no text holds sharded"
-            " tensors, which could not be put back under their keys; an optimizer belongs in"
-            " save(optimizer=…)",
+            "unsupported",
+            f"{'.'.join(map(str, path))!r}: a dict with keys that are no text holds tensors that"
+            " are sharded or on a device, and could not be put back under their keys; an optimizer"
+            " belongs in save(optimizer=…)",
         )
     return True
 
@@ -176,11 +225,13 @@ def is_extra_state(path: Path) -> bool:
     return any(str(part).endswith("_extra_state") for part in path)
 
 
-def _holds_shards(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_shards, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_shards, value))
+def _holds_shards(value: Any, on_device: bool) -> bool:
+    """Whether sharded tensors are in a value, or with `on_device` those outside host memory."""
+    if isinstance(value, Mapping | list | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return any(_holds_shards(one, on_device) for one in inner)
+    if isinstance(value, torch.Tensor) and on_device and value.device.type != "cpu":
+        return True
     return isinstance(value, DTensor | LocalShardsTensor) or hasattr(value, "local_shards")
 
 

@@ -25,6 +25,7 @@ from ema_ckpt.core.box import Box
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.shards import ModelShards, Shard, TrackedShard
+from ema_ckpt.ema.model.tensor_kinds import refuse_unreadable
 from ema_ckpt.ema.optimizer_offload.optimizer import handle_of
 from ema_ckpt.ema.optimizer_offload.state_slabs import local_of
 from ema_ckpt.resume.flatten import LocalShards, local_shards
@@ -62,11 +63,12 @@ class SteppedTensor:
             return False
         return any(prod(tracked.shard.shape) for tracked in self.parameters)
 
-    def part_of(self, value: Any, shard: Shard) -> Any:
+    def part_of(self, name: str, value: Any, shard: Shard) -> Any:
         """Cut a state value for one parameter: sharded as it is if it has its shape, else as is."""
         if not isinstance(value, torch.Tensor):
             return value
         local, numel = local_of(value), shard.local.numel()
+        refuse_unreadable(f"optimizer.state.{shard.fqn}.{name}", local)
         if isinstance(self.tensor, FlatParameter) and local.dim() == 1:
             starts = [
                 t.shard.local.storage_offset() for t in self.parameters if t.shard.local.numel()
@@ -157,7 +159,7 @@ def optimizer_tree(model: ModelShards, optimizers: Sequence[Optimizer]) -> dict[
                     message = f"two optimizers keep state of {fqn!r}: save one of them under extra"
                     raise UsageError("unsupported", message, tensor=fqn)
                 state[fqn] = {
-                    name: one.part_of(value, tracked.shard) for name, value in values.items()
+                    name: one.part_of(name, value, tracked.shard) for name, value in values.items()
                 }
     return {"state": state, "param_groups": groups}
 
@@ -219,10 +221,22 @@ def refuse_hidden_state(optimizer: Optimizer) -> None:
         message = f"state under {shown(hidden)}, which is not in its parameter groups"
     elif getattr(optimizer, "param_groups_master", None):
         message = "master weights in param_groups_master"
+    elif beside := _entries_beside_state(optimizer):
+        message = f"{shown(beside)} in its state_dict() beside the state of its parameters"
     else:
         return
     kind = type(optimizer).__name__
     raise UsageError("unsupported", f"{kind} keeps {message}: save it under extra")
+
+
+def _entries_beside_state(optimizer: Optimizer) -> list[str]:
+    """Return what an optimizer's own `state_dict` has more than torch's."""
+    method = getattr(type(optimizer), "state_dict", None)
+    if method in (None, Optimizer.state_dict) or not isinstance(optimizer, Optimizer):
+        return []
+    keys = optimizer.state_dict().keys()
+    # One without "state" there is a container, whose own state is looked at as such.
+    return sorted(map(str, keys - {"state", "param_groups"})) if "state" in keys else []
 
 
 def merge_group_parameters(groups: Sequence[dict[str, Any]], ranks: Channel) -> None:

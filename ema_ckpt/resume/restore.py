@@ -16,9 +16,11 @@ from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import shown
+from ema_ckpt.ema.manager import managers_by_label
 from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.resume.checkpoint_reader import CheckpointReader
+from ema_ckpt.resume.flatten import refuse_unnamed
 from ema_ckpt.resume.restore_ema import EmaRestorer
 from ema_ckpt.resume.restore_extra import ExtraRestorer
 from ema_ckpt.resume.restore_model import ModelRestorer
@@ -94,14 +96,13 @@ def restore(
         readers = run_on_all_ranks(ranks, _CALL, open_readers)
         check_same_content(readers, ranks)
         context = RestoreContext.scan(model, strict, ranks, _CALL)
-        managers = ema if isinstance(ema, Mapping) else {"": ema}
-        for name, manager in managers.items():
-            if manager is not None:
-                label = f"ema.{name}" if name else "ema"
-                seed = missing_ema == "seed"
-                restorers.append(
-                    EmaRestorer(readers[-1], context, manager, label, ema_path is not None, seed)
-                )
+        run_on_all_ranks(ranks, _CALL, lambda: refuse_unnamed(extra, _CALL))
+        managers = run_on_all_ranks(ranks, _CALL, lambda: managers_by_label(ema, _CALL))
+        for label, manager in managers.items():
+            seed = missing_ema == "seed"
+            restorers.append(
+                EmaRestorer(readers[-1], context, manager, label, ema_path is not None, seed)
+            )
         restorers.append(ModelRestorer(readers[0], context))
         if optimizer is not None:
             keepers = run_on_all_ranks(

@@ -31,6 +31,9 @@ _COMPARED_SETTINGS = (
 )  # fmt: skip
 
 
+_CONTINUED = ("counter", "attached")
+
+
 @dataclass(eq=False)
 class EmaRestorer(PartRestorer):
     """Restores the averages of one manager.
@@ -98,6 +101,9 @@ class EmaRestorer(PartRestorer):
         recorded = read_ema_config(self.reader.catalog, tree)
         samples = read_samples_seen(self.reader.catalog, tree)
         self.counters = {"num_updates": recorded.num_updates, "samples_seen": samples}
+        for name, count in self.counters.items():
+            if count is not None and count < 0:
+                raise self.reader.refusal("unsupported", f"{tree.name}.{name} is {count}")
         # A configuration that is a dict was flattened.
         self.config = nest((key.split("."), value) for key, value in recorded.raw.items())
         if not self.config and "config" in tree.settings:
@@ -107,6 +113,10 @@ class EmaRestorer(PartRestorer):
             saved = self.config.get(key, current.get(key))
             if saved != current.get(key):
                 self.findings.changed_settings[f"{self.label}.{key}"] = (saved, current[key])
+        for name, (saved, now) in self.findings.changed_settings.items():
+            self.findings.notes.append(
+                f"{name} was {saved!r} in the saved run and is {now!r} here, which counts"
+            )
         schedule = self.manager.settings.schedule
         if recorded.num_updates is None and schedule.kind in ("warmup", "power-function"):
             self.findings.notes.append(
@@ -182,7 +192,7 @@ class EmaRestorer(PartRestorer):
         state = {
             **{name: count or 0 for name, count in self.counters.items()},
             # Without the ties of the saved model: names are those of this one by now.
-            "config": {"counter": self.config.get("counter", {})},
+            "config": {key: self.config[key] for key in _CONTINUED if key in self.config},
             "weights": self.state["weights"],
             "residual": {fqn: value for fqn, value in residuals.items() if fqn in restored},
         }

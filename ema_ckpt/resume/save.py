@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import nn
 
@@ -16,18 +15,20 @@ from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import shown
-from ema_ckpt.ema.manager import ShardedEMA, state_of
-from ema_ckpt.ema.model.live_tree import buffer_names, live_shards, unwrapped_names
+from ema_ckpt.ema.checkpoint.agreement import compare_values, find_unproven
+from ema_ckpt.ema.checkpoint.listing import GlobalListing, gather_listing
+from ema_ckpt.ema.manager import ShardedEMA, managers_by_label, state_of
+from ema_ckpt.ema.model.live_tree import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
+from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.ema.swap import warn_of_stalled
 from ema_ckpt.ema.swap_state import refuse_inside
-from ema_ckpt.resume.checkpoint_reader import load_plain
-from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten
+from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten, refuse_unnamed
 from ema_ckpt.resume.optimizer_state import merge_group_parameters, optimizer_tree
-from ema_ckpt.resume.replicas import agree_on_averages, compare_replicas
+from ema_ckpt.resume.replicas import agree_on_averages
 from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save
-from ema_ckpt.resume.save_plan import plan_save
+from ema_ckpt.resume.save_plan import entries_of, plan_save
 from ema_ckpt.resume.save_write import write
 from ema_ckpt.writing.preflight import resolve_target
 
@@ -87,9 +88,8 @@ def save(
         path: the directory to make; its parent is made if it is missing.
         ema: one manager, or several by name, which become `ema.<name>`.
         optimizer: one or several.
-        extra: anything picklable by name; of objects with `state_dict()` that is taken. A warning
-            names what `restore` will refuse: it unpickles plain values, tensors, NumPy's arrays and
-            scalars, paths and times.
+        extra: by name, what `restore` unpickles: plain values, tensors, NumPy's arrays and scalars,
+            paths and times; of objects with `state_dict()` that is taken.
         async_save: return once every byte to be written is staged on the host, with a future of the
             path. A second save waits for the first, and so does the end of the process.
         overwrite: replace a checkpoint at `path`; the old one stays until the new one is complete.
@@ -105,32 +105,23 @@ def save(
         TargetError: `target-exists` and others of the target.
         StateError: inside `swap()`; the ranks' pieces of some tensor do not make it whole; they
             disagree on the number of updates; or they hold different values under one name, and are
-            no replicas of each other.
+            no replicas of each other. `unsupported`: a tensor that `restore` could not bring back:
+            a quantised or sparse one, a subclass, or a DTensor with a placement of another package.
+        UsageError: `unsupported`: an object that `restore` would refuse, or an optimizer that hides
+            its state.
     """
     meet(_CALL, timeout)
     wait_for_background_save()
     ranks = open_channel("save")
     target = _agree_on_target(path, ranks)
-    state, own, unwrapped = run_on_all_ranks(
-        ranks, _CALL, lambda: _collect_state(model, ema, optimizer, extra)
-    )
-    agree_on_averages(ema, ranks, _CALL)
+    collected = run_on_all_ranks(ranks, _CALL, lambda: _collect_state(model, ema, optimizer, extra))
+    state = collected.state
+    agree_on_averages(managers_by_label(ema, _CALL), ranks, _CALL)
     merge_group_parameters(state.get("optimizer", {}).get("param_groups", []), ranks)
     leaves = run_on_all_ranks(ranks, _CALL, lambda: flatten(state))
-    own = own.union(leaf.name for leaf in leaves if leaf.path[0] == "extra")
-    if not ranks.rank:
-        _warn_of_unsafe_extra(leaves)
-    if ranks.size > 1:
-        small = {leaf.name for leaf in leaves if leaf.path[0] == "optimizer" and leaf.is_small()}
-        compared = own | small | unwrapped
-        compare_replicas(
-            [leaf for leaf in leaves if check_replicas or leaf.name in compared],
-            unwrapped,
-            {leaf.name: leaf.boxes() for leaf in leaves if leaf.path[0] == "model"},
-            ranks,
-            _CALL,
-        )
-    plan = plan_save(leaves, ranks, _CALL)
+    listing = gather_listing(entries_of(leaves), ranks, _CALL)
+    _compare_replicas(collected, leaves, listing, ranks, every=check_replicas)
+    plan = plan_save(leaves, listing, ranks, _CALL)
     if not async_save:
         return write(target, plan, ranks, _CALL, overwrite=overwrite)
     plan = run_on_all_ranks(ranks, _CALL, plan.on_host)
@@ -157,16 +148,25 @@ def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path:
     return target
 
 
+class _Collected(NamedTuple):
+    """The state of a save, and the prefixes under which it has the model's names."""
+
+    state: dict[str, Any]
+    weights: Sequence[str]
+    shards: ModelShards
+
+    def full_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Return names of the model as the trees of live weights and averages have them."""
+        listed = list(names)
+        return frozenset(f"{tree}.{name}" for tree in self.weights for name in listed)
+
+
 def _collect_state(
     model: nn.Module,
     ema: ShardedEMA | Mapping[str, ShardedEMA] | None,
     optimizer: Optimizers | None,
-    extra: Mapping[str, Any] | None,
-) -> tuple[dict[str, Any], frozenset[str], frozenset[str]]:
-    """Return the state, and in it the names of buffers, and of parameters without a wrapper.
-
-    In both the ranks may differ.
-    """
+    extra: Any,
+) -> _Collected:
     refuse_inside(model, "save()")
     shards = scan_model(model)
     state: dict[str, Any] = {"model": live_shards(shards)}
@@ -177,37 +177,43 @@ def _collect_state(
         scan = shards if manager.model is model else None
         return state_of(manager, scan, LocalShards.of)
 
+    managers = managers_by_label(ema, _CALL)
+    weights += [f"{label}.weights" for label in managers]
+    averages = {label: average_state(manager) for label, manager in managers.items()}
     if isinstance(ema, Mapping):
-        state["ema"] = {name: average_state(manager) for name, manager in ema.items()}
-        weights += [f"ema.{name}.weights" for name in ema]
-    elif ema is not None:
-        state["ema"] = average_state(ema)
-        weights.append("ema.weights")
+        state["ema"] = {label.removeprefix("ema."): tree for label, tree in averages.items()}
+    else:
+        state |= averages
     if optimizer is not None:
         state["optimizer"] = optimizer_tree(shards, state_keepers(as_list(optimizer, _CALL)))
+    refuse_unnamed(extra, _CALL)
     if extra is not None:
         state["extra"] = {
             name: value.state_dict() if hasattr(value, "state_dict") else value
             for name, value in extra.items()
         }
-    own, unwrapped = (
-        frozenset(f"{tree}.{name}" for tree in weights for name in names)
-        for names in (buffer_names(shards), unwrapped_names(shards))
-    )
-    return state, own, unwrapped
+    return _Collected(state, weights, shards)
 
 
-def _warn_of_unsafe_extra(leaves: Sequence[Leaf]) -> None:
-    """Warn of objects under `extra` that `restore` will refuse, since they are no plain values."""
-    for leaf in leaves:
-        if leaf.path[0] != "extra" or not isinstance(leaf.value, bytes):
-            continue
-        try:
-            load_plain(leaf.value)
-        except Exception:  # noqa: BLE001  # torch has no class of its own for it
-            warnings.warn(
-                f"unsafe-pickle: {leaf.name!r} holds more than plain values: it is saved, but"
-                " restore() refuses it unless torch.serialization.add_safe_globals() lists its"
-                " classes; pass its state_dict() instead",
-                stacklevel=3,
-            )
+def _compare_replicas(
+    collected: _Collected,
+    leaves: Sequence[Leaf],
+    listing: GlobalListing,
+    ranks: Channel,
+    *,
+    every: bool,
+) -> None:
+    """Compare what several ranks hold: what nothing keeps equal, or all of it; collective."""
+    if ranks.size == 1:
+        return
+    parameters = collected.shards.parameters
+    unproven = find_unproven(listing, "model.", parameters, ranks)
+    names = collected.full_names(unproven.names)
+    own = collected.full_names(buffer_names(collected.shards))
+
+    def is_compared(leaf: Leaf) -> bool:
+        is_option = leaf.path[0] == "optimizer" and leaf.is_small()
+        return every or is_option or leaf.path[0] == "extra" or leaf.name in own | names
+
+    checksums = [(leaf.name, leaf.checksums()) for leaf in leaves if is_compared(leaf)]
+    compare_values(checksums, unproven, names, ranks, _CALL)

@@ -28,10 +28,12 @@ from ema_ckpt.core.crc import combine_crcs, crc32
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 from ema_ckpt.core.write_plan import OutputTensor
+from ema_ckpt.ema.checkpoint.listing import GlobalListing
+from ema_ckpt.ema.model.tensor_kinds import on_host
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
 from ema_ckpt.formats.torch_zip.reader import read_archive
-from ema_ckpt.resume.save_plan import GlobalListing, Item, SavePlan
+from ema_ckpt.resume.save_plan import Item, SavePlan
 from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.writing.staging import Staged, stage
 from ema_ckpt.writing.switch import fsync_path
@@ -101,7 +103,7 @@ def _write_items(root: Path, rank: int, items: Sequence[Item]) -> list[Row]:
             if isinstance(item.data, bytes):
                 stream.write(item.data)
             else:
-                host = item.data.detach().cpu()
+                host = on_host(item.data)
                 if host.untyped_storage().nbytes() != host.numel() * host.element_size():
                     host = host.clone()  # torch.save writes whole storages
                 torch.save(host, stream)

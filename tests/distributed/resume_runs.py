@@ -85,7 +85,7 @@ def set_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: int)
             one.tensor.grad = torch.zeros_like(one.tensor, requires_grad=False)
             for tracked in one.parameters:
                 full = gradient(tracked.shard.fqn, tracked.shard.shape, step)
-                part = local_shards(one.part_of(one.tensor.grad, tracked.shard))
+                part = local_shards(one.part_of("grad", one.tensor.grad, tracked.shard))
                 for box, view in part.shards:
                     view.copy_(full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ema_ckpt
 from ema_ckpt import restore, save
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import SourceError, StateError
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model
@@ -96,3 +99,118 @@ def test_every_stage_resumes(tmp_path: Path) -> None:
     assert all(
         torch.equal(want[name], value) for name, value in whole["model"].state_dict().items()
     )
+
+
+class Block(nn.Linear):
+    """A layer with state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"steps": self.in_features + int(self.weight.requires_grad)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"steps": self.in_features + 1}
+
+
+class Whole(nn.Module):
+    """Six layers, of which a stage has some; first and last name one tensor as their own."""
+
+    def __init__(self, layers: range, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        blocks = {str(n): Block(4, 4) for n in range(6)}
+        self.layers = nn.ModuleDict({str(n): blocks[str(n)] for n in layers})
+        self.register_buffer("scale", torch.full((1,), 2.0))
+        embed, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        if 0 in layers:
+            self.embed = embed
+        if 5 in layers:
+            self.head = self.again = head
+
+
+def part(rank: int, size: int) -> range:
+    cut = [round(6 * n / size) for n in range(size + 1)]
+    return range(cut[rank], cut[rank + 1])
+
+
+def shifted(ema: ShardedEMA) -> None:
+    """Move the live weights away from the average, so that the two are not mixed up."""
+    with torch.no_grad():
+        for value in ema.model.parameters():
+            value.add_(1)
+    ema.update()
+    with torch.no_grad():
+        for value in ema.model.parameters():
+            value.add_(1)
+
+
+def _gathered(kind: str, complete: bool) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stages = size // 2 if kind == "sharded" else size
+    stage = rank // 2 if kind == "sharded" else rank
+    model = Whole(part(stage, stages))
+    if kind == "sharded":
+        mesh = init_device_mesh("cpu", (stages, 2), mesh_dim_names=("pp", "dp"))
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh["dp"])
+    ema = ShardedEMA(model, 0.5)
+    shifted(ema)
+    full = ema.full_state_dict(complete=complete)
+    assert bool(full) == (rank == 0)
+    return full
+
+
+@pytest.mark.parametrize(("kind", "size"), [("plain", 2), ("plain", 4), ("sharded", 4)])
+def test_the_averages_of_all_stages_are_one_state_dict(kind: str, size: int) -> None:
+    full = run(size, _gathered, kind, True)[0]
+    whole = Whole(range(6))
+    ema = ShardedEMA(whole, 0.5)
+    shifted(ema)
+    want = ema.full_state_dict()
+    assert full.keys() == whole.state_dict().keys()
+    assert full["head.weight"] is full["again.weight"]
+    layers = [name for name in full if name.startswith("layers")]
+    assert layers == [name for name in whole.state_dict() if name.startswith("layers")]
+    for name, value in want.items():
+        same = torch.equal(full[name], value) if torch.is_tensor(value) else full[name] == value
+        assert same, name
+    Whole(range(6), seed=1).load_state_dict(full, strict=True)
+    only = run(size, _gathered, kind, False)[0]
+    assert only.keys() == {n for n, _ in whole.named_parameters()}
+    assert all(torch.equal(value, want[name]) for name, value in only.items())
+
+
+def _colliding(kind: str) -> str:
+    rank = dist.get_rank()
+    model = nn.ModuleDict({f"own{rank}": nn.Linear(2, 2), "layer": nn.Linear(2, 2 + rank % 2)})
+    if kind != "shapes":
+        torch.manual_seed(rank if kind == "values" else 0)
+        model["layer"] = nn.Linear(2, 2)
+    if kind == "live":  # equal averages, another value of what is not averaged
+        model["layer"].weight.requires_grad_(False).add_(rank)
+    if kind == "replicas":
+        model = nn.ModuleDict({"layer": DistributedDataParallel(model["layer"])})
+    ema = ShardedEMA(model)
+    ema.update()
+    try:
+        full = ema.full_state_dict()
+    except StateError as error:
+        return f"{error.code}: {error}"
+    return ", ".join(full)
+
+
+@pytest.mark.parametrize("kind", ["shapes", "values", "live"])
+def test_one_name_of_different_tensors_is_refused(kind: str) -> None:
+    for message in run(2, _colliding, kind):
+        assert message.startswith("name-collision: ")
+        assert "'layer.weight'" in message
+        assert (
+            "is float32 [3, 2] on rank 1, but float32 [2, 2] on rank 0" in message
+            or "(ranks 0–1)" in message
+        )
+
+
+def test_replicas_and_equal_copies_are_one() -> None:
+    assert run(2, _colliding, "equal")[0] == (
+        "own0.weight, own0.bias, layer.weight, layer.bias, own1.weight, own1.bias"
+    )
+    assert run(2, _colliding, "replicas")[0] == "layer.weight, layer.bias"

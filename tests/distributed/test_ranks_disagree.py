@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ema_ckpt
 from ema_ckpt import save
 from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.ema.checkpoint.agreement import sum_of_words
 from ema_ckpt.ema.manager import ShardedEMA
 from tests.distributed.launcher import run
 
@@ -43,31 +45,52 @@ def test_averages_that_ranks_updated_differently_are_refused(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def _unwrapped(parent: str) -> list[str]:
+def _ignoring(model: nn.Module, ignored: nn.Module, kind: str) -> nn.Module:
+    """Wrap a model so that no wrapper keeps one of its modules equal on the ranks."""
+    names = [name for name, module in model.named_modules() if module is ignored]
+    if kind == "ddp":
+        left_out = [f"{names[0]}.{name}" for name, _ in ignored.named_parameters()]
+        DDP._set_params_and_buffers_to_ignore_for_model(model, left_out)
+        return DDP(model)
+    sizes = (dist.get_world_size(),) if kind == "fsdp2" else (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+    return fully_shard(model, mesh=mesh, ignored_params=set(ignored.parameters()))
+
+
+def _replicas(parent: str, kind: str) -> list[str]:
     rank = dist.get_rank()
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ignored = model[0]
+    model = _ignoring(model, ignored, kind)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in ignored.parameters():
             parameter.fill_(float(rank + 1))
     optimizer = torch.optim.AdamW(model.parameters())
     ema = ShardedEMA(model, 0.5)
-    for parameter in model.parameters():
+    for parameter in ignored.parameters():
         parameter.grad = torch.full_like(parameter, float(rank + 1))
     optimizer.step()
     ema.update()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         save(Path(parent, "c"), model=model, ema=ema, optimizer=optimizer)
-    return [str(warning.message) for warning in caught]
+    return [str(warning.message) for warning in caught if "differ" in str(warning.message)]
 
 
-def test_all_of_one_name_comes_from_the_lowest_rank(tmp_path: Path) -> None:
-    (said,), none = run(2, _unwrapped, str(tmp_path))
+@pytest.mark.parametrize("kind", ["ddp", "hsdp"])
+def test_all_of_one_name_comes_from_the_lowest_of_declared_replicas(
+    tmp_path: Path, kind: str
+) -> None:
+    (said,), none = run(2, _replicas, str(tmp_path), kind)
     assert not none
-    assert "'model.0.bias'" in said
+    assert said.startswith("replicas-differ: ")
+    for name in ("ema.weights.0.bias", "ema.weights.0.weight", "model.0.bias", "model.0.weight"):
+        assert repr(name) in said
     assert "(ranks 0–1)" in said
+    assert "1.weight" not in said
     with ema_ckpt.open(tmp_path / "c") as stored:
-        for name in ("0.weight", "1.bias"):
+        for name in ("0.weight", "0.bias"):
             assert stored[f"model.{name}"].mean() < 1
             assert stored[f"ema.weights.{name}"].mean() < 1
             moment = stored[f"optimizer.state.{name}.exp_avg"]
@@ -81,29 +104,55 @@ class Experts(nn.ModuleDict):
         return x
 
 
-def _experts(parent: str, kind: str) -> str:
-    rank = dist.get_rank()
+def _experts(parent: str, kind: str, spread: float) -> str:
+    """Each rank has an expert of its own under one name; with `spread` 0 all are equal."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = Experts({"shared": nn.Linear(2, 2), "expert": nn.Linear(2, 2)})
-    if kind == "stages":
-        model[f"stage{rank}"] = nn.Linear(2, 2)
+    model: nn.Module = Experts({"shared": nn.Linear(2, 2), "expert": nn.Linear(2, 2)})
+    expert = model["expert"]  # type: ignore[index]
     with torch.no_grad():
-        model["expert"].weight.add_(rank)
-    if kind == "ignored":
-        mesh = init_device_mesh("cpu", (2,))
-        ignored = set(model["expert"].parameters())
-        fully_shard(model["shared"], mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params=ignored)
-    with pytest.raises(EmaCkptError) as caught:
-        save(Path(parent, kind), model=model)
-    return str(caught.value)
+        expert.weight.add_(spread * (rank if kind != "halves" else rank * 2 // size))
+    if kind == "stages":
+        model[f"stage{rank}"] = nn.Linear(2, 2)  # type: ignore[index]
+    elif kind == "halves":
+        # Two groups of ranks shard it, each a value of its own.
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("half", "shard"))
+        fully_shard(expert, mesh=mesh["shard"])
+    elif kind != "plain":
+        model = _ignoring(model, expert, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            save(Path(parent, kind), model=model)
+        except EmaCkptError as error:
+            return f"{error.code}: {error}"
+    return ""
 
 
-@pytest.mark.parametrize("kind", ["stages", "ignored"])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("plain", 3), ("stages", 2), ("fsdp2", 2), ("hsdp", 4), ("halves", 4)]
+)
 def test_different_values_on_ranks_that_are_no_replicas_are_refused(
-    tmp_path: Path, kind: str
+    tmp_path: Path, kind: str, size: int
 ) -> None:
-    for message in run(2, _experts, str(tmp_path), kind):
-        assert "'model.expert.weight' (ranks 0–1)" in message
+    for message in run(size, _experts, str(tmp_path), kind, 1.0):
+        assert message.startswith("name-collision: ")
+        assert f"'model.expert.weight' (ranks 0–{size - 1})" in message
         assert "shared" not in message
+        assert "bias" not in message
     assert not list(tmp_path.iterdir())
+    assert run(size, _experts, str(tmp_path), kind, 0.0) == [""] * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+def test_the_sum_of_words_tells_values_and_places_apart(dtype: torch.dtype) -> None:
+    values = torch.arange(9).remainder(2).to(dtype)
+    others = [values.flip(0).roll(1), values[1:], torch.zeros_like(values)]
+    for place in range(9):
+        changed = values.clone()
+        changed[place] = 1 - changed[place].to(torch.complex64).real
+        others.append(changed)
+    sums = [sum_of_words(other) for other in others]
+    assert sum_of_words(values) not in sums
+    assert len(set(sums)) == len(sums)
+    assert sum_of_words(torch.cat([values, values])[9:]) == sum_of_words(values)

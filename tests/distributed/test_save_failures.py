@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from ema_ckpt import latest, restore, rng_state, save
 from ema_ckpt.core.errors import (
@@ -244,9 +245,9 @@ def _drifting(parent: str) -> tuple[list[str], list[str], float]:
     model, _, ema = make()
     rank = dist.get_rank()
     model[1].running_mean.fill_(float(rank + 1))
-    plain = nn.Linear(2, 2)
+    replicas = DistributedDataParallel(nn.Linear(2, 2))
     with torch.no_grad():
-        plain.weight.fill_(float(rank))
+        replicas.module.weight.fill_(float(rank))
     with warnings.catch_warnings(record=True) as first:
         warnings.simplefilter("always")
         save(
@@ -257,7 +258,7 @@ def _drifting(parent: str) -> tuple[list[str], list[str], float]:
         )
     with warnings.catch_warnings(record=True) as second:
         warnings.simplefilter("always")
-        save(Path(parent, "b"), model=plain)
+        save(Path(parent, "b"), model=replicas, check_replicas=True)
     extra = restore(Path(parent, "a"), model=model, ema=ema, extra={"seen": None, "t": None}).extra
     assert extra["seen"] == extra["t"] == 0
     return (

@@ -184,7 +184,7 @@ def test_negative_dims_and_absent_dimensions() -> None:
 
 
 def test_partial_tensors_are_refused() -> None:
-    with pytest.raises(StateError, match="partial"):
+    with pytest.raises(StateError, match="Partial"):
         dtensor_boxes((4,), (2,), (0,), [Partial()])
 
 

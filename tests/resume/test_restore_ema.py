@@ -168,12 +168,26 @@ def test_managers_may_bear_any_name(tmp_path: Path) -> None:
         assert manager.num_updates == number
 
 
+@pytest.mark.parametrize("counter", ["num_updates", "samples_seen"])
+def test_a_negative_counter_is_refused_before_anything_is_copied(
+    run: Run, tmp_path: Path, counter: str
+) -> None:
+    state = {**run.ema.state_dict(), counter: torch.tensor(-3)}
+    dcp.save({"model": run.model.state_dict(), "ema": state}, checkpoint_id=tmp_path / "c")
+    error = refused(Run(seed=9), tmp_path / "c", SourceError, optimizer=None)
+    assert f"nothing was restored: ema.{counter} is -3" in str(error)
+
+
 def test_settings_that_changed(run: Run, tmp_path: Path) -> None:
     path = run.save(tmp_path / "c")
     other = Run(seed=9, decay=HalfLife(100), every=2)
     report = other.restore(path)
     assert report.changed_settings["ema.every"] == (1, 2)
     assert "ema.schedule" in report.changed_settings
+    assert report.changed_settings["ema.decay"] == (0.9, None)
+    said = [text for text in report.warnings if text.endswith("here, which counts")]
+    assert "ema.decay was 0.9 in the saved run and is None here, which counts" in said
+    assert len(said) == len(report.changed_settings)
     assert other.ema.num_updates == 3
     other.train(3, 4)
     assert other.ema.current_decay == pytest.approx(
@@ -270,3 +284,55 @@ def test_settings_that_the_bits_depend_on_are_compared(run: Run, tmp_path: Path)
         assert restore(tmp_path / "step", model=run.model, ema=after).changed_settings == {
             "ema.seed": (1, 2)
         }
+
+
+class Pair:
+    """A model of two halves with an optimizer each, stepped one after the other."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.optimizers = [torch.optim.AdamW(half.parameters(), 0.1) for half in self.model]
+        self.ema = ShardedEMA(self.model, 0.5)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "ema": self.ema,
+            "optimizer": self.optimizers,
+        }
+
+    def step(self, number: int) -> int:
+        """Step one optimizer; returns the updates since."""
+        before = self.ema.num_updates
+        torch.manual_seed(self.ema.num_updates)
+        self.model.zero_grad()
+        self.model(torch.randn(3, 2)).square().sum().backward()
+        self.optimizers[number].step()
+        return self.ema.num_updates - before
+
+
+@pytest.mark.parametrize("attached", ["before", "after"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((0, 1, 0, 1), (0, 1, 0, 1)),
+        ((0, 1, 0), (1, 0, 1, 0, 1)),  # saved between the two
+        ((0, 1, 0, 1), (1, 0, 1, 0, 1)),  # the first is skipped after the save
+        ((0, 1, 1), (0, 1, 0, 1)),  # and before it
+    ],
+)
+def test_a_resumed_run_updates_at_the_same_steps(
+    first: tuple[int, ...], then: tuple[int, ...], attached: str, tmp_path: Path
+) -> None:
+    one, other = Pair(0), Pair(1)
+    one.ema.attach(*one.optimizers)
+    for number in first:
+        one.step(number)
+    save(tmp_path / "c", **one.state)
+    if attached == "before":
+        other.ema.attach(*other.optimizers)
+        other.step(0)
+    restore(tmp_path / "c", **other.state)
+    if attached == "after":
+        other.ema.attach(*other.optimizers)
+    assert [other.step(number) for number in then] == [one.step(number) for number in then]
+    same(one.ema.state_dict()["weights"], other.ema.state_dict()["weights"])

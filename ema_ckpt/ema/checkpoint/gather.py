@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,116 +13,160 @@ from torch import Tensor
 from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
-from ema_ckpt.core.box import Box
+from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.errors import StateError
-from ema_ckpt.core.text import shown
+from ema_ckpt.ema.checkpoint.agreement import checksum, compare_values, find_unproven
+from ema_ckpt.ema.checkpoint.listing import Entry, GlobalListing, divide, gather_listing
 from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of, pieces_of
-from ema_ckpt.ema.model.shards import Shadow
-
-# Of a tensor: for each box the lowest rank that holds it, and the number of the piece there.
-_Senders = dict[Box, tuple[int, int]]
+from ema_ckpt.ema.model.shards import TrackedShard
+from ema_ckpt.ema.model.tensor_kinds import on_host
 
 
-def gather_full(
-    call: str,
-    read: Callable[[], tuple[Sequence[Shadow], dict[str, Tensor], dict[str, Any]]],
-    timeout: float,
-) -> dict[str, Any]:
-    """Return on rank 0 the averages whole, and under the live model's names if there is one.
+@dataclass(frozen=True, slots=True, eq=False)
+class FullState:
+    """What one rank gives to a full state dict.
 
-    Collective. `read` returns the shadows, their averages by name, and the live model's tree or {};
-    `timeout` is in seconds.
+    Attributes:
+        values: tensors of global shape and other values, in order; the names of a tied tensor have
+            one and the same.
+        parameters: the shards of those that are parameters.
+    """
+
+    values: Mapping[str, Any]
+    parameters: Sequence[TrackedShard]
+
+
+def gather_full(call: str, read: Callable[[], FullState], timeout: float) -> dict[str, Any]:
+    """Return on rank 0 the values of all ranks whole and on the host, `{}` elsewhere; collective.
+
+    Their order is that of rank 0, then what rank 1 has beside it, and so on: the stages of a
+    pipeline follow each other. `timeout` is in seconds.
+
+    Raises:
+        StateError: `name-collision`: one name has different shapes or values on ranks that are no
+            declared replicas; `hole`: the pieces of all ranks do not make a tensor whole.
     """
     meet(call, timeout)
     channel = open_channel("gather")
-    shadows, weights, live = run_on_all_ranks(channel, call, read)
-    fqns = {name: shadow.shard.fqn for shadow in shadows for name in shadow.shard.names}
-    tensors = {fqn: weights[fqn] for fqn in dict.fromkeys(fqns.values()) if fqn in weights}
-    if not live:
-        return gather_tensors(tensors, channel)
-    _add_live(live, fqns, tensors)
-    gathered = gather_tensors(tensors, channel)
+    state = run_on_all_ranks(channel, call, read)
+    firsts = _first_names(state.values, channel)
+    values = {name: value for name, value in state.values.items() if firsts[name] == name}
+    items = [_Item(name, box, part) for name in values for box, part in _pieces(values[name])]
+    listing = gather_listing(_entries(values, items), channel, call, "name-collision")
+    _compare_replicas(state, listing, items, channel, call)
+    mine = [items[number] for number in divide(listing, channel, call)]
+    given = run_on_all_ranks(channel, call, lambda: [item.prepared(channel.rank) for item in mine])
     if channel.rank:
+        for value in given:
+            _send(value, channel)
         return {}
-    return {name: gathered.get(fqns[name], value) for name, value in live.items()}
+    whole_values = _receive_all(listing, items, channel)
+    return {name: whole_values[first] for name, first in firsts.items()}
 
 
-def _add_live(live: Mapping[str, Any], fqns: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    """Add what is not averaged; a tied tensor is gathered once, under the first of its names."""
+class _Item(NamedTuple):
+    """One piece of a tensor, or another value, that this rank may have to give."""
+
+    name: str
+    box: Box | None  # None: no tensor
+    value: Any
+
+    def prepared(self, rank: int) -> Any:
+        """Return the value, pickled if it is no tensor and goes to another rank."""
+        if isinstance(self.value, Tensor) or not rank:
+            return self.value
+        stream = io.BytesIO()
+        torch.save(self.value, stream)
+        data = stream.getvalue()
+        try:
+            torch.load(io.BytesIO(data), weights_only=True)
+        except Exception as error:
+            raise StateError(
+                "unsupported",
+                f"{self.name!r} holds more than plain values and tensors: it is not sent to rank 0;"
+                " pass complete=False",
+            ) from error
+        return data
+
+
+def _first_names(values: Mapping[str, Any], channel: Channel) -> dict[str, str]:
+    """Return all ranks' names in order, each with the first name of the tensor it is tied to."""
     first_names: dict[int, str] = {}
-    for name, value in live.items():
-        first = first_names.setdefault(id(value), name)
-        fqns.setdefault(name, first)
-        if fqns[name] == name and isinstance(value, Tensor):
-            tensors.setdefault(name, value)
+    mine = [[name, first_names.setdefault(id(value), name)] for name, value in values.items()]
+    firsts: dict[str, str] = {}
+    for names in channel.exchange_if_different(mine) or [mine]:
+        for name, first in names:
+            firsts.setdefault(name, firsts.get(first, first))
+    return firsts
 
 
-def gather_tensors(tensors: Mapping[str, Tensor], channel: Channel) -> dict[str, Tensor]:
-    """Return on rank 0 each tensor whole and on the host; `{}` elsewhere.
-
-    Collective, with the same names on all ranks.
-
-    Raises:
-        StateError: `hole`: the pieces of all ranks do not make a tensor whole.
-    """
-    pieces = {name: pieces_of(tensor) for name, tensor in tensors.items()}
-    senders, holes, numbers_to_send = _agree(tensors, pieces, channel)
-    if holes:
-        raise StateError("hole", f"the ranks' pieces do not make whole tensors of {shown(holes)}")
-    if channel.rank:
-        for name, number in numbers_to_send:
-            channel.send(pieces[name][number][1].detach().cpu().contiguous(), 0)
-        return {}
-    return {name: _receive(tensors[name], pieces[name], senders[name], channel) for name in tensors}
+def _pieces(value: Any) -> Sequence[tuple[Box | None, Any]]:
+    """Return the boxes that this rank holds of a tensor; of another value that itself."""
+    if not isinstance(value, Tensor):
+        return [(None, value)]
+    if not value.numel():  # on every rank, so that its shape is known
+        return [(whole(value.shape), torch.empty(value.shape, dtype=value.dtype))]
+    return pieces_of(value)
 
 
-def _agree(
-    tensors: Mapping[str, Tensor],
-    pieces: Mapping[str, Sequence[tuple[Box, Tensor]]],
-    channel: Channel,
-) -> tuple[dict[str, _Senders], list[str], list[tuple[str, int]]]:
-    """Return rank 0's senders, the tensors with holes, and the pieces that this rank is to send."""
-    boxes = {name: [box for box, _ in tensor_pieces] for name, tensor_pieces in pieces.items()}
-    listings = [json.loads(data) for data in channel.gather(json.dumps(boxes).encode())]
-    senders: dict[str, _Senders] = {}
-    plans: list[tuple[list[str], list[tuple[str, int]]]] = []
-    if not channel.rank:
-        senders = {name: _senders(name, listings) for name in tensors}
-        plans = _plans(tensors, senders, len(listings))
-    plan = channel.scatter([json.dumps(plan).encode() for plan in plans])
-    holes, numbers = json.loads(plan)
-    return senders, holes, numbers
+def _entries(values: Mapping[str, Any], items: Sequence[_Item]) -> list[Entry]:
+    boxes: dict[str, list[Box | None]] = {name: [] for name in values}
+    for item in items:
+        boxes[item.name].append(item.box)
+    entries: list[Entry] = []
+    for name, value in values.items():
+        shape, dtype = None, None
+        if isinstance(value, Tensor):
+            shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        entries.append(((name,), shape, dtype, boxes[name]))
+    return entries
 
 
-def _senders(name: str, listings: Sequence[Mapping[str, Any]]) -> _Senders:
-    senders: _Senders = {}
-    for rank, listing in enumerate(listings):
-        for number, (offsets, sizes) in enumerate(listing.get(name, [])):
-            senders.setdefault(Box(tuple(offsets), tuple(sizes)), (rank, number))
-    return senders
+def _compare_replicas(
+    state: FullState, listing: GlobalListing, items: Sequence[_Item], channel: Channel, call: str
+) -> None:
+    """Compare parameters that several ranks hold and no wrapper keeps equal; collective."""
+    unproven = find_unproven(listing, "", state.parameters, channel)
+    checksums: dict[str, list[tuple[tuple[int, ...], int]]] = {}
+    for item in items:
+        if item.name in unproven.names and item.box is not None:
+            part = (item.box.offsets, checksum(item.value))
+            checksums.setdefault(item.name, []).append(part)
+    compare_values(list(checksums.items()), unproven, unproven.names, channel, call)
 
 
-def _plans(
-    tensors: Mapping[str, Tensor], senders: Mapping[str, _Senders], size: int
-) -> list[tuple[list[str], list[tuple[str, int]]]]:
-    """Return per rank the tensors with holes, and the pieces to send, as rank 0 receives them."""
-    holes: list[str] = []
-    pieces: list[list[tuple[str, int]]] = [[] for _ in range(size)]
-    for name, tensor_senders in senders.items():
-        if sum(box.numel for box in tensor_senders) != tensors[name].numel():
-            holes.append(name)
-        for rank, number in tensor_senders.values():
-            pieces[rank].append((name, number))
-    return [(holes, rank_pieces) for rank_pieces in pieces]
+def _send(value: Tensor | bytes, channel: Channel) -> None:
+    if isinstance(value, bytes):
+        channel.send(torch.tensor([len(value)]), 0)
+        channel.send(torch.frombuffer(bytearray(value), dtype=torch.uint8), 0)
+    else:
+        channel.send(on_host(value).contiguous(), 0)
 
 
-def _receive(
-    tensor: Tensor, pieces: Sequence[tuple[Box, Tensor]], senders: _Senders, channel: Channel
-) -> Tensor:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for box, (rank, number) in senders.items():
-        part = pieces[number][1] if not rank else torch.empty(box.sizes, dtype=tensor.dtype)
+def _receive_all(
+    listing: GlobalListing, items: Sequence[_Item], channel: Channel
+) -> dict[str, Any]:
+    """Put together what this rank has and what the others send."""
+    values: dict[str, Any] = {}
+    for (name, box), holders in listing.holders.items():
+        rank, number = holders[0]
+        spec = listing.specs[name]
+        if box is None or spec is None:
+            values[name] = items[number].value if not rank else _receive_object(rank, channel)
+            continue
+        shape, dtype = spec[0], getattr(torch, spec[1])
+        if name not in values:
+            values[name] = torch.empty(shape, dtype=dtype)
+        part = items[number].value if not rank else torch.empty(box.sizes, dtype=dtype)
         if rank:
             channel.receive(part, rank)
-        box_of(whole, box).copy_(part)
-    return whole
+        box_of(values[name], box).copy_(part)
+    return values
+
+
+def _receive_object(rank: int, channel: Channel) -> Any:
+    nbytes = torch.zeros(1, dtype=torch.int64)
+    channel.receive(nbytes, rank)
+    data = torch.empty(int(nbytes), dtype=torch.uint8)
+    channel.receive(data, rank)
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)

@@ -31,10 +31,12 @@ def tree(
     counter: UpdateCounter,
     settings: Settings,
     as_tensor: Callable[..., Any] = as_global_tensor,
+    attached: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the state; averages are aliased, buffers that are not averaged are copied.
 
-    `as_tensor` makes its tensors, as `as_global_tensor` does.
+    `as_tensor` makes its tensors, as `as_global_tensor` does; `attached` is the round of attached
+    optimizers that goes on.
     """
     weights = {
         shadow.shard.fqn: _as_global(shadow, shadow.average, settings, as_tensor)
@@ -46,11 +48,14 @@ def tree(
             weights[shard.fqn] = as_tensor(
                 shard.boxes, shard.shape, shard.local.detach().clone(), shard.layout
             )
+    config = _config(averages, counter, settings)
+    if attached is not None:
+        config["attached"] = attached
     state: dict[str, Any] = {
         "weights": weights,
         "num_updates": torch.tensor(counter.num_updates, dtype=torch.int64),
         "samples_seen": torch.tensor(counter.samples_seen, dtype=torch.int64),
-        "config": json.dumps(_config(averages, counter, settings)),
+        "config": json.dumps(config),
     }
     if settings.compensate:
         state["residual"] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import torch
@@ -54,18 +53,6 @@ def live_shards(model_shards: ModelShards) -> dict[str, Any]:
 def buffer_names(model_shards: ModelShards) -> frozenset[str]:
     """Return the names of persistent buffers: each rank has its own, and they may differ."""
     return frozenset(name for t in model_shards.buffers if t.persistent for name in t.shard.names)
-
-
-def unwrapped_names(model_shards: ModelShards) -> frozenset[str]:
-    """Return the names of parameters that are whole here and that no wrapper keeps equal."""
-    names: set[str] = set()
-    for tracked in model_shards.parameters:
-        shard = tracked.shard
-        is_whole = sum(box.numel for box in shard.boxes) == prod(shard.shape)
-        is_wrapped = shard.replica is not None or shard.mesh is not None
-        if is_whole and not is_wrapped and tracked.flat_range is None:
-            names.update(shard.names)
-    return frozenset(names)
 
 
 def tensor_names(model_shards: ModelShards) -> frozenset[str]:

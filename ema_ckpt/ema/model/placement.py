@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from itertools import product
 from math import prod
 
-from torch.distributed.tensor.placement_types import Partial, Placement, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+)
 
 from ema_ckpt.core.box import Box, MeshCut, nested_cuts, placement_box
 from ema_ckpt.core.errors import StateError
 
 Run = tuple[int, int]  # (start, length) along one dimension
+
+_LOCATED = (Shard, _StridedShard, Replicate)
 
 
 def dtensor_boxes(
@@ -28,19 +36,39 @@ def dtensor_boxes(
     outermost first, and is wrong where a strided dimension does not divide evenly (torch 2.13).
 
     Raises:
-        StateError: a placement is `Partial`: its local tensor holds summands, not elements.
+        StateError: `unsupported`: see `refuse_unlocatable`.
     """
-    if any(isinstance(placement, Partial) for placement in placements):
-        raise StateError(
-            "unsupported",
-            f"placements {tuple(placements)}: a partial tensor has no elements to locate yet",
-        )
+    refuse_unlocatable(placements)
     cuts = _mesh_cuts(placements, len(shape))
     box = placement_box(shape, mesh_sizes, coordinate, cuts)
     if box is not None:
         return (box,) if box.numel else ()
     runs = [_runs(dim, size, mesh_sizes, coordinate, cuts) for dim, size in enumerate(shape)]
     return _boxes_of_runs(runs)
+
+
+def refuse_unlocatable(placements: Sequence[Placement]) -> None:
+    """Refuse placements of which it is not known here which elements a rank holds.
+
+    Compared by class, since a subclass of `Shard` cuts in its own way.
+
+    Raises:
+        StateError: `unsupported`: `Partial`, whose local tensor holds summands, or a class that is
+            none of torch's.
+    """
+    for placement in placements:
+        kind = type(placement)
+        if kind in _LOCATED:
+            continue
+        if isinstance(placement, Partial):
+            reason = "its local tensor holds summands and no elements yet"
+        else:
+            reason = "which elements it gives to a rank is not known here"
+        raise StateError(
+            "unsupported",
+            f"placement {placement!r} of class {kind.__module__}.{kind.__qualname__}: {reason};"
+            " redistribute() the tensor to Shard or Replicate first",
+        )
 
 
 def replica_part(shape: Sequence[int], count: int, index: int) -> Run:

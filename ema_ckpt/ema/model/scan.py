@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from ema_ckpt.core.box import Box, flat_range_boxes, whole
-from ema_ckpt.core.errors import StateError, UsageError
-from ema_ckpt.ema.model.placement import dtensor_boxes
+from ema_ckpt.core.errors import StateError, UsageError, about
+from ema_ckpt.ema.model.placement import dtensor_boxes, refuse_unlocatable
 from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, ReplicaGroup, Shard, TrackedShard
+from ema_ckpt.ema.model.tensor_kinds import plain_values, refuse_unreadable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,8 +39,9 @@ def scan_model(model: nn.Module) -> ModelShards:
     Raises:
         StateError: a parameter is on `meta`, emptied by another framework, not initialised, or has
             no boxes.
-        UsageError: two tensors have one canonical name.
+        UsageError: two tensors have one canonical name, or `model` is no module.
     """
+    _refuse_other_than_module(model)
     managed = _managed_parameters(model)
     parameters: dict[Hashable, TrackedShard] = {}
     buffers: dict[Hashable, TrackedShard] = {}
@@ -72,6 +74,7 @@ def reshard(model: nn.Module) -> None:
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+    _refuse_other_than_module(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _fsdp2_groups(module):
@@ -90,6 +93,15 @@ def is_state_init() -> bool:
     while frame is not None and frame.f_code.co_name not in _STATE_INIT:
         frame = frame.f_back
     return frame is not None
+
+
+def _refuse_other_than_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "usage",
+            f"model is a torch.nn.Module; found {type(model).__name__}: give the module that is"
+            " trained, not its state_dict() or parameters()",
+        )
 
 
 class _Ddp(NamedTuple):
@@ -247,9 +259,11 @@ def _whole_shard(
     if hasattr(live, "_local_tensor"):
         dtensor: Any = live
         return _dtensor_shard(fqn, dtensor._spec, dtensor._local_tensor, replica, is_parameter)
+    if live.is_nested:  # it has no shape
+        refuse_unreadable(fqn, live)
     shape = tuple(live.shape)
     boxes = (whole(shape),) if live.numel() else ()
-    return Shard(fqn, (), shape, live.dtype, live.detach(), boxes, is_parameter, replica)
+    return Shard(fqn, (), shape, live.dtype, plain_values(live), boxes, is_parameter, replica)
 
 
 def _dtensor_shard(
@@ -257,21 +271,45 @@ def _dtensor_shard(
 ) -> Shard:
     _refuse_placeholder(fqn, local)
     mesh, shape, placements = spec.mesh, tuple(spec.shape), tuple(spec.placements)
+    boxes = _boxes_here(fqn, shape, mesh, placements)
+    _refuse_other_cut(fqn, shape, mesh, placements, boxes, local)
+    local = plain_values(local)
+    return Shard(fqn, (), shape, local.dtype, local, boxes, is_parameter, replica, mesh, placements)
+
+
+def _boxes_here(
+    fqn: str, shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]
+) -> tuple[Box, ...]:
+    try:
+        refuse_unlocatable(placements)
+    except StateError as error:
+        raise about(error, tensor=fqn) from None
     coordinate = mesh.get_coordinate()
-    boxes: tuple[Box, ...] = ()
-    if coordinate is not None:
-        boxes = dtensor_boxes(shape, tuple(mesh.shape), coordinate, placements)
+    if coordinate is None:
+        return ()
+    return dtensor_boxes(shape, tuple(mesh.shape), coordinate, placements)
+
+
+def _refuse_other_cut(
+    fqn: str,
+    shape: tuple[int, ...],
+    mesh: Any,
+    placements: tuple[Any, ...],
+    boxes: tuple[Box, ...],
+    local: torch.Tensor,
+) -> None:
+    """Refuse a DTensor that is not cut as its placements say, as Megatron-FSDP's are."""
     numel = sum(box.numel for box in boxes)
-    if numel != local.numel():
+    expected = boxes[0].sizes if len(boxes) == 1 else (numel,)
+    has_shape = len(boxes) != 1 or tuple(local.shape) == expected
+    if numel != local.numel() or not has_shape:
         raise StateError(
-            "usage",
-            f"{fqn!r}: this rank holds {local.numel()} elements of shape {shape}, but {placements}"
-            f" on a mesh of {tuple(mesh.shape)} give it {numel}; make DTensors with shape= and"
-            " stride=",
+            "unsupported",
+            f"{fqn!r}: this rank holds {list(local.shape)} of {list(shape)}, but {placements} on a"
+            f" mesh of {tuple(mesh.shape)} give it {list(expected)}, as torch.chunk cuts: where"
+            " other pieces lie a DTensor does not tell; cut it like torch.chunk, or redistribute()",
+            tensor=fqn,
         )
-    return Shard(
-        fqn, (), shape, local.dtype, local.detach(), boxes, is_parameter, replica, mesh, placements
-    )
 
 
 def _fsdp2_parameter(fqn: str, fsdp_param: Any) -> TrackedShard:
