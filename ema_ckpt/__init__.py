@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ema_ckpt.core.errors import (
+        AccessError,
         CollectiveError,
         EmaCkptError,
         SourceError,
@@ -56,6 +57,7 @@ _MODULES = {
     "ema_ckpt.ema.optimizer_offload.optimizer": ("OffloadedOptimizer", "offload_optimizer"),
     "ema_ckpt.ema.master_weights": ("master_weights",),
     "ema_ckpt.core.errors": (
+        "AccessError",
         "CollectiveError",
         "EmaCkptError",
         "SourceError",
@@ -82,6 +84,7 @@ _RENAMED = {"open": "open_checkpoint"}
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "AccessError",
     "Checkpoint",
     "CollectiveError",
     "EmaCkptError",

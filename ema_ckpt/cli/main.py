@@ -164,7 +164,7 @@ def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:
     """Print an error as one line on stderr, and with `--json` as a document on stdout."""
     from ema_ckpt.cli.output import clean
 
-    line = clean(" ".join(message.splitlines()))
+    line = clean(message)
     with contextlib.suppress(OSError):  # stderr is closed; the exit code still reports
         print(f"Error: {line}", file=sys.stderr)
     if "--json" in argv:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ema_ckpt.core.display import displayed
 from ema_ckpt.core.text import counted, format_size
 
 if TYPE_CHECKING:
@@ -33,11 +34,8 @@ class Style(NamedTuple):
 
 
 def clean(text: str) -> str:
-    """Escape everything that is not printable, lone surrogates among it."""
-    safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in safe
-    )
+    """Return text from a checkpoint or a path as one printable line without credentials."""
+    return displayed(text)
 
 
 def markup(text: str) -> str:
@@ -78,10 +76,10 @@ def print_written(result: WriteResult, style: Style) -> None:
     verb = "would write" if result.dry_run else "wrote"
     if result.dry_run or len(result.files) > 1:
         for entry in result.files:
-            print(f"{verb} {entry.path} ({format_size(entry.nbytes)})")
+            print(f"{verb} {clean(entry.path)} ({format_size(entry.nbytes)})")
     payload = f"{counted(result.tensors, 'tensor')}, {format_size(result.nbytes)}"
     tree = "" if result.tree is None else f" of tree {result.tree!r}"
-    print(f"{verb} {payload}{tree} to {result.target} in {result.seconds:.2f} s")
+    print(clean(f"{verb} {payload}{tree} to {result.target} in {result.seconds:.2f} s"))
 
 
 def print_changes(result: WriteResult) -> None:
@@ -94,7 +92,7 @@ def print_changes(result: WriteResult) -> None:
         names = ", ".join(map(clean, result.filled[:10]))
         print(f"filled {counted(len(result.filled), 'tensor')} from the live tree: {names}")
     for item in result.skipped:
-        print(f"skipped {clean(item.name)}: {item.reason}")
+        print(clean(f"skipped {item.name}: {item.reason}"))
 
 
 def print_verified(result: VerifyResult, style: Style) -> None:

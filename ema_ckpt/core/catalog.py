@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 from ema_ckpt.core.box import Box
+from ema_ckpt.core.display import displayed
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import SourceError
 
@@ -28,6 +29,9 @@ class Diagnostic:
     code: str
     message: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", displayed(self.message))
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -37,6 +41,9 @@ class Problem:
     tensor: str | None
     file: str | None
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", displayed(self.message))
 
 
 class Chunk(NamedTuple):

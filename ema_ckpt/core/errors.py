@@ -4,6 +4,7 @@ EmaCkptError
 ├── UsageError        the call asks for something that is not there or not allowed
 ├── SourceError       the checkpoint read is missing, damaged or unsupported
 │   └── UnsafeError   reading it would run code or leave its directory
+├── AccessError       a machine or a server failed while it was read: no verdict on the checkpoint
 ├── TargetError       the place to write to is taken, busy or too small
 ├── CollectiveError   another rank failed, or did not join a collective call
 └── StateError        a training-side call came at the wrong moment or with the wrong model
@@ -14,6 +15,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TypeVar
 
+from ema_ckpt.core.display import displayed
+
 
 class EmaCkptError(Exception):
     """Base of all errors of this package.
@@ -22,12 +25,14 @@ class EmaCkptError(Exception):
         code: a stable word such as `missing-file`, the same in `--json` output.
         tensor: the full stored name of the tensor concerned, if it is about one.
         file: the file concerned, relative to the checkpoint, if it is about one.
+
+    The message is one printable line of bounded length, without credentials of URLs.
     """
 
     def __init__(
         self, code: str, message: str, *, tensor: str | None = None, file: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(displayed(message))
         self.code = code
         self.tensor = tensor
         self.file = file
@@ -48,6 +53,13 @@ class SourceError(EmaCkptError):
 
 class UnsafeError(SourceError):
     """Reading on would run code from the checkpoint or leave its directory."""
+
+
+class AccessError(EmaCkptError):
+    """A machine or a server failed, or refused, while the checkpoint was read.
+
+    It says nothing of the checkpoint and is no `SourceError`: what goes on after damage ends here.
+    """
 
 
 class TargetError(EmaCkptError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ema_ckpt.core.display import NAME_LENGTH, shortened
 from ema_ckpt.core.errors import UsageError
 
 _SHOWN_NAMES = 10
@@ -57,8 +58,8 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def shown(names: Sequence[str]) -> str:
-    """List at most ten names, and how many more there are."""
-    head = ", ".join(map(repr, names[:_SHOWN_NAMES]))
+    """List at most ten names, long ones without their middle, and how many more there are."""
+    head = ", ".join([repr(shortened(name, NAME_LENGTH)) for name in names[:_SHOWN_NAMES]])
     rest = len(names) - _SHOWN_NAMES
     return f"{head} and {rest} more" if rest > 0 else head
 

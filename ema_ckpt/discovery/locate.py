@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.names import LIVE, part_role
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.recognise import (
@@ -210,7 +210,7 @@ def _find_steps(folder: Folder) -> _Steps:
         for name in numbered[number]:
             try:
                 location = _complete_step(join(folder.root, name))
-            except UsageError:
+            except (UsageError, AccessError):
                 raise
             except EmaCkptError as error:
                 steps.broken.append((name, error))
@@ -298,7 +298,7 @@ def _in_children(folder: Folder, levels: int) -> _Search:
         try:
             child = list_directory(join(folder.root, name))
             location = _in_directory(child)
-        except SourceError as error:
+        except (SourceError, AccessError) as error:
             # Not to be listed, or not complete: no answer, but worth a word if there is no other.
             search.broken.append((name, error))
             continue

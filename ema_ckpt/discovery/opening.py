@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.core.display import displayed
 from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.recognise import (
@@ -38,7 +39,7 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
     text = os.fspath(path)
     location = locate_checkpoint(text)
     if location.note:
-        logging.getLogger("ema_ckpt").info(location.note)
+        logging.getLogger("ema_ckpt").info(displayed(location.note))
     return open_location(location, text, lenient=lenient)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.open import tree_entry
@@ -68,7 +68,7 @@ def damage(catalog: Catalog) -> Iterator[Diagnostic]:
             continue
         try:
             size = catalog.source.size(file)
-        except (SourceError, UnsafeError) as error:
+        except (SourceError, AccessError) as error:
             yield Diagnostic(error.code, str(error))
             continue
         if size < expected:

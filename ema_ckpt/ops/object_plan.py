@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic
-from ema_ckpt.core.errors import SourceError, UnsafeError, UsageError, about
+from ema_ckpt.core.errors import AccessError, UnsafeError, UsageError, about
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor
 from ema_ckpt.discovery.locate import step_number
@@ -166,7 +166,7 @@ def _holds_weights(folder: str) -> bool:
         return False
     try:
         files = list_folder(folder).files
-    except SourceError:  # a folder that cannot be listed is reported, not passed over
+    except AccessError:  # a folder that cannot be listed is reported, not passed over
         return True
     return any(_STATE_FILES.fullmatch(name) or _OWN_FILES.fullmatch(name) for name in files)
 

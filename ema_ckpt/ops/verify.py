@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ema_ckpt.analysis.audit import Audit, audit_checkpoint
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Problem
-from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.limits import parse_workers
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
@@ -134,8 +134,7 @@ class _Report:
 
     def add_error(self, error: EmaCkptError) -> None:
         """Add an error as a problem; raise one that says nothing of damage."""
-        by_system = error.code == "unreadable" and isinstance(error.__context__, OSError)
-        if error.code in _NO_VERDICT or by_system:
+        if error.code in _NO_VERDICT or isinstance(error, AccessError):
             raise error
         self.problems[Problem(error.code, error.tensor, error.file, str(error))] = None
 
@@ -187,7 +186,7 @@ def payload_nbytes(catalog: Catalog) -> int:
 
 def averages(catalog: Catalog) -> Iterator[Diagnostic]:
     """Warn of averages that never moved or do not fit their model, as far as they can be read."""
-    with suppress(EmaCkptError):  # the audit reports it
+    with suppress(SourceError, UsageError):  # the audit reports it
         yield from check_averages(catalog, list_trees(catalog))
 
 

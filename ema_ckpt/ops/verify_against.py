@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ema_ckpt.analysis.audit import Audit
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.dtypes import DType
-from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.core.errors import AccessError, EmaCkptError
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
@@ -102,6 +102,8 @@ class _OriginDigests:
         def compute(job: _Digest) -> int:
             try:
                 self.results[job.key] = (self.digest(job.tensor, job.dtype, reader), None)
+            except AccessError:
+                raise
             except EmaCkptError as error:
                 failure = (error.code, str(error), error.tensor, error.file)
                 self.results[job.key] = (None, failure)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object
-from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import counted
 from ema_ckpt.state_dicts.ema_config import EmaConfig, read_ema_config
@@ -20,7 +20,7 @@ def check_averages(catalog: Catalog, trees: Sequence[Tree]) -> Iterator[Diagnost
     """Warn of every EMA that never moved, is still a copy, or does not fit its live tree."""
     for tree in of_role(trees, EMA):
         # Whoever reads the settings for their own sake reports what is wrong with them.
-        with suppress(EmaCkptError):
+        with suppress(SourceError, UsageError):
             yield from find_stalled(catalog, tree)
             yield from find_copy(catalog, tree)
         live = live_of(trees, tree)
@@ -108,6 +108,8 @@ def known_config(catalog: Catalog, tree: Tree) -> EmaConfig:
     """Read the settings of an EMA; of those that cannot be read safely, nothing is known."""
     try:
         return read_ema_config(catalog, tree)
+    except AccessError:
+        raise
     except EmaCkptError:
         return read_ema_config(catalog, tree, open_objects=False)
 

@@ -6,8 +6,9 @@ import os
 import stat
 from typing import NamedTuple
 
-from ema_ckpt.core.errors import SourceError
-from ema_ckpt.storage.files import is_url, open_filesystem
+from ema_ckpt.core.errors import AccessError
+from ema_ckpt.storage.files import is_url
+from ema_ckpt.storage.remote import ask, is_http, open_filesystem
 
 
 class Folder(NamedTuple):
@@ -42,16 +43,11 @@ def is_folder(path: str) -> bool | None:
     """Whether `path` is a directory; None if nothing is there.
 
     Raises:
-        SourceError: `unreadable`; `missing-extra` if the URL needs a package that is not installed.
+        SourceError: `missing-extra` if the URL needs a package that is not installed.
+        AccessError: `unreadable` if the system or the server refuses to tell.
     """
     if is_url(path):
-        filesystem, base = open_filesystem(path)
-        try:
-            return bool(filesystem.info(base or "/")["type"] == "directory")
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise _unreadable(path, error) from error
+        return _is_remote_folder(path)
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -61,35 +57,52 @@ def is_folder(path: str) -> bool | None:
 
 
 def list_folder(root: str) -> Folder:
-    """List the names in a directory.
+    """List the names in a directory, as they are now.
 
     Raises:
-        SourceError: `unreadable`; `missing-extra` if the URL needs a package that is not installed.
+        SourceError: `missing-extra` if the URL needs a package that is not installed.
+        AccessError: `unreadable` if the system or the server refuses to tell.
     """
-    names, folders, placeholder = set[str](), set[str](), ""
+    if is_url(root):
+        return _list_remote(root)
+    names, folders = set[str](), set[str]()
     try:
-        if is_url(root):
-            filesystem, base = open_filesystem(root)
-            for item in filesystem.ls(base or "/", detail=True):
-                names.add(base_name(str(item["name"])))
-                if item["type"] == "directory":
-                    folders.add(base_name(str(item["name"])))
-            # Object stores list the placeholder of the directory itself among its contents.
-            placeholder = base_name(base)
-        else:
-            with os.scandir(root) as entries:
-                for entry in entries:
-                    names.add(entry.name)
-                    if entry.is_dir():
-                        folders.add(entry.name)
-    except SourceError:
-        raise
-    except Exception as error:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                names.add(entry.name)
+                if entry.is_dir():
+                    folders.add(entry.name)
+    except (OSError, ValueError) as error:
         raise _unreadable(root, error) from error
-    files = names - folders - {"", placeholder}
-    return Folder(root, tuple(sorted(folders - {""})), tuple(sorted(files)))
+    return Folder(root, tuple(sorted(folders)), tuple(sorted(names - folders)))
 
 
-def _unreadable(path: str, error: Exception) -> SourceError:
+def _is_remote_folder(url: str) -> bool | None:
+    filesystem, base = open_filesystem(url)
+    try:
+        info = ask(lambda: filesystem.info(base or "/"), url, url)
+    except FileNotFoundError:
+        return None
+    # HTTP has no directories: a page with links stands for one.
+    is_page = is_http(filesystem) and info.get("mimetype") == "text/html"
+    return bool(info["type"] == "directory" or is_page)
+
+
+def _list_remote(url: str) -> Folder:
+    filesystem, base = open_filesystem(url)
+    # A page's links are relative to it only if its own address ends in a slash.
+    place = f"{base}/" if is_http(filesystem) else base or "/"
+    try:
+        items = ask(lambda: filesystem.ls(place, detail=True), url, url)
+    except FileNotFoundError:
+        raise AccessError("unreadable", f"{url}: no such directory", file=url) from None
+    names = {base_name(str(item["name"])) for item in items}
+    folders = {base_name(str(item["name"])) for item in items if item["type"] == "directory"}
+    # Object stores list the placeholder of the directory itself among its contents.
+    files = names - folders - {"", base_name(base)}
+    return Folder(url, tuple(sorted(folders - {""})), tuple(sorted(files)))
+
+
+def _unreadable(path: str, error: Exception) -> AccessError:
     reason = getattr(error, "strerror", None) or str(error)
-    return SourceError("unreadable", f"{path}: {reason}", file=path)
+    return AccessError("unreadable", f"{path}: {reason}", file=path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.errors import SourceError, UnsafeError
+from ema_ckpt.core.errors import AccessError, SourceError, UnsafeError
+from ema_ckpt.storage.remote import ShortAnswerError, ask, is_http, open_filesystem
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 _URL = re.compile(r"(?!\++:)(?:[^\W_]|\+){2,}://")
 _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _UNSAFE_NAME = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
+# What a name says that no file can have, or none that lies there.
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 def is_url(path: str) -> bool:
@@ -48,42 +53,35 @@ def safe_name(name: str) -> str:
     """Return `name` if it is a plain relative file name; metadata may hold any.
 
     Raises:
-        UnsafeError: `unsafe-path` for absolute names, `..`, empty parts and NUL bytes.
+        UnsafeError: `unsafe-path` for absolute names, `..`, empty parts, NUL bytes and text that no
+            file name can be.
     """
-    if _UNSAFE_NAME.search(name):
+    if _UNSAFE_NAME.search(name) or not _is_encodable(name):
         message = f"the checkpoint names the file {name!r}, which is not a plain relative name"
         raise UnsafeError("unsafe-path", message, file=name)
     return name
 
 
+def _is_encodable(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def max_open_files() -> int:
-    """Files that one reader or writer may keep open: an eighth of the process' limit, 16–4096."""
+    """Files that one reader or writer may keep open: an eighth of the process' limit, 2–4096."""
     try:
         import resource
     except ImportError:  # not on this system
         return 64
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 4096 if soft == resource.RLIM_INFINITY else min(max(soft // 8, 16), 4096)
-
-
-def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the fsspec file system of a URL, and the path in it.
-
-    Raises:
-        SourceError: `missing-extra` if fsspec or the URL's own package is not installed.
-    """
-    try:
-        import fsspec
-
-        filesystem, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        message = f"{url}: {error}; install the fsspec package for this URL"
-        raise SourceError("missing-extra", message) from None
-    return filesystem, str(path).rstrip("/")
+    return 4096 if soft == resource.RLIM_INFINITY else min(max(soft // 8, 2), 4096)
 
 
 def open_files(root: str) -> Files:
-    """Open a local directory or an fsspec URL. Raises SourceError as `open_filesystem`."""
+    """Open a local directory or an fsspec URL. Raises as `open_filesystem`."""
     if is_url(root):
         return RemoteFiles(*open_filesystem(root), root)
     return LocalFiles(root)
@@ -96,6 +94,12 @@ def _missing(name: str, root: str) -> SourceError:
 def _truncated(name: str, offset: int, expected: int, nbytes: int) -> SourceError:
     message = f"{name}: expected {expected} bytes at {offset}, found {max(nbytes, 0)}"
     return SourceError("truncated-file", f"{message}: the file is truncated", file=name)
+
+
+def _changed(name: str, root: str, how: str) -> AccessError:
+    hint = "let its writer finish and try again"
+    message = f"{name}: {how} while it was read (in {root}); {hint}"
+    return AccessError("source-changed", message, file=name)
 
 
 def _check_bounds(name: str, offset: int, nbytes: int, size: int) -> None:
@@ -136,9 +140,9 @@ class LocalFiles:
         try:
             # O_NONBLOCK: opening a FIFO must not wait for a writer.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise _missing(name, self.root) from None
         except OSError as error:
+            if error.errno in _NO_SUCH_FILE:
+                raise _missing(name, self.root) from None
             raise self._unreadable(name, error) from None
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -147,9 +151,10 @@ class LocalFiles:
             raise UnsafeError("unsafe-path", message, file=name)
         return fd, status.st_size
 
-    def _unreadable(self, name: str, error: OSError) -> SourceError:
-        message = f"{name}: {error.strerror} (in {self.root})"
-        return SourceError("unreadable", message, file=name)
+    def _unreadable(self, name: str, error: OSError) -> AccessError:
+        hint = "; raise `ulimit -n`" if error.errno in _NO_DESCRIPTORS else ""
+        message = f"{name}: {error.strerror} (in {self.root}){hint}"
+        return AccessError("unreadable", message, file=name)
 
     def size(self, name: str) -> int:
         size = self._sizes.get(name)
@@ -165,6 +170,8 @@ class LocalFiles:
         try:
             _check_bounds(name, offset, nbytes, size)
             data = os.pread(fd, nbytes, offset)
+        except OSError as error:
+            raise self._unreadable(name, error) from None
         finally:
             if not stays_open:
                 os.close(fd)
@@ -175,13 +182,14 @@ class LocalFiles:
         return bytes(buffer)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        fd, _, stays_open = self._descriptor(name)
+        fd, size, stays_open = self._descriptor(name)
         done, nbytes = 0, len(buffer)
         try:
             while done < nbytes:
                 count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
                 if not count:
-                    raise _truncated(name, offset, nbytes, done)
+                    _check_bounds(name, offset, nbytes, size)
+                    raise _changed(name, self.root, "became shorter")
                 done += count
         except OSError as error:
             raise self._unreadable(name, error) from None
@@ -190,7 +198,10 @@ class LocalFiles:
                 os.close(fd)
 
     def listing(self) -> list[str]:
-        return sorted(os.listdir(self.root))
+        try:
+            return sorted(os.listdir(self.root))
+        except OSError as error:
+            raise self._unreadable("", error) from None
 
     def close(self) -> None:
         with self._lock:
@@ -213,10 +224,15 @@ class RemoteFiles:
 
     def size(self, name: str) -> int:
         if name not in self._sizes:
+            path = self._path(name)
             try:
-                self._sizes[name] = int(self._filesystem.info(self._path(name))["size"])
+                info = ask(lambda: self._filesystem.info(path), name, self.root)
             except FileNotFoundError:
                 raise _missing(name, self.root) from None
+            if not isinstance(info["size"], int):
+                message = f"{name}: the server does not say how long it is (in {self.root})"
+                raise AccessError("unreadable", f"{message}; download it first", file=name)
+            self._sizes[name] = info["size"]
         return self._sizes[name]
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
@@ -224,17 +240,34 @@ class RemoteFiles:
         _check_bounds(name, offset, nbytes, size)
         if not nbytes:
             return b""
-        path, end = self._path(name), offset + nbytes
-        data = bytes(self._filesystem.cat_file(path, start=offset, end=end))
+        path = self._path(name)
+        try:
+            return ask(lambda: self._fetch(path, size, offset, nbytes), name, self.root)
+        except FileNotFoundError:
+            raise _changed(name, self.root, "vanished") from None
+
+    def _fetch(self, path: str, size: int, offset: int, nbytes: int) -> bytes:
+        if is_http(self._filesystem):
+            data = self._fetch_http(path, size, offset, nbytes)
+        else:
+            data = bytes(self._filesystem.cat_file(path, start=offset, end=offset + nbytes))
         if len(data) != nbytes:
-            raise _truncated(name, offset, nbytes, len(data))
+            raise ShortAnswerError(f"the server sent {len(data)} of {nbytes} bytes at {offset}")
         return data
+
+    def _fetch_http(self, path: str, size: int, offset: int, nbytes: int) -> bytes:
+        """Read by fsspec's file, which stops where a server ignores the range that is asked for."""
+        headers = self._filesystem.kwargs.get("headers", {}) | {"Accept-Encoding": "identity"}
+        options = {"block_size": nbytes, "cache_type": "none", "size": size, "headers": headers}
+        with self._filesystem.open(path, "rb", **options) as file:
+            file.seek(offset)
+            return bytes(file.read(nbytes))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         buffer[:] = self.read(name, offset, len(buffer))
 
     def listing(self) -> list[str]:
-        names = self._filesystem.ls(self._base, detail=False)
+        names = ask(lambda: self._filesystem.ls(self._base, detail=False), self.root, self.root)
         return sorted([str(name).rstrip("/").rpartition("/")[2] for name in names])
 
     def close(self) -> None:

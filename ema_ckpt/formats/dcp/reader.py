@@ -116,10 +116,11 @@ def _read_sidecar(
 ) -> tuple[Sidecar, list[Diagnostic]]:
     """Read the sidecar if it is about one of the files of this checkpoint, as they are now."""
     try:
-        source.size(sidecar.SIDECAR)
-    except SourceError:
-        return Sidecar(), []
-    content = sidecar.read(source)
+        content = sidecar.read(source)
+    except SourceError as error:
+        if error.code == "missing-file":
+            return Sidecar(), []
+        raise
     for name, part in zip(names, parts, strict=True):
         if content.is_stale(name, part.crc):
             return Sidecar(), [sidecar.stale(name)]

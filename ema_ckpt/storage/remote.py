@@ -1,0 +1,121 @@
+"""File systems behind fsspec URLs: how they are asked, and what their failures mean.
+
+Only what may be asked twice is asked: sizes, listings and ranges. A question is tried again while
+that may help, and then refused as trouble of the server, which says nothing of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from ema_ckpt.core.display import masked
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
+
+if TYPE_CHECKING:
+    from fsspec.spec import AbstractFileSystem
+
+AnswerT = TypeVar("AnswerT")
+# Seconds before the second, third and fourth try.
+_DELAYS = (0.3, 1.0, 3.0)
+_ABSENT = (404, 410)
+_PASSING = (408, 425, 429)  # and every status from 500 on
+_FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, EmaCkptError)
+
+
+class ShortAnswerError(Exception):
+    """A server sent another number of bytes than it was asked for."""
+
+
+def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the fsspec file system of a URL, and the path in it. What it listed before is dropped.
+
+    Raises:
+        SourceError: `missing-extra` if fsspec or the URL's own package is not installed.
+        AccessError: `unreadable` if the file system cannot be set up.
+    """
+    try:
+        import fsspec
+
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        message = f"{url}: {error}; install the fsspec package for this URL"
+        raise SourceError("missing-extra", message) from None
+    except Exception as error:
+        raise AccessError("unreadable", f"{url}: {describe_failure(error)}") from error
+    filesystem.invalidate_cache()  # another process may have written there since
+    return filesystem, str(path).rstrip("/")
+
+
+def is_http(filesystem: AbstractFileSystem) -> bool:
+    """Whether a file system speaks HTTP itself, and not an object store's protocol above it."""
+    protocol = filesystem.protocol
+    return "http" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def ask(question: Callable[[], AnswerT], what: str, url: str) -> AnswerT:
+    """Ask a server, four times within about five seconds where trying again may help.
+
+    Args:
+        what: the file or directory asked about. `url`: where it is.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        AccessError: `unreadable`: the server failed, refused or could not be reached.
+    """
+    started, tries = time.monotonic(), 0
+    while True:
+        tries += 1
+        try:
+            return question()
+        except Exception as error:
+            cause = _cause(error)
+            if _is_absent(cause):
+                raise FileNotFoundError(what) from error
+            if tries > len(_DELAYS) or not _may_pass(cause):
+                seconds = time.monotonic() - started
+                asked = f"; asked {tries} times in {seconds:.1f} s" if tries > 1 else ""
+                where = "" if what == url else f" (in {url})"
+                message = f"{what}: {describe_failure(cause)}{where}{asked}"
+                raise AccessError("unreadable", message, file=masked(what)) from error
+        time.sleep(_DELAYS[tries - 1])
+
+
+def describe_failure(error: BaseException) -> str:
+    """Say in a few words what a server or a library answered."""
+    status = _status(error)
+    if status is not None:
+        reason = getattr(error, "message", "")
+        return f"the server answered {status} {reason if isinstance(reason, str) else ''}".rstrip()
+    first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, ShortAnswerError):
+        return first
+    return f"{first} ({type(error).__name__})" if first else type(error).__name__
+
+
+def _cause(error: Exception) -> BaseException:
+    """fsspec turns whatever HTTP meets when it looks for a file into FileNotFoundError."""
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        cause = error.__cause__
+        if _status(cause) is not None or isinstance(cause, OSError | TimeoutError):
+            return cause
+        if type(cause).__module__.startswith("aiohttp"):
+            return cause
+    return error
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else None
+
+
+def _is_absent(error: BaseException) -> bool:
+    return isinstance(error, FileNotFoundError) or _status(error) in _ABSENT
+
+
+def _may_pass(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status in _PASSING or status >= 500
+    return not isinstance(error, _FINAL)
