@@ -15,7 +15,7 @@ _HIDDEN = "***"
 # A user, and a password, before the host; a password may hold what should have been escaped.
 _USER = re.compile(r"(?<=://)(?:[^/?#\s'\"]*|(?!\[)[^/?#\s'\"]*?:(?!\d*[/?#])[^\s'\"]*)@")
 _QUERY = re.compile(r"(?<=://)([^\s?#'\"]*)([?#])([^\s'\"]*)")
-_VALUE = re.compile(r"(?<==)[^&;]*")
+_VALUE = re.compile(r"(?<==)[^&;]*?(?=[&;]|[:,.)]*\Z)")
 
 
 def displayed(text: str, length: int = MESSAGE_LENGTH) -> str:

@@ -5,6 +5,7 @@ EmaCkptError
 ├── SourceError       the checkpoint read is missing, damaged or unsupported
 │   └── UnsafeError   reading it would run code or leave its directory
 ├── AccessError       a machine or a server failed while it was read: no verdict on the checkpoint
+│   └── RefusedError  it does not allow to read
 ├── TargetError       the place to write to is taken, busy or too small
 ├── CollectiveError   another rank failed, or did not join a collective call
 └── StateError        a training-side call came at the wrong moment or with the wrong model
@@ -60,6 +61,10 @@ class AccessError(EmaCkptError):
 
     It says nothing of the checkpoint and is no `SourceError`: what goes on after damage ends here.
     """
+
+
+class RefusedError(AccessError):
+    """The system or the server does not allow to read a file."""
 
 
 class TargetError(EmaCkptError):

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from ema_ckpt.core.catalog import Diagnostic, Files, Nesting, Object, Path, Tensor
 from ema_ckpt.core.dtypes import DTYPE_NAMES, by_name
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import RefusedError, SourceError
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
@@ -265,6 +265,11 @@ def stale(file: str) -> Diagnostic:
     """Warn that another program has written `file` since the sidecar beside it was made."""
     message = f"{SIDECAR}: ignored, as {file} was written again since by another program"
     return Diagnostic("stale-file", f"{message}; delete {SIDECAR}, or save again with ema_ckpt")
+
+
+def unread(error: RefusedError) -> Diagnostic:
+    """Warn that the sidecar may not be read; many a server says so of what is not there."""
+    return Diagnostic("unchecked", f"{error}; checksums that it may record are not compared")
 
 
 def digests_of(sidecar: Sidecar, tensors: Iterable[Tensor], file: str) -> dict[str, int]:

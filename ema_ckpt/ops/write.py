@@ -265,6 +265,7 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
         fsync=options.fsync,
         resume=options.resume,
         identity=identity,
+        files=job.files,
         journal_after=_JOURNAL_AFTER_SECONDS if group is None else 0.0,
     ) as staged:
         if group is not None:

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
+from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.names import EMA, LIVE
 from ema_ckpt.state_dicts.tree import Tree, of_role
 
@@ -120,9 +120,7 @@ def with_tied_names(catalog: Catalog, tree: Tree) -> Tree:
         return tree
     try:
         tied = parse_config(_read_value(catalog, entry, True)).get("tied")
-    except AccessError:
-        raise
-    except EmaCkptError:  # a configuration that cannot be read safely ties nothing
+    except (SourceError, UsageError):  # a configuration that cannot be read safely ties nothing
         return tree
     if not isinstance(tied, Mapping) or not tied:
         return tree

@@ -6,9 +6,9 @@ import os
 import stat
 from typing import NamedTuple
 
-from ema_ckpt.core.errors import AccessError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.storage.files import is_url
-from ema_ckpt.storage.remote import ask, is_http, open_filesystem
+from ema_ckpt.storage.remote import ask, is_http, open_filesystem, split_query
 
 
 class Folder(NamedTuple):
@@ -22,20 +22,22 @@ class Folder(NamedTuple):
 def join(root: str, name: str) -> str:
     """Path of `name` inside the directory or URL `root`."""
     if is_url(root):
-        return f"{root.rstrip('/')}/{name}"
+        place, query = split_query(root)
+        return f"{place.rstrip('/')}/{name}{query}"
     return os.path.join(root, name)
 
 
 def base_name(path: str) -> str:
     """Last component of a path or URL."""
-    return path.rstrip("/").rpartition("/")[2]
+    return split_query(path)[0].rstrip("/").rpartition("/")[2]
 
 
 def parent_of(path: str) -> str:
     """Directory that holds `path`."""
-    stripped = path.rstrip("/")
+    place, query = split_query(path)
+    stripped = place.rstrip("/")
     if is_url(path):
-        return stripped.rpartition("/")[0]
+        return stripped.rpartition("/")[0] + query
     return os.path.dirname(stripped or "/") or "."
 
 
@@ -60,7 +62,8 @@ def list_folder(root: str) -> Folder:
     """List the names in a directory, as they are now.
 
     Raises:
-        SourceError: `missing-extra` if the URL needs a package that is not installed.
+        SourceError: `unreadable` if it is no directory; `missing-extra` if the URL needs a package
+            that is not installed.
         AccessError: `unreadable` if the system or the server refuses to tell.
     """
     if is_url(root):
@@ -91,11 +94,11 @@ def _is_remote_folder(url: str) -> bool | None:
 def _list_remote(url: str) -> Folder:
     filesystem, base = open_filesystem(url)
     # A page's links are relative to it only if its own address ends in a slash.
-    place = f"{base}/" if is_http(filesystem) else base or "/"
+    place = join(base, "") if is_http(filesystem) else base or "/"
     try:
         items = ask(lambda: filesystem.ls(place, detail=True), url, url)
     except FileNotFoundError:
-        raise AccessError("unreadable", f"{url}: no such directory", file=url) from None
+        raise SourceError("unreadable", f"{url}: no such directory", file=url) from None
     names = {base_name(str(item["name"])) for item in items}
     folders = {base_name(str(item["name"])) for item in items if item["type"] == "directory"}
     # Object stores list the placeholder of the directory itself among its contents.
@@ -103,6 +106,8 @@ def _list_remote(url: str) -> Folder:
     return Folder(url, tuple(sorted(folders - {""})), tuple(sorted(files)))
 
 
-def _unreadable(path: str, error: Exception) -> AccessError:
+def _unreadable(path: str, error: Exception) -> EmaCkptError:
     reason = getattr(error, "strerror", None) or str(error)
-    return AccessError("unreadable", f"{path}: {reason}", file=path)
+    is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+    kind = SourceError if is_absent else AccessError
+    return kind("unreadable", f"{path}: {reason}", file=path)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.errors import AccessError, SourceError, UnsafeError
-from ema_ckpt.storage.remote import ShortAnswerError, ask, is_http, open_filesystem
+from ema_ckpt.core.errors import AccessError, RefusedError, SourceError, UnsafeError
+from ema_ckpt.storage.remote import ShortAnswerError, ask, is_http, open_filesystem, split_query
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -154,7 +154,8 @@ class LocalFiles:
     def _unreadable(self, name: str, error: OSError) -> AccessError:
         hint = "; raise `ulimit -n`" if error.errno in _NO_DESCRIPTORS else ""
         message = f"{name}: {error.strerror} (in {self.root}){hint}"
-        return AccessError("unreadable", message, file=name)
+        kind = RefusedError if isinstance(error, PermissionError) else AccessError
+        return kind("unreadable", message, file=name)
 
     def size(self, name: str) -> int:
         size = self._sizes.get(name)
@@ -216,11 +217,12 @@ class RemoteFiles:
     def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
         self.root = url
         self._filesystem = filesystem
-        self._base = root.rstrip("/")
+        place, self._query = split_query(root)
+        self._base = place.rstrip("/")
         self._sizes: dict[str, int] = {}
 
     def _path(self, name: str) -> str:
-        return f"{self._base}/{safe_name(name)}"
+        return f"{self._base}/{safe_name(name)}{self._query}"
 
     def size(self, name: str) -> int:
         if name not in self._sizes:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from ema_ckpt.core.display import masked
-from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 AnswerT = TypeVar("AnswerT")
 # Seconds before the second, third and fourth try.
 _DELAYS = (0.3, 1.0, 3.0)
+_PATIENCE_SECONDS = 5.0  # a file system may try again itself
 _ABSENT = (404, 410)
+_REFUSED = (401, 403)
 _PASSING = (408, 425, 429)  # and every status from 500 on
 _FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, EmaCkptError)
 
@@ -48,6 +50,18 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     return filesystem, str(path).rstrip("/")
 
 
+def split_query(url: str) -> tuple[str, str]:
+    """Split the query from an HTTP URL; elsewhere `?` is a letter of a name.
+
+    What signs or names a file in a query (`?X-Amz-Signature=…`) goes with its directory, and is no
+    part of the file's name.
+    """
+    if "http://" in url or "https://" in url:
+        place, mark, query = url.partition("?")
+        return place, mark + query
+    return url, ""
+
+
 def is_http(filesystem: AbstractFileSystem) -> bool:
     """Whether a file system speaks HTTP itself, and not an object store's protocol above it."""
     protocol = filesystem.protocol
@@ -73,12 +87,14 @@ def ask(question: Callable[[], AnswerT], what: str, url: str) -> AnswerT:
             cause = _cause(error)
             if _is_absent(cause):
                 raise FileNotFoundError(what) from error
-            if tries > len(_DELAYS) or not _may_pass(cause):
-                seconds = time.monotonic() - started
+            seconds = time.monotonic() - started
+            is_last = tries > len(_DELAYS) or seconds > _PATIENCE_SECONDS
+            if is_last or not _may_pass(cause):
                 asked = f"; asked {tries} times in {seconds:.1f} s" if tries > 1 else ""
                 where = "" if what == url else f" (in {url})"
                 message = f"{what}: {describe_failure(cause)}{where}{asked}"
-                raise AccessError("unreadable", message, file=masked(what)) from error
+                kind = RefusedError if _is_refusal(cause) else AccessError
+                raise kind("unreadable", message, file=masked(what)) from error
         time.sleep(_DELAYS[tries - 1])
 
 
@@ -112,6 +128,10 @@ def _status(error: BaseException) -> int | None:
 
 def _is_absent(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) or _status(error) in _ABSENT
+
+
+def _is_refusal(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or _status(error) in _REFUSED
 
 
 def _may_pass(error: BaseException) -> bool:

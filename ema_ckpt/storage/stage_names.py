@@ -21,6 +21,7 @@ LOCK = ".ema-ckpt.lock"
 NOTE = ".ema-ckpt.note"
 OLD = ".ema-ckpt.old"
 
+_NOTE_NBYTES = 64 << 10
 _PLAIN_NAME = re.compile(r"(?!\.{1,2}\Z)[^/]+")
 _ANY_STAGE = re.compile(r"\..*\.ema-ckpt-.*", re.DOTALL)
 
@@ -53,8 +54,11 @@ def stages_of(target: Path) -> list[Path]:
 def interrupted_switch(stage: Path) -> Path | None:
     """The complete new target inside `stage`, if its note says that it was being switched in."""
     try:
-        name = json.loads((stage / NOTE).read_bytes())["new"]
-    except (OSError, ValueError, KeyError, TypeError):
+        # O_NONBLOCK: whatever has that name, opening it must not wait.
+        fd = os.open(stage / NOTE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as note:
+            name = json.loads(note.read(_NOTE_NBYTES))["new"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
         return None

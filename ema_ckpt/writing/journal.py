@@ -27,6 +27,7 @@ Range = tuple[str, int, int]
 
 _VERSION = 1
 _READ_NBYTES = 1 << 20
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Journal:
         intact: dict[Range, Finished] = {}
         for file, ranges in groupby(sorted(self._recorded), key=lambda key: key[0]):
             try:
-                fd = os.open(self._payload / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fd = os.open(self._payload / file, _READ)
             except OSError:
                 continue
             try:
@@ -116,7 +117,7 @@ class Journal:
 
     def _open(self) -> int:
         if self._fd is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self._path, flags, 0o666)
         return self._fd
 

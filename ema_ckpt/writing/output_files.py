@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ema_ckpt.storage.files import max_open_files
+from ema_ckpt.writing.stage_files import open_directory, open_inside
 
 # Linux keeps a file in folios of up to the length of a write, as far as their place in the file is
 # a multiple of their size. Two writes that meet inside a page each take the lock, find the page and
 # copy to it.
 _WRITE_NBYTES = 768 << 10
 _ALIGNMENT = 64 << 10
+_CREATE = os.O_RDWR | os.O_CREAT
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 
 
@@ -45,42 +47,44 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 class OutputFiles:
-    """Files at their final size; as many as may stay open do, the others are opened per use."""
+    """Files at their final size; as many as may stay open do, the others are opened per use.
+
+    They are opened in a directory that is held, and never through a symbolic link.
+    """
 
     def __init__(self, root: Path, files: Mapping[str, int]) -> None:
+        """`files` are those of the directory `root`, or one named "", which is `root` itself."""
         self._root = root
         self._fds: dict[str, int] = {}
+        self._directory = open_directory(root.parent if "" in files else root)
         limit = max_open_files()
         try:
             for name, nbytes in files.items():
-                path = self._path(name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 if len(self._fds) < limit:
-                    self._fds[name] = fd
-                try:
+                    self._fds[name] = self._open(name, _CREATE)
+                with self._opened(name, _CREATE) as fd:
                     preallocate(fd, nbytes)
-                finally:
-                    if name not in self._fds:
-                        os.close(fd)
         except BaseException:
             self.close()
             raise
 
-    def _path(self, name: str) -> Path:
-        return self._root / name if name else self._root
+    def _open(self, name: str, flags: int) -> int:
+        return open_inside(self._directory, name or self._root.name, flags)
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
-        fd = self._fds.get(name)
-        if fd is not None:
-            yield fd
-            return
-        fd = os.open(self._path(name), os.O_RDWR | os.O_CLOEXEC)
+    def _opened(self, name: str, flags: int = os.O_RDWR) -> Iterator[int]:
+        """Yield a descriptor; an OSError names the file."""
         try:
-            yield fd
-        finally:
-            os.close(fd)
+            kept = self._fds.get(name)
+            fd = self._open(name, flags) if kept is None else kept
+            try:
+                yield fd
+            finally:
+                if kept is None:
+                    os.close(fd)
+        except OSError as error:
+            error.filename = str(self._root / name) if name else str(self._root)
+            raise
 
     def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at `offset`."""
@@ -109,7 +113,10 @@ class OutputFiles:
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close every file."""
+        """Close every file and the directory."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+        if self._directory >= 0:
+            os.close(self._directory)
+            self._directory = -1

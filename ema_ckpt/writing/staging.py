@@ -14,15 +14,17 @@ import atexit
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ema_ckpt.core.catalog import Diagnostic
-from ema_ckpt.core.errors import SourceError, TargetError
+from ema_ckpt.core.display import displayed
+from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, about
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK, interrupted_switch, stage_path, stages_of
 from ema_ckpt.writing.journal import Journal, check_identity
 from ema_ckpt.writing.preflight import (
@@ -35,9 +37,11 @@ from ema_ckpt.writing.preflight import (
     resolve_target,
     write_error,
 )
+from ema_ckpt.writing.stage_files import find_stranger, open_directory
 from ema_ckpt.writing.switch import carry, exchange, finish, fsync_path, fsync_tree, put
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 _SWITCH_ATTEMPTS = 8
 _CLOSE_ATTEMPTS = 8
@@ -130,6 +134,7 @@ def stage(
     fsync: bool = True,
     resume: bool = False,
     identity: Mapping[str, str] | None = None,
+    files: Collection[str] | None = None,
     plain_rename: bool = False,
     journal_after: float = 0.0,
 ) -> Iterator[Staged]:
@@ -148,6 +153,8 @@ def stage(
         fsync: make all durable before the switch, and the switch itself.
         resume: go on with the stage of an interrupted run; keep this one's if it fails.
         identity: digests of source and plan; a resumed run must have the same.
+        files: names in the directory that are written; a stage with others is not resumed. None:
+            whatever names.
         plain_rename: do without rename flags, as on a file system that lacks them.
         journal_after: seconds after which the journal of a run without `resume` reaches the disk.
 
@@ -159,13 +166,13 @@ def stage(
     path = resolve_target(target)
     policy = OverwritePolicy(is_directory, overwrite, keep_foreign, frozenset(replaces))
     claim = _Claim(path, resume)
-    with contextlib.closing(claim):
+    with _closing(claim):
         with _explained(path):
             check_place(path, sources)
             check_replaceable(path, policy)
             claim.make_parents(fsync)
             with _lock_parent(path.parent):
-                claim.clear_leftovers(identity or {})
+                claim.clear_leftovers(identity or {}, files)
                 check_replaceable(path, policy)
                 check_space(path, nbytes - claim.allocated)
                 root = claim.open(is_directory)
@@ -173,9 +180,10 @@ def stage(
                 root, root / path.name, identity or {}, after=0.0 if resume else journal_after
             )
             staged = Staged(path, root, policy, journal, fsync, plain_rename, claim.resumed)
+            staged.warnings = claim.warnings
             claim.staged = staged
         try:
-            with _explained(path, only=_FULL):
+            with _explained(path, root):
                 yield staged
         except SourceError:
             # A damaged source: the journal does not say which written ranges come from it.
@@ -224,6 +232,8 @@ class _Claim:
         self.allocated = 0
         self.resumed = False
         self.staged: Staged | None = None
+        self.left_behind = ""  # what of the stage stays, and why
+        self.warnings: list[Diagnostic] = []
         self._target = target
         self._resume = resume
         self._root: Path | None = None
@@ -238,7 +248,7 @@ class _Claim:
         for directory in self._made if fsync else ():
             fsync_path(directory.parent)
 
-    def clear_leftovers(self, identity: Mapping[str, str]) -> None:
+    def clear_leftovers(self, identity: Mapping[str, str], files: Collection[str] | None) -> None:
         """End the switch of stages that are left, continue one of them, delete the others."""
         for left in stages_of(self._target):
             try:
@@ -247,7 +257,7 @@ class _Claim:
                 continue  # its writer has just ended
             try:
                 finish(left, self._target)
-                wanted = self._resume and self._root is None
+                wanted = self._resume and self._root is None and self._is_own(left, files)
                 if wanted and check_identity(left, self._target, identity):
                     self._root, self._locks, self.resumed = left, locks, True
                     self.allocated = _allocated(left)
@@ -257,6 +267,16 @@ class _Claim:
             finally:
                 for fd in locks:
                     os.close(fd)
+
+    def _is_own(self, left: Path, files: Collection[str] | None) -> bool:
+        """Whether all in a stage is a writer's; says so where it is not."""
+        if not os.path.exists(left):  # its switch has just been ended
+            return False
+        stranger = find_stranger(left, self._target.name, files)
+        if stranger is not None:
+            message = f"{left}: no writer made {stranger!r} in it; starting anew"
+            self.warnings.append(Diagnostic("stale-file", message))
+        return stranger is None
 
     def open(self, is_directory: bool) -> Path:
         """Make the stage, unless one is continued."""
@@ -303,24 +323,44 @@ class _Claim:
         atexit.unregister(self.close)
 
     def _clear(self, root: Path) -> None:
-        finish(root, self._target)
+        with contextlib.suppress(OSError):
+            finish(root, self._target)
+        if interrupted_switch(root) and not os.path.lexists(self._target):
+            return  # the old target and the new one are both in it, and nowhere else
         # A journal is there until the switch begins: without one there is nothing to go on from.
         if self._resume and os.path.exists(root / JOURNAL):
             return
         shutil.rmtree(root, ignore_errors=True)
-        if os.path.exists(root) and self.staged is not None:
-            harmless = f"some of it could not be deleted; {self._target} is not affected"
-            warning = Diagnostic("stale-file", f"{root}: left behind, {harmless}")
-            self.staged.warnings.append(warning)
+        if os.path.exists(root):
+            harmless = f"{self._target} is not affected; delete it by hand"
+            self.left_behind = f"{root}: left behind, some of it could not be deleted; {harmless}"
+            self.warnings.append(Diagnostic("stale-file", self.left_behind))
 
 
 @contextlib.contextmanager
-def _explained(path: Path, only: tuple[int, ...] | None = None) -> Iterator[None]:
-    """Raise errors of the file system (or `only` some) as one line about the target."""
+def _closing(claim: _Claim) -> Iterator[None]:
+    """Close a claim; an exception says as well if the stage could not be deleted."""
+    try:
+        with contextlib.closing(claim):
+            yield
+    except EmaCkptError as error:
+        if claim.left_behind:
+            raise about(error, remedy=claim.left_behind) from error
+        raise
+    except BaseException:
+        if claim.left_behind:
+            logging.getLogger("ema_ckpt").warning(displayed(claim.left_behind))
+        raise
+
+
+@contextlib.contextmanager
+def _explained(path: Path, stage: Path | None = None) -> Iterator[None]:
+    """Raise errors of the file system, or only those about files in `stage`, as one line."""
     try:
         yield
     except OSError as error:
-        if only is not None and error.errno not in only:
+        is_about = stage is None or str(error.filename).startswith(str(stage))
+        if not is_about and error.errno not in _FULL:
             raise
         raise write_error(path, error) from error
 
@@ -350,11 +390,11 @@ def _lock_stage(root: Path, target: Path) -> list[int]:
     Raises:
         TargetError: `busy` if a process holds it.
     """
-    fds = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    fds = [open_directory(root)]
     try:
         if not _lock(fds[0]):
             # NFS locks only what is open for writing, which a directory never is.
-            fds.append(os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            fds.append(os.open(root / LOCK, _LOCK_FILE, 0o666))
             fcntl.flock(fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         for fd in fds:

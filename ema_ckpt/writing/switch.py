@@ -14,6 +14,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from ema_ckpt.core.errors import TargetError
 from ema_ckpt.storage.stage_names import NOTE, OLD, interrupted_switch
 
 NOREPLACE, EXCHANGE = 1, 2
@@ -72,6 +73,8 @@ def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True
 
     Raises:
         FileNotFoundError: there is no `target` any more.
+        OSError: `target` is as it was.
+        TargetError: `unreadable`: neither could be renamed to `target`; says where both are.
     """
     if not plain and renameat2(new, target, EXCHANGE):
         return
@@ -87,7 +90,22 @@ def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True
     if fsync:
         fsync_path(stage)
     os.rename(target, stage / OLD)
-    os.rename(new, target)
+    try:
+        os.rename(new, target)
+    except OSError as error:
+        _put_back(stage / OLD, target, new, error)
+        raise
+
+
+def _put_back(old: Path, target: Path, new: Path, failure: OSError) -> None:
+    """Give the old target its name again after the new one could not take it."""
+    try:
+        os.rename(old, target)
+    except OSError:
+        where = f"the new one is complete in {new}, the old one in {old}"
+        remedy = f"rename one of them to {target}, or repeat the command"
+        message = f"{target}: cannot be replaced: {failure.strerror}; {where}; {remedy}"
+        raise TargetError("unreadable", message, file=str(target)) from failure
 
 
 def finish(stage: Path, target: Path) -> bool:

@@ -24,7 +24,7 @@ from ema_ckpt.core.catalog import (
     check_geometry,
 )
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.errors import SourceError, UnsafeError, about
+from ema_ckpt.core.errors import RefusedError, SourceError, UnsafeError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
@@ -117,6 +117,8 @@ def _read_sidecar(
     """Read the sidecar if it is about one of the files of this checkpoint, as they are now."""
     try:
         content = sidecar.read(source)
+    except RefusedError as error:
+        return Sidecar(), [sidecar.unread(error)]
     except SourceError as error:
         if error.code == "missing-file":
             return Sidecar(), []

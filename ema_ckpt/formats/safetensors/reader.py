@@ -28,7 +28,7 @@ from ema_ckpt.core.catalog import (
 )
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType, by_safetensors
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import RefusedError, SourceError
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.sidecar import Sidecar
@@ -91,7 +91,7 @@ def open_safetensors(
     else:
         shards = [_open_shard(source, names[0], lenient, warnings)]
         files = {names[0]: shards[0].nbytes}
-    content = _read_sidecar(source, shards, files)
+    content = _read_sidecar(source, shards, files, warnings)
     if is_index and content.describes:
         index = source.read(names[0], 0, source.size(names[0]))
         if content.is_stale(names[0], crc32(index)):
@@ -138,12 +138,17 @@ def _merge(shards: Iterable[_Shard]) -> tuple[dict[str, Tensor], dict[str, str]]
     return tensors, metadata
 
 
-def _read_sidecar(source: Files, shards: list[_Shard], files: Mapping[str, int]) -> Sidecar:
+def _read_sidecar(
+    source: Files, shards: list[_Shard], files: Mapping[str, int], warnings: list[Diagnostic]
+) -> Sidecar:
     """Read the sidecar in the one file, or the one beside the files if it is about one of them."""
     if len(files) == len(shards) == 1 and sidecar.KEY in shards[0].metadata:
         return sidecar.parse(shards[0].metadata[sidecar.KEY], shards[0].file)
     try:
         content = sidecar.read(source)
+    except RefusedError as error:
+        warnings.append(sidecar.unread(error))
+        return Sidecar()
     except SourceError as error:
         if error.code == "missing-file":
             return Sidecar()

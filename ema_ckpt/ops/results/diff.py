@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Diagnostic
+from ema_ckpt.ops.results.places import hide_credentials
 
 if TYPE_CHECKING:
     from ema_ckpt.analysis.compare import PairStats
@@ -90,6 +91,9 @@ class DiffResult(_PairStatsSlot):
     tensors: tuple[DiffTensor, ...]
     summary: DiffSummary
     findings: tuple[Diagnostic, ...]
+
+    def __post_init__(self) -> None:
+        hide_credentials(self, "a", "b", "resolved_a", "resolved_b")
 
     @property
     def differs(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ema_ckpt.core.catalog import Diagnostic
+from ema_ckpt.ops.results.places import hide_credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +65,6 @@ class InspectResult:
     objects: tuple[ObjectEntry, ...]
     ema: Mapping[str, Mapping[str, object]]
     warnings: tuple[Diagnostic, ...]
+
+    def __post_init__(self) -> None:
+        hide_credentials(self, "path", "resolved")

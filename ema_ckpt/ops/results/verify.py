@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ema_ckpt.core.catalog import Diagnostic, Problem
+from ema_ckpt.ops.results.places import hide_credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +25,6 @@ class VerifyResult:
     unchecked_bytes: int
     problems: tuple[Problem, ...]
     warnings: tuple[Diagnostic, ...]
+
+    def __post_init__(self) -> None:
+        hide_credentials(self, "path", "resolved")

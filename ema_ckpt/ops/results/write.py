@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ema_ckpt.core.catalog import Diagnostic, Tensor
+from ema_ckpt.ops.results.places import hide_credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +55,6 @@ class WriteResult:
     skipped: tuple[Skipped, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        hide_credentials(self, "source", "resolved", "target")

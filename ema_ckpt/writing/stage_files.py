@@ -1,0 +1,56 @@
+"""Files in a stage, which anybody may have touched while no writer held it.
+
+None may lead out of it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Container
+from pathlib import Path
+
+from ema_ckpt.storage.stage_names import JOURNAL, LOCK
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def open_directory(path: Path) -> int:
+    """Open a directory that is no symbolic link, to open files in it."""
+    return os.open(path, _DIRECTORY)
+
+
+def open_inside(directory: int, name: str, flags: int) -> int:
+    """Open the file `name` of an open directory; a symbolic link of that name is an OSError."""
+    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=directory)
+
+
+def find_stranger(stage: Path, payload: str, files: Container[str] | None) -> str | None:
+    """Name an entry of a stage that no writer of these `files` has made, or return None.
+
+    A link, symbolic or hard, leads to what belongs to somebody else, and a further file would be
+    published with the others.
+
+    Args:
+        payload: name of the file or directory that is written. `files`: those in the directory, or
+            None for whatever names.
+    """
+    for entry in _entries(stage):
+        if entry.name == payload and entry.is_dir(follow_symlinks=False):
+            for inner in _entries(entry.path):
+                is_known = files is None or inner.name in files
+                if not is_known or not _is_plain(inner):
+                    return f"{payload}/{inner.name}"
+        elif entry.name not in (payload, JOURNAL, LOCK) or not _is_plain(entry):
+            return entry.name
+    return None
+
+
+def _entries(path: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return list(entries)
+
+
+def _is_plain(entry: os.DirEntry[str]) -> bool:
+    status = entry.stat(follow_symlinks=False)
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1

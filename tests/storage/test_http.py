@@ -1,0 +1,169 @@
+"""Files behind a web server: what is read, and what is said of a server that fails. The server is a real one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ema_ckpt
+from ema_ckpt.core.errors import AccessError, SourceError
+from ema_ckpt.storage import remote
+from ema_ckpt.storage.directories import base_name, join, list_folder, parent_of
+from ema_ckpt.storage.files import open_files
+from tests.storage.http_server import Handler, Server, serving
+
+pytest.importorskip("aiohttp")
+DATA = bytes(range(256)) * 40
+DCP, ONE_FILE = "dcp/fsdp2-w2", "safetensors/dtypes.safetensors"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a").write_bytes(DATA)
+    (tmp_path / "sub" / "b").write_bytes(DATA)
+    with serving(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def checkpoints(fixtures: Path) -> Iterator[Server]:
+    with serving(fixtures) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_DELAYS", (0.01, 0.01, 0.01))
+
+
+def data_files(handler: Handler) -> bool:
+    return "distcp" in handler.path or "safetensors" in handler.path.rpartition("/")[2]
+
+
+def test_ranges_and_folders_are_read(server: Server) -> None:
+    source = open_files(server.url())
+    assert (source.size("a"), source.read("a", 300, 20)) == (len(DATA), DATA[300:320])
+    folder = list_folder(server.url())
+    assert (folder.folders, folder.files) == (("sub",), ("a",))
+    with pytest.raises(SourceError) as caught:
+        source.size("none")
+    assert caught.value.code == "missing-file"
+
+
+@pytest.mark.parametrize("path", [DCP, f"{DCP}/", "hf/sharded", ONE_FILE])
+def test_a_verdict_is_the_same_behind_a_server(
+    checkpoints: Server, fixtures: Path, path: str
+) -> None:
+    local, served = ema_ckpt.verify(fixtures / path), ema_ckpt.verify(checkpoints.url(path))
+    assert (served.status, served.checked_bytes) == (local.status, local.checked_bytes)
+
+
+@pytest.mark.parametrize("path", [DCP, ONE_FILE])
+def test_a_server_that_ignores_ranges_is_no_damage(checkpoints: Server, path: str) -> None:
+    checkpoints.honours_ranges = False
+    with pytest.raises(AccessError, match="range requests") as caught:
+        ema_ckpt.verify(checkpoints.url(path))
+    assert caught.value.code == "unreadable"
+
+
+FAULTS = {
+    "500": (lambda handler: answer(handler, 500), 4),
+    "503": (lambda handler: answer(handler, 503), 4),
+    "429": (lambda handler: answer(handler, 429), 4),
+    "403": (lambda handler: answer(handler, 403), 1),
+    "401": (lambda handler: answer(handler, 401), 1),
+    "reset": (lambda handler: handler.reset(), 4),
+    "cut short": (lambda handler: handler.cut_short(), 4),
+    "too long": (lambda handler: answer(handler, 206, b"x" * 9), 4),
+}
+
+
+def answer(handler: Handler, status: int, body: bytes = b"no") -> bool:
+    handler.answer(status, body, "text/plain")
+    return True
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_failing_server_is_named_without_credentials(server: Server, name: str) -> None:
+    fault, tries = FAULTS[name]
+    source = open_files(server.url("", "me:secret@"))
+    assert source.size("a") == len(DATA)
+    server.requests.clear()
+    server.fault = fault
+    with pytest.raises(AccessError) as caught:
+        source.read("a", 10, 5)
+    message = str(caught.value)
+    assert (caught.value.code, caught.value.file) == ("unreadable", "a")
+    assert message.startswith("a: ") and f"http://***@127.0.0.1:{server.server_port}" in message
+    assert "secret" not in message
+    assert len(server.requests) >= tries  # aiohttp itself tries once more after a reset
+    assert (f"asked {tries} times" in message) == (tries > 1)
+
+
+@pytest.mark.parametrize("verb", [ema_ckpt.inspect, ema_ckpt.verify, ema_ckpt.latest])
+def test_a_server_without_any_answer_is_no_empty_place(server: Server, verb: object) -> None:
+    server.fault = lambda handler: answer(handler, 500)
+    with pytest.raises(AccessError, match=r"500 .*asked 4 times"):
+        verb(server.url("sub"))
+
+
+def test_a_server_that_recovers_is_asked_again(checkpoints: Server) -> None:
+    def fails_every_other_time(handler: Handler) -> bool:
+        return len(checkpoints.requests) % 2 == 0 and answer(handler, 503)
+
+    checkpoints.fault = fails_every_other_time
+    assert ema_ckpt.verify(checkpoints.url(DCP)).status == "sound"
+
+
+def test_a_file_that_vanishes_meanwhile_is_a_change_and_no_damage(server: Server) -> None:
+    source = open_files(server.url())
+    source.size("a")
+    (server.root / "a").unlink()
+    with pytest.raises(AccessError) as caught:
+        source.read("a", 0, 10)
+    assert caught.value.code == "source-changed"
+
+
+def test_a_host_that_refuses_connections(tmp_path: Path) -> None:
+    with serving(tmp_path) as gone:
+        url = gone.url("run", "token@")
+    with pytest.raises(AccessError) as caught:
+        ema_ckpt.verify(url)
+    assert "token" not in str(caught.value)
+
+
+def test_a_signed_url_goes_with_the_directory_and_is_never_shown(
+    checkpoints: Server, tmp_path: Path
+) -> None:
+    def only_signed(handler: Handler) -> bool:
+        is_allowed = handler.path.endswith("?X-Signature=s/e/c") and "json" not in handler.path
+        return not is_allowed and answer(handler, 403)
+
+    checkpoints.fault = only_signed
+    url = checkpoints.url(f"{ONE_FILE}?X-Signature=s/e/c")
+    assert join(parent_of(url), base_name(url)) == url
+    results = [ema_ckpt.inspect(url), ema_ckpt.verify(url)]
+    out = tmp_path / "out.safetensors"
+    results.append(ema_ckpt.convert(url, out))
+    for result in results:
+        assert "s/e/c" not in str(result)
+        assert "X-Signature=***" in result.resolved
+    assert {chunk.file for t in results[0].tensors for chunk in t.chunks} == {"dtypes.safetensors"}
+    # What the server does not allow to look at is said, for it may hold checksums.
+    assert any("ema_ckpt.json" in warning.message for warning in results[1].warnings)
+
+
+def test_damage_behind_a_server_is_still_damage(tmp_path: Path, fixtures: Path) -> None:
+    shutil.copytree(fixtures / DCP, tmp_path / "run")
+    file = tmp_path / "run" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+    with serving(tmp_path) as running:
+        result = ema_ckpt.verify(running.url("run"))
+    assert result.status == "damaged"
+    assert {problem.code for problem in result.problems} >= {"truncated-file"}
+    assert json.loads(json.dumps(result.path)).startswith("http://")
