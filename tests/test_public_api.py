@@ -16,6 +16,7 @@ VERBS = {"consolidate", "convert", "diff", "inspect", "reshard", "synthesize", "
 ERRORS = {
     "EmaCkptError",
     "UsageError",
+    "AccessError",
     "SourceError",
     "UnsafeError",
     "TargetError",
