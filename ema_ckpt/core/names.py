@@ -9,8 +9,8 @@ from ema_ckpt.core.errors import UsageError
 
 EMA, LIVE, OPTIMIZER, OTHER = "ema", "live", "optimizer", "other"
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-"""Of files that torch.save writes."""
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
+"""Of files that torch.save writes; `.pth.tar` is no tar archive."""
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components that DDP, `torch.compile`, FSDP1 and activation checkpointing put into names."""

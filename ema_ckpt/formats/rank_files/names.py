@@ -1,7 +1,7 @@
 """Names of rank files, and the ranks that a family of them lacks.
 
 A rank file is what one process wrote of a checkpoint: `model_world_size_4_rank_0.pt`,
-`ema_rank0.pt`.
+`ema_rank0.pt`, `model.rank-3.bin`. Files whose names differ in the number alone are a family.
 """
 
 from __future__ import annotations
@@ -11,30 +11,56 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import shown
 
-_RANK_FILE = re.compile(r"((?:.*?[-_.])??)(?:world_size_(\d+)_)?rank_?(\d+)(.*)\.pt", re.DOTALL)
+_SUFFIX = "|".join(re.escape(suffix) for suffix in TORCH_SUFFIXES)
+_RANK_FILE = re.compile(
+    rf"((?:.*?[-_.])??rank[-_.]?)(\d+)((?!\d).*?)({_SUFFIX})", re.ASCII | re.DOTALL
+)
+_RANK_WORD = re.compile(r"rank[-_.]?\Z")
+_WORLD_SIZE = re.compile(r"(?:^|(?<=[-_.]))world_?size[-_.]?(\d+)(?:[-_.]|\Z)", re.ASCII)
+_SEPARATORS = "-_."
 
 
 class Family(NamedTuple):
-    """What the file names of one checkpoint share: text before the rank, world size, text after."""
+    """What the file names of one checkpoint share: the text before and after the rank's number."""
 
-    stem: str
-    world_size: int | None
+    head: str
     tail: str
+    suffix: str
+
+    @property
+    def pattern(self) -> str:
+        """The names of all members as a glob: `model_world_size_4_rank_*.pt`."""
+        return f"{self.head}*{self.tail}{self.suffix}"
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks, if the names tell it."""
+        match = _WORLD_SIZE.search(self.head) or _WORLD_SIZE.search(self.tail)
+        return int(match[1]) if match else None
+
+    @property
+    def stem(self) -> str:
+        """All of the name but the rank and the world size: `ep0-ba4` of `ep0-ba4-rank0.pt`."""
+        texts = (_RANK_WORD.sub("", self.head), self.tail)
+        kept = [_WORLD_SIZE.sub("", text).strip(_SEPARATORS) for text in texts]
+        return "_".join(filter(None, kept))
 
     @property
     def name(self) -> str:
         """The name a person would give it: `model` of `model_world_size_4_rank_0.pt`."""
-        return self.stem.rstrip("-_.")
+        before = _WORLD_SIZE.sub("", _RANK_WORD.sub("", self.head)).rstrip(_SEPARATORS)
+        return before or self.stem
 
 
 def _parse(name: str) -> tuple[Family, int] | None:
     match = _RANK_FILE.fullmatch(name)
     if match is None:
         return None
-    stem, world_size, rank, tail = match.groups()
-    return Family(stem, int(world_size) if world_size else None, tail), int(rank)
+    head, rank, tail, suffix = match.groups()
+    return Family(head, tail, suffix), int(rank)
 
 
 def family_of(name: str) -> Family | None:
@@ -55,16 +81,23 @@ def families(names: Iterable[str]) -> dict[Family, list[str]]:
 def missing_ranks(names: Iterable[str]) -> tuple[int, list[int]]:
     """Return the world size of one family's files, and the ranks that are not there.
 
-    Where the names do not tell the world size, it is one more than the highest rank.
+    Where the names do not tell the world size, it is one more than the highest rank; a single file
+    is then taken for all there is.
     """
     parsed = [one for one in map(_parse, names) if one]
     ranks = {rank for _, rank in parsed}
-    world_size = max(ranks, default=-1) + 1
-    for family, _ in parsed:
-        if family.world_size:
-            world_size = family.world_size
-            break
+    world_size = next((family.world_size for family, _ in parsed if family.world_size), None)
+    if world_size is None:
+        if len(parsed) == 1:
+            return 1, []
+        world_size = max(ranks, default=-1) + 1
     return world_size, sorted(set(range(world_size)) - ranks)
+
+
+def is_lone(names: Sequence[str]) -> bool:
+    """Whether `names` is one rank's file, whose name does not tell of how many."""
+    family = family_of(names[0])
+    return len(names) == 1 and family is not None and family.world_size is None
 
 
 def check_ranks(names: Sequence[str], where: str) -> None:
