@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from ema_ckpt.core.catalog import Catalog, Chunk, Payload, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
-from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.formats.torch_zip.reader import read_archive
 
 
@@ -72,7 +71,7 @@ class RecordList:
             if not item.is_inline and item.nbytes and self._is_there(item.file, end):
                 yield from self._item_records(item.name, item.file, item.offset, item.nbytes, True)
         for file in self.catalog.files:
-            if file.endswith(TORCH_SUFFIXES) and file in self._sizes:
+            if file in self.catalog.archives and file in self._sizes:
                 has_objects = any(item.file == file for item in self.catalog.objects)
                 yield from self._archive_records(None, file, 0, self._sizes[file], has_objects)
 
@@ -85,7 +84,7 @@ class RecordList:
             if payload is None or not (payload.nbytes or chunk.nbytes):
                 continue
             key = (payload.file, payload.offset)
-            if payload.file.endswith(TORCH_SUFFIXES):
+            if payload.file in self.catalog.archives:
                 self._owners.setdefault(key, tensor.name)
             elif (payload.offset, payload.nbytes) != (chunk.offset, chunk.nbytes):
                 for record in self._item_records(

@@ -219,6 +219,7 @@ class Catalog:
         nested: whether paths come from real nesting; if not, every path is the name alone and trees
             are told by name.
         files: every data file the metadata names, with the least size it must have.
+        archives: those of `files` that are torch archives as a whole, whatever their endings.
         digests: recorded CRC-32 of logical row-major bytes, by full stored tensor name.
         nesting: dict keys and tuples that paths leave open.
         ties: names that the source dropped as tied, each with the name that was kept.
@@ -227,6 +228,7 @@ class Catalog:
         part_roles: roles of the trees of a checkpoint that consists of several, by tree name.
         rank_private: state of single ranks, left out of the trees.
         unknown_entries: metadata entries of unknown classes.
+        left_out: places of checkpoints beside this one that were passed over; a warning names each.
         find_mismatches: reads the metadata again for entries that contradict each other, and
             returns each one's name and what is wrong.
     """
@@ -241,6 +243,7 @@ class Catalog:
     nested: bool
     world_size: int | None = None
     files: Mapping[str, int] = field(default_factory=dict)
+    archives: frozenset[str] = frozenset()
     digests: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[Diagnostic, ...] = ()
     nesting: Nesting = field(default_factory=Nesting)
@@ -250,6 +253,7 @@ class Catalog:
     part_roles: Mapping[str, str] = field(default_factory=dict)
     rank_private: tuple[RankPrivate, ...] = ()
     unknown_entries: tuple[UnknownEntry, ...] = ()
+    left_out: tuple[str, ...] = ()
     find_mismatches: Callable[[], Sequence[tuple[str, str]]] = tuple
 
 

@@ -37,7 +37,7 @@ _PARTS = {
     **dict.fromkeys(("extra_state", "dataloader_state"), OTHER),
 }
 # Directories of accelerate, which are trees once they are in one checkpoint.
-_NUMBERED = re.compile(r"(pytorch_model_fsdp|pytorch_ema_model_fsdp|optimizer)_\d+")
+_NUMBERED = re.compile(r"(pytorch_model_fsdp|pytorch_ema_model_fsdp|optimizer)(?:_\d+)?")
 _NUMBERED_ROLES = {
     "pytorch_model_fsdp": LIVE,
     "pytorch_ema_model_fsdp": EMA,
@@ -82,6 +82,23 @@ def part_role(name: str) -> str | None:
     if name.startswith("rng"):
         return OTHER
     return _numbered_role(name) or _PARTS.get(name)
+
+
+def part_roles(names: Iterable[str]) -> dict[str, str]:
+    """Roles of those of `names`, which stand side by side, that are parts of one checkpoint.
+
+    A name may be a part by itself (`model`), or by another: `X` beside `X_ema` is live and an
+    average whatever X is, and `weights` beside an optimizer or an average is live.
+    """
+    present = list(dict.fromkeys(names))
+    roles = {name: role for name in present if (role := part_role(name))}
+    for name in present:
+        live = name.removesuffix("_ema")
+        if live != name and live in present and roles.get(live) not in (OPTIMIZER, OTHER):
+            roles |= {live: LIVE, name: EMA}
+    if "weights" in present and {OPTIMIZER, EMA} & set(roles.values()):
+        roles["weights"] = LIVE
+    return roles
 
 
 def _numbered_role(name: str) -> str | None:

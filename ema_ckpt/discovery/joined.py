@@ -21,9 +21,9 @@ from ema_ckpt.core.catalog import (
     Tensor,
 )
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, part_role, role_of
+from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import shown
-from ema_ckpt.discovery.recognise import Location
+from ema_ckpt.discovery.location import Location
 from ema_ckpt.state_dicts.tree import Tree, list_trees
 from ema_ckpt.storage.files import open_files, safe_name
 
@@ -122,8 +122,7 @@ def join_parts(
     parts = []
     roles: dict[str, str] = {}
     owners: dict[str, str] = {}
-    for name, part, catalog in opened:
-        role = part_role(name) or LIVE
+    for (name, part, catalog), role in zip(opened, location.roles, strict=True):
         trees = list_trees(catalog)
         weights = [tree for tree in trees if tree.tensors and tree.role in (LIVE, EMA, OPTIMIZER)]
         if len(weights) > 1:
@@ -274,6 +273,7 @@ def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
         tensors=tuple(tensors),
         objects=tuple(_relocate_object(part, item, reader) for item in catalog.objects),
         files={directory + file: nbytes for file, nbytes in catalog.files.items()},
+        archives=frozenset(directory + file for file in catalog.archives),
         digests={moved[name].name: crc for name, crc in catalog.digests.items()},
         warnings=tuple(
             replace(warning, message=prefix + warning.message) for warning in catalog.warnings
@@ -353,8 +353,10 @@ def _merge(catalogs: Sequence[Catalog]) -> Catalog:
         objects=tuple(every(catalog.objects for catalog in catalogs)),
         world_size=max(world_sizes, default=None),
         files=files,
+        archives=frozenset(every(catalog.archives for catalog in catalogs)),
         digests=digests,
         warnings=tuple(every(catalog.warnings for catalog in catalogs)),
+        left_out=tuple(every(catalog.left_out for catalog in catalogs)),
         nesting=Nesting(keys, frozenset(every(catalog.nesting.tuples for catalog in catalogs))),
         ties=ties,
         order=(),

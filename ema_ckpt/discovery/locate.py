@@ -3,41 +3,42 @@
 The order is fixed and the first hit wins: the path itself, recognised parts in it, the complete
 step with the highest number, exactly one of these one or two levels down. Anything else is an error
 that lists what is there. An average alone, or another weight file, that lies beside steps is passed
-over for them.
+over for them. What a directory holds besides the checkpoint that is taken is listed with it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
-from ema_ckpt.core.names import LIVE, part_role
+from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError
+from ema_ckpt.core.names import LIVE
 from ema_ckpt.core.text import counted, shown
+from ema_ckpt.discovery.by_content import judged
+from ema_ckpt.discovery.completeness import check_complete
+from ema_ckpt.discovery.location import PARTS, SAFETENSORS, LeftOut, Location, ambiguous, is_index
+from ema_ckpt.discovery.neighbours import left_out_of, neighbours_of
 from ema_ckpt.discovery.recognise import (
-    DCP,
-    INDEX_SUFFIX,
-    PARTS,
-    SAFETENSORS,
-    Location,
-    ambiguous,
     list_directory,
     locate_directory,
     locate_file,
+    locate_pattern,
     loose_files,
 )
-from ema_ckpt.formats.rank_files.names import check_ranks
-from ema_ckpt.storage.directories import Folder, base_name, is_folder, join, parent_of
-from ema_ckpt.storage.files import is_mangled_url, is_url, open_files
+from ema_ckpt.discovery.step_names import step_number, step_order
+from ema_ckpt.discovery.steps import Steps, find_steps, locate_step, steps_beside
+from ema_ckpt.storage.directories import Folder, base_name, is_folder, join
+from ema_ckpt.storage.files import is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import find_interrupted_switch
 
-_STEP = re.compile(
-    r"(?:^|.*[-_=])(?:step|checkpoint|global_step|iter|iteration|epoch|ckpt)[-_=]?(\d+)", re.ASCII
+__all__ = ["latest", "latest_step", "locate_checkpoint", "step_number"]
+
+_PUBLISHED_WEIGHTS = re.compile(
+    r"(?:diffusion_pytorch_|pytorch_|adapter_)?model(?:\.[^.]+)?\.safetensors"
 )
-_PUBLISHED_WEIGHTS = re.compile(r"(?:diffusion_pytorch_|pytorch_|adapter_)?model\.safetensors")
 _LEVELS_BELOW = 2
 
 
@@ -46,94 +47,112 @@ def locate_checkpoint(path: str) -> Location:
 
     Raises:
         SourceError: `not-found`, `not-a-checkpoint`, `unreadable`, `incomplete` if no step is
-            complete, `missing-metadata` for a DCP directory without any or shards without an index,
-            `missing-extra`.
+            complete or for one rank's file of several, `missing-metadata` for a DCP directory
+            without any or shards without an index, `unsupported` for a file of a kind that is not
+            read, `missing-extra`.
         UsageError: `ambiguous-path` if several checkpoints are there.
     """
     path = path if is_url(path) else path.rstrip("/") or path[:1]
     is_directory = is_folder(path)
     if is_directory is None:
-        return _interrupted_switch(path)
-    if not is_directory:
-        return locate_file(path)
-    folder = list_directory(path)
-    return _in_directory(folder) or _in_children(folder, _LEVELS_BELOW).only(folder)
+        return locate_pattern(path) or _interrupted_switch(path)
+    if step_order(base_name(path)) is not None:
+        location = locate_step(path, _in_root)
+    else:
+        location = _in_root(path) if is_directory else locate_file(path)
+    if location is None:
+        folder = list_directory(path)
+        location = _in_children(folder, _LEVELS_BELOW).only(folder)
+    location = judged(location)
+    return _with_neighbours(location, path) if is_directory else location
 
 
-def latest(parent: str | os.PathLike[str]) -> Path | None:
+def _in_root(root: str) -> Location | None:
+    return _in_directory(list_directory(root))
+
+
+def _with_neighbours(location: Location, path: str) -> Location:
+    """Add what lies beside a checkpoint; places are given below `path`."""
+    listed = dict.fromkeys((*location.left_out, *neighbours_of(location)))
+    below = [item._replace(path=item.path.removeprefix(path).lstrip("/")) for item in listed]
+    return location._replace(left_out=tuple(below))
+
+
+# Latest.
+
+
+def latest(parent: str | os.PathLike[str], incomplete: str = "raise") -> Path | str | None:
     """The complete checkpoint with the highest step number in the directory `parent`, or None.
 
     Complete means that its metadata is readable and every file it names is there with its size;
     numbers compare as integers (`step_2500` is newer than `step_500`). The command line finds the
-    newest step in the same way.
+    newest step in the same way. A path that is a checkpoint itself is returned as it is. A newer
+    step that is not complete is passed over, and logged to `ema_ckpt` (level warning).
+
+    Args:
+        parent: a directory of steps, or a checkpoint.
+        incomplete: what to do if there are steps and none is complete: `"raise"`, or `"ignore"` to
+            return None, as if there were none. A script that starts anew would write over them.
+
+    Returns:
+        A path, or text for a URL; None if there is neither a checkpoint nor a step.
 
     Raises:
-        UsageError: `ambiguous-path` if two complete steps have the highest number.
+        SourceError: `incomplete`: there are steps, or `parent` is a checkpoint, and nothing is
+            complete; `unreadable`.
+        UsageError: `ambiguous-path` if two complete steps have the highest number; `usage`.
     """
-    step = latest_step(os.fspath(parent))
-    return None if step is None else Path(step)
+    if incomplete not in ("raise", "ignore"):
+        raise UsageError("usage", f"incomplete is 'raise' or 'ignore'; found {incomplete!r}")
+    path = os.fspath(parent)
+    try:
+        found = latest_step(path)
+    except SourceError as error:
+        if incomplete == "ignore" and error.code != "unreadable":
+            return None
+        raise
+    return found if found is None or is_url(found) else Path(found)
 
 
-def latest_step(parent: str) -> str | None:
-    """Find the path or URL of the complete step with the highest number in `parent`, or None.
+def latest_step(path: str) -> str | None:
+    """Find the newest complete step in `path`, or `path` itself if it is a checkpoint, as `latest`.
 
     Raises:
-        SourceError: `unreadable`.
+        SourceError: `unreadable`, and what is wrong with steps of which none is complete.
         UsageError: `ambiguous-path` if two complete steps have that number.
     """
-    steps = _find_steps(list_directory(parent)) if is_folder(parent) else None
-    return join(parent, steps.newest[0]) if steps and steps.newest else None
+    if not is_folder(path):
+        return _itself(path)
+    folder = list_directory(path)
+    location = locate_directory(folder)
+    if location is not None and not _may_be_misplaced(location):
+        check_complete(location)
+        return path
+    steps = _find_steps(folder)
+    if steps.newest:
+        for step in steps.broken:
+            logging.getLogger("ema_ckpt").warning(step.diagnostic().message)
+        return join(path, steps.newest[0])
+    if steps.broken:
+        names = shown([base_name(step.path) for step in steps.broken])
+        raise steps.none_complete(f'; remove {names}, or pass incomplete="ignore" to start anew')
+    return path if location is not None else None
 
 
-def step_number(name: str) -> int | None:
-    """Parse the number in the name of a step (`step_500`, `checkpoint-500`, `epoch=3-step=500`)."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def check_complete(location: Location) -> Location:
-    """Check that every file is there with at least its size; return `location` with its metadata.
-
-    Raises:
-        SourceError: `missing-file`, `truncated-file`, `incomplete`, and whatever reading the
-            metadata may raise.
-    """
-    if location.parts:
-        parts = tuple((name, check_complete(part)) for name, part in location.parts)
-        return location._replace(parts=parts)
-    source = open_files(location.root)
+def _itself(path: str) -> str | None:
+    """Return the path of a file that is a checkpoint."""
+    if is_folder(path) is None:
+        return None
     try:
-        if location.format == DCP:
-            from ema_ckpt.formats.dcp.reader import read_metadata, required_files
-
-            metadata = location.metadata or read_metadata(source, location.names)
-            for name, nbytes in required_files(metadata).items():
-                size = source.size(name)
-                if size < nbytes:
-                    message = f"expected {nbytes} bytes, found {size}: the file is truncated"
-                    raise SourceError("truncated-file", f"{name}: {message}", file=name)
-            return location._replace(metadata=metadata)
-        if location.format == SAFETENSORS:
-            from ema_ckpt.formats.safetensors.reader import open_safetensors
-
-            open_safetensors(source, location.names, location.resolved, location.resolved)
-        else:
-            for name in location.names:
-                _check_torch_file(source, name)
-            check_ranks(location.names, location.resolved)
-        return location
-    finally:
-        source.close()
+        check_complete(locate_file(path))
+    except SourceError as error:
+        if error.code in ("not-a-checkpoint", "unsupported"):
+            return None
+        raise
+    return path
 
 
-def _check_torch_file(source: Files, name: str) -> None:
-    nbytes = source.size(name)
-    if not nbytes:
-        raise SourceError("truncated-file", f"{name}: the file is empty", file=name)
-    if source.read(name, 0, min(4, nbytes)) == b"PK\x03\x04":
-        from ema_ckpt.formats.torch_zip.reader import read_archive
-
-        read_archive(source, name, 0, nbytes)
+# A directory.
 
 
 def _interrupted_switch(path: str) -> Location:
@@ -143,21 +162,11 @@ def _interrupted_switch(path: str) -> Location:
         hint = ""
         if is_mangled_url(path):
             hint = " (a URL loses a slash when it becomes a Path: pass it as text)"
-        elif steps := _steps_beside(path):
+        elif steps := steps_beside(path):
             hint = f"; the steps there are {shown(steps)}"
         raise SourceError("not-found", f"{path}: no such file or directory{hint}", file=path)
     note = f"{path} was being replaced when its writer died; reading the complete new checkpoint in"
     return locate_checkpoint(str(stage))._replace(note=f"{note} {stage}")
-
-
-def _steps_beside(path: str) -> list[str]:
-    """List the steps that lie where the step `path` does not, the newest first."""
-    parent = parent_of(path)
-    if step_number(base_name(path)) is None or not is_folder(parent):
-        return []
-    numbers = {name: step_number(name) for name in list_directory(parent).folders}
-    steps = {name: number for name, number in numbers.items() if number is not None}
-    return sorted(steps, key=lambda name: -steps[name])
 
 
 def _in_directory(folder: Folder) -> Location | None:
@@ -165,101 +174,54 @@ def _in_directory(folder: Folder) -> Location | None:
     location = locate_directory(folder)
     if location is None:
         return _newest_step(folder)
-    stray = _may_be_misplaced(location)
-    return (_newest_step(folder, stray) if stray else None) or location
+    return (_newest_step(folder, location) if _may_be_misplaced(location) else None) or location
 
 
-def _may_be_misplaced(location: Location) -> str:
-    """Name the files that somebody may have put into the directory of a run, or return "".
+def _may_be_misplaced(location: Location) -> bool:
+    """Whether somebody may have put the files of a location into the directory of a run.
 
     Those are parts without live weights, or one file without a name of published weights. They must
     not take the place of the run's steps.
     """
     if location.format == PARTS:
-        names = [name for name, _ in location.parts]
-        return "" if LIVE in map(part_role, names) else shown(names)
+        return LIVE not in location.roles
     name = location.names[0]
-    is_file = location.format == SAFETENSORS and len(location.names) == 1
-    if not is_file or name.endswith(INDEX_SUFFIX) or _PUBLISHED_WEIGHTS.fullmatch(name):
-        return ""
-    return name
+    is_file = location.format == SAFETENSORS and len(location.names) == 1 and not is_index(name)
+    return is_file and not _PUBLISHED_WEIGHTS.fullmatch(name)
 
 
-def _listed(broken: list[tuple[str, EmaCkptError]]) -> str:
-    return "; ".join(f"{name}: {error}" for name, error in broken[:10])
+def _find_steps(folder: Folder) -> Steps:
+    return find_steps(folder, _locate_in_step)
 
 
-@dataclass(slots=True)
-class _Steps:
-    """Number of steps in a directory, the newest complete one, and newer ones that are broken."""
-
-    count: int
-    newest: tuple[str, Location] | None = None
-    broken: list[tuple[str, EmaCkptError]] = field(default_factory=list)
-
-
-def _find_steps(folder: Folder) -> _Steps:
-    numbered: dict[int, list[str]] = {}
-    for name in folder.folders:
-        number = step_number(name)
-        if number is not None:
-            numbered.setdefault(number, []).append(name)
-    steps = _Steps(sum(map(len, numbered.values())))
-    for number in sorted(numbered, reverse=True):
-        complete: list[tuple[str, Location]] = []
-        for name in numbered[number]:
-            try:
-                location = _complete_step(join(folder.root, name))
-            except (UsageError, AccessError):
-                raise
-            except EmaCkptError as error:
-                steps.broken.append((name, error))
-                continue
-            if location is not None:
-                complete.append((name, location))
-        if len(complete) > 1:
-            raise ambiguous(folder.root, [join(folder.root, name) for name, _ in complete])
-        if complete:
-            steps.newest = complete[0]
-            break
-    return steps
-
-
-def _complete_step(root: str) -> Location | None:
+def _locate_in_step(root: str) -> Location | None:
     folder = list_directory(root)
     location = _in_directory(folder)
     if location is None:
         hits = _in_children(folder, _LEVELS_BELOW - 1).hits
         if len(hits) > 1:
             raise ambiguous(root, [hit.resolved for hit in hits])
-        if not hits:
-            return None
-        location = hits[0]
-    return check_complete(location)
+        location = hits[0] if hits else None
+    return location
 
 
-def _newest_step(folder: Folder, stray: str = "") -> Location | None:
-    """Locate the newest complete step.
+def _newest_step(folder: Folder, other: Location | None = None) -> Location | None:
+    """Locate the newest complete step, and list what else the directory holds.
 
-    Raises SourceError `incomplete` if no step is complete, unless something `stray` lies beside
+    Raises SourceError `incomplete` if no step is complete, unless something `other` lies beside
     them, which can be read instead.
     """
     steps = _find_steps(folder)
-    broken = _listed(steps.broken)
     if steps.newest is None:
-        if broken and not stray:
-            several = counted(len(steps.broken), "step")
-            message = f"{folder.root}: none of its {several} is complete ({broken})"
-            raise SourceError("incomplete", message, file=folder.root)
+        if steps.broken and other is None:
+            raise steps.none_complete()
         return None
     name, location = steps.newest
     several = counted(steps.count, "step")
     note = f"reading {name}, the newest complete of {several} in {folder.root}"
-    if broken:
-        note += f"; not complete: {broken}"
-    if stray:
-        note += f"; {stray}, which lies beside them, is not read"
-    return location._replace(note=note)
+    beside = left_out_of(folder, steps.names)
+    left_out = [*location.left_out, *steps.broken, *steps.hollow, *beside]
+    return location._replace(note=note, left_out=tuple(left_out))
 
 
 @dataclass(slots=True)
@@ -277,9 +239,8 @@ class _Search:
         if self.hits:
             hit = self.hits[0]
             note = f"reading {hit.resolved}, the only checkpoint found"
-            if self.broken:
-                note += f"; not complete: {_listed(self.broken)}"
-            return hit._replace(note=hit.note or note)
+            broken = [LeftOut(path, f"not complete: {error}") for path, error in self.broken]
+            return hit._replace(note=hit.note or note, left_out=(*hit.left_out, *broken))
         if self.broken:
             raise self.broken[0][1]
         names = [*(f"{name}/" for name in folder.folders), *folder.files]
@@ -295,12 +256,13 @@ def _in_children(folder: Folder, levels: int) -> _Search:
     for name in folder.folders:
         if name.startswith("."):
             continue
+        path = join(folder.root, name)
         try:
-            child = list_directory(join(folder.root, name))
+            child = list_directory(path)
             location = _in_directory(child)
-        except (SourceError, AccessError) as error:
+        except SourceError as error:
             # Not to be listed, or not complete: no answer, but worth a word if there is no other.
-            search.broken.append((name, error))
+            search.broken.append((path, error))
             continue
         if location is not None:
             search.hits.append(location)

@@ -6,19 +6,13 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.display import displayed
 from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
-from ema_ckpt.discovery.recognise import (
-    DCP,
-    INDEX_SUFFIX,
-    PARTS,
-    RANK_FILES,
-    SAFETENSORS,
-    Location,
-)
+from ema_ckpt.discovery.location import DCP, PARTS, RANK_FILES, SAFETENSORS, Location, is_index
 from ema_ckpt.storage.files import open_files
 
 
@@ -55,6 +49,20 @@ def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[C
 
 def open_location(location: Location, path: str, *, lenient: bool = False) -> Catalog:
     """Open the checkpoint at `location` as `open_catalog` does; `path` is what the user named."""
+    catalog = _open(location, path, lenient=lenient)
+    left_out = location.left_out
+    if not left_out and not location.warnings:
+        return catalog
+    found = (*location.warnings, *(item.diagnostic() for item in left_out))
+    weights = tuple(item.path for item in left_out if item.is_weights)
+    return replace(
+        catalog,
+        warnings=(*found, *catalog.warnings),
+        left_out=(*weights, *catalog.left_out),
+    )
+
+
+def _open(location: Location, path: str, *, lenient: bool) -> Catalog:
     if location.format == PARTS:
         parts = [(name, p, open_location(p, path, lenient=lenient)) for name, p in location.parts]
         return join_parts(location, path, parts)
@@ -72,7 +80,7 @@ def open_location(location: Location, path: str, *, lenient: bool = False) -> Ca
             from ema_ckpt.formats.rank_files.reader import open_rankfiles
 
             return open_rankfiles(source, names, path, resolved)
-        if names[0].endswith(INDEX_SUFFIX):
+        if is_index(names[0]):
             return open_torch_index(source, location, path)
         from ema_ckpt.formats.torch_file.reader import open_torchfile
 

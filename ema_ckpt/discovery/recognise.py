@@ -1,55 +1,58 @@
-"""Which checkpoint a file or a directory is: format and files to open, recognised by name."""
+"""Which checkpoint a file or a directory is: format and files to open.
+
+A file that is named is recognised by its content. In a directory the endings of names tell which
+files are candidates, and the content of the one that is taken, which reader opens it.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import chain, compress
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NoReturn
 
-from ema_ckpt.core.errors import SourceError, UsageError
-from ema_ckpt.core.names import OPTIMIZER, OTHER, TORCH_SUFFIXES, part_role
-from ema_ckpt.core.text import shown
-from ema_ckpt.formats.rank_files.names import families, family_of
-from ema_ckpt.storage.directories import Folder, base_name, join, list_folder, parent_of
+from ema_ckpt.core.catalog import Diagnostic
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.names import OPTIMIZER, OTHER, part_role, part_roles
+from ema_ckpt.discovery.by_content import format_by_name, index_format, is_foreign, judged_file
+from ema_ckpt.discovery.location import (
+    DCP,
+    RANK_FILES,
+    SAFETENSORS,
+    TORCH,
+    Location,
+    ambiguous,
+    join_located,
+)
+from ema_ckpt.discovery.step_names import split_suffix, step_order
+from ema_ckpt.formats.rank_files.names import check_ranks, families, family_of, is_lone
+from ema_ckpt.storage.directories import (
+    Folder,
+    base_name,
+    is_folder,
+    join,
+    list_folder,
+    parent_of,
+)
 from ema_ckpt.storage.stage_names import is_stage_name
 
-if TYPE_CHECKING:
-    from ema_ckpt.formats.dcp.metadata import Metadata
-
-DCP, SAFETENSORS, TORCH, RANK_FILES, PARTS = "dcp", "safetensors", "torch", "rank-files", "parts"
-INDEX_SUFFIX = ".index.json"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
+# `X.safetensors.index.json`; of a variant `X.safetensors.index.fp16.json`.
+_INDEX = re.compile(r".+\.index(?:\.[^./]+)?\.json", re.DOTALL)
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.(?:safetensors|pt|pth|bin|ckpt))", re.ASCII | re.DOTALL)
+# One rank's part of what torch's HuggingFaceStorageWriter saves with `save_distributed`.
+_RANK_SHARD = re.compile(r"shard-\d+-(.+)-\d+-of-(\d+)\.safetensors", re.ASCII | re.DOTALL)
+# State of a run that holds no state dict. The second line: Megatron-core, Lightning, accelerate.
 _NO_STATE_DICT = re.compile(
-    r"scheduler\..*|.*random_state.*|rng_state.*|training_args\.bin|.*trainer_state.*|common\.pt",
+    r"scheduler\..*|.*random_state.*|rng_state.*|training_args\.bin|.*trainer_state.*|"
+    r"common\.pt|meta\.pt|scaler\.pt|(?:sampler|dl_state_dict)(?:_\d+)?\.bin",
     re.DOTALL,
 )
+_ADAPTER = re.compile(r"adapter_model\..*", re.DOTALL)
 _ZERO_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt", re.ASCII)
 _ZERO_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt", re.ASCII)
 
-
-class Location(NamedTuple):
-    """A checkpoint on disk or behind a URL.
-
-    Attributes:
-        format: `dcp`, `safetensors`, `torch`, `rank-files`, or `parts` for several that belong
-            together.
-        root: the directory (or its URL) that holds `names`.
-        names: the files to open there, in order; an index alone stands for its shards.
-        resolved: the directory or file that a person would name.
-        parts: for `parts`, each part's name, which is also that of its tree, and its location.
-        note: a remark for the user about the choice, or None.
-        metadata: of a DCP, the contents of `names` if they were parsed already.
-    """
-
-    format: str
-    root: str
-    names: tuple[str, ...]
-    resolved: str
-    parts: tuple[tuple[str, Location], ...] = ()
-    note: str | None = None
-    metadata: Sequence[Metadata] | None = None
+Named = tuple[str, Location]  # a checkpoint, and the name that it has as a part
 
 
 def list_directory(root: str) -> Folder:
@@ -62,28 +65,76 @@ def list_directory(root: str) -> Folder:
     )
 
 
+# A file.
+
+
 def locate_file(path: str) -> Location:
     """Recognise the checkpoint that the file `path` is or belongs to.
 
     Raises:
-        SourceError: `not-a-checkpoint`, `missing-metadata`, `unreadable`.
+        SourceError: `not-a-checkpoint` or `unsupported`, with what the file is; `incomplete` for
+            one file of several ranks; `missing-metadata`, `unreadable`.
     """
     root, name = parent_of(path), base_name(path)
-    if name.endswith(INDEX_SUFFIX):
-        return Location(_index_format(name), root, (name,), path)
-    if name.endswith(".safetensors"):
-        return Location(SAFETENSORS, root, (name,), path)
     if name == ".metadata" or _RANK_METADATA.fullmatch(name) or name.endswith(".distcp"):
         return _dcp(list_directory(root)) or _refuse_missing_metadata(root)
-    if not name.endswith(TORCH_SUFFIXES):
-        kinds = ", ".join((".safetensors", *TORCH_SUFFIXES, INDEX_SUFFIX))
-        message = f"{path}: not a file of a known kind ({kinds})"
-        raise SourceError("not-a-checkpoint", message, file=path)
-    family = family_of(name)
-    if family is None:
-        return Location(TORCH, root, (name,), path)
-    names = families(list_directory(root).files)[family]
-    return Location(RANK_FILES, root, tuple(names), path)
+    if _INDEX.fullmatch(name):
+        return Location(index_format(root, name), root, (name,), path)
+    for pattern, names in _sets_of_ranks(list_directory(root).files).items():
+        if name in names:
+            _refuse_one_of_several(path, pattern, names)
+            return _of_ranks(root, names, path)
+    return judged_file(Location(format_by_name(name), root, (name,), path))
+
+
+def locate_pattern(path: str) -> Location | None:
+    """Locate the files of all ranks that a pattern such as `run/ema_rank_*.pt` stands for."""
+    root, pattern = parent_of(path), base_name(path)
+    if "*" not in pattern or not is_folder(root):
+        return None
+    names = _sets_of_ranks(list_directory(root).files).get(pattern)
+    return _of_ranks(root, names, path) if names else None
+
+
+def _sets_of_ranks(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group the files of which each rank wrote one, by the pattern of their names."""
+    listed = list(names)
+    sets = {family.pattern: files for family, files in families(listed).items()}
+    for name in listed:
+        match = _RANK_SHARD.fullmatch(name)
+        if match:
+            sets.setdefault(f"shard-*-{match[1]}-*-of-{match[2]}.safetensors", []).append(name)
+    return sets
+
+
+def _set_name(name: str) -> str:
+    """Name what the files of ranks hold: `model` of `model_rank_0.pt`."""
+    family, shard = family_of(name), _RANK_SHARD.fullmatch(name)
+    return family.name if family else shard[1] if shard else name
+
+
+def _of_ranks(root: str, names: Sequence[str], resolved: str) -> Location:
+    if family_of(names[0]) is None:
+        return Location(SAFETENSORS, root, tuple(names), resolved)
+    location = Location(RANK_FILES, root, tuple(names), resolved)
+    if not is_lone(names):
+        return location
+    problem = "has the name of one rank's file, and nothing tells of other ranks' files"
+    warning = Diagnostic("unchecked", f"{names[0]}: {problem}; it is read as the whole")
+    return location._replace(warnings=(warning,))
+
+
+def _refuse_one_of_several(path: str, pattern: str, names: Sequence[str]) -> None:
+    name = base_name(path)
+    if len(names) > 1:
+        problem = f"{path}: the file of one rank of {len(names)}, which are {pattern}"
+        remedy = f"name the directory, or '{join(parent_of(path), pattern)}'"
+        raise SourceError("incomplete", f"{problem}; {remedy}", file=name)
+    if family_of(name) is not None:
+        check_ranks(names, join(parent_of(path), pattern))
+
+
+# A directory.
 
 
 def locate_directory(folder: Folder) -> Location | None:
@@ -99,42 +150,66 @@ def locate_directory(folder: Folder) -> Location | None:
     single, parts = _single(folder), _parts(folder)
     # One file or family that could be a part is no part if it is alone.
     if len(parts) > 1 or (parts and single is None):
-        return Location(PARTS, folder.root, (), folder.root, tuple(parts))
+        return join_located(folder.root, folder.root, parts)
     return single
 
 
 def loose_files(folder: Folder) -> list[Location]:
-    """List files that are checkpoints by themselves; those of optimizers only if alone."""
-    locations = [location for _, location in _files(folder)]
-    roles = [part_role(location.names[0].partition(".")[0]) for location in locations]
-    weights = [role not in (OPTIMIZER, OTHER) for role in roles]
-    return list(compress(locations, weights)) or locations
+    """List files that are checkpoints by themselves, those with weights before all others."""
+    named = _preferred(files_in(folder))
+    if len(named) > 1:
+        named = [(name, location) for name, location in named if not is_foreign(location)]
+    return [location for _, location in named]
 
 
-def _files(folder: Folder) -> Iterator[tuple[str, Location]]:
-    """List files that are checkpoints by themselves, with the names they have as parts."""
+def files_in(folder: Folder) -> list[Named]:
+    """List files that are checkpoints by their names, with the names they have as parts."""
     root, names = folder.root, _candidates(folder)
-    ranked = families(names)
-    for family, files in ranked.items():
-        yield family.name, Location(RANK_FILES, root, tuple(files), join(root, files[0]))
-    in_families = set(chain.from_iterable(ranked.values()))
+    named: list[Named] = []
+    sets = _sets_of_ranks(names)
+    for pattern, files in sets.items():
+        resolved = join(root, files[0] if len(files) == 1 else pattern)
+        named.append((_set_name(files[0]), _of_ranks(root, files, resolved)))
+    taken = set(chain.from_iterable(sets.values()))
     for name in names:
-        if name.endswith(".safetensors"):
-            location = Location(SAFETENSORS, root, (name,), join(root, name))
-            yield name.removesuffix(".safetensors"), location
-        elif name.endswith(TORCH_SUFFIXES) and name not in in_families:
-            yield name, Location(TORCH, root, (name,), join(root, name))
+        if name not in taken and format_by_name(name):
+            stem, suffix = split_suffix(name)
+            label = stem if suffix == ".safetensors" else name
+            location = Location(format_by_name(name), root, (name,), join(root, name))
+            named.append((label, location))
+    return named
 
 
-def ambiguous(root: str, paths: Sequence[str]) -> UsageError:
-    """Make the error for a directory `root` that holds several checkpoints, at `paths` below it."""
-    names = [path.removeprefix(root).lstrip("/") for path in paths]
-    message = f"{root}: holds {len(names)} checkpoints, {shown(names)}; name one of them"
-    return UsageError("ambiguous-path", message)
+def is_state(name: str) -> bool:
+    """Whether a part of this name, a file's stem for one, holds no weights but a run's state."""
+    return part_role(split_suffix(name)[0]) in (OPTIMIZER, OTHER)
 
 
-def _index_format(name: str) -> str:
-    return TORCH if name.removesuffix(INDEX_SUFFIX).endswith(TORCH_SUFFIXES) else SAFETENSORS
+def indices_in(folder: Folder) -> list[str]:
+    """List the indices of shards in a directory."""
+    return [name for name in folder.files if _INDEX.fullmatch(name)]
+
+
+def has_marker(folder: Folder) -> bool:
+    """Whether a directory has what a writer puts there last: `.metadata`, or an index."""
+    markers = (".metadata", *indices_in(folder))
+    return any(name in markers or _RANK_METADATA.fullmatch(name) for name in folder.files)
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file has the name of one of several shards, which an index names."""
+    return _SHARD.fullmatch(name) is not None and _RANK_SHARD.fullmatch(name) is None
+
+
+def _preferred(named: Sequence[Named]) -> list[Named]:
+    """Return those with full weights; if there are none, adapters; if there are none, all."""
+    weights = [item for item in named if not is_state(item[0])]
+    full = [item for item in weights if not _is_adapter(item[1])]
+    return full or weights or list(named)
+
+
+def _is_adapter(location: Location) -> bool:
+    return _ADAPTER.fullmatch(location.names[0]) is not None
 
 
 def _dcp(folder: Folder) -> Location | None:
@@ -159,26 +234,27 @@ def _refuse_missing_metadata(root: str) -> NoReturn:
 
 
 def _indexed(folder: Folder) -> Location | None:
-    indices = [name for name in folder.files if name.endswith(INDEX_SUFFIX)]
+    indices = indices_in(folder)
     if not indices:
         _refuse_shards_without_index(folder)
         return None
     # Repositories often hold the same weights in both formats.
-    preferred = [name for name in indices if _index_format(name) == SAFETENSORS] or indices
+    formats = {name: index_format(folder.root, name) for name in indices}
+    preferred = [name for name in indices if formats[name] == SAFETENSORS] or indices
     if len(preferred) > 1:
         raise ambiguous(folder.root, [join(folder.root, name) for name in preferred])
-    return Location(_index_format(preferred[0]), folder.root, (preferred[0],), folder.root)
+    return Location(formats[preferred[0]], folder.root, (preferred[0],), folder.root)
 
 
 def _refuse_shards_without_index(folder: Folder) -> None:
     # Neither one shard nor all that are here need be the whole checkpoint.
     sets: dict[tuple[str, str, int], set[int]] = {}
-    for name in folder.files:
+    for name in filter(is_shard, folder.files):
         match = _SHARD.fullmatch(name)
         if match and int(match[3]) > 1:
             sets.setdefault((match[1], match[4], int(match[3])), set()).add(int(match[2]))
     for (stem, suffix, count), numbers in sets.items():
-        index = f"{stem}{suffix}{INDEX_SUFFIX}"
+        index = f"{stem}{suffix}.index.json"
         remedy = f"copy {index} and the missing shards here"
         if len(numbers) == count:
             remedy = f"copy {index} beside them"
@@ -190,15 +266,13 @@ def _refuse_shards_without_index(folder: Folder) -> None:
 
 
 def _single(folder: Folder) -> Location | None:
-    """Return the only safetensors file or family of rank files in a directory."""
-    root = folder.root
-    files = [name for name in folder.files if name.endswith(".safetensors")]
-    ranked = list(families(_candidates(folder)).values())
-    if len(files) + len(ranked) != 1:
-        return None
-    if files:
-        return Location(SAFETENSORS, root, (files[0],), root)
-    return Location(RANK_FILES, root, tuple(ranked[0]), root)
+    """Return the only safetensors file, or the only files of ranks, in a directory."""
+    named = files_in(folder)
+    has_full_weights = any(not is_state(name) and not _is_adapter(of) for name, of in named)
+    usual = [location for _, location in named if location.format != TORCH]
+    if has_full_weights:
+        usual = [location for location in usual if not _is_adapter(location)]
+    return usual[0]._replace(resolved=folder.root) if len(usual) == 1 else None
 
 
 def _candidates(folder: Folder) -> list[str]:
@@ -210,19 +284,29 @@ def _candidates(folder: Folder) -> list[str]:
     return names
 
 
-def _parts(folder: Folder) -> list[tuple[str, Location]]:
-    parts: list[tuple[str, Location]] = []
-    for name in folder.folders:
-        location = _part_in(join(folder.root, name)) if part_role(name) else None
-        if location is not None:
-            parts.append((name, location))
-    files = [item for item in _files(folder) if item[1].format != TORCH]
-    parts += [(name, location) for name, location in files if part_role(name)]
-    names = [name for name, _ in parts]
-    twice = [location.resolved for name, location in parts if names.count(name) > 1]
+def _parts(folder: Folder) -> list[tuple[str, Location, str]]:
+    """List the parts of a checkpoint in a directory: name, location and role of each."""
+    found = _likely_parts(folder)
+    names = [name for name, _ in found]
+    roles = part_roles(names)  # what is one only by another is none if that holds no checkpoint
+    parts = [(name, of, roles[name]) for name, of in found if name in roles]
+    twice = [of.resolved for name, of, _ in parts if names.count(name) > 1]
     if twice:
         raise ambiguous(folder.root, twice)
     return parts
+
+
+def _likely_parts(folder: Folder) -> list[Named]:
+    """Locate what has the name of a part: directories, then files."""
+    files = [(name, of) for name, of in files_in(folder) if of.format != TORCH]
+    folders = [name for name in folder.folders if step_order(name) is None]
+    likely = part_roles([*folders, *(name for name, _ in files)])
+    found: list[Named] = []
+    for name in filter(likely.__contains__, folders):
+        location = _part_in(join(folder.root, name))
+        if location is not None:
+            found.append((name, location))
+    return found + [(name, of) for name, of in files if name in likely]
 
 
 def _part_in(root: str) -> Location | None:

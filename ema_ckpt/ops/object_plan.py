@@ -10,7 +10,7 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic
 from ema_ckpt.core.errors import AccessError, UnsafeError, UsageError, about
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor
-from ema_ckpt.discovery.locate import step_number
+from ema_ckpt.discovery.step_names import step_number
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
 from ema_ckpt.ops.files_beside import is_needed
 from ema_ckpt.ops.results.write import Skipped
@@ -177,6 +177,15 @@ def refuse_skipped(skipped: Sequence[Skipped], strict: bool) -> None:
         names = f"{shown([item.name for item in skipped])} ({skipped[0].reason})"
         message = f"--strict: {counted(len(skipped), 'item')} would be left out: {names}"
         raise UsageError("unsupported", message, tensor=skipped[0].name)
+
+
+def refuse_left_out(catalog: Catalog, strict: bool) -> None:
+    """Raise UsageError `usage` if `strict` and a checkpoint beside this one is passed over."""
+    if strict and catalog.left_out:
+        several = counted(len(catalog.left_out), "checkpoint")
+        problem = f"{several} beside it would be left out: {shown(catalog.left_out)}"
+        remedy = "name the one to read"
+        raise UsageError("usage", f"--strict: {catalog.resolved}: {problem}; {remedy}")
 
 
 def rank_keyed(names: Iterable[str]) -> Iterator[Diagnostic]:

@@ -161,9 +161,11 @@ def virtual_catalog(
         for name, inputs in named.items()
     )
     files = {}
-    warnings: list[Diagnostic] = []
+    warnings: dict[Diagnostic, None] = {}
+    left_out: dict[str, None] = {}
     for snapshot in snapshots:
-        warnings += snapshot.catalog.warnings
+        warnings |= dict.fromkeys(snapshot.catalog.warnings)
+        left_out |= dict.fromkeys(snapshot.catalog.left_out)
         for file, nbytes in snapshot.catalog.files.items():
             files[os.path.join(snapshot.catalog.source.root, file)] = nbytes
     labels = [snapshot.label for snapshot in snapshots]
@@ -180,6 +182,7 @@ def virtual_catalog(
         nested=False,
         files=files,
         warnings=tuple(warnings),
+        left_out=tuple(left_out),
     )
 
 

@@ -19,8 +19,8 @@ from ema_ckpt.core.limits import parse_workers
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.locate import locate_checkpoint
+from ema_ckpt.discovery.location import SAFETENSORS, TORCH, LeftOut, Location, is_index
 from ema_ckpt.discovery.opening import open_location
-from ema_ckpt.discovery.recognise import SAFETENSORS, TORCH, Location
 from ema_ckpt.ops.results.verify import VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
@@ -107,8 +107,12 @@ class _Report:
             self.add_error(error)
             return
         self.resolved = location.resolved
-        for catalog in self.open_parts(location):
+        self.warnings += location.warnings
+        bare = location._replace(left_out=(), warnings=())
+        for catalog in self.open_parts(bare):
             yield catalog, catalog.resolved == location.resolved and not self.problems
+        for item in location.left_out:
+            self.add_left_out(item)
 
     def open_parts(self, location: Location) -> Iterator[Catalog]:
         """Open a location; if that fails, what it consists of: parts, or files beside an index."""
@@ -124,7 +128,7 @@ class _Report:
         """Return the parts, or the files beside an index."""
         parts = [part for _, part in location.parts]
         kind = location.format
-        if kind in (SAFETENSORS, TORCH) and location.names[0].endswith(".index.json"):
+        if kind in (SAFETENSORS, TORCH) and is_index(location.names[0]):
             suffixes = (".safetensors",) if kind == SAFETENSORS else TORCH_SUFFIXES
             for name in list_folder(location.root).files:
                 if name.endswith(suffixes):
@@ -137,6 +141,16 @@ class _Report:
         if error.code in _NO_VERDICT or isinstance(error, AccessError):
             raise error
         self.problems[Problem(error.code, error.tensor, error.file, str(error))] = None
+
+    def add_left_out(self, item: LeftOut) -> None:
+        """Add what lies beside the checkpoint; a newer step that is not complete is damage."""
+        error = item.error
+        if error is None or item.is_fresh:
+            self.warnings.append(item.diagnostic())
+            return
+        file = item.path if error.file is None else join(item.path, error.file)
+        message = f"{item.path}: {item.why}"
+        self.problems[Problem(error.code, error.tensor, file, message)] = None
 
     def add(self, audit: Audit) -> None:
         """Add the findings of an audit."""

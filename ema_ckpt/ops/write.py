@@ -17,7 +17,7 @@ from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.files_beside import copy_files
-from ema_ckpt.ops.object_plan import header_text
+from ema_ckpt.ops.object_plan import header_text, refuse_left_out
 from ema_ckpt.ops.results.write import FileEntry, Skipped, WriteResult
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.files import local_paths
@@ -214,6 +214,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
     Raises:
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
+    refuse_left_out(job.catalog, options.strict)
     if options.dry_run:
         check_target(
             job.output.path,

@@ -111,3 +111,14 @@ def _unreadable(path: str, error: Exception) -> EmaCkptError:
     is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
     kind = SourceError if is_absent else AccessError
     return kind("unreadable", f"{path}: {reason}", file=path)
+
+
+def modified_at(path: str) -> float | None:
+    """Seconds since the epoch at which a file or directory last changed; None if unknown."""
+    try:
+        if is_url(path):
+            filesystem, base = open_filesystem(path)
+            return float(filesystem.modified(base).timestamp())
+        return os.stat(path).st_mtime
+    except Exception:  # noqa: BLE001  # whatever a remote file system raises: it is unknown
+        return None

@@ -13,8 +13,9 @@ import fsspec
 import pytest
 
 from ema_ckpt.core.errors import EmaCkptError, SourceError
-from ema_ckpt.discovery.locate import latest_step, locate_checkpoint, step_number
-from ema_ckpt.discovery.recognise import Location
+from ema_ckpt.discovery.locate import latest_step, locate_checkpoint
+from ema_ckpt.discovery.location import Location
+from ema_ckpt.discovery.step_names import step_number
 from ema_ckpt.formats.rank_files.names import families, family_of, missing_ranks
 from tests.checkpoints import dcp_at, safetensors_at, torch_at, touch
 
@@ -25,6 +26,11 @@ def short(found: Location, root: Path | str) -> object:
     if found.parts:
         return {name: short(part, root) for name, part in found.parts}
     return (found.format, place, *found.names)
+
+
+def beside(found: Location) -> dict[str, str]:
+    """What is left out beside a found checkpoint: place and reason."""
+    return {item.path: item.why for item in found.left_out}
 
 
 def refused(code: str, path: Path | str) -> str:
@@ -76,7 +82,7 @@ def test_a_step_of_shards_without_an_index_is_not_complete(tmp_path: Path) -> No
     touch(tmp_path / "step_2" / "model-00001-of-00002.safetensors")
     found = locate_checkpoint(str(tmp_path))
     assert Path(found.resolved).name == "step_1"
-    assert "model.safetensors.index.json" in str(found.note)
+    assert "model.safetensors.index.json" in beside(found)["step_2"]
 
 
 def test_rank_metadata_in_the_order_of_ranks(tmp_path: Path) -> None:
@@ -163,7 +169,11 @@ def test_rank_files_are_one_family(tmp_path: Path) -> None:
         touch(tmp_path / name)
     found = locate_checkpoint(str(tmp_path))
     assert (found.format, found.names) == ("rank-files", tuple(names))
-    assert locate_checkpoint(str(tmp_path / names[3])).names == tuple(names)
+    message = refused("incomplete", tmp_path / names[3])
+    assert "one rank of 12, which are model_world_size_12_rank_*.pt" in message
+    pattern = str(tmp_path / "model_world_size_12_rank_*.pt")
+    assert pattern in message
+    assert locate_checkpoint(pattern).names == tuple(names)
 
 
 def test_rank_files_by_name() -> None:
@@ -265,7 +275,8 @@ def test_a_damaged_part_is_not_dropped(tmp_path: Path) -> None:
         ("step_5.tmp", None),
         (".step_5.ema-ckpt-0a1b2c3d", None),
         ("checkpoint_model_000600", None),
-        ("500", None),
+        ("500", 500),
+        ("50", None),
         ("step_٣", None),
     ],
 )
@@ -303,9 +314,9 @@ def test_an_incomplete_step_is_passed_over(
     damage(dcp_at(tmp_path / "step_10"))
     found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("dcp", "step_9", ".metadata")
-    assert found.note is not None
-    assert "not complete: step_10: " in found.note
-    assert reason in found.note
+    assert list(beside(found)) == ["step_10"]
+    assert beside(found)["step_10"].startswith("newer, and not complete: ")
+    assert reason in beside(found)["step_10"]
     assert latest_step(str(tmp_path)) == str(tmp_path / "step_9")
 
 
@@ -314,7 +325,11 @@ def test_no_complete_step_is_an_error_that_says_why(tmp_path: Path) -> None:
         (dcp_at(tmp_path / f"step_{step}") / ".metadata").unlink()
     message = refused("incomplete", tmp_path)
     assert "none of its 2 steps is complete (step_2: " in message
-    assert latest_step(str(tmp_path)) is None
+    with pytest.raises(
+        SourceError, match="remove 'step_2', 'step_1', or pass incomplete="
+    ) as caught:
+        latest_step(str(tmp_path))
+    assert caught.value.code == "incomplete"
 
 
 def test_steps_of_other_formats_must_be_whole_too(tmp_path: Path) -> None:
@@ -330,15 +345,13 @@ def test_steps_of_other_formats_must_be_whole_too(tmp_path: Path) -> None:
     torch_at(tmp_path / "checkpoint-5" / "model_world_size_2_rank_0.pt")
     found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("safetensors", "checkpoint-1", "model.safetensors")
-    assert found.note is not None
     for step, reason in (
         (5, "the files of rank 1 of 2 are missing"),
         (4, "gone.safetensors"),
         (3, "m.pt"),
         (2, "model.safetensors"),
     ):
-        assert f"checkpoint-{step}: " in found.note
-        assert reason in found.note
+        assert reason in beside(found)[f"checkpoint-{step}"]
 
 
 def test_a_step_of_parts_is_complete_if_all_are(tmp_path: Path) -> None:
@@ -374,9 +387,7 @@ def test_an_average_put_beside_steps_does_not_hide_them(tmp_path: Path, stray: s
     found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("dcp", "step_10", ".metadata")
     assert str(latest_step(str(tmp_path))) == found.resolved
-    assert found.note is not None
-    assert stray in found.note
-    assert "is not read" in found.note
+    assert beside(found) == {stray: "a checkpoint of its own; name it to read it"}
     assert (
         short(locate_checkpoint(str(put)), tmp_path)[0] == "safetensors"
     )  # by its own name it is there
@@ -479,8 +490,8 @@ def test_what_is_broken_yields_to_what_is_not(tmp_path: Path) -> None:
     touch(tmp_path / "killed" / "__0_0.distcp")
     found = locate_checkpoint(str(tmp_path))
     assert short(found, tmp_path) == ("dcp", "good", ".metadata")
-    assert found.note is not None
-    assert "killed" in found.note
+    assert list(beside(found)) == ["killed"]
+    assert "without a .metadata" in beside(found)["killed"]
 
 
 def test_nothing_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:

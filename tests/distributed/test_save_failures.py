@@ -30,7 +30,8 @@ from ema_ckpt.core.errors import (
     TargetError,
     UsageError,
 )
-from ema_ckpt.discovery.locate import check_complete, locate_checkpoint
+from ema_ckpt.discovery.completeness import check_complete
+from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model

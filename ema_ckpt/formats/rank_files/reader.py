@@ -124,6 +124,7 @@ def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: s
         nested=merger.nested,
         world_size=len(files),
         files={name: source.size(name) for name in names},
+        archives=frozenset(names),
         warnings=tuple(dict.fromkeys(merger.warnings)),
         nesting=files[0].nesting,
         rank_private=tuple(merger.rank_private),

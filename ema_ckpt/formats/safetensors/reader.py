@@ -85,7 +85,7 @@ def open_safetensors(
         UnsafeError: `unsafe-path`.
     """
     warnings: list[Diagnostic] = []
-    is_index = names[0].endswith(".index.json")
+    is_index = names[0].endswith(".json")
     if is_index:
         shards, files = _open_index(source, names[0], lenient, warnings)
     else:

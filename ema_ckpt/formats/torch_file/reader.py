@@ -107,6 +107,7 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
         reader=TorchReader(archive),
         nested=any(len(leaf_path) > 1 for leaf_path, _ in leaves),
         files={file: source.size(file)},
+        archives=frozenset({file}),
         digests=_digests(archive, tensors),
         warnings=tuple(warnings),
         nesting=nesting,

@@ -1,0 +1,106 @@
+"""Which reader opens a file: its content decides, its ending only where the content is damaged."""
+
+from __future__ import annotations
+
+from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.names import TORCH_SUFFIXES
+from ema_ckpt.discovery.location import DCP, RANK_FILES, SAFETENSORS, TORCH, Location, is_index
+from ema_ckpt.formats import content
+from ema_ckpt.formats.content import Kind
+from ema_ckpt.formats.sidecar import load_json
+from ema_ckpt.storage.directories import join
+from ema_ckpt.storage.files import open_files
+
+FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+"""Endings of the files in a directory that may be checkpoints; a named file may have any."""
+
+
+def format_by_name(name: str) -> str:
+    """Return the format that an ending promises; "" for any other."""
+    if name.endswith(".safetensors"):
+        return SAFETENSORS
+    return TORCH if name.endswith(TORCH_SUFFIXES) else ""
+
+
+def index_format(root: str, name: str) -> str:
+    """Return the format of the shards that an index names."""
+    stem = name.partition(".index.")[0]
+    if stem.endswith(FILE_SUFFIXES):
+        return format_by_name(stem)
+    files = shards_in(root, name)
+    return TORCH if any(file.endswith(TORCH_SUFFIXES) for file in files) else SAFETENSORS
+
+
+def shards_in(root: str, index: str) -> set[str]:
+    """Return the files that an index names; none if it is no index, which its reader will say."""
+    source = open_files(root)
+    try:
+        document = load_json(source.read(index, 0, source.size(index)), index)
+    except EmaCkptError:
+        return set()
+    finally:
+        source.close()
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    return {file for file in files if isinstance(file, str)}
+
+
+def judged(location: Location) -> Location:
+    """Return a location whose single file is opened by the reader that its content asks for.
+
+    Raises:
+        SourceError: `unsupported` if the content is of a kind that is not read; `not-a-checkpoint`
+            if it is of none, under a name that promises none.
+    """
+    if location.parts:
+        parts = tuple((name, judged(part)) for name, part in location.parts)
+        return location._replace(parts=parts)
+    name = location.names[0]
+    if len(location.names) > 1 or location.format in (DCP, RANK_FILES) or is_index(name):
+        return location
+    return judged_file(location)
+
+
+def judged_file(location: Location) -> Location:
+    """Return the location of one file with the format of its content. Raises as `judged`."""
+    name, words = location.names[0], ""
+    source = open_files(location.root)
+    try:
+        kind = content.kind_of(source, name)
+        if kind is None and not location.format:
+            words = content.in_words(source, name)
+    finally:
+        source.close()
+    if kind is None:
+        return location if location.format else _refuse_unknown(location, words)
+    if kind.reader == content.INDEX:
+        return location._replace(format=index_format(location.root, name))
+    if kind.reader == content.NOT_READ:
+        raise _not_read(join(location.root, name), kind)
+    return location._replace(format=kind.reader)
+
+
+def _refuse_unknown(location: Location, words: str) -> Location:
+    path = join(location.root, location.names[0])
+    endings = ", ".join((*FILE_SUFFIXES, ".index.json"))
+    message = f"{path}: {words}, no checkpoint (those are told by content, whatever their ending"
+    raise SourceError("not-a-checkpoint", f"{message}; usual are {endings})", file=path)
+
+
+def _not_read(path: str, kind: Kind) -> SourceError:
+    remedy = f"; {kind.remedy}" if kind.remedy else ""
+    return SourceError("unsupported", f"{path}: {kind.what}{remedy}", file=path)
+
+
+def is_foreign(location: Location) -> bool:
+    """Whether a file with the ending of torch's is certainly none: TorchScript, say."""
+    if location.format != TORCH:
+        return False
+    source = open_files(location.root)
+    try:
+        kind = content.kind_of(source, location.names[0])
+    except EmaCkptError:
+        return False
+    finally:
+        source.close()
+    return kind is not None and kind.reader == content.NOT_READ

@@ -1,0 +1,96 @@
+"""What lies beside an opened checkpoint and is not read: nothing is passed over in silence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Set
+from itertools import chain
+
+from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.discovery.by_content import is_foreign, shards_in
+from ema_ckpt.discovery.location import LeftOut, Location, is_index
+from ema_ckpt.discovery.recognise import (
+    files_in,
+    indices_in,
+    is_shard,
+    is_state,
+    list_directory,
+    locate_directory,
+    loose_files,
+)
+from ema_ckpt.discovery.step_names import step_order
+from ema_ckpt.storage.directories import Folder, base_name, join
+from ema_ckpt.storage.files import is_url
+
+_WEIGHTS = "a checkpoint of its own; name it to read it"
+_STATE = "state beside the weights; name it to read it"
+
+
+def neighbours_of(location: Location) -> Iterator[LeftOut]:
+    """List what a located directory, and those of its parts, hold besides what is opened."""
+    inner = [part for _, part in location.parts]
+    if not _is_step_beside_others(location):
+        yield from left_out_of(list_directory(location.root), _used(location))
+    for part in inner:
+        if part.root != location.root:
+            yield from neighbours_of(part)
+
+
+def left_out_of(folder: Folder, used: Set[str]) -> Iterator[LeftOut]:
+    """List the checkpoints in a directory under other names than `used`."""
+    targets = {_real(join(folder.root, name)) for name in used}
+    for path, name in chain(_files_beside(folder, used), _folders_beside(folder, used)):
+        if _real(path) not in targets:  # a link such as `latest` leads to what is read
+            why = _STATE if is_state(name) else _WEIGHTS
+            yield LeftOut(path, why, is_weights=not is_state(name))
+
+
+def _files_beside(folder: Folder, used: Set[str]) -> Iterator[tuple[str, str]]:
+    """List the paths of unused indices and files that are checkpoints, with their part names."""
+    indices = [name for name in indices_in(folder) if name not in used]
+    for name in indices:
+        yield join(folder.root, name), name
+    has_index = indices or any(map(is_index, used))
+    for name, location in files_in(folder):
+        is_claimed = bool(has_index) and is_shard(location.names[0])
+        if not is_claimed and used.isdisjoint(location.names) and not is_foreign(location):
+            yield location.resolved, name
+
+
+def _folders_beside(folder: Folder, used: Set[str]) -> Iterator[tuple[str, str]]:
+    for name in folder.folders:
+        path = join(folder.root, name)
+        if name not in used and not name.startswith(".") and _holds_checkpoint(path):
+            yield path, name
+
+
+def _used(location: Location) -> set[str]:
+    """Names in a location's directory that it reads, or that belong to what it reads."""
+    used = set(location.names)
+    for _, part in location.parts:
+        below = part.root.removeprefix(location.root).strip("/")
+        used |= {below.partition("/")[0]} if below else set(part.names)
+    for name in location.names:
+        if is_index(name):
+            used |= shards_in(location.root, name)
+    return used
+
+
+def _is_step_beside_others(location: Location) -> bool:
+    """Whether the directory is that of a run, of which this is one step: `run/step_500.pt`."""
+    is_step = step_order(base_name(location.resolved)) is not None
+    return is_step and location.resolved != location.root
+
+
+def _holds_checkpoint(root: str) -> bool:
+    try:
+        folder = list_directory(root)
+        if any(step_order(name) is not None for name in folder.folders):
+            return True
+        return locate_directory(folder) is not None or bool(loose_files(folder))
+    except EmaCkptError as error:
+        return error.code != "unreadable"
+
+
+def _real(path: str) -> str:
+    return path if is_url(path) else os.path.realpath(path)

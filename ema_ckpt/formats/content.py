@@ -1,0 +1,120 @@
+"""What a file is by its first bytes, whatever its name says.
+
+A kind is one row of `_KINDS`: a test of the first bytes, who reads it, what it is in words. To add
+a kind: a row here, a case in `tests/formats/test_content.py`, and a fixture if a reader is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ema_ckpt.core.catalog import Files
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.formats.torch_zip.reader import Window, read_directory
+
+SAFETENSORS, TORCH, INDEX, NOT_READ = "safetensors", "torch", "index", ""
+_PEEK_NBYTES = 512
+_MAX_INDEX_NBYTES = 100_000_000
+_TAR_MEMBERS = (b"sys_info\0", b"pickle\0", b"storages\0", b"tensors\0")  # torch's, before 0.2
+
+
+class Kind(NamedTuple):
+    """A kind of file: the format whose reader opens it (or `NOT_READ`), what it is, what to do."""
+
+    reader: str
+    what: str
+    remedy: str = ""
+
+
+def _begins(*magics: bytes) -> Callable[[bytes, int], bool]:
+    return lambda first, _nbytes: first.startswith(magics)
+
+
+def _is_safetensors(first: bytes, nbytes: int) -> bool:
+    if len(first) < 9:
+        return False
+    header_nbytes = int.from_bytes(first[:8], "little")
+    return first[8:9] in b"{ " and 0 < header_nbytes <= nbytes - 8
+
+
+def _is_tar(first: bytes, _nbytes: int) -> bool:
+    return first[257:262] == b"ustar"
+
+
+_STATE_DICT = "save the state dict that it was made from"
+_KINDS: tuple[tuple[Callable[[bytes, int], bool], Kind], ...] = (
+    (_is_safetensors, Kind(SAFETENSORS, "a safetensors file")),
+    # Protocols 2 to 5, and 0 and 1 of a dictionary; the torch forms before 1.6 among them.
+    (
+        _begins(b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"(dp", b"}q\0"),
+        Kind(TORCH, "a pickle"),
+    ),
+    (lambda first, _nbytes: first.startswith(_TAR_MEMBERS), Kind(TORCH, "torch's tar form")),
+    (_is_tar, Kind(NOT_READ, "a tar archive", "unpack it")),
+    (
+        _begins(b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf"),
+        Kind(NOT_READ, "a compressed file", "unpack it"),
+    ),
+    (_begins(b"\x93NUMPY"), Kind(NOT_READ, "a NumPy array (.npy)", _STATE_DICT)),
+    (_begins(b"\x89HDF\r\n"), Kind(NOT_READ, "an HDF5 file", _STATE_DICT)),
+    (_begins(b"GGUF"), Kind(NOT_READ, "a GGUF file", _STATE_DICT)),
+    (_begins(b"\x7fELF"), Kind(NOT_READ, "a program")),
+)
+_TEXTS = (
+    (b"version https://git-lfs", "a Git LFS pointer; fetch the file with `git lfs pull`"),
+    (b"<", "a page of markup; a failed download?"),
+)
+
+
+def kind_of(source: Files, name: str) -> Kind | None:
+    """Recognise the file `name` of `source`; None for what no row knows, such as a damaged file.
+
+    Raises:
+        SourceError: `missing-file`, `unreadable`, `truncated-file`.
+    """
+    nbytes = source.size(name)
+    first = source.read(name, 0, min(nbytes, _PEEK_NBYTES))
+    if first.startswith(b"PK\3\4"):
+        return _kind_of_zip(source, name, nbytes)
+    for fits, kind in _KINDS:
+        if fits(first, nbytes):
+            return kind
+    is_json = first.lstrip().startswith(b"{") and nbytes <= _MAX_INDEX_NBYTES
+    if is_json and b'"weight_map"' in source.read(name, 0, nbytes):
+        return Kind(INDEX, "an index of shards")
+    return None
+
+
+def in_words(source: Files, name: str) -> str:
+    """Say what a file of no known kind is, for an error."""
+    first = source.read(name, 0, min(source.size(name), _PEEK_NBYTES))
+    if not first:
+        return "an empty file"
+    for begin, words in _TEXTS:
+        if first.startswith(begin):
+            return words
+    # The last character may be cut in two.
+    text = first.decode("utf-8", "replace").rstrip("\ufffd")
+    is_text = all(char.isprintable() or char.isspace() for char in text) and "\ufffd" not in text
+    return "text" if is_text else "of no kind that is known here"
+
+
+def _kind_of_zip(source: Files, name: str, nbytes: int) -> Kind:
+    """Tell a torch file from other zip archives; what is damaged is left to the torch reader."""
+    torch_file = Kind(TORCH, "a zip archive of torch.save")
+    try:
+        _, entries = read_directory(Window(source, name, 0, nbytes))
+    except SourceError:
+        return torch_file
+    names = [entry.name for entry in entries]
+    inner = {name.partition("/")[2] or name for name in names}
+    if "constants.pkl" in inner:
+        return Kind(NOT_READ, "a TorchScript program, not a checkpoint", "save its state_dict()")
+    if "data.pkl" in inner:
+        return torch_file
+    if names and all(name.endswith(".npy") for name in names):
+        return Kind(NOT_READ, "an .npz archive of NumPy arrays", _STATE_DICT)
+    if any(name.endswith(".dist-info/WHEEL") for name in names):
+        return Kind(NOT_READ, "a Python wheel")
+    return Kind(NOT_READ, "a zip archive that torch.save did not write")
