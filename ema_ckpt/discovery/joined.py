@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 
 from ema_ckpt.core.catalog import (
     Catalog,
@@ -273,7 +274,7 @@ def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
         tensors=tuple(tensors),
         objects=tuple(_relocate_object(part, item, reader) for item in catalog.objects),
         files={directory + file: nbytes for file, nbytes in catalog.files.items()},
-        archives=frozenset(directory + file for file in catalog.archives),
+        archives=frozenset(map(part.file_name, catalog.archives)),
         digests={moved[name].name: crc for name, crc in catalog.digests.items()},
         warnings=tuple(
             replace(warning, message=prefix + warning.message) for warning in catalog.warnings
@@ -353,10 +354,10 @@ def _merge(catalogs: Sequence[Catalog]) -> Catalog:
         objects=tuple(every(catalog.objects for catalog in catalogs)),
         world_size=max(world_sizes, default=None),
         files=files,
-        archives=frozenset(every(catalog.archives for catalog in catalogs)),
+        archives=frozenset(every(map(attrgetter("archives"), catalogs))),
         digests=digests,
         warnings=tuple(every(catalog.warnings for catalog in catalogs)),
-        left_out=tuple(every(catalog.left_out for catalog in catalogs)),
+        left_out=tuple(every(map(attrgetter("left_out"), catalogs))),
         nesting=Nesting(keys, frozenset(every(catalog.nesting.tuples for catalog in catalogs))),
         ties=ties,
         order=(),

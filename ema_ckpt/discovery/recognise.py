@@ -298,7 +298,11 @@ def _parts(folder: Folder) -> list[tuple[str, Location, str]]:
 
 def _likely_parts(folder: Folder) -> list[Named]:
     """Locate what has the name of a part: directories, then files."""
-    files = [(name, of) for name, of in files_in(folder) if of.format != TORCH]
+    files = [
+        (name, of)
+        for name, of in files_in(folder)
+        if of.format != TORCH and step_order(of.names[0]) is None
+    ]
     folders = [name for name in folder.folders if step_order(name) is None]
     likely = part_roles([*folders, *(name for name, _ in files)])
     found: list[Named] = []

@@ -25,8 +25,8 @@ def split_suffix(name: str) -> tuple[str, str]:
 
 
 def label_of(name: str) -> str:
-    """Return a name without ending and rank: `ep0-ba4` of `ep0-ba4-rank0.pt`."""
-    family = family_of(name)
+    """Return a name without ending and rank: `ep0-ba4` of `ep0-ba4-rank0.pt` or `…-rank*.pt`."""
+    family = family_of(name.replace("*", "0"))
     return family.stem if family else split_suffix(name)[0]
 
 

@@ -21,6 +21,7 @@ from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.resume.checkpoint_reader import CheckpointReader
 from ema_ckpt.resume.flatten import refuse_unnamed
+from ema_ckpt.resume.choose_checkpoint import choose_checkpoints
 from ema_ckpt.resume.restore_ema import EmaRestorer
 from ema_ckpt.resume.restore_extra import ExtraRestorer
 from ema_ckpt.resume.restore_model import ModelRestorer
@@ -55,7 +56,8 @@ def restore(
 
     Args:
         path: a checkpoint of any format, or a directory of steps, of which the newest complete one
-            is taken.
+            is taken; rank 0 decides which. What lies beside it and is not read, such as a newer
+            step that is not complete, is in the report's warnings, and is logged to `ema_ckpt`.
         model, ema, optimizer, extra: what to restore, as given to `save`. Of `extra`, objects with
             `load_state_dict` are restored in place; the values of the others are in the report.
         ema_path: a separate file or directory to take the averages from.
@@ -88,10 +90,11 @@ def restore(
         run_on_all_ranks(ranks, _CALL, run)
 
     with ExitStack() as stack:
+        given = [path] if ema_path is None else [path, ema_path]
+        chosen, said = choose_checkpoints(map(os.fspath, given), ranks, _CALL)
 
         def open_readers() -> list[CheckpointReader]:
-            paths = [path] if ema_path is None else [path, ema_path]
-            return [stack.enter_context(closing(CheckpointReader(os.fspath(p)))) for p in paths]
+            return [stack.enter_context(closing(CheckpointReader(one))) for one in chosen]
 
         readers = run_on_all_ranks(ranks, _CALL, open_readers)
         check_same_content(readers, ranks)
@@ -123,7 +126,7 @@ def restore(
         run_on_all_ranks(ranks, _CALL, lambda: reshard(model))
         run_phase(lambda restorer: restorer.write())
         run_phase(lambda restorer: restorer.finish())
-    findings = Findings()
+    findings = Findings(notes=said)
     for restorer in restorers:
         findings.merge(restorer.findings)
     for warning in findings.warnings:

@@ -180,6 +180,15 @@ def test_rank_files_by_name() -> None:
     assert family_of("model_world_size_4_rank_0.pt") == family_of("model_world_size_4_rank_3.pt")
     assert family_of("model_world_size_4_rank_0.pt") != family_of("optim_world_size_4_rank_0.pt")
     assert family_of("model_world_size_4_rank_0.pt") != family_of("model_world_size_2_rank_0.pt")
+    for name in ("m_rank_3.bin", "m-rank-3.ckpt", "m.rank_3.pth", "rank3-m.pt", "m_rank3.pth.tar"):
+        family = family_of(name)
+        assert family is not None
+        assert (family.name, family.world_size) == ("m", None)
+        assert list(families([name, name.replace("3", "11")])) == [family]
+    for name in ("m_rank_3_world_size_4.pt", "m-world_size_4-rank-3.bin", "worldsize4_m_rank3.pt"):
+        family = family_of(name)
+        assert family is not None
+        assert (family.name, family.world_size) == ("m", 4)
     assert {
         name: (f.name if (f := family_of(name)) else None)
         for name in ("ema_rank0.pt", "frank_0.pt", "rank_0.pt")
@@ -277,6 +286,19 @@ def test_a_damaged_part_is_not_dropped(tmp_path: Path) -> None:
         ("checkpoint_model_000600", None),
         ("500", 500),
         ("50", None),
+        ("0000002000", 2000),
+        ("0050000.pt", 50000),
+        ("epoch=1-step=20.ckpt", 20),
+        ("epoch=1-step=20-v1.ckpt", 20),
+        ("ep0-ba4-rank0.pt", 4),
+        ("ep3", 3),
+        ("checkpoint-12.pth.tar", 12),
+        ("step_10.safetensors", 10),
+        ("model_step_7_world_size_2_rank_1.pt", 7),
+        ("rank-1-step-8.bin", 8),
+        ("step_10.txt", None),
+        ("step_10_ema", None),
+        ("deep3", None),
         ("step_٣", None),
     ],
 )

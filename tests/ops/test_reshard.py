@@ -565,7 +565,7 @@ def test_state_beside_any_checkpoint_is_told(tmp_path: Path) -> None:
         torch.save(state, place / "rng_state_0.pth")
     expected = {
         hugging_face: ["config.json", "optimizer.bin", "rng_state_0.pth", "trainer_state.json"],
-        diffusers: ["optimizer.bin", "rng_state_0.pth", "unet"],
+        diffusers: ["optimizer.bin", "rng_state_0.pth"],
         actor: ["optimizer.bin", "rng_state_0.pth"],
         actor.parent: ["actor/optimizer.bin", "actor/rng_state_0.pth"],
         hugging_face / "model.safetensors": [],

@@ -632,7 +632,8 @@ def test_a_rank_whose_own_metadata_is_missing_is_named(
         (folder / f"__{rank}_0.distcp").unlink()
     (problem,) = verify(folder).problems
     assert (problem.code, problem.file) == ("missing-metadata", f"__{rank}.metadata")
-    assert ema_ckpt.latest(tmp_path / "runs") is None
+    with pytest.raises(EmaCkptError, match=rf"step_13: '__{rank}\.metadata': missing"):
+        ema_ckpt.latest(tmp_path / "runs")
     with pytest.raises(EmaCkptError, match=rf"__{rank}\.metadata") as caught:
         ema_ckpt.consolidate(folder, tmp_path / "out.pt")
     assert caught.value.code == "missing-metadata"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from ema_ckpt import latest
+from ema_ckpt import inspect, latest, reshard
+from ema_ckpt.core.errors import EmaCkptError
+from tests.checkpoints import dcp_at, safetensors_at, torch_at, touch
 from tests.resume.training import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -26,3 +29,67 @@ def test_the_newest_complete_step_counts(run: Run, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step_2500", tmp_path / ".step_5000.ema-ckpt-0a1b2c3d" / "step_5000")
     assert latest(tmp_path) == tmp_path / "step_2500"
     assert Run(seed=9).restore(tmp_path).path == tmp_path / "step_2500"
+
+
+def test_a_checkpoint_is_its_own_latest(tmp_path: Path) -> None:
+    source = dcp_at(tmp_path / "run" / "step_1")
+    on_three = tmp_path / "on-3"
+    reshard(source, on_three, 3)
+    assert latest(on_three) == on_three
+    for made in (
+        safetensors_at(tmp_path / "hf" / "model.safetensors").parent,
+        safetensors_at(tmp_path / "parts" / "unet" / "model.safetensors").parents[1],
+        torch_at(tmp_path / "model.state"),
+    ):
+        if made.name == "parts":
+            safetensors_at(made / "unet_ema" / "model.safetensors")
+        assert latest(made) == made
+    (on_three / "__1_0.distcp").unlink()
+    with pytest.raises(EmaCkptError, match="__1_0"):
+        latest(on_three)
+    assert latest(on_three, incomplete="ignore") is None
+
+
+def test_what_is_neither_checkpoint_nor_run_has_no_latest(tmp_path: Path) -> None:
+    touch(tmp_path / "notes.txt")
+    touch(tmp_path / "step_1" / "picture.png")
+    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nowhere"):
+        assert latest(path) is None
+    with pytest.raises(EmaCkptError, match="'raise' or 'ignore'"):
+        latest(tmp_path, incomplete="later")
+
+
+def test_the_latest_step_of_files_is_a_file_and_a_pair_opens_as_such(tmp_path: Path) -> None:
+    for step in (9, 10):
+        safetensors_at(tmp_path / f"step_{step}.safetensors")
+        safetensors_at(tmp_path / f"step_{step}_ema.safetensors", 0.5)
+    found = latest(tmp_path)
+    assert found == tmp_path / "step_10.safetensors"
+    assert [tree.role for tree in inspect(found).trees] == ["live", "ema"]
+
+
+def test_a_newer_step_that_is_not_complete_is_told(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.save(tmp_path / "step_1")
+    (dcp_at(tmp_path / "step_2") / ".metadata").unlink()
+    assert latest(tmp_path) == tmp_path / "step_1"
+    assert caplog.text.count("step_2 is left out: newer, and not complete") == 1
+    caplog.clear()
+    report = Run(seed=9).restore(tmp_path)
+    assert report.path == tmp_path / "step_1"
+    assert "step_2 is left out: newer, and not complete" in report.warnings[0]
+    assert caplog.text.count("step_2 is left out: newer, and not complete") == 1
+
+
+def test_the_latest_behind_a_url_is_text(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    dcp_at(tmp_path / "step_7")
+    try:
+        memory.put(str(tmp_path / "step_7"), "/latest-run/step_7", recursive=True)
+        found = latest("memory://latest-run")
+        assert found == "memory://latest-run/step_7"
+        assert latest(found) == found
+        assert inspect(found).format == "dcp"
+    finally:
+        memory.rm("/latest-run", recursive=True)

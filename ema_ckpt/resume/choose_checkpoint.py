@@ -1,0 +1,50 @@
+"""Which checkpoint a path stands for, the same on all ranks: a run may get a new step meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ema_ckpt.comm.channel import Channel
+from ema_ckpt.comm.collective import run_on_all_ranks
+from ema_ckpt.discovery.locate import locate_checkpoint
+
+
+def choose_checkpoints(
+    paths: Iterable[str], ranks: Channel, call: str
+) -> tuple[list[str], list[str]]:
+    """Return the checkpoints that `paths` stand for, and what is to be said of them; collective.
+
+    Where all ranks were given one path, rank 0 decides what it stands for. Otherwise each opens
+    its own, which have to be the same.
+
+    Raises:
+        SourceError, UsageError: on every rank, as locating a checkpoint raises.
+    """
+    chosen, said = [], []
+    for path in paths:
+        resolved, remarks = _choose(path, ranks, call)
+        chosen.append(resolved)
+        said += remarks
+    return chosen, said
+
+
+def _choose(path: str, ranks: Channel, call: str) -> tuple[str, list[str]]:
+    if set(ranks.exchange(path)) != {path}:
+        return path, []
+    location = run_on_all_ranks(
+        ranks, call, lambda: locate_checkpoint(path) if ranks.rank == 0 else None
+    )
+    chosen = None
+    if location is not None:
+        beside = [item.diagnostic() for item in location.left_out]
+        said = [warning.message for warning in (*location.warnings, *beside)]
+        chosen = [location.resolved, location.note, said]
+    resolved, note, said = ranks.exchange(chosen)[0]
+    logger = logging.getLogger("ema_ckpt")
+    if ranks.rank == 0:
+        if note:
+            logger.info(note)
+        for text in said:
+            logger.warning(text)
+    return resolved, said

@@ -1,0 +1,118 @@
+"""No verb passes a checkpoint over in silence; `--strict` of the writers refuses to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ema_ckpt
+from ema_ckpt.core.errors import EmaCkptError
+from tests.checkpoints import dcp_at, ema, safetensors_at, save_dcp, torch_at, weights
+from tests.stories.commands import environment
+
+WRITERS = {
+    "consolidate": lambda path, out, **args: ema_ckpt.consolidate(path, f"{out}.pt", **args),
+    "convert": lambda path, out, **args: ema_ckpt.convert(path, f"{out}.safetensors", **args),
+    "reshard": lambda path, out, **args: ema_ckpt.reshard(path, out, 2, **args),
+    "synthesize": lambda path, out, **args: ema_ckpt.synthesize(
+        [path, path], f"{out}.safetensors", weights=(0.5, 0.5), **args
+    ),
+}
+READERS = {"inspect": ema_ckpt.inspect, "verify": ema_ckpt.verify, "diff": ema_ckpt.diff}
+
+
+def critic(root: Path) -> str:
+    save_dcp(root / "actor", {"model": weights(), "ema": ema()})
+    dcp_at(root / "critic")
+    return "critic"
+
+
+def adapter(root: Path) -> str:
+    torch_at(root / "pytorch_model.bin", {"model": weights(), "ema": ema()})
+    safetensors_at(root / "adapter_model.safetensors")
+    return "adapter_model.safetensors"
+
+
+def newer_step(root: Path) -> str:
+    dcp_at(root / "step_1")
+    (dcp_at(root / "step_2") / ".metadata").unlink()
+    return "step_2"
+
+
+def other_child(root: Path) -> str:
+    dcp_at(root / "step_1")
+    torch_at(root / "last.ckpt")
+    return "last.ckpt"
+
+
+CASES: list[Callable[[Path], str]] = [critic, adapter, newer_step, other_child]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("verb", [*READERS, *WRITERS])
+def test_every_verb_names_it(tmp_path: Path, case: Callable[[Path], str], verb: str) -> None:
+    name = case(tmp_path / "run")
+    if verb in READERS:
+        result = READERS[verb](tmp_path / "run")
+    else:
+        result = WRITERS[verb](tmp_path / "run", tmp_path / "out")
+    said = [w.message for w in result.warnings if w.code == "left-out"]
+    assert [message.partition(" is left out: ")[0] for message in said] == [name] * len(said)
+    assert said
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("verb", WRITERS)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_strict_writers_refuse(
+    tmp_path: Path, case: Callable[[Path], str], verb: str, dry_run: bool
+) -> None:
+    name = case(tmp_path / "run")
+    with pytest.raises(EmaCkptError, match=rf"--strict: .*'{name}'"):
+        WRITERS[verb](tmp_path / "run", tmp_path / "out", strict=True, dry_run=dry_run)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("verb", ["consolidate", "synthesize"])
+def test_strict_writers_of_one_tree_take_weights_beside_the_state_of_a_trainer(
+    tmp_path: Path, verb: str
+) -> None:
+    safetensors_at(tmp_path / "run" / "model.safetensors")
+    torch_at(tmp_path / "run" / "optimizer.pt", {"state": {}, "param_groups": []})
+    torch.save({}, tmp_path / "run" / "scheduler.pt")
+    args = {"tree": ""} if verb == "synthesize" else {}
+    result = WRITERS[verb](tmp_path / "run", tmp_path / "out", strict=True, **args)
+    assert {w.message.partition(" ")[0] for w in result.warnings} == {"optimizer.pt"}
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    name = critic(tmp_path / "run")
+    command = [sys.executable, "-m", "ema_ckpt", "consolidate", "--json"]
+    done = subprocess.run(
+        [*command, tmp_path / "run", tmp_path / "out.pt"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    (warning,) = json.loads(done.stdout)["warnings"]
+    assert warning["code"] == "left-out"
+    assert done.stderr.count(f"{name} is left out") == 1
+    strict = subprocess.run(
+        [*command, tmp_path / "run", tmp_path / "strict.pt", "--strict"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert strict.returncode == 2
+    assert json.loads(strict.stdout)["error"]["code"] == "usage"
+    assert not (tmp_path / "strict.pt").exists()
