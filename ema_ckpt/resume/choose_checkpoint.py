@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 
 from ema_ckpt.comm.channel import Channel
@@ -11,9 +12,11 @@ from ema_ckpt.discovery.locate import locate_checkpoint
 
 
 def choose_checkpoints(
-    paths: Iterable[str], ranks: Channel, call: str
+    paths: Iterable[str | os.PathLike[str] | None], ranks: Channel, call: str
 ) -> tuple[list[str], list[str]]:
     """Return the checkpoints that `paths` stand for, and what is to be said of them; collective.
+
+    A path that is None is left away.
 
     Where all ranks were given one path, rank 0 decides what it stands for. Otherwise each opens
     its own, which have to be the same.
@@ -23,7 +26,9 @@ def choose_checkpoints(
     """
     chosen, said = [], []
     for path in paths:
-        resolved, remarks = _choose(path, ranks, call)
+        if path is None:
+            continue
+        resolved, remarks = _choose(os.fspath(path), ranks, call)
         chosen.append(resolved)
         said += remarks
     return chosen, said

@@ -90,8 +90,7 @@ def restore(
         run_on_all_ranks(ranks, _CALL, run)
 
     with ExitStack() as stack:
-        given = [path] if ema_path is None else [path, ema_path]
-        chosen, said = choose_checkpoints(map(os.fspath, given), ranks, _CALL)
+        chosen, said = choose_checkpoints((path, ema_path), ranks, _CALL)
 
         def open_readers() -> list[CheckpointReader]:
             return [stack.enter_context(closing(CheckpointReader(one))) for one in chosen]
