@@ -80,10 +80,11 @@ def locate_file(path: str) -> Location:
         return _dcp(list_directory(root)) or _refuse_missing_metadata(root)
     if _INDEX.fullmatch(name):
         return Location(index_format(root, name), root, (name,), path)
-    for pattern, names in _sets_of_ranks(list_directory(root).files).items():
-        if name in names:
-            _refuse_one_of_several(path, pattern, names)
-            return _of_ranks(root, names, path)
+    if _sets_of_ranks([name]):
+        for pattern, names in _sets_of_ranks(list_directory(root).files).items():
+            if name in names:
+                _refuse_one_of_several(path, pattern, names)
+                return _of_ranks(root, names, path)
     return judged_file(Location(format_by_name(name), root, (name,), path))
 
 

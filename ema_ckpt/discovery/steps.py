@@ -135,7 +135,7 @@ def locate_step(path: str, locate_folder: LocateFolder) -> Location | None:
     """Locate a step, together with the average under its name: `step_500` with `step_500_ema`."""
     location = _locate_one(path, locate_folder)
     root, name = parent_of(path), base_name(path)
-    entries = _entries(list_directory(root)) if location is not None else []
+    entries = _entries_beside(root) if location is not None else []
     entry = next((entry for entry in entries if entry.name == name), None)
     average = _average_of(entry, entries) if entry is not None else None
     other = _locate_one(join(root, average.name), locate_folder) if average is not None else None
@@ -143,6 +143,13 @@ def locate_step(path: str, locate_folder: LocateFolder) -> Location | None:
         return location
     both = [(entry.label, location, LIVE), (average.label, other, EMA)]
     return join_located(root, path, both)
+
+
+def _entries_beside(root: str) -> list[_Entry]:
+    try:
+        return _entries(list_directory(root))
+    except SourceError:  # a step may be readable in a directory that may not be listed
+        return []
 
 
 def _locate_one(path: str, locate_folder: LocateFolder) -> Location | None:
