@@ -36,7 +36,7 @@ def shards_in(root: str, index: str) -> set[str]:
     source = open_files(root)
     try:
         document = load_json(source.read(index, 0, source.size(index)), index)
-    except EmaCkptError:
+    except SourceError:
         return set()
     finally:
         source.close()

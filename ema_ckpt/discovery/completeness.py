@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.discovery.by_content import judged, shards_in
 from ema_ckpt.discovery.location import DCP, PARTS, RANK_FILES, SAFETENSORS, Location, is_index
 from ema_ckpt.discovery.recognise import has_marker
@@ -90,7 +90,7 @@ def may_be_written(path: str, error: EmaCkptError) -> bool:
             return _is_fresh(path)
         lacks_marker = error.code == "missing-metadata" or not _has_marker(path, 1)
         return lacks_marker and _changed_below(path, 1)
-    except EmaCkptError:
+    except AccessError:
         return False
 
 

@@ -14,7 +14,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError
+from ema_ckpt.core.display import displayed
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.names import LIVE
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.by_content import judged
@@ -99,7 +100,8 @@ def latest(parent: str | os.PathLike[str], incomplete: str = "raise") -> Path | 
 
     Raises:
         SourceError: `incomplete`: there are steps, or `parent` is a checkpoint, and nothing is
-            complete; `unreadable`.
+            complete.
+        AccessError: `unreadable`: the system or the server refuses to tell.
         UsageError: `ambiguous-path` if two complete steps have the highest number; `usage`.
     """
     if incomplete not in ("raise", "ignore"):
@@ -108,9 +110,9 @@ def latest(parent: str | os.PathLike[str], incomplete: str = "raise") -> Path | 
     try:
         found = latest_step(path)
     except SourceError as error:
-        if incomplete == "ignore" and error.code != "unreadable":
-            return None
-        raise
+        if incomplete == "raise" or error.code == "missing-extra":
+            raise
+        return None
     return found if found is None or is_url(found) else Path(found)
 
 
@@ -118,7 +120,8 @@ def latest_step(path: str) -> str | None:
     """Find the newest complete step in `path`, or `path` itself if it is a checkpoint, as `latest`.
 
     Raises:
-        SourceError: `unreadable`, and what is wrong with steps of which none is complete.
+        SourceError: what is wrong with steps of which none is complete, or with a checkpoint.
+        AccessError: `unreadable`.
         UsageError: `ambiguous-path` if two complete steps have that number.
     """
     if not is_folder(path):
@@ -131,7 +134,7 @@ def latest_step(path: str) -> str | None:
     steps = _find_steps(folder)
     if steps.newest:
         for step in steps.broken:
-            logging.getLogger("ema_ckpt").warning(step.diagnostic().message)
+            logging.getLogger("ema_ckpt").warning(displayed(step.diagnostic().message))
         return join(path, steps.newest[0])
     if steps.broken:
         names = shown([base_name(step.path) for step in steps.broken])
@@ -260,7 +263,7 @@ def _in_children(folder: Folder, levels: int) -> _Search:
         try:
             child = list_directory(path)
             location = _in_directory(child)
-        except SourceError as error:
+        except (SourceError, AccessError) as error:
             # Not to be listed, or not complete: no answer, but worth a word if there is no other.
             search.broken.append((path, error))
             continue

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Set
 from itertools import chain
 
-from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.core.errors import AccessError, EmaCkptError
 from ema_ckpt.discovery.by_content import is_foreign, shards_in
 from ema_ckpt.discovery.location import LeftOut, Location, is_index
 from ema_ckpt.discovery.recognise import (
@@ -88,8 +88,10 @@ def _holds_checkpoint(root: str) -> bool:
         if any(step_order(name) is not None for name in folder.folders):
             return True
         return locate_directory(folder) is not None or bool(loose_files(folder))
-    except EmaCkptError as error:
-        return error.code != "unreadable"
+    except AccessError:
+        return False
+    except EmaCkptError:  # a damaged one, or several
+        return True
 
 
 def _real(path: str) -> str:

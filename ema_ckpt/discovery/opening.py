@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.display import displayed
+from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import DCP, PARTS, RANK_FILES, SAFETENSORS, Location, is_index
+from ema_ckpt.storage.directories import is_folder
 from ema_ckpt.storage.files import open_files
 
 
@@ -34,7 +36,13 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
     location = locate_checkpoint(text)
     if location.note:
         logging.getLogger("ema_ckpt").info(displayed(location.note))
-    return open_location(location, text, lenient=lenient)
+    try:
+        return open_location(location, text, lenient=lenient)
+    except EmaCkptError as error:
+        if is_folder(location.root) is not None:
+            raise
+        message = f"{location.resolved}: removed while it was being opened; name the run again"
+        raise SourceError("source-changed", message, file=error.file) from error
 
 
 @contextmanager

@@ -56,7 +56,7 @@ Named = tuple[str, Location]  # a checkpoint, and the name that it has as a part
 
 
 def list_directory(root: str) -> Folder:
-    """List a directory without the stages of writers. Raises SourceError `unreadable`."""
+    """List a directory without the stages of writers. Raises AccessError `unreadable`."""
     _, folders, files = list_folder(root)
     return Folder(
         root,
@@ -73,7 +73,8 @@ def locate_file(path: str) -> Location:
 
     Raises:
         SourceError: `not-a-checkpoint` or `unsupported`, with what the file is; `incomplete` for
-            one file of several ranks; `missing-metadata`, `unreadable`.
+            one file of several ranks; `missing-metadata`.
+        AccessError: `unreadable`.
     """
     root, name = parent_of(path), base_name(path)
     if name == ".metadata" or _RANK_METADATA.fullmatch(name) or name.endswith(".distcp"):

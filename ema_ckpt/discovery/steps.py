@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from ema_ckpt.core.errors import EmaCkptError, SourceError, UsageError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.names import EMA, LIVE
 from ema_ckpt.core.text import counted
 from ema_ckpt.discovery.completeness import check_complete, may_be_written
@@ -124,6 +124,8 @@ def _examine(steps: Steps, name: str, locate_folder: LocateFolder) -> Location |
     except EmaCkptError as error:
         if is_folder(path) is None and "*" not in name:
             return None  # it was removed meanwhile, as retention jobs do
+        if isinstance(error, AccessError):
+            raise
         is_fresh = may_be_written(path, error)
         state = f"newer, and not complete: {error}"
         why = f"{state}; it may still be written" if is_fresh else state
@@ -148,7 +150,7 @@ def locate_step(path: str, locate_folder: LocateFolder) -> Location | None:
 def _entries_beside(root: str) -> list[_Entry]:
     try:
         return _entries(list_directory(root))
-    except SourceError:  # a step may be readable in a directory that may not be listed
+    except AccessError:  # a step may be readable in a directory that may not be listed
         return []
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ema_ckpt.comm.channel import Channel
 from ema_ckpt.comm.collective import run_on_all_ranks
+from ema_ckpt.core.display import displayed
 from ema_ckpt.discovery.locate import locate_checkpoint
 
 
@@ -49,7 +50,7 @@ def _choose(path: str, ranks: Channel, call: str) -> tuple[str, list[str]]:
     logger = logging.getLogger("ema_ckpt")
     if ranks.rank == 0:
         if note:
-            logger.info(note)
+            logger.info(displayed(note))
         for text in said:
-            logger.warning(text)
+            logger.warning(displayed(text))
     return resolved, said

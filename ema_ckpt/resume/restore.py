@@ -20,8 +20,8 @@ from ema_ckpt.ema.manager import managers_by_label
 from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.resume.checkpoint_reader import CheckpointReader
-from ema_ckpt.resume.flatten import refuse_unnamed
 from ema_ckpt.resume.choose_checkpoint import choose_checkpoints
+from ema_ckpt.resume.flatten import refuse_unnamed
 from ema_ckpt.resume.restore_ema import EmaRestorer
 from ema_ckpt.resume.restore_extra import ExtraRestorer
 from ema_ckpt.resume.restore_model import ModelRestorer
