@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import ema_ckpt
@@ -214,3 +215,73 @@ def test_replicas_and_equal_copies_are_one() -> None:
         "own0.weight, own0.bias, layer.weight, layer.bias, own1.weight, own1.bias"
     )
     assert run(2, _colliding, "replicas")[0] == "layer.weight, layer.bias"
+
+
+class Layers(nn.Module):
+    """As torchtitan cuts a model: a stage lacks what other stages have."""
+
+    def __init__(self, layers: range, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        every = {str(number): nn.Linear(4, 4) for number in range(4)}
+        self.layers = nn.ModuleDict({str(number): every[str(number)] for number in layers})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x).relu()
+        return x
+
+
+def _scheduled(root: str, sharded: bool) -> dict[str, Any]:
+    """Train through torch's own schedule, save, resume from another start; the whole averages."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+
+    def begin(seed: int) -> tuple[Any, dict[str, Any]]:
+        model = Layers(range(2 * stage, 2 * stage + 2), seed)
+        if sharded:
+            for layer in model.layers.values():
+                fully_shard(layer, mesh=mesh["dp"])
+        group = mesh.get_group("pp")
+        pipe = PipelineStage(model, stage, 2, torch.device("cpu"), group=group)
+        schedule = ScheduleGPipe(pipe, 2, loss_fn=lambda out, _: out.square().mean())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        ema = ShardedEMA(model, 0.5)
+        ema.attach(optimizer)
+        return schedule, {"model": model, "optimizer": optimizer, "ema": ema}
+
+    def steps(schedule: Any, state: dict[str, Any], count: int) -> None:
+        for _ in range(count):
+            x = torch.arange(16.0).view(4, 4) / 16
+            if stage == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=x)
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+
+    schedule, state = begin(0)
+    steps(schedule, state, 2)
+    save(Path(root) / "c", **state)
+    steps(schedule, state, 2)
+    again, other = begin(1)
+    restore(Path(root) / "c", **other)
+    steps(again, other, 2)
+    assert bits(**other) == bits(**state)
+    assert state["ema"].num_updates == other["ema"].num_updates == 4
+    return state["ema"].full_state_dict()
+
+
+@pytest.mark.parametrize(("size", "sharded"), [(2, False), (4, True)])
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_schedule(size: int, sharded: bool, tmp_path: Path) -> None:
+    full = run(size, _scheduled, str(tmp_path), sharded)[0]
+    whole = Layers(range(4), 1)
+    assert list(full) == list(whole.state_dict())
+    whole.load_state_dict(full, strict=True)
+    restored = Layers(range(4), 2)
+    ema = ShardedEMA(restored, 0.5)
+    restore(tmp_path / "c", model=restored, ema=ema)
+    assert ema.num_updates == 2
+    assert not torch.equal(ema.full_state_dict()["layers.3.weight"], full["layers.3.weight"])
