@@ -43,7 +43,8 @@ def _choose(path: str, ranks: Channel, call: str) -> tuple[str, list[str]]:
     )
     chosen = None
     if location is not None:
-        beside = [item.diagnostic() for item in location.left_out]
+        # State beside the weights, an optimizer's for one, is looked for where it is asked for.
+        beside = [item.diagnostic() for item in location.left_out if item.is_weights]
         said = [warning.message for warning in (*location.warnings, *beside)]
         chosen = [location.resolved, location.note, said]
     resolved, note, said = ranks.exchange(chosen)[0]

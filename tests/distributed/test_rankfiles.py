@@ -237,3 +237,39 @@ def test_plain_tensors_that_differ_are_no_replicas(tmp_path: Path) -> None:
     ) as caught:
         ema_ckpt.inspect(tmp_path)
     assert (caught.value.code, caught.value.tensor) == ("unsupported", "w")
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("name", ["model_rank_2.bin", "rank-0.ckpt", "ema.rank3.pth"])
+def test_pieces_are_no_whole_though_their_file_lies_alone(
+    written: Path, tmp_path: Path, layout: str, name: str
+) -> None:
+    """The tensors tell of ranks that the name does not."""
+    shutil.copy(written / layout / "model_world_size_4_rank_2.pt", tmp_path / name)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(ema_ckpt.EmaCkptError, match=r"of 4 are missing") as caught:
+            ema_ckpt.consolidate(path, tmp_path.parent / "out.safetensors")
+        assert caught.value.code == "incomplete"
+
+
+def test_a_step_of_one_rank_is_not_complete(written: Path, tmp_path: Path) -> None:
+    whole = written / "fsdp2"
+    shutil.copytree(whole, tmp_path / "step_1")
+    (tmp_path / "step_2").mkdir()
+    shutil.copy(whole / "model_world_size_4_rank_0.pt", tmp_path / "step_2" / "model_rank_0.pt")
+    found = ema_ckpt.inspect(tmp_path)
+    assert Path(found.resolved).name == "step_1"
+    assert [w.code for w in found.warnings] == ["left-out"]
+    assert "rank 1, 2, 3 of 4 are missing" in found.warnings[0].message
+
+
+def test_one_of_several_is_refused_and_the_family_read(written: Path, tmp_path: Path) -> None:
+    for rank in range(4):
+        for kind in ("a", "b"):
+            source = written / "fsdp2" / f"model_world_size_4_rank_{rank}.pt"
+            shutil.copy(source, tmp_path / f"{kind}-rank-{rank}.bin")
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"rank of 4, which are b-rank-\*\.bin"):
+        ema_ckpt.inspect(tmp_path / "b-rank-1.bin")
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"'a-rank-\*\.bin', 'b-rank-\*\.bin'"):
+        ema_ckpt.inspect(tmp_path)
+    assert_equal(tmp_path / "b-rank-*.bin", torch.load(written / "fsdp2.truth"))

@@ -19,7 +19,7 @@ _RANK_FILE = re.compile(
     rf"((?:.*?[-_.])??rank[-_.]?)(\d+)((?!\d).*?)({_SUFFIX})", re.ASCII | re.DOTALL
 )
 _RANK_WORD = re.compile(r"rank[-_.]?\Z")
-_WORLD_SIZE = re.compile(r"(?:^|(?<=[-_.]))world_?size[-_.]?(\d+)(?:[-_.]|\Z)", re.ASCII)
+_WORLD_SIZE = re.compile(r"(?:^|(?<=[-_.]))world[-_]?size[-_.]?(\d+)(?:[-_.]|\Z)", re.ASCII)
 _SEPARATORS = "-_."
 
 

@@ -114,3 +114,13 @@ def test_a_range_beyond_its_tensor_is_out_of_bounds(tmp_path: Path, shape: tuple
         ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
     assert caught.value.code == "out-of-bounds"
     assert ema_ckpt.verify(tmp_path).status == "damaged"
+
+
+@pytest.mark.parametrize("recorded", [{}, {"rank": 1, "world_size": 4}])
+def test_a_piece_alone_is_not_the_whole(tmp_path: Path, recorded: dict[str, int]) -> None:
+    tree = {"flat": pieces(4)[1], "names": list(SHAPES), "shapes": list(SHAPES.values())}
+    torch.save({**tree, **recorded}, tmp_path / "ema_rank1.pt")
+    for path in (tmp_path, tmp_path / "ema_rank1.pt"):
+        with pytest.raises(ema_ckpt.EmaCkptError, match="missing") as caught:
+            ema_ckpt.inspect(path)
+        assert caught.value.code == "incomplete"
