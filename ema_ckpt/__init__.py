@@ -1,12 +1,22 @@
 """Sharded EMA for large-scale training, and a toolkit for the checkpoints it leaves.
 
+    import ema_ckpt
+
+    ema = ema_ckpt.ShardedEMA(model, decay=0.999)  # any model, wrapped or not
+    ema.attach(optimizer)  # the average moves after each optimizer.step()
+    ema_ckpt.save("run/step_100", model=model, ema=ema, optimizer=optimizer)
+
+    ema_ckpt.consolidate("run", "ema.safetensors")  # the average of the newest step, whole
+    with ema_ckpt.open("run") as checkpoint:
+        print(checkpoint.trees, checkpoint.state_dict("ema"))
+
 Names are loaded when they are first used: importing the package loads neither torch nor numpy.
 torch is an extra: the verbs and `latest` work without it, the training side raises `missing-extra`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -129,10 +139,11 @@ def __getattr__(name: str) -> object:
         from ema_ckpt.core.torch_import import import_torch
 
         import_torch(f"ema_ckpt.{name}")
-    value: object = getattr(import_module(home), _RENAMED.get(name, name))
+    value: Any = getattr(import_module(home), _RENAMED.get(name, name))
+    value.__module__ = __name__  # where users import it from; pickles name this place too
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)

@@ -41,7 +41,84 @@ MODULES = sorted(
 def test_public_names_are_the_documented_ones() -> None:
     assert set(ema_ckpt.__all__) == PUBLIC
     assert len(ema_ckpt.__all__) == len(PUBLIC)
-    assert not PUBLIC - set(dir(ema_ckpt))
+    assert set(dir(ema_ckpt)) == PUBLIC
+
+
+def test_help_begins_with_an_example_that_parses() -> None:
+    """And its names are there."""
+    import ast
+    import textwrap
+
+    summary, _, rest = (ema_ckpt.__doc__ or "").partition("\n\n")
+    assert "\n" not in summary
+    text = textwrap.dedent(rest.partition("\nNames")[0])
+    assert text.startswith("import ema_ckpt\n")
+    names = {n.attr for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Attribute)}
+    assert {"ShardedEMA", "save", "consolidate", "open"} <= names
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
+def test_public_names_say_where_they_are_imported_from(name: str) -> None:
+    assert getattr(ema_ckpt, name).__module__ == "ema_ckpt"
+
+
+def test_public_values_are_pickled(tmp_path: Path) -> None:
+    """Under the public module, so that files of the package may move."""
+    import pickle
+
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    ema = ema_ckpt.ShardedEMA(model, ema_ckpt.HalfLife(10))
+    ema_ckpt.save(tmp_path / "step_1", model=model, ema=ema)
+    report = ema_ckpt.restore(tmp_path / "step_1", model=model, ema=ema)
+    kinds = [
+        ema_ckpt.HalfLife(3),
+        ema_ckpt.Warmup(0.9),
+        ema_ckpt.PowerFunction(0.1),
+        report,
+        ema.decay,
+    ]
+    for value in [*kinds, ema_ckpt.Window(4), ema_ckpt.HalfLifeFraction(0.1)]:
+        stored = pickle.dumps(value)
+        assert pickle.loads(stored) == value
+        assert b"ema_ckpt.ema" not in stored
+        assert b"ema_ckpt.resume" not in stored
+
+
+def test_representations_are_short(tmp_path: Path, fixtures: Path) -> None:
+    import torch
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(50)])
+    ema = ema_ckpt.ShardedEMA(model, 0.9)
+    rng = ema_ckpt.rng_state()
+    ema_ckpt.save(tmp_path / "step_1", model=model, ema=ema, extra={"rng": rng})
+    report = ema_ckpt.restore(tmp_path / "step_1", model=model, ema=ema, extra={"rng": rng})
+    assert (
+        repr(report)
+        == f"<RestoreReport of {str(tmp_path / 'step_1')!r}: {len(report.loaded)} loaded>"
+    )
+    assert repr(rng) == "<RngState of rank_0>"
+    with ema_ckpt.open(fixtures / "tiny-lm") as checkpoint:
+        assert repr(checkpoint) == (
+            f"<Checkpoint {str(fixtures / 'tiny-lm')!r}: dcp, 107 tensors, "
+            "trees 'model' (live), 'ema' (ema), 'optimizer' (optimizer)>"
+        )
+
+
+def test_the_manager_shows_what_is_for_users() -> None:
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    shown = {name for name in dir(ema_ckpt.ShardedEMA(model, 0.9)) if name[0] != "_"}
+    assert shown == {
+        "advance", "attach", "copy_to", "current_decay", "decay", "detach", "full_state_dict",
+        "load_state_dict", "model", "nbytes", "nonfinite_events", "num_updates", "rebind", "reset",
+        "samples_seen", "state_dict", "swap", "update", "wait",
+    }  # fmt: skip
+    assert ema_ckpt.ShardedEMA(model, 0.9).decay == 0.9
+    schedule = ema_ckpt.Warmup(0.99)
+    assert ema_ckpt.ShardedEMA(model, schedule).decay == schedule
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

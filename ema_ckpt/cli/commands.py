@@ -88,15 +88,17 @@ def inspect_command(
     settings of EMA trees.
     """
     from ema_ckpt.cli import output
-    from ema_ckpt.ops.inspect import inspect
+    from ema_ckpt.cli.object_lines import MAX_OBJECTS
+    from ema_ckpt.ops.inspect import inspect_with_values
 
     style = _style(options)
-    result = inspect(path, tree, match)
+    most_objects = MAX_OBJECTS if style.talks else 0
+    result, values = inspect_with_values(path, tree, match, most_objects)
     output.print_result(result, style, result.warnings)
     if style.talks:
         from ema_ckpt.cli.inspect_tables import print_inspected
 
-        print_inspected(result, tree, depth, shards)
+        print_inspected(result, tree, depth, shards, values)
 
 
 @cli.command(

@@ -1,4 +1,4 @@
-"""Tables of `diff`: findings, relative L2 of each module with a bar, tensors that differ most."""
+"""Tables of `diff`: findings, relative L2 of each module as a bar, tensors that differ most."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.markup import escape
-from rich.tree import Tree as RichTree
 
 from ema_ckpt.analysis.compare import PairStats
-from ema_ckpt.cli.output import markup, terminal
+from ema_ckpt.cli.name_columns import elide, wrap
+from ema_ckpt.cli.output import clean, markup, terminal
 from ema_ckpt.core.text import counted
 from ema_ckpt.ops.results.diff import DiffResult, DiffTensor
 
 _DEPTH = 3
 _MAX_CHILDREN = 40
 _BAR_CELLS = 20
+_NUMBERS_WIDTH = 26  # right of the bar: the value, and how many tensors
 _INFORMATION = ("ema-partial",)
-_HEADINGS = ("rel L2", "max |a-b|", "mean |a-b|", "cosine", "changed", "NaN, Inf of a", "of b")
+_HEADINGS = (
+    "rel L2",
+    "max |a-b|",
+    "mean |a-b|",
+    "cosine",
+    "changed",
+    "NaN, Inf of a",
+    "NaN, Inf of b",
+)
+_NO_VALUES = "0, 0"
 
 
 def print_diff(result: DiffResult, top: int) -> None:
@@ -26,16 +36,19 @@ def print_diff(result: DiffResult, top: int) -> None:
     console = terminal()
     console.print(f"a: tree {markup(repr(result.tree_a))} of {markup(result.resolved_a)}")
     console.print(f"b: tree {markup(repr(result.tree_b))} of {markup(result.resolved_b)}")
-    console.print(summary_line(result))
+    console.print(wrap(summary_line(result), console.width))
     for finding in result.findings:
         colour = "cyan" if finding.code in _INFORMATION else "yellow"
-        console.print(f"[{colour}]{finding.code}[/{colour}]: {markup(finding.message)}")
+        text = wrap(f"{finding.code}: {clean(finding.message)}", console.width)
+        console.print(f"[{colour}]{finding.code}[/{colour}]{escape(text[len(finding.code) :])}")
     for mismatch in result.mismatched[:top]:
         shapes = f"{list(mismatch.a.shape)} and {list(mismatch.b.shape)}"
         console.print(f"shapes differ: {markup(mismatch.name)} {escape(shapes)}")
     if result.compared and result.identical < result.compared:
-        console.print(module_tree(result))
-        for line in top_lines(result.tensors, top):
+        for line in module_table(result, console.width):
+            console.print(line)
+        console.print()
+        for line in top_lines(result.tensors, top, console.width):
             console.print(line)
 
 
@@ -44,7 +57,7 @@ def summary_line(result: DiffResult) -> str:
     summary = result.summary
     numel = sum(tensor.numel for tensor in result.tensors)
     parts = [
-        f"[bold]{counted(result.compared, 'tensor')}[/bold] compared, {result.identical} identical",
+        f"{counted(result.compared, 'tensor')} compared, {result.identical} identical",
         f"relative L2 {_number(summary.rel_l2)}",
         f"max |a-b| {_number(summary.max_abs)}",
         f"cosine {_number(summary.cosine, '.6f')}",
@@ -69,8 +82,8 @@ class _Module:
     children: dict[str, _Module] = field(default_factory=dict)
 
 
-def module_tree(result: DiffResult) -> RichTree:
-    """Return relative L2 of each module, to a depth, with a bar on a logarithmic scale."""
+def module_table(result: DiffResult, width: int) -> Iterator[str]:
+    """Yield relative L2 of each module, to a depth: name, bar on a logarithmic scale, number."""
     root = _Module()
     for name, stats in result.pair_stats.items():
         node = root
@@ -80,19 +93,25 @@ def module_tree(result: DiffResult) -> RichTree:
             node.stats.append(stats)
     rows = [("all", root, 0), *_rows(root, 1)]
     values = [PairStats.total(node.stats).rel_l2 for _, node, _ in rows]
-    logs = [math.log10(value) for value in values if value > 0]
-    low = min(logs, default=0.0) - 0.2
-    span = max(max(logs, default=0.0) - low, 1e-9)
-    branch: list[RichTree] = []
-    for (name, node, depth), value in zip(rows, values, strict=True):
-        cells = max(round((math.log10(value) - low) / span * _BAR_CELLS), 1) if value > 0 else 0
-        label = f"[blue]{'█' * cells}[/blue]{' ' * (_BAR_CELLS - cells)}"
-        label += f" {_number(value):>9} {markup(name)}"
-        if len(node.stats) > 1:
-            label += f" [dim]{counted(len(node.stats), 'tensor')}[/dim]"
-        del branch[depth:]
-        branch.append(branch[-1].add(label) if branch else RichTree(label))
-    return branch[0]
+    low, high = _scale(values)
+    room = max(width - _BAR_CELLS - _NUMBERS_WIDTH, 20)
+    names = elide([f"{'  ' * depth}{clean(name)}" for name, _, depth in rows], room)
+    column = max(map(len, names))
+    scale = f"relative L2, bars from {10**low:.1g} to {10**high:.1g}, logarithmic"
+    yield f"[dim]{'module'.ljust(column)}  {scale}[/dim]"
+    for name, (_, node, _), value in zip(names, rows, values, strict=True):
+        position = (math.log10(value) - low) / (high - low) if value > 0 else 0.0
+        cells = max(round(position * _BAR_CELLS), 1) if value > 0 else 0
+        bar = f"[blue]{'█' * cells}[/blue]{'·' * (_BAR_CELLS - cells)}"
+        count = f" [dim]{counted(len(node.stats), 'tensor')}[/dim]" if len(node.stats) > 1 else ""
+        yield f"{escape(name.ljust(column))}  {bar} {_number(value):>9}{count}"
+
+
+def _scale(values: Sequence[float]) -> tuple[float, float]:
+    """Return the decades, as powers of ten, that the bars span: at least one."""
+    logs = [math.log10(value) for value in values if value > 0 and math.isfinite(value)]
+    low = math.floor(min(logs, default=0.0) - 0.05)
+    return low, max(math.ceil(max(logs, default=0.0)), low + 1)
 
 
 def _rows(module: _Module, depth: int) -> Iterator[tuple[str, _Module, int]]:
@@ -112,18 +131,26 @@ def _rows(module: _Module, depth: int) -> Iterator[tuple[str, _Module, int]]:
             yield from _rows(node, depth + 1)
 
 
-def top_lines(tensors: Sequence[DiffTensor], top: int) -> Iterator[str]:
-    """Yield aligned rows; undefined values come first, as one side holds NaN or Inf."""
+def top_lines(tensors: Sequence[DiffTensor], top: int, width: int) -> Iterator[str]:
+    """Yield aligned rows, the name left; undefined values come first, as one side holds NaN or Inf.
+
+    Columns in which every row is zero are left out.
+    """
     ranked = sorted(
         tensors, key=lambda t: math.inf if math.isnan(t.rel_l2) else t.rel_l2, reverse=True
     )[: max(top, 0)]
-    rows = [_HEADINGS, *map(_cells, ranked)]
-    names = ["tensor", *(markup(tensor.name) for tensor in ranked)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row, name in zip(rows, names, strict=True):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        line = "  ".join([*cells, name])
-        yield f"[dim]{line}[/dim]" if row is _HEADINGS else line
+    if not ranked:
+        return
+    columns = [list(column) for column in zip(_HEADINGS, *map(_cells, ranked), strict=True)]
+    columns = [column for column in columns if set(column[1:]) != {_NO_VALUES}]
+    widths = [max(map(len, column)) for column in columns]
+    names = elide([clean(t.name) for t in ranked], width - sum(widths) - 2 * len(widths))
+    names = ["tensor", *names]
+    column = max(map(len, names))
+    for index, name in enumerate(names):
+        cells = [texts[index].rjust(size) for texts, size in zip(columns, widths, strict=True)]
+        line = escape("  ".join([name.ljust(column), *cells]))
+        yield line if index else f"[dim]{line}[/dim]"
 
 
 def _cells(tensor: DiffTensor) -> tuple[str, ...]:

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 
+from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree as RichTree
 
+from ema_ckpt.cli.name_columns import wrap
+from ema_ckpt.cli.object_lines import object_lines
 from ema_ckpt.cli.output import markup, terminal
+from ema_ckpt.core.names import OPTIMIZER
 from ema_ckpt.core.text import counted, format_size
 from ema_ckpt.ops.results.inspect import InspectResult, TensorEntry, TreeEntry
 
 _MAX_ROWS = 200
 _MAX_CHILDREN = 40
+_MAX_SHAPES = 4
+_MAX_COUNTERS = 8
+_SETTINGS = ("step", "decay", "num_updates", "n_averaged", "initted")
 
 
-def print_inspected(result: InspectResult, tree: str | None, depth: int, shards: bool) -> None:
-    """Print trees, EMA settings, then modules (to `depth`) or shards; of `tree` alone if given."""
+def print_inspected(
+    result: InspectResult,
+    tree: str | None,
+    depth: int,
+    shards: bool,
+    values: Mapping[str, object],
+) -> None:
+    """Print trees, EMA settings, then modules (to `depth`) or shards, and objects with `values`.
+
+    With `tree`, only what belongs to that tree.
+    """
     console = terminal()
     if tree is not None:
         result = narrow(result, tree)
@@ -33,13 +49,14 @@ def print_inspected(result: InspectResult, tree: str | None, depth: int, shards:
         text = markup(text) or "no settings recorded"
         console.print(f"EMA {markup(repr(name))}: {text}")
     if shards:
-        console.print(shard_table(result.tensors))
+        for line in shard_lines(result.tensors):
+            console.print(line)
     else:
-        console.print(module_tree(result, depth))
+        console.print(module_tree(result, depth), soft_wrap=False)
     if result.objects:
-        names = ", ".join(markup(item.name) for item in result.objects[:20])
-        more = f" and {len(result.objects) - 20} more" if len(result.objects) > 20 else ""
-        console.print(f"objects: {names}{more}")
+        console.print("objects")
+        for line in object_lines([item.name for item in result.objects], values):
+            console.print(escape("  " + wrap(line, console.width - 2, "      ")))
 
 
 def _setting(value: object) -> str:
@@ -116,50 +133,104 @@ def tree_table(result: InspectResult) -> Table:
     return table
 
 
+@dataclass(slots=True)
+class _Module:
+    """Node of the tree of names: the tensors below it, and its children."""
+
+    tensors: list[TensorEntry] = field(default_factory=list)
+    children: dict[str, _Module] = field(default_factory=dict)
+
+    def add(self, tensor: TensorEntry, parts: Sequence[str]) -> None:
+        """Add a tensor at the end of a path."""
+        self.tensors.append(tensor)
+        if parts:
+            self.children.setdefault(parts[0], _Module()).add(tensor, parts[1:])
+
+
 def module_tree(result: InspectResult, depth: int) -> RichTree:
-    """Return modules to `depth` levels below each tree, with the bytes and tensors below them."""
+    """Return modules to `depth` levels below each tree, with shapes and bytes; counters last."""
     root = RichTree("tensors", hide_root=True)
-    nodes: dict[tuple[str, ...], tuple[RichTree, list[int]]] = {}
-    only: dict[tuple[str, ...], TensorEntry] = {}  # the tensor of a node, its last if it has more
+    roles = {entry.name: entry.role for entry in result.trees}
+    trees: dict[str, list[TensorEntry]] = {}
     for tensor in result.tensors:
-        parts = tensor.fqn.split(".")
-        for level in range(min(len(parts), depth) + 1):
-            key = (tensor.tree, *parts[:level])
-            if key not in nodes:
-                parent = nodes[key[:-1]][0] if level else root
-                nodes[key] = (parent.add(""), [0, 0])
-            totals = nodes[key][1]
-            totals[0] += 1
-            totals[1] += tensor.nbytes
-            only[key] = tensor
-    for key, (node, (count, nbytes)) in nodes.items():
-        name = key[-1] if len(key) > 1 else (key[0] or "(root)")
-        tensors = f"{counted(count, 'tensor')}, "
-        if count == 1:
-            tensors = f"{only[key].dtype} {_dims(only[key].shape)}, "
-        node.label = f"{markup(name)} [dim]{tensors}{format_size(nbytes)}[/dim]"
-    for node in [root, *(node for node, _ in nodes.values())]:
-        hidden = len(node.children) - _MAX_CHILDREN
-        if hidden > 1:
-            del node.children[_MAX_CHILDREN:]
-            node.add(f"[dim]… {hidden} more[/dim]")
+        trees.setdefault(tensor.tree, []).append(tensor)
+    for name, tensors in trees.items():
+        module, counters = _Module(), []
+        for tensor in tensors:
+            if is_counter(tensor, roles.get(name, "")):
+                counters.append(tensor)
+            else:
+                module.add(tensor, tensor.fqn.split("."))
+        branch = root.add(f"{markup(name or '(root)')} {_totals(module.tensors)}")
+        _add_modules(branch, module, depth)
+        if counters:
+            branch.add(f"[dim]counters: {markup(counter_text(counters))}[/dim]")
     return root
 
 
-def shard_table(tensors: tuple[TensorEntry, ...]) -> Table:
-    """Return the table of tensors and their chunks."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("tensor", "dtype", "shape", "offsets", "sizes", "file"):
-        table.add_column(heading)
+def _add_modules(branch: RichTree, module: _Module, depth: int) -> None:
+    """Add the modules below one; a chain of only children is one row."""
+    if depth <= 0:
+        return
+    for count, (name, child) in enumerate(module.children.items()):
+        if count == _MAX_CHILDREN and len(module.children) > count + 1:
+            branch.add(f"[dim]… {len(module.children) - count} more[/dim]")
+            return
+        path, node = name, child
+        while len(node.children) == 1 and len(node.tensors) == 1:
+            ((part, node),) = node.children.items()
+            path = f"{path}.{part}"
+        is_last = depth == 1 or not node.children
+        row = branch.add(f"{markup(path)} {_totals(node.tensors, shapes=is_last)}")
+        _add_modules(row, node, depth - 1)
+
+
+def _totals(tensors: Sequence[TensorEntry], shapes: bool = False) -> str:
+    """Return the dtype and shape of one tensor, or counts, bytes and the commonest shapes."""
+    nbytes = format_size(sum(tensor.nbytes for tensor in tensors))
+    if len(tensors) == 1:
+        return f"{tensors[0].dtype} [cyan]{_dims(tensors[0].shape)}[/cyan], [dim]{nbytes}[/dim]"
+    text = f"[dim]{counted(len(tensors), 'tensor')}, {nbytes}[/dim]"
+    if not shapes:
+        return text
+    # Without spaces a shape stays on one line.
+    counts = Counter(_dims(tensor.shape).replace(" ", "") for tensor in tensors).most_common()
+    shown = [f"{count} of [cyan]{shape}[/cyan]" for shape, count in counts[:_MAX_SHAPES]]
+    if len(counts) > _MAX_SHAPES:
+        shown.append(counted(len(counts) - _MAX_SHAPES, "other shape"))
+    return f"{text}: {', '.join(shown)}"
+
+
+def is_counter(tensor: TensorEntry, role: str) -> bool:
+    """Check whether a scalar counts or sets something: it is no weight of its own."""
+    if tensor.shape:
+        return False
+    is_real = "float" in tensor.dtype
+    return role == OPTIMIZER or not is_real or tensor.fqn.rpartition(".")[2] in _SETTINGS
+
+
+def counter_text(counters: Sequence[TensorEntry]) -> str:
+    """Name counters; those of one kind, as the step of each parameter, are counted."""
+    kinds = Counter(tensor.fqn.rpartition(".")[2] for tensor in counters)
+    names = {tensor.fqn.rpartition(".")[2]: tensor.fqn for tensor in counters}
+    texts = [names[kind] if count == 1 else f"{count} × {kind}" for kind, count in kinds.items()]
+    hidden = len(texts) - _MAX_COUNTERS
+    return ", ".join(texts[:_MAX_COUNTERS]) + (f", … {hidden} more" if hidden > 0 else "")
+
+
+def shard_lines(tensors: tuple[TensorEntry, ...]) -> Iterator[str]:
+    """Yield tensors, and below each its chunks: rows, or offsets and sizes, and the file."""
     for tensor in tensors[:_MAX_ROWS]:
-        first = (markup(tensor.name), tensor.dtype, _dims(tensor.shape))
-        for chunk in tensor.chunks:
-            table.add_row(*first, _dims(chunk.offsets), _dims(chunk.sizes), markup(chunk.file))
-            first = ("", "", "")
+        shape = f"{tensor.dtype} [cyan]{_dims(tensor.shape)}[/cyan]"
+        yield f"{markup(tensor.name)} {shape}, [dim]{format_size(tensor.nbytes)}[/dim]"
+        boxes = [(_dims(chunk.offsets), _dims(chunk.sizes)) for chunk in tensor.chunks]
+        at, size = (max(map(len, column), default=0) for column in zip(*boxes, strict=True))
+        for (offsets, sizes), chunk in zip(boxes, tensor.chunks, strict=True):
+            where = f"{sizes.rjust(size)} at {offsets.rjust(at)}"
+            yield f"    {where if tensor.shape else 'whole'}  {markup(chunk.file)}"
     hidden = len(tensors) - _MAX_ROWS
     if hidden > 0:
-        table.add_row(f"… {hidden} more; narrow with --match or --tree, or use --json")
-    return table
+        yield f"… {hidden} more; narrow with --match or --tree, or use --json"
 
 
 def _dims(numbers: tuple[int, ...]) -> str:

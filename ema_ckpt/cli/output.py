@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.results.write import WriteResult
 
 _UNLIMITED_COLUMNS = 100_000
+_MAX_PROBLEMS = 40
+_VERDICT_COLOURS = {"sound": "green", "unproven": "yellow", "damaged": "red"}
 
 
 class Style(NamedTuple):
@@ -100,8 +102,12 @@ def print_verified(result: VerifyResult, style: Style) -> None:
     print_result(result, style, result.warnings)
     if not style.talks:
         return
-    for problem in result.problems:
-        print(f"{problem.code}: {clean(problem.message)}")
+    console = terminal()
+    for problem in result.problems[:_MAX_PROBLEMS]:
+        console.print(f"[red]{problem.code}[/red]: {markup(problem.message)}")
+    hidden = len(result.problems) - _MAX_PROBLEMS
+    if hidden > 0:
+        console.print(f"… {counted(hidden, 'problem')} more, which --json lists")
     checked = f"{format_size(result.checked_bytes)} of payload"
     if result.status == "damaged":
         checked = f"{counted(len(result.problems), 'problem')}; {checked} were compared"
@@ -109,4 +115,5 @@ def print_verified(result: VerifyResult, style: Style) -> None:
         checked += " match their checksums"
     if result.unchecked_bytes:
         checked += f", {format_size(result.unchecked_bytes)} carry none"
-    print(f"{result.status}: {checked}")
+    colour = _VERDICT_COLOURS[result.status]
+    console.print(f"[bold {colour}]{result.status}[/bold {colour}]: {checked}")

@@ -79,6 +79,17 @@ class StateError(EmaCkptError):
     """A training-side call came at the wrong moment, or with the wrong model."""
 
 
+for _kind in (
+    EmaCkptError,
+    UsageError,
+    SourceError,
+    UnsafeError,
+    TargetError,
+    CollectiveError,
+    StateError,
+):
+    _kind.__module__ = "ema_ckpt"  # as tracebacks name it, and users import it
+
 ErrorT = TypeVar("ErrorT", bound=EmaCkptError)
 
 

@@ -29,6 +29,8 @@ from ema_ckpt.ema.settings import Settings, Source, UpdateCounter, as_patterns
 from ema_ckpt.ema.shadows import Averages, current_buffers, fit, make_averages, seed
 from ema_ckpt.ema.swap_state import refuse_inside
 
+_INTERNAL = frozenset("settings counter averages attachment synchronise follow".split())
+
 
 class ShardedEMA:
     """A moving average of a model's parameters that costs each rank the size of its own shard.
@@ -337,6 +339,12 @@ class ShardedEMA:
         return self.counter.samples_seen
 
     @property
+    def decay(self) -> float | Schedule:
+        """What the constructor was given: a constant decay, or a schedule."""
+        schedule = self.settings.schedule
+        return schedule.decay if isinstance(schedule, Constant) else schedule
+
+    @property
     def current_decay(self) -> float:
         """The product of decays by which the average last moved; 1.0 before it first did."""
         return self.counter.applied
@@ -408,6 +416,10 @@ class ShardedEMA:
             "a ShardedEMA is no data to pickle or copy: put it at the top of the tree to save, as"
             ' dcp.save({"model": ..., "ema": ema}), or put ema.state_dict() where you want it',
         )
+
+    def __dir__(self) -> list[str]:
+        # What other modules of the package use is not for users.
+        return [name for name in object.__dir__(self) if name not in _INTERNAL]
 
     def __repr__(self) -> str:
         return (

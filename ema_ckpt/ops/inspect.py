@@ -10,6 +10,7 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
+from ema_ckpt.ops.object_values import object_values
 from ema_ckpt.ops.open import tree_entry
 from ema_ckpt.ops.results.inspect import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
 from ema_ckpt.state_dicts.ema_config import read_ema_config
@@ -38,6 +39,13 @@ def inspect(
         EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle unknown-tree
             empty-selection …`.
     """
+    return inspect_with_values(path, tree, match, 0)[0]
+
+
+def inspect_with_values(
+    path: str | os.PathLike[str], tree: str | None, match: Sequence[str], most_objects: int
+) -> tuple[InspectResult, dict[str, object]]:
+    """Describe a checkpoint as `inspect` does; also read the values of its first objects."""
     with opened(path, lenient=True) as catalog:
         trees = list_trees(catalog)
         warnings = [*catalog.warnings, *damage(catalog)]
@@ -46,7 +54,7 @@ def inspect(
         warnings += check_averages(catalog, trees)
         picked = trees if tree is None else find_trees(trees, tree, catalog.resolved)
         globs = (match,) if isinstance(match, str) else tuple(match)
-        return InspectResult(
+        result = InspectResult(
             path=catalog.path,
             resolved=catalog.resolved,
             format=catalog.format,
@@ -58,6 +66,7 @@ def inspect(
             objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
             warnings=tuple(warnings),
         )
+        return result, object_values(catalog, most_objects)
 
 
 def damage(catalog: Catalog) -> Iterator[Diagnostic]:

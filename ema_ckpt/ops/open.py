@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import nearest
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.torch_import import import_torch
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.results.inspect import TreeEntry
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK_NBYTES = 4 << 20
+_SHOWN_TREES = 5
 
 
 def tree_entry(tree: Tree) -> TreeEntry:
@@ -64,6 +65,13 @@ class Checkpoint:
             return list(self._by_name)
         picked = find_trees(self._trees, tree, self.path)
         return [tensor.name for one in picked for tensor in one.tensors]
+
+    def __repr__(self) -> str:
+        trees = [f"{name!r} ({tree.role})" for name, tree in self.trees.items()]
+        more = f" and {len(trees) - _SHOWN_TREES} more" if len(trees) > _SHOWN_TREES else ""
+        names = ", ".join(trees[:_SHOWN_TREES]) + more
+        count = counted(len(self), "tensor")
+        return f"<Checkpoint {self.path!r}: {self._catalog.format}, {count}, trees {names}>"
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name

@@ -157,7 +157,7 @@ def match(
     return result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RestoreReport:
     """Results of a `restore`. Names are full: `model.layer.weight`, `ema.weights.layer.weight`.
 
@@ -187,6 +187,12 @@ class RestoreReport:
     changed_settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        kinds = "loaded missing unexpected seeded filled renamed changed_settings warnings".split()
+        counts = [(len(getattr(self, kind)), kind.replace("_", " ")) for kind in kinds]
+        told = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+        return f"<RestoreReport of {str(self.path)!r}: {told or 'nothing loaded'}>"
 
 
 @dataclass(slots=True, eq=False)

@@ -52,6 +52,9 @@ class RngState:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
 
+    def __repr__(self) -> str:
+        return f"<RngState of {_rank_key()}>"
+
     def compare(self, name: str, saved: Iterable[object]) -> tuple[list[str], list[str]]:
         """Return saved states that no rank of this run takes, and what to warn of."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1

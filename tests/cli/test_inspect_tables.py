@@ -10,10 +10,12 @@ import torch
 
 from ema_ckpt.cli.diff_tables import print_diff
 from ema_ckpt.cli.inspect_tables import print_inspected
+from ema_ckpt.cli.name_columns import elide
+from ema_ckpt.cli.object_lines import object_lines, value_text
 from ema_ckpt.cli.output import Style, print_verified, print_written
 from ema_ckpt.ops.consolidate import consolidate
 from ema_ckpt.ops.diff import diff
-from ema_ckpt.ops.inspect import inspect
+from ema_ckpt.ops.inspect import inspect_with_values
 from ema_ckpt.ops.verify import verify
 from tests.checkpoints import ema, torch_at, weights
 
@@ -25,6 +27,9 @@ STATE = {
 }
 
 
+CONFIG = f"ema: config {value_text(STATE['ema']['config'])}"  # type: ignore[index]
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return torch_at(tmp_path / "run.pt", STATE)
@@ -32,7 +37,8 @@ def run(tmp_path: Path) -> Path:
 
 def drawn(capsys: pytest.CaptureFixture[str], path: Path, tree: str | None = None) -> list[str]:
     """The lines that `inspect` prints, without the one that names the checkpoint."""
-    print_inspected(inspect(path, tree), tree, 2, False)
+    result, values = inspect_with_values(path, tree, (), 100)
+    print_inspected(result, tree, 2, False, values)
     return capsys.readouterr().out.splitlines()[1:]
 
 
@@ -42,16 +48,16 @@ def drawn(capsys: pytest.CaptureFixture[str], path: Path, tree: str | None = Non
         (
             None,
             ["'model'", "'ema'", "'app.optim'", "'app.extra'", "''"],
-            "objects: model.note, ema.config, app.extra.seen, step",
+            ["model: note 'live'", CONFIG, "app.extra: seen 7", "step 3"],
         ),
-        ("model", ["'model'"], "objects: model.note"),
-        ("ema", ["'ema'"], "objects: ema.config"),
-        ("optim", ["'app.optim'"], None),
-        ("app.extra", ["'app.extra'"], "objects: app.extra.seen"),
-        ("app", ["'app.optim'", "'app.extra'"], "objects: app.extra.seen"),
-        ("", ["''"], "objects: step"),
-        ("model.layer", ["'model.layer'"], None),
-        ("ema.weights", ["'ema.weights'"], None),
+        ("model", ["'model'"], ["model: note 'live'"]),
+        ("ema", ["'ema'"], [CONFIG]),
+        ("optim", ["'app.optim'"], []),
+        ("app.extra", ["'app.extra'"], ["app.extra: seen 7"]),
+        ("app", ["'app.optim'", "'app.extra'"], ["app.extra: seen 7"]),
+        ("", ["''"], ["step 3"]),
+        ("model.layer", ["'model.layer'"], []),
+        ("ema.weights", ["'ema.weights'"], []),
     ],
 )
 def test_a_tree_is_drawn_alone(
@@ -59,14 +65,14 @@ def test_a_tree_is_drawn_alone(
     run: Path,
     tree: str | None,
     rows: list[str],
-    objects: str | None,
+    objects: list[str],
 ) -> None:
     lines = drawn(capsys, run, tree)
     assert lines[0].split() == ["tree", "role", "tensors", "elements", "bytes", "dtypes"]
     assert [line.split()[0] for line in lines[1 : 1 + len(rows)]] == rows
-    assert [line for line in lines if line.startswith("objects")] == (
-        [] if objects is None else [objects]
-    )
+    shown = lines[lines.index("objects") + 1 :] if objects else []
+    assert [line.strip() for line in shown] == objects
+    assert ("objects" in lines) == bool(objects)
     assert any(line.startswith("EMA 'ema'") for line in lines) == (
         tree in (None, "ema", "ema.weights")
     )
@@ -131,3 +137,85 @@ def test_shapes_are_shown_without_shards(run: Path, capsys: pytest.CaptureFixtur
     lines = "\n".join(drawn(capsys, run, "model"))
     assert "b float32 2, 8 B" in lines
     assert "w float32 2 × 3, 24 B" in lines
+
+
+def test_counters_stand_apart_from_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {
+        "model": {"logit_scale": torch.tensor(1.0), "bn.num_batches_tracked": torch.tensor(3)},
+        "ema": {"weights": {"logit_scale": torch.tensor(1.0)}, "num_updates": torch.tensor(7)},
+        "optimizer": {"state": {i: {"step": torch.tensor(1.0)} for i in range(3)}},
+    }
+    lines = drawn(capsys, torch_at(tmp_path / "run.pt", state))
+    assert [line.strip("│├└─ ") for line in lines if "counters" in line] == [
+        "counters: bn.num_batches_tracked",
+        "counters: num_updates",
+        "counters: 3 × step",
+    ]
+    assert sum("logit_scale float32 scalar, 4 B" in line for line in lines) == 2
+
+
+def test_shapes_of_many_tensors_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {f"m.layers.{i}.{name}": torch.ones(3, i // 4 + 1) for i in range(24) for name in "ab"}
+    lines = drawn(capsys, torch_at(tmp_path / "run.pt", {"model": model}))
+    (line,) = [line for line in lines if "layers" in line]
+    assert line.endswith(
+        "48 tensors, 2.02 kB: 8 of 3×1, 8 of 3×2, 8 of 3×3, 8 of 3×4, 2 other shapes"
+    )
+
+
+def test_objects_are_folded_by_container() -> None:
+    names = [f"opt.param_groups.{i}.{key}" for i in range(30) for key in ("lr", "betas", "params")]
+    values = {
+        name: {"lr": 0.001, "betas": (0.9, 0.999)}.get(name.rpartition(".")[2], list(range(99)))
+        for name in names
+    }
+    lines = list(object_lines([*names, "x\x1b"], values))
+    assert lines[0] == (
+        "opt.param_groups.0: lr 0.001, betas (0.9, 0.999), params [0, 1, 2, 3, 4, 5, … 99 in all]"
+    )
+    assert lines[-1] == "… and 31 objects more, which --json names"
+    assert len(lines) == 21
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((1,), "(1,)"),
+        ([], "[]"),
+        ({"a": [1, 2]}, "{'a': [1, 2]}"),
+        ("\x1b[31m", "'\\x1b[31m'"),
+        ("x" * 1000, "'" + "x" * 23 + "…" + "x" * 11 + "' (1,002 characters)"),
+        (["a" * 40, "b" * 40, "c"], "['" + "a" * 40 + "', … 3 in all]"),
+    ],
+)
+def test_values_are_short(value: object, text: str) -> None:
+    assert value_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "width"),
+    [
+        ([f"model.layers.{i}.self_attn.q_proj.weight" for i in range(40)], 24),
+        ([f"model.layers.0.experts.{i}.w1.weight" for i in range(40)], 20),
+        ([f"{c}.a.very.long.name.with.the.same.end" for c in "abc"], 20),
+        ([f"the.same.start.and.middle.of.a.name.{c}" for c in "abc"], 20),
+        (["short", "other"], 20),
+    ],
+)
+def test_elided_names_never_look_alike(names: list[str], width: int) -> None:
+    cut = elide(names, width)
+    assert len(set(cut)) == len(names)
+    assert all(len(name) <= width for name in cut)
+    for name, full in zip(cut, names, strict=True):
+        head, _, tail = name.partition("…")
+        assert full.startswith(head)
+        assert full.endswith(tail)
+
+
+def test_names_that_no_width_tells_apart_are_whole() -> None:
+    names = [f"{'a' * 30}{c}{'b' * 30}" for c in "xyz"]
+    assert elide(names, 20) == names
