@@ -79,16 +79,9 @@ class StateError(EmaCkptError):
     """A training-side call came at the wrong moment, or with the wrong model."""
 
 
-for _kind in (
-    EmaCkptError,
-    UsageError,
-    SourceError,
-    UnsafeError,
-    TargetError,
-    CollectiveError,
-    StateError,
-):
-    _kind.__module__ = "ema_ckpt"  # as tracebacks name it, and users import it
+for _kind in [kind for kind in vars().values() if isinstance(kind, type)]:
+    if issubclass(_kind, EmaCkptError):
+        _kind.__module__ = "ema_ckpt"  # as tracebacks name it, and users import it
 
 ErrorT = TypeVar("ErrorT", bound=EmaCkptError)
 
