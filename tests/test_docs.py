@@ -209,3 +209,27 @@ def command_on_path(tmp_path: Path) -> dict[str, str]:
         "PYTHONPATH": str(REPO),
         "NO_COLOR": "1",
     }
+
+
+@pytest.mark.slow
+def test_examples_have_strict_types(tmp_path: Path) -> None:
+    """The python blocks of each page, run or not, and the scripts in docs/examples."""
+    pytest.importorskip("mypy")
+    for page in PAGES:
+        blocks = [m["body"] for m in FENCE.finditer(text_of(page)) if m["info"][:6] == "python"]
+        if blocks and page.name != "python.md":
+            (tmp_path / f"{page.stem}_page.py").write_text("\n".join(blocks))
+    for script in (REPO / "docs" / "examples").glob("*.py"):
+        shutil.copy(script, tmp_path)
+    files = [path.name for path in tmp_path.glob("*.py")]
+    assert len(files) > 8
+    options = ["--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, *files],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout

@@ -15,6 +15,7 @@ import argparse
 import os
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def train(run: Path, steps: int) -> None:
 
     step = 0
     if latest(run) is not None:
-        extra = {"step": None, "schedule": schedule, "rng": rng_state()}
+        extra: dict[str, Any] = {"step": None, "schedule": schedule, "rng": rng_state()}
         report = restore(run, model=model, ema=ema, optimizer=optimizer, extra=extra)
         step = report.extra["step"]
         if rank == 0:

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# The first hour of a newcomer, in a fresh environment, from a built wheel: the README's commands as they stand there,
+# a training run that is killed and goes on with another number of ranks, and its average in other programs.
+#
+#     tests/first_hour.sh [DIRECTORY]
+#
+# Needs a package index. Prints how long each part took. With DIRECTORY the environments in it are used again.
+set -euo pipefail
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+work=${1:-$(mktemp -d -t first-hour.XXXXXX)}
+mkdir -p "$work" && cd "$work"
+[ $# -gt 0 ] || trap 'rm -rf "$work"' EXIT
+export NO_COLOR=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+unset PYTHONPATH
+python=${PYTHON:-python3}
+
+part() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
+fail() { echo "first hour: $1" >&2; exit 1; }
+
+part "a wheel"
+rm -rf wheel && "$python" -m pip wheel --quiet --no-deps --wheel-dir wheel "$repo"
+wheel=$(ls wheel/*.whl)
+
+part "installed without torch"
+[ -d plain ] || "$python" -m venv plain
+plain/bin/pip install --quiet --force-reinstall --no-deps "$wheel" && plain/bin/pip install --quiet "$wheel"
+plain/bin/python -c 'import torch' 2>/dev/null && fail "torch came along"
+plain/bin/python - <<'PYTHON'
+import ema_ckpt
+try:
+    ema_ckpt.save
+except ema_ckpt.UsageError as error:
+    assert error.code == "missing-extra", error.code
+else:
+    raise SystemExit("save without torch did not say missing-extra")
+PYTHON
+
+part "the README's commands"
+ln -sfn "$repo/fixtures" fixtures
+rm -rf hf-model
+"$python" - "$repo/README.md" >commands.sh <<'PYTHON'
+import pathlib, re, sys
+text = pathlib.Path(sys.argv[1]).read_text()
+block = re.search(r"^```console\n(.*?)^```", text, re.M | re.S)[1]
+print(*re.findall(r"^\$ (.*)", block, re.M), sep="\n")
+PYTHON
+(PATH="$work/plain/bin:$PATH" && set -x && . ./commands.sh)
+
+part "installed with torch"
+[ -d train ] || "$python" -m venv train
+train/bin/pip install --quiet -c "$repo/constraints.txt" "${wheel}[train]"
+PATH="$work/train/bin:$PATH"
+
+part "trained on 2 ranks, and killed"
+rm -rf run average.safetensors
+example=$repo/docs/examples/train_resume.py
+set -m # a process group of its own, so that all ranks are killed at once
+torchrun --nproc-per-node 2 "$example" train run --steps 100000 >first.log 2>&1 &
+set +m
+for _ in $(seq 600); do
+    grep -q "saved step_20" first.log && break
+    sleep 0.2
+done
+grep -q "saved step_20" first.log || { cat first.log >&2; fail "no checkpoint within two minutes"; }
+kill -KILL -- "-$!"
+wait "$!" 2>/dev/null || true
+last=$(ls run | grep -o '[0-9]*' | sort -n | tail -1)
+
+part "resumed on 3 ranks"
+torchrun --nproc-per-node 3 "$example" train run --steps $((last + 20)) | tee second.log
+grep -q "written by 2 ranks, on 3" second.log || fail "it did not go on where it stopped"
+
+part "exported and loaded"
+ema-ckpt verify run
+ema-ckpt consolidate run average.safetensors
+told=$(grep -o 'average [0-9.]*' second.log) loaded=$(python "$example" evaluate average.safetensors)
+echo "in training: $told; from the file: $loaded"
+[ "$told" = "$loaded" ] || fail "the average in the file is another one"
+
+part "in transformers"
+if [ -n "${WITH_TRANSFORMERS:-}" ]; then pip install --quiet -c "$repo/constraints.txt" transformers; fi
+if python -c 'import transformers' 2>/dev/null; then
+    rm -rf lm && ema-ckpt consolidate fixtures/tiny-lm lm && cp fixtures/tiny-lm-config/* lm/
+    python - <<'PYTHON'
+import torch
+from transformers import AutoModelForCausalLM
+model, told = AutoModelForCausalLM.from_pretrained("lm", output_loading_info=True)
+assert not told["missing_keys"] and not told["unexpected_keys"], told
+print("loaded,", sum(p.numel() for p in model.parameters()), "parameters;", model(torch.tensor([[1, 2]])).logits.shape)
+PYTHON
+else
+    echo "transformers is not installed; WITH_TRANSFORMERS=1 installs it"
+fi
+
+part "done"
