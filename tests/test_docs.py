@@ -87,6 +87,13 @@ def test_every_page_is_reachable() -> None:
     assert not set(PAGES) - seen
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    """Of the site, and no other."""
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", text_of(REPO / "mkdocs.yml"), re.MULTILINE)
+    pages = (REPO / "docs").rglob("*.md")
+    assert sorted(listed) == sorted(str(page.relative_to(REPO / "docs")) for page in pages)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_fences_are_closed_and_named(page: Path) -> None:
     fences = re.findall(r"^```.*$", text_of(page), re.MULTILINE)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree as RichTree
@@ -39,15 +40,7 @@ def print_inspected(
     console = terminal()
     if tree is not None:
         result = narrow(result, tree)
-    size = f"{result.format}, {format_size(result.nbytes)}"
-    world = f", saved by {counted(result.world_size, 'rank')}" if result.world_size else ""
-    console.print(f"[bold]{markup(result.resolved)}[/bold]: {size}{world}")
-    console.print(tree_table(result))
-    for name, settings in result.ema.items():
-        recorded = {key: value for key, value in settings.items() if value is not None}
-        text = ", ".join(f"{key} {_setting(value)}" for key, value in recorded.items())
-        text = markup(text) or "no settings recorded"
-        console.print(f"EMA {markup(repr(name))}: {text}")
+    _print_head(console, result)
     if shards:
         for line in shard_lines(result.tensors):
             console.print(line)
@@ -57,6 +50,19 @@ def print_inspected(
         console.print("objects")
         for line in object_lines([item.name for item in result.objects], values):
             console.print(escape("  " + wrap(line, console.width - 2, "      ")))
+
+
+def _print_head(console: Console, result: InspectResult) -> None:
+    """Print what the checkpoint is, its trees and the settings of its averages."""
+    size = f"{result.format}, {format_size(result.nbytes)}"
+    world = f", saved by {counted(result.world_size, 'rank')}" if result.world_size else ""
+    console.print(f"[bold]{markup(result.resolved)}[/bold]: {size}{world}")
+    console.print(tree_table(result))
+    for name, settings in result.ema.items():
+        recorded = {key: value for key, value in settings.items() if value is not None}
+        text = ", ".join(f"{key} {_setting(value)}" for key, value in recorded.items())
+        text = markup(text) or "no settings recorded"
+        console.print(f"EMA {markup(repr(name))}: {text}")
 
 
 def _setting(value: object) -> str:
