@@ -5,8 +5,9 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.text import counted, format_size
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _UNLIMITED_COLUMNS = 100_000
 _MAX_PROBLEMS = 40
+_MAX_LINES = 10
 _VERDICT_COLOURS = {"sound": "green", "unproven": "yellow", "damaged": "red"}
 
 
@@ -61,8 +63,8 @@ def terminal(*, stderr: bool = False) -> Console:
 def print_result(result: object, style: Style, warnings: Sequence[Diagnostic] = ()) -> None:
     """Print warnings to stderr, and with `--json` the result as one JSON document."""
     if not style.quiet:
-        for warning in warnings:
-            print(f"Warning: {clean(warning.message)} [{warning.code}]", file=sys.stderr)
+        for line in warning_lines(warnings):
+            print(_fitted(line, sys.stderr), file=sys.stderr)
     if style.json:
         from ema_ckpt.ops.results.as_json import as_json
 
@@ -85,16 +87,40 @@ def print_written(result: WriteResult, style: Style) -> None:
 
 
 def print_changes(result: WriteResult) -> None:
-    """Print what was renamed, filled and skipped."""
-    for before, after in list(result.renamed.items())[:10]:
-        print(f"renamed {clean(before)} -> {clean(after)}")
-    if len(result.renamed) > 10:
-        print(f"renamed {len(result.renamed) - 10} more")
-    if result.filled:
-        names = ", ".join(map(clean, result.filled[:10]))
-        print(f"filled {counted(len(result.filled), 'tensor')} from the live tree: {names}")
-    for item in result.skipped:
-        print(clean(f"skipped {item.name}: {item.reason}"))
+    """Print what was renamed, filled, tied and skipped: the first of each, and a count."""
+    renamed = [f"renamed {before} -> {after}" for before, after in result.renamed.items()]
+    ties = [f"tied {dropped} -> {kept}, stored once" for dropped, kept in result.ties.items()]
+    filled = [f"filled {name} from the live tree" for name in result.filled]
+    skipped = [f"skipped {item.name}: {item.reason}" for item in result.skipped]
+    for lines in (renamed, ties, filled, skipped):
+        for line in _first(lines):
+            print(_fitted(clean(line), sys.stdout))
+
+
+def warning_lines(warnings: Sequence[Diagnostic]) -> Iterator[str]:
+    """Yield the first warnings of each code, and how many more of that code there are."""
+    by_code: dict[str, list[str]] = {}
+    for warning in warnings:
+        line = f"Warning: {clean(warning.message)} [{warning.code}]"
+        by_code.setdefault(warning.code, []).append(line)
+    for lines in by_code.values():
+        yield from _first(lines)
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """Return the first lines, the last of them a count if there are more."""
+    hidden = len(lines) - _MAX_LINES
+    if hidden <= 1:
+        return list(lines)
+    word = lines[0].partition(" ")[0].replace("Warning:", "warnings")
+    return [*lines[:_MAX_LINES], f"… {hidden} more {word}, which --json lists"]
+
+
+def _fitted(line: str, stream: TextIO) -> str:
+    """Break a line between words where a terminal would break it anywhere."""
+    from ema_ckpt.cli.name_columns import wrap
+
+    return wrap(line, get_terminal_size().columns) if stream.isatty() else line
 
 
 def print_verified(result: VerifyResult, style: Style) -> None:
