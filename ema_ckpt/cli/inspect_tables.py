@@ -47,7 +47,7 @@ def print_inspected(
     else:
         console.print(module_tree(result, depth), soft_wrap=False)
     if result.objects:
-        console.print("objects")
+        console.print("objects" if values else "objects (values are not read from a URL)")
         for line in object_lines([item.name for item in result.objects], values):
             console.print(escape("  " + wrap(line, console.width - 2, "      ")))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _UNLIMITED_COLUMNS = 100_000
 _MAX_PROBLEMS = 40
 _MAX_LINES = 10
-_VERDICT_COLOURS = {"sound": "green", "unproven": "yellow", "damaged": "red"}
+_VERDICT_COLOURS = {"sound": "1;32", "unproven": "1;33", "damaged": "1;31"}
 
 
 class Style(NamedTuple):
@@ -128,12 +128,12 @@ def print_verified(result: VerifyResult, style: Style) -> None:
     print_result(result, style, result.warnings)
     if not style.talks:
         return
-    console = terminal()
     for problem in result.problems[:_MAX_PROBLEMS]:
-        console.print(f"[red]{problem.code}[/red]: {markup(problem.message)}")
+        line = _fitted(f"{problem.code}: {clean(problem.message)}", sys.stdout)
+        print(_coloured(problem.code, "31") + line.removeprefix(problem.code))
     hidden = len(result.problems) - _MAX_PROBLEMS
     if hidden > 0:
-        console.print(f"… {counted(hidden, 'problem')} more, which --json lists")
+        print(f"… {counted(hidden, 'more problem', 'more problems')}, which --json lists")
     checked = f"{format_size(result.checked_bytes)} of payload"
     if result.status == "damaged":
         checked = f"{counted(len(result.problems), 'problem')}; {checked} were compared"
@@ -141,5 +141,10 @@ def print_verified(result: VerifyResult, style: Style) -> None:
         checked += " match their checksums"
     if result.unchecked_bytes:
         checked += f", {format_size(result.unchecked_bytes)} carry none"
-    colour = _VERDICT_COLOURS[result.status]
-    console.print(f"[bold {colour}]{result.status}[/bold {colour}]: {checked}")
+    print(f"{_coloured(result.status, _VERDICT_COLOURS[result.status])}: {checked}")
+
+
+def _coloured(text: str, colour: str) -> str:
+    """Colour text on a terminal; rich would take longer to import than a small check takes."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if is_plain or not sys.stdout.isatty() else f"\x1b[{colour}m{text}\x1b[0m"

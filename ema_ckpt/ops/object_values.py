@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.storage.files import is_url
 
 _MAX_NBYTES = 64 << 10
 
@@ -20,9 +21,15 @@ class Unread(NamedTuple):
 
 
 def object_values(catalog: Catalog, most: int) -> dict[str, object]:
-    """Return the values of the first `most` objects by name, `Unread` for those not read."""
+    """Return the values of the first `most` objects by name, `Unread` for those not read.
+
+    Behind a URL, where each would be a request of its own, only those that the metadata holds.
+    """
     values: dict[str, object] = {}
+    is_remote = is_url(catalog.source.root)
     for item in catalog.objects[:most]:
+        if is_remote and not item.is_inline:
+            continue
         if not item.is_inline and item.nbytes > _MAX_NBYTES:
             values[item.name] = Unread(f"{item.nbytes:,} bytes")
             continue

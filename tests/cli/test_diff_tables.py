@@ -75,7 +75,7 @@ def test_many_problems_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture
     print_verified(verified, Style())
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("checksum: ") for line in lines) == 40
-    assert lines[-2] == "… 60 problems more, which --json lists"
+    assert lines[-2] == "… 60 more problems, which --json lists"
     assert lines[-1].startswith("damaged: 100 problems;")
 
 

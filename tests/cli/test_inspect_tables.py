@@ -196,6 +196,16 @@ def test_values_are_short(value: object, text: str) -> None:
     assert value_text(value) == text
 
 
+def test_objects_behind_a_url_are_named_and_not_read(
+    fixtures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, values = inspect_with_values(f"file://{fixtures / 'tiny-lm'}", None, (), 100)
+    assert values == {}
+    print_inspected(result, None, 2, False, values)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("objects (values are not read from a URL)") + 1] == "  ema: config"
+
+
 @pytest.mark.parametrize(
     ("names", "width"),
     [
