@@ -29,13 +29,11 @@ from ema_ckpt.discovery.recognise import (
     locate_pattern,
     loose_files,
 )
-from ema_ckpt.discovery.step_names import step_number, step_order
+from ema_ckpt.discovery.step_names import step_order
 from ema_ckpt.discovery.steps import Steps, find_steps, locate_step, steps_beside
 from ema_ckpt.storage.directories import Folder, base_name, is_folder, join
 from ema_ckpt.storage.files import is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import find_interrupted_switch
-
-__all__ = ["latest", "latest_step", "locate_checkpoint", "step_number"]
 
 _PUBLISHED_WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_|pytorch_|adapter_)?model(?:\.[^.]+)?\.safetensors"
