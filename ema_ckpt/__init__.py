@@ -140,7 +140,8 @@ def __getattr__(name: str) -> object:
 
         import_torch(f"ema_ckpt.{name}")
     value: Any = getattr(import_module(home), _RENAMED.get(name, name))
-    value.__module__ = __name__  # where users import it from; pickles name this place too
+    if callable(value):  # where users import it from; pickles name this place too
+        value.__module__, value.__name__, value.__qualname__ = __name__, name, name
     globals()[name] = value
     return value
 

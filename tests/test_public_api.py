@@ -59,7 +59,8 @@ def test_help_begins_with_an_example_that_parses() -> None:
 
 @pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
 def test_public_names_say_where_they_are_imported_from(name: str) -> None:
-    assert getattr(ema_ckpt, name).__module__ == "ema_ckpt"
+    value = getattr(ema_ckpt, name)
+    assert (value.__module__, value.__qualname__) == ("ema_ckpt", name)
 
 
 def test_public_values_are_pickled(tmp_path: Path) -> None:

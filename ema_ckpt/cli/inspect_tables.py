@@ -131,7 +131,7 @@ def tree_table(result: InspectResult) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("tree", "role", "tensors", "elements", "bytes", "dtypes"):
         is_text = heading in ("tree", "role", "dtypes")
-        table.add_column(heading, justify="left" if is_text else "right")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for tree in result.trees:
         sizes = (str(tree.tensors), f"{tree.numel:,}", format_size(tree.nbytes))
         dtypes = ", ".join(f"{name} × {count}" for name, count in tree.dtypes.items())

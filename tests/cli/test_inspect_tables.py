@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -229,3 +230,18 @@ def test_elided_names_never_look_alike(names: list[str], width: int) -> None:
 def test_names_that_no_width_tells_apart_are_whole() -> None:
     names = [f"{'a' * 30}{c}{'b' * 30}" for c in "xyz"]
     assert elide(names, 20) == names
+
+
+def test_long_names_of_trees_are_folded_not_cut(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from ema_ckpt.cli.inspect_tables import tree_table
+
+    names = [f"{'a_long_prefix_' * 6}{i}" for i in range(2)]
+    path = torch_at(tmp_path / "run.pt", {name: {"w": torch.ones(2)} for name in names})
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(tree_table(inspect_with_values(path, None, (), 0)[0]))
+    shown = console.export_text()
+    assert "…" not in shown
+    first = "".join(line[:40].split(" ")[0] for line in shown.splitlines()[1:])
+    assert all(repr(name) in first for name in names)
