@@ -16,9 +16,15 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 """Components that DDP, `torch.compile`, FSDP1 and activation checkpointing put into names."""
 
 SETTINGS = frozenset(
-    "decay num_updates n_averaged optimization_step step initted samples_seen config".split()
+    "decay num_updates n_averaged optimization_step step steps initted samples_seen config".split()
 )
 """Entries of an EMA tree that describe the average and are no weights."""
+
+MOMENTS = frozenset(
+    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta "
+    "exp_avg_sq_row exp_avg_sq_col".split()
+)
+"""State that optimizers keep for a parameter, by which it is known where no name tells it."""
 
 _NAMES = {
     EMA: "ema shadow shadow_params state_dict_ema model_ema generator_ema net_ema",

@@ -18,6 +18,7 @@ from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, plan_for
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled
+from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
@@ -64,6 +65,7 @@ def consolidate(
     with opened(path) as opened_catalog:
         catalog = with_dropped(opened_catalog) if options.expand_ties else opened_catalog
         trees = list_trees(catalog)
+        catalog = warn_of_hidden(catalog, trees)
         if tree is None:
             given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
             command = suggested_command("consolidate", path, out)

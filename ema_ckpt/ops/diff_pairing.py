@@ -15,6 +15,7 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.suggest import suggested_command
 from ema_ckpt.state_dicts.ema_config import with_tied_names
+from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 
 
@@ -54,6 +55,7 @@ def open_sides(
         catalog_a = catalog_b = open_catalog(path)
         undo.callback(catalog_a.source.close)
         trees_a = trees_b = list_trees(catalog_a)
+        catalog_a = catalog_b = warn_of_hidden(catalog_a, trees_a)
         if tree is None:
             a = default_tree(trees_a, command, catalog_a.resolved)
         else:
@@ -64,6 +66,7 @@ def open_sides(
             catalog_b = open_catalog(other)
             undo.callback(catalog_b.source.close)
             trees_b = list_trees(catalog_b)
+            catalog_b = warn_of_hidden(catalog_b, trees_b)
             b = tree_of_other(trees_b, tree, against, command, catalog_b.resolved)
         sides = (
             Side(catalog_a, _with_names_of(b, catalog_a, a), trees_a),

@@ -15,6 +15,7 @@ from ema_ckpt.ops.open import tree_entry
 from ema_ckpt.ops.results.inspect import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
 from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.state_dicts.ema_health import check_averages
+from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.selection import refuse_idle
 from ema_ckpt.state_dicts.tree import Tree, find_trees, inner_names, list_trees
 
@@ -48,7 +49,7 @@ def inspect_with_values(
     """Describe a checkpoint as `inspect` does; also read the values of its first objects."""
     with opened(path, lenient=True) as catalog:
         trees = list_trees(catalog)
-        warnings = [*catalog.warnings, *damage(catalog)]
+        warnings = [*catalog.warnings, *damage(catalog), *find_hidden(trees)]
         problems = [one.problem for one in trees if one.problem is not None]
         warnings += [Diagnostic(problem.code, str(problem)) for problem in problems]
         warnings += check_averages(catalog, trees)

@@ -41,6 +41,36 @@ def tree_entry(tree: Tree) -> TreeEntry:
     )
 
 
+class _Objects(Mapping[str, object]):
+    """The objects of a checkpoint by full stored name; each value is read when it is asked for.
+
+    A value of a class that is unknown here is an `Opaque` placeholder; no code of it runs.
+
+    Raises:
+        UnsafeError: `unsafe-pickle` from a look-up, if unpickling the value would call anything.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._items = {item.name: item for item in catalog.objects}
+
+    def __getitem__(self, name: str) -> object:
+        item = self._items.get(name)
+        if item is None:
+            near = shown(nearest(name, self._items)[:3])
+            raise KeyError(f"no object {name!r}; names there are like {near}")
+        return self._catalog.reader.load(item)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items  # without reading it
+
+
 class Checkpoint:
     """Checkpoint opened for reading: whole tensors on the CPU, checked against stored checksums."""
 
@@ -58,6 +88,15 @@ class Checkpoint:
     def trees(self) -> Mapping[str, TreeEntry]:
         """Role and totals of each tree, by its name."""
         return MappingProxyType({tree.name: tree_entry(tree) for tree in self._trees})
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """Every value that is no tensor, by full stored name; read when asked for, running no code.
+
+        Raises:
+            UnsafeError: `unsafe-pickle` from a look-up, if unpickling it would call anything.
+        """
+        return _Objects(self._catalog)
 
     def keys(self, tree: str | None = None) -> list[str]:
         """Full stored names, of one tree or of all, in order. Raises UsageError `unknown-tree`."""

@@ -18,6 +18,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names
+from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees
 
 _POOR_MISMATCH = 0.05
@@ -54,6 +55,7 @@ def open_snapshots(
             catalog = open_catalog(path)
             undo.callback(catalog.source.close)
             trees = list_trees(catalog)
+            catalog = warn_of_hidden(catalog, trees)
             picked = [find_tree(trees, name, catalog.resolved) for name in names]
             picked = picked or [default_tree(trees, command, catalog.resolved, options)]
             snapshots += [Snapshot(catalog, with_tied_names(catalog, tree)) for tree in picked]

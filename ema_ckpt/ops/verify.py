@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import astuple
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.state_dicts.ema_health import check_averages
+from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.tree import list_trees
 from ema_ckpt.storage.directories import join, list_folder
 
@@ -201,7 +203,8 @@ def payload_nbytes(catalog: Catalog) -> int:
 def averages(catalog: Catalog) -> Iterator[Diagnostic]:
     """Warn of averages that never moved or do not fit their model, as far as they can be read."""
     with suppress(SourceError, UsageError):  # the audit reports it
-        yield from check_averages(catalog, list_trees(catalog))
+        trees = list_trees(catalog)
+        yield from chain(check_averages(catalog, trees), find_hidden(trees))
 
 
 def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:

@@ -8,7 +8,7 @@ import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ from ema_ckpt.formats.nesting import nest
 from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.state_dicts.ema_config import swap_marks
-from ema_ckpt.state_dicts.ema_weights import is_weight
+from ema_ckpt.state_dicts.ema_weights import has_weight
 from ema_ckpt.state_dicts.tree import Tree, list_trees
+from ema_ckpt.storage.directories import join
 
 Nested = dict[str | int, Any]
 
 _BLOCK_NBYTES = 8 << 20
+_DEPTH = 3  # dictionaries around an optimizer's state: a list, a class' name, a wrapper's key
 
 
 class CheckpointReader:
@@ -49,12 +51,15 @@ class CheckpointReader:
         self.by_role: dict[str, dict[str, Tree]] = defaultdict(dict)
         for tree in self.trees:
             self.by_role[tree.role][tree.name] = tree
+        self._companions: list[CheckpointReader] = []
         verifier = ChecksumVerifier(self.catalog.source, enabled=True)
         self._boxes = BoxReader(_BLOCK_NBYTES, verifier)
 
     def close(self) -> None:
-        """Close the files of the checkpoint."""
+        """Close the files of the checkpoint, and of what was opened beside it."""
         self.catalog.source.close()
+        for companion in self._companions:
+            companion.close()
 
     def refusal(self, code: str, reason: str) -> SourceError:
         """Return the error of a comparison that failed before anything was written."""
@@ -143,6 +148,8 @@ class CheckpointReader:
         """Return live tensors by name; of a swapped checkpoint those in the averages' place."""
         tree = self.live_tree()
         weights = {**tensors_of(tree), **tree.weights}
+        for name in tree.settings:  # what describes the average, and lies beside the live weights
+            weights.pop(name, None)
         averages = self.average_tree("ema", separate=False) if self.is_swapped else None
         if averages is None:
             return weights
@@ -173,8 +180,7 @@ class CheckpointReader:
             return None
         candidates = {}
         for tree in (*self.by_role[LIVE].values(), *self.by_role[OTHER].values()):
-            tensors = tensors_of(tree).items()
-            if any(starmap(is_weight, tensors)):
+            if has_weight(tensors_of(tree)):
                 candidates[tree.name] = tree
         return self._select_tree(candidates, name, "weights")
 
@@ -191,19 +197,73 @@ class CheckpointReader:
         message = f"{self.path}: {trees} all hold {content}, and none is called {name!r}"
         raise UsageError("ambiguous-tree", message)
 
-    def optimizer_entries(self) -> tuple[str, Nested]:
-        """Return the optimizer's tree, and its tensors and objects, nested as they were saved.
+    def optimizer_documents(self, count: int) -> tuple[list[str], list[Nested]]:
+        """Return the trees of the optimizer's state, and each state in them as it was saved.
+
+        Args:
+            count: how many parameter groups there are here, by which several trees are told apart.
 
         Raises:
-            UsageError: `unknown-tree`: there is no optimizer state in torch's nested form.
+            UsageError: `unknown-tree`: there is no optimizer state; `ambiguous-tree`: several that
+                fit.
         """
+        found: dict[str, list[Nested]] = {}
         for tree in self.by_role[OPTIMIZER].values():
-            entries = nest_items(tree.name, (*tree.tensors, *tree.objects))
-            if "state" in entries or "param_groups" in entries:
-                return tree.name, entries
-        trees = shown(self.tree_names)
-        message = f"{self.path}: holds no optimizer state of torch's form; its trees are {trees}"
-        raise UsageError("unknown-tree", message)
+            documents = find_documents(nest_items(tree.name, tree.entries))
+            if documents:
+                found[tree.name] = documents
+        if not found:
+            trees = shown(self.tree_names) or "none"
+            message = f"{self.path}: holds no optimizer state in a form that is known"
+            raise UsageError("unknown-tree", f"{message}; its trees are {trees}")
+        chosen = [*found] if len(found) == 1 else self._choose_optimizers(found, count)
+        return chosen, list(chain.from_iterable(found[name] for name in chosen))
+
+    def _choose_optimizers(self, found: Mapping[str, list[Nested]], count: int) -> list[str]:
+        groups = {name: sum(map(count_groups, documents)) for name, documents in found.items()}
+        if "optimizer" in found and groups["optimizer"] == count:
+            return ["optimizer"]
+        if sum(groups.values()) == count:
+            return [*found]
+        fitting = [name for name, number in groups.items() if number == count]
+        if len(fitting) == 1:
+            return fitting
+        message = f"{self.path}: {shown([*found])} all hold optimizer state, and not one alone has"
+        message += f" as many parameter groups as there are here, {count}"
+        raise UsageError("ambiguous-tree", message)
+
+    def beside(self, names: Iterable[str]) -> CheckpointReader | None:
+        """Open the first of the files called `names` beside the weights; closed with this one."""
+        root = self.catalog.source.root
+        if self.catalog.resolved.rstrip("/") != root.rstrip("/"):  # one file, named as such
+            return None
+        present = self.catalog.source.listing()
+        for name in names:
+            if name in present:
+                self._companions.append(CheckpointReader(join(root, name)))
+                return self._companions[-1]
+        return None
+
+
+def find_documents(nested: Any, depth: int = 0) -> list[Nested]:
+    """Find the optimizer states in what is stored in a tree, in stored order."""
+    if not isinstance(nested, dict) or depth > _DEPTH:
+        return []
+    if any(str(key).partition(".")[0] in ("state", "param_groups") for key in nested):
+        return [nested]
+    inner = (find_documents(value, depth + 1) for value in nested.values())
+    return list(chain.from_iterable(inner))
+
+
+def is_flattened(document: Nested) -> bool:
+    """Check for an optimizer's state that has one entry per value, under dotted names."""
+    return any(str(key).startswith(("state.", "param_groups.")) for key in document)
+
+
+def count_groups(document: Nested) -> int:
+    """Return how many parameter groups an optimizer's state has; of a flattened one, all in one."""
+    groups = document.get("param_groups")
+    return len(groups) if isinstance(groups, dict) else 1
 
 
 def load_plain(data: bytes) -> Any:
@@ -255,5 +315,14 @@ def tensors_of(tree: Tree) -> dict[str, Tensor]:
 
 def nest_items(tree: str, items: Iterable[Tensor | Object]) -> Nested:
     """Nest items by their paths inside the tree of that name."""
-    depth = tree.count(".") + 1 if tree else 0
-    return nest((item.path[depth:], item) for item in items)
+    return nest((_path_inside(tree, item), item) for item in items)
+
+
+def _path_inside(tree: str, item: Tensor | Object) -> tuple[str | int, ...]:
+    if not tree:
+        return item.path
+    for depth in range(1, len(item.path)):
+        if ".".join(map(str, item.path[:depth])) == tree:
+            return item.path[depth:]
+    # Where nothing nests the name of the tree is but the beginning of the entry's.
+    return (item.name.removeprefix(f"{tree}."),)

@@ -13,18 +13,23 @@ from torch.optim import Adafactor, Optimizer
 
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Tensor
-from ema_ckpt.core.names import LIVE
+from ema_ckpt.core.names import LIVE, MOMENTS, OPTIMIZER
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.model.shards import Shard
 from ema_ckpt.ema.optimizer_offload.optimizer import handle_of
 from ema_ckpt.resume import optimizer_state
 from ema_ckpt.resume.checkpoint_reader import torch_dtype
-from ema_ckpt.resume.optimizer_state import StagedState, optimizer_tree
+from ema_ckpt.resume.optimizer_state import StagedState, optimizer_tree, stepped_groups
 from ema_ckpt.resume.restore_phases import PartRestorer
+from ema_ckpt.resume.stored_optimizer import LiveGroup, StoredOptimizer, name_state
 
 State = dict[str, dict[str, Any]]  # per fqn and state name
 # Options of any kind of optimizer: its parameters, and what schedulers add.
-_COMMON = {"params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+_COMMON = frozenset(
+    "params param_names initial_lr max_lr min_lr base_momentum max_momentum swa_lr".split()
+)
+_FILES_BESIDE = ("optimizer.pt", "optimizer.bin")  # of transformers' `Trainer` and accelerate
+_FACTORED = frozenset({"exp_avg_sq_row", "exp_avg_sq_col"})  # of another shape than the parameter
 # State that a step of these kinds always leaves: the next one fails without it.
 _MOMENTS: dict[type, tuple[str, ...]] = {
     optim.Adam: ("step", "exp_avg", "exp_avg_sq"),
@@ -52,8 +57,8 @@ class OptimizerRestorer(PartRestorer):
     optimizers: list[Optimizer]
     shards: dict[str, Shard] = field(default_factory=dict, init=False)  # by names of parameters
     fqns: dict[str, str] = field(default_factory=dict, init=False)  # by names of parameters
+    source: StoredOptimizer = field(init=False)
     stored: State = field(default_factory=dict, init=False)
-    stored_groups: list[Any] = field(init=False)
     live_groups: list[dict[str, Any]] = field(init=False)
     staged: State = field(default_factory=dict, init=False)
     options: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -63,31 +68,59 @@ class OptimizerRestorer(PartRestorer):
         for tracked in context.shards.parameters:
             self.shards.update(dict.fromkeys(tracked.shard.names, tracked.shard))
             self.fqns.update(dict.fromkeys(tracked.shard.names, tracked.shard.fqn))
-        tree, entries = self.reader.optimizer_entries()
-        findings.trees.append(tree)
-        names: dict[str, list[str]] = {}
-        for name, values in entries.get("state", {}).items():
-            if name in self.shards:
-                names.setdefault(self.fqns[name], []).append(name)
-            elif name not in context.remote_names:
+        self.live_groups = optimizer_tree(context.shards, self.optimizers)["param_groups"]
+        self.source = self.find_source()
+        findings.missing += self.source.missing
+        known = {*self.shards, *context.remote_names}
+        findings.unexpected += self.source.unexpected
+        for name, values in self.source.state.items():
+            if name not in known:
                 findings.unexpected += [f"optimizer.state.{name}.{key}" for key in values]
         if findings.unexpected and context.strict:
             message = f"it has {shown(findings.unexpected)}, whose parameters this model lacks"
             raise self.reader.refusal("incomplete", message)
-        for fqn, tied in names.items():
-            # Of names that are tied here the first one's state counts, as its weight does.
-            first, *others = sorted(tied, key=self.shards[fqn].names.index)
-            self.stored[fqn] = entries["state"][first]
-            findings.loaded += [f"optimizer.state.{fqn}.{key}" for key in self.stored[fqn]]
-            if others:
-                tie = f"{shown(others)} are tied to {first!r} here"
-                findings.warnings.append(f"{tie}: the optimizer's state is that of it")
-        self.stored_groups = list(dict(sorted(entries.get("param_groups", {}).items())).values())
-        self.live_groups = optimizer_tree(context.shards, self.optimizers)["param_groups"]
-        there, here = len(self.stored_groups), len(self.live_groups)
+        self.store_once()
+        there, here = len(self.source.groups), len(self.live_groups)
         if there != here:
             message = f"{there} parameter groups there, {here} here"
             raise self.reader.refusal("index-mismatch", message)
+
+    def find_source(self) -> StoredOptimizer:
+        """Find the stored state, in a file beside the weights if the checkpoint has none."""
+        reader, live = self.reader, self.list_live_groups()
+        if not reader.by_role[OPTIMIZER]:
+            beside = reader.beside(_FILES_BESIDE)
+            if beside is not None:
+                reader.tree_names.append(beside.path)
+                self.findings.trees.append(beside.path)
+                reader = beside
+        trees, documents = reader.optimizer_documents(len(live))
+        self.findings.trees += trees if reader is self.reader else []
+        names = {*self.shards, *self.context.remote_names}
+        return name_state(reader, documents, live, names)
+
+    def list_live_groups(self) -> list[LiveGroup]:
+        """List the parameters of each live group, by the tensors that are stepped."""
+        groups = stepped_groups(self.context.shards, self.optimizers)
+        return [
+            LiveGroup([[t.shard.fqn for t in one.parameters] for one in stepped])
+            for _, stepped in groups
+        ]
+
+    def store_once(self) -> None:
+        """Take the state of each parameter; of names that are tied here, the first one's."""
+        names: dict[str, list[str]] = {}
+        for name in self.source.state:
+            if name in self.shards:
+                names.setdefault(self.fqns[name], []).append(name)
+        for fqn, tied in names.items():
+            # As its weight does.
+            first, *others = sorted(tied, key=self.shards[fqn].names.index)
+            self.stored[fqn] = self.source.state[first]
+            self.findings.loaded += [f"optimizer.state.{fqn}.{key}" for key in self.stored[fqn]]
+            if others:
+                tie = f"{shown(others)} are tied to {first!r} here"
+                self.findings.warnings.append(f"{tie}: the optimizer's state is that of it")
 
     def read(self) -> None:
         weights = self.reader.live_weights() if self.reader.by_role[LIVE] else {}
@@ -98,22 +131,30 @@ class OptimizerRestorer(PartRestorer):
             values = self.staged[fqn] = {}
             for name, entry in entries.items():
                 if not isinstance(entry, Tensor):
-                    values[name] = self.reader.load(entry)
+                    values[name] = self.source.reader.load(entry)
                     continue
+                self.check_shape(fqn, name, entry)
                 dtype, boxes = torch_dtype(entry), [whole(entry.shape)]
                 if entry.shape == shard.shape != ():
                     boxes = list(shard.boxes)
                     # State in the dtype of its stored weight follows the live weight's.
                     if weight is not None and torch_dtype(weight) is dtype is not shard.dtype:
                         dtype, cast[fqn] = shard.dtype, None
-                parts = dict(zip(boxes, self.reader.read(entry, boxes), strict=True))
+                parts = dict(zip(boxes, self.source.reader.read(entry, boxes), strict=True))
                 values[name] = StagedState(entry.shape, dtype, parts)
         self.warn_of_mixed_steps()
         if cast:
             names = shown(list(cast))
             warning = f"the optimizer's state of {names} is cast as their weights are"
             self.findings.warnings.append(warning)
-        self.pair_groups([self.reader.load(group) for group in self.stored_groups])
+        self.pair_groups(list(self.source.groups))
+
+    def check_shape(self, fqn: str, name: str, entry: Tensor) -> None:
+        """Refuse a moment that is that of another parameter, as by an odd order of positions."""
+        shape = self.shards[fqn].shape
+        if name in MOMENTS and entry.shape != shape and name not in _FACTORED:
+            message = f"'optimizer.state.{fqn}.{name}' has shape {list(entry.shape)} there, and its"
+            raise self.reader.refusal("index-mismatch", f"{message} parameter {list(shape)} here")
 
     def warn_of_mixed_steps(self) -> None:
         """Warn where parameters of one flat parameter differ: FSDP1 has one step count for all."""
@@ -170,11 +211,22 @@ class OptimizerRestorer(PartRestorer):
                 )
             absent = [name for name in sorted(here - there) if _is_number(group[name])]
             self.findings.missing += [f"optimizer.param_groups.{number}.{name}" for name in absent]
+            self.set_step_tensors(optimizer, names)
             self.refuse_gaps(type(optimizer), names)
             self.note_lost_moments(optimizer, names)
         if self.findings.missing and self.context.strict:
             message = f"it lacks {shown(self.findings.missing)}; strict=False restores the rest"
             raise self.reader.refusal("incomplete", message)
+
+    def set_step_tensors(self, optimizer: Optimizer, names: frozenset[str]) -> None:
+        """Make step counts tensors, as torch's optimizers need; before 1.12 they were numbers."""
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return
+        for fqn in names & self.staged.keys():
+            step = self.staged[fqn].get("step")
+            if isinstance(step, int | float):
+                value = torch.tensor(float(step))
+                self.staged[fqn]["step"] = StagedState((), value.dtype, {whole(()): value})
 
     def note_lost_moments(self, optimizer: Optimizer, names: frozenset[str]) -> None:
         """Note moments that no stepped parameter has; the state of those is begun anew."""

@@ -15,7 +15,7 @@ from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.names import EMA, LIVE
 from ema_ckpt.state_dicts.tree import Tree, of_role
 
-COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step")
+COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step", "steps")
 """Settings that count the updates, by precedence."""
 
 _MAX_NBYTES = 64 * 1024

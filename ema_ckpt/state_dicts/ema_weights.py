@@ -9,14 +9,14 @@ counts:
     ema_model.<fqn>          a module beside `online_model` (ema-pytorch)
     shadow.<fqn>             a plain dictionary
     model.<fqn>              beside `config`
-    module.<fqn>             beside `n_averaged` (torch's AveragedModel)
-    <fqn>                    otherwise every floating-point tensor that is no setting
+    module.<fqn>             beside `n_averaged` (torch's AveragedModel) or `steps` (mmengine's)
+    <fqn>                    otherwise every tensor that is no setting, buffers among them
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import NamedTuple, TypeVar
 
 from ema_ckpt.core.catalog import Tensor
@@ -28,7 +28,12 @@ Tensors = Mapping[str, Tensor]
 """Tensors by their name inside a tree (without its prefix), in stored order."""
 
 POSITIONS = "shadow_params.*"
+AVERAGED_MODEL = "module.*"
 _EMA_PARAMS = ".ema_params"
+LAYOUT_DICTIONARIES = frozenset(
+    "weights shadow shadow_params ema_model model module residual backup online_model".split()
+)
+"""Dictionaries in an EMA tree that tell how it is laid out."""
 _NO_WEIGHTS = frozenset(
     {"residual", "backup", "online_model", "collected_params", "temp_stored_params"}
 )
@@ -51,13 +56,23 @@ def is_setting(name: str, tensor: Tensor) -> bool:
 
 
 def is_weight(name: str, tensor: Tensor) -> bool:
-    """Check whether a tensor inside an EMA tree can have been averaged."""
-    return _is_floating(tensor) and not is_setting(name, tensor)
+    """Check whether a tensor is like a weight: no setting, no counter, no statistic of 0 dims."""
+    return _is_floating(tensor) and bool(tensor.shape) and not is_setting(name, tensor)
+
+
+def has_weight(tensors: Tensors) -> bool:
+    """Check whether a tensor is like a weight, so that an average of it makes sense."""
+    return any(starmap(is_weight, tensors.items()))
 
 
 def weights_among(tensors: Tensors) -> dict[str, Tensor]:
-    """Keep the tensors that can have been averaged."""
-    return {name: tensor for name, tensor in tensors.items() if is_weight(name, tensor)}
+    """Keep the tensors of an EMA tree that are no settings: averages, and buffers of any dtype."""
+    return {name: tensor for name, tensor in tensors.items() if not is_setting(name, tensor)}
+
+
+def floating_among(tensors: Tensors) -> dict[str, Tensor]:
+    """Keep the tensors of an EMA tree that can have been averaged."""
+    return {name: t for name, t in weights_among(tensors).items() if _is_floating(t)}
 
 
 def inside(items: Mapping[str, _Value], prefix: str) -> dict[str, _Value]:
@@ -80,7 +95,7 @@ def _try_layouts(tree: str, tensors: Tensors, names: Collection[str]) -> Iterato
     yield _dictionary(tree, "ema_model", tensors)
     yield _dictionary(tree, "shadow", tensors)
     yield _below("model", tensors, "config" in top_names)
-    yield _below("module", tensors, "n_averaged" in top_names)
+    yield _below("module", tensors, not top_names.isdisjoint(("n_averaged", "steps")))
     yield Averages("*", weights_among(tensors))
 
 
@@ -101,20 +116,22 @@ def _dictionary(tree: str, prefix: str, tensors: Tensors) -> Averages | None:
     dictionaries = accumulate(map(str, path[:-1]), "{}.{}".format)
     if f"{tree}.{prefix}".removeprefix(".") in dictionaries:
         return averages
-    top_names = {name.partition(".")[0] for name in weights_among(tensors)}
+    top_names = {name.partition(".")[0] for name in floating_among(tensors)}
     return averages if top_names <= {prefix, *_NO_WEIGHTS} else None
 
 
 def _per_parameter(tensors: Tensors) -> Averages | None:
     state = inside(tensors, "state.")
     averages = {n[: -len(_EMA_PARAMS)]: t for n, t in state.items() if n.endswith(_EMA_PARAMS)}
-    if not averages or weights_among(tensors).keys() - {f"state.{name}" for name in state}:
+    if not averages or floating_among(tensors).keys() - {f"state.{name}" for name in state}:
         return None
     return Averages("state.<fqn>.ema_params", averages)
 
 
 def _positions(tree: str, tensors: Tensors) -> Averages | None:
+    # A list of tensors without further names is one too, as NeMo's optimizer keeps it.
     is_list = tree.rpartition(".")[2] == "shadow_params"
+    is_list = is_list or all(n.isdecimal() and t.path[-1] == int(n) for n, t in tensors.items())
     items = inside(tensors, "" if is_list else "shadow_params.")
     positions = sorted(filter(str.isdecimal, items), key=int)
     averages = {str(int(position)): items[position] for position in positions}

@@ -23,10 +23,18 @@ from ema_ckpt.core.names import (
     tree_role,
 )
 from ema_ckpt.core.text import counted, shown
-from ema_ckpt.state_dicts.ema_weights import POSITIONS, inside, is_setting, matches, name_averages
-from ema_ckpt.state_dicts.tree_roles import Group, group_entries
+from ema_ckpt.state_dicts.ema_weights import (
+    AVERAGED_MODEL,
+    POSITIONS,
+    inside,
+    is_setting,
+    matches,
+    name_averages,
+)
+from ema_ckpt.state_dicts.groups import Group
+from ema_ckpt.state_dicts.tree_roles import group_entries
 
-_LISTS_OF_AVERAGES = frozenset({"shadow_params", "shadow", "ema_model", "state_dict"})
+_LISTS_OF_AVERAGES = frozenset({"shadow_params", "shadow", "ema_model"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +110,11 @@ def list_trees(catalog: Catalog) -> tuple[Tree, ...]:
     # Parameters that an optimizer's state lists: `state.<fqn>.exp_avg`.
     trained = {name.rpartition(".")[0] for name in chain.from_iterable(states)}
     for name in [tree.name for tree in of_role(trees.values(), EMA)]:
-        # An EMA's state dict saved as the whole file has its settings beside the list.
-        beside = groups.get("averaging_state" if name == "state_dict" else "")
-        trees[name] = _average_tree(groups[name], others, trained, beside)
+        group = groups[name]
+        if group.beside is None and name.rpartition(".")[2] in _LISTS_OF_AVERAGES:
+            # An EMA's state dict saved as the whole file has its settings beside the list.
+            group.beside = groups.get(name.rpartition(".")[0])
+        trees[name] = _average_tree(group, others, trained)
     return tuple(trees.values())
 
 
@@ -115,20 +125,21 @@ def _plain_tree(group: Group, digests: Mapping[str, int]) -> Tree:
     chunks = tensors[0].chunks if tensors else ()
     is_sorted = bool(chunks) and chunks[0].file.endswith(".safetensors")
     ordered = not is_sorted or tensors[0].name in digests
-    return Tree(group.name, group.role or OTHER, tensors, objects, group.tensors, ordered=ordered)
+    role = group.role or OTHER
+    is_exchanged = group.partner is not None and group.averages.layout == AVERAGED_MODEL
+    settings = _settings(group, {}) if is_exchanged else {}
+    named = {n: t for n, t in group.tensors.items() if n not in settings}
+    return Tree(group.name, role, tensors, objects, named, settings, ordered=ordered)
 
 
-def _average_tree(
-    group: Group, others: Sequence[Tree], trained: Collection[str], beside: Group | None
-) -> Tree:
+def _average_tree(group: Group, others: Sequence[Tree], trained: Collection[str]) -> Tree:
     live = _live_partner(group, others)
     named = live.named if live else {}
     ordered = live is None or live.ordered
     averages = name_averages(group.name, group.averages, named, trained, ordered=ordered)
     settings = _settings(group, averages.tensors)
-    is_list = group.name.rpartition(".")[2] in _LISTS_OF_AVERAGES
-    if not settings and beside is not None and is_list:
-        settings = _settings(beside, {})
+    if not settings and group.beside is not None:
+        settings = _settings(group.beside, {})
     return Tree(
         group.name,
         EMA,
@@ -156,9 +167,9 @@ def _settings(group: Group, averages: Mapping[str, Tensor]) -> dict[str, Tensor 
 def _live_partner(group: Group, others: Sequence[Tree]) -> Tree | None:
     """Find the live tree of an EMA: by name, by name inside another tree, else the only one."""
     candidates = {tree.name: tree for tree in of_role(others, LIVE, EMA, OTHER) if tree.tensors}
-    names = list(live_partners(group.name))
-    if group.name == "state_dict":
-        names = ["current_model_state"]
+    names = [*live_partners(group.name), f"{group.name}.online_model"]
+    if group.partner:
+        names = [group.partner]
     exact = candidates.keys() & set(names) - {group.name}
     if exact:
         return candidates[min(exact, key=names.index)]
@@ -214,11 +225,10 @@ def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
     """Complete `part`, which was cut out of `tree`, with what makes it an EMA if it is one."""
     objects = inside({item.name: item for item in part.objects}, f"{part.name}.")
     group = Group(part.name, None, dict(part.named), objects)
-    is_named_ema = tree_role(part.name) == EMA and tree.role in (LIVE, OTHER)
-    if group.weights and (is_named_ema or group.is_average):
+    if tree.role != EMA and _is_ema(group):
         siblings = filter(None, map(partial(_cut, tree), live_partners(part.name)))
         others = filter(partial(is_not, tree), of_role(trees, LIVE, OPTIMIZER, OTHER))
-        return _average_tree(group, [*siblings, *others], (), None)
+        return _average_tree(group, [*siblings, *others], ())
     if tree.role != EMA:
         return part
     part = replace(part, settings=tree.settings, layout=tree.layout)
@@ -229,6 +239,12 @@ def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
     prefix = _live_prefix(tree, part)
     partner = None if prefix is None else tree.partner
     return replace(part, partner=partner, live_prefix=prefix or "")
+
+
+def _is_ema(group: Group) -> bool:
+    """Check whether something below a tree is an average, by its name or its contents."""
+    is_average = group.is_average or group.averages.layout == AVERAGED_MODEL
+    return group.has_weight and (is_average or tree_role(group.name) == EMA)
 
 
 def _live_prefix(tree: Tree, part: Tree) -> str | None:
@@ -283,7 +299,7 @@ def find_trees(trees: Sequence[Tree], name: str, where: str = "the checkpoint") 
 def default_tree(
     trees: Sequence[Tree],
     command: str = "ema-ckpt consolidate PATH OUT",
-    where: str = "",
+    where: str = "the checkpoint",
     options: str = "",
 ) -> Tree:
     """Choose the tree for one-tree verbs if none is named: the only EMA, else the only live tree.
@@ -297,10 +313,9 @@ def default_tree(
     averages, lives = of_role(trees, EMA), of_role(trees, LIVE)
     if len(averages or lives) == 1:
         return (averages or lives)[0]
-    filled = [tree for tree in trees if tree.tensors]
+    filled = [tree for tree in trees if tree.tensors or tree.role == OPTIMIZER]
     if not filled:
         return Tree("", LIVE)
-    where = where or "the checkpoint"
     counts = f"{counted(len(averages), 'EMA tree')} and {counted(len(lives), 'live tree')}"
     message = f"{where} has {counts}; name the one that is meant"
     candidates = averages + lives or of_role(filled, LIVE, EMA, OTHER)

@@ -117,6 +117,83 @@ def test_other_dictionaries_are_not_passed_through(tree: dict, expected: dict) -
     assert roles(tree) == expected
 
 
+ADAM = {"state": {"w": {"exp_avg": W, "step": SCALAR}}, "param_groups": [{"lr": 0.1}]}
+RUN = {"model": {"w": W}, "ema": {"w": W}, "optimizer": ADAM}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"ckpt": RUN}, {"ckpt.model": "live", "ckpt.ema": "ema", "ckpt.optimizer": "optimizer"}),
+        (
+            {"a": {"b": RUN}},
+            {"a.b.model": "live", "a.b.ema": "ema", "a.b.optimizer": "optimizer"},
+        ),
+        ({"state_dict": RUN}, None),
+        ({"module": {"net": {"w": W}, "net_ema": {"w": W}}}, None),
+        ({"train_state": RUN}, None),
+        ({"foo": {"net_g": {"w": W}, "adam": ADAM}}, None),
+        ({"model": {"encoder": {"w": W}, "ema": {"encoder": {"w": W}}}}, None),
+        ({"model": {"w": W}, "ema": {"model": {"w": W}, "optimizer": ADAM}}, None),
+        ({"state": {"model": {"w": W}, "optimizers": {"Adam": ADAM}, "run": {"a": 1}}}, None),
+    ],
+)
+def test_weights_averages_and_moments_are_never_one_tree(
+    tree: dict, expected: dict | None, nested: bool
+) -> None:
+    for beside in ({}, {"epoch": 1, "foo": {"a": 1, "loss": SCALAR}}):
+        (top,) = tree if len(tree) == 1 else ("ema",)
+        found = list_trees(catalog_of({**tree, top: {**tree[top], **beside}}, nested=nested))
+        for part in found:
+            names = {tensor.name for tensor in part.tensors if tensor.shape}
+            moments = {name for name in names if name.endswith("exp_avg")}
+            averages = {n for n in names - moments if "ema" in n.replace("net_ema", "ema")}
+            kinds = [moments, averages, names - moments - averages]
+            assert sum(map(bool, kinds)) <= 1, part.name
+            if any(kinds):
+                role = ("optimizer", "ema", "live")[[bool(kind) for kind in kinds].index(True)]
+                assert part.role == role, part.name
+        if expected is not None and (nested or not beside):
+            assert expected.items() <= {part.name: part.role for part in found}.items()
+
+
+def test_what_lies_beside_the_trees_of_a_dictionary_is_bookkeeping() -> None:
+    tree = {"ckpt": {**RUN, "foo": {"a": 1}, "loss": SCALAR, "epoch": 3}}
+    found = {part.name: part for part in list_trees(catalog_of(tree))}
+    assert {name: part.role for name, part in found.items()} == {
+        "ckpt.model": "live",
+        "ckpt.ema": "ema",
+        "ckpt.optimizer": "optimizer",
+        "ckpt.foo": "other",
+        "ckpt": "other",
+    }
+    assert [entry.name for entry in found["ckpt"].entries] == ["ckpt.loss", "ckpt.epoch"]
+
+
+@pytest.mark.parametrize("name", ["adam", "opt_g", "last_optimizer_state", "model"])
+def test_an_optimizer_is_known_by_its_contents(name: str) -> None:
+    assert roles({"net": {"w": W}, name: ADAM}) == {"net": "live", name: "optimizer"}
+    flattened = {"state.w.exp_avg": W, "param_groups.w.lr": 0.1}
+    assert roles({"net": {"w": W}, name: flattened}) == {"net": "live", name: "optimizer"}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("state", [{"0": {"exp_avg": W}}, {"0": {"step": SCALAR}}, {}])
+def test_an_optimizer_may_be_the_whole_checkpoint(state: dict, nested: bool) -> None:
+    tree = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    trees = list_trees(catalog_of(tree, nested=nested))
+    assert [(part.name, part.role) for part in trees] == [("", "optimizer")]
+    with pytest.raises(UsageError, match=r"optimizer state alone.*convert ckpt out"):
+        default_tree(trees, "ema-ckpt consolidate ckpt out")
+
+
+def test_parameters_with_the_names_of_moments_are_no_optimizer() -> None:
+    model = {"state.proj.weight": W, "state.norm.step": SCALAR, "state.sum": B}
+    assert roles({"model": model}) == {"model": "live"}
+    assert roles(model, nested=False) == {"": "live"}
+
+
 def test_several_averages_under_one_name_are_trees_of_their_own() -> None:
     manager = {"weights": {"w": W}, "num_updates": INT, "samples_seen": INT, "config": "{}"}
     tree = {"model": {"w": W}, "ema": {"fast": manager, "slow": manager}}
@@ -219,6 +296,34 @@ def test_roles(tree: dict, expected: dict[str, str] | None) -> None:
     )
 
 
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    "statistics",
+    [{"loss": SCALAR, "grad": SCALAR}, {"count": INT}, {"hist": T((8,), "int64")}],
+)
+def test_counters_and_statistics_are_no_second_average(statistics: dict, nested: bool) -> None:
+    tree = {"model": {"w": W}, "ema": {"w": W}, "ema_stats": statistics}
+    found = roles(tree, nested=nested)
+    assert found == {"model": "live", "ema": "ema", "ema_stats": "other"}
+
+
+def test_what_an_average_is_named_after_is_live() -> None:
+    tree = {"unet": {"w": W}, "unet_ema": {"w": W}, "vae": {"w": W}}
+    assert roles(tree) == {"unet": "live", "unet_ema": "ema", "vae": "other"}
+
+
+def test_several_averages_of_one_model_are_told_by_their_equal_names() -> None:
+    tree = {"model": {"w": W}, "ema": {"0.99": {"w": W}, "0.999": {"w": W}, "decays": 2}}
+    found = list_trees(catalog_of(tree))
+    assert [(t.name, t.role, list(t.weights)) for t in found] == [
+        ("model", "live", ["w"]),
+        ("ema.0.99", "ema", ["w"]),
+        ("ema.0.999", "ema", ["w"]),
+        ("ema", "other", []),
+    ]
+    assert find_tree(found, "ema.0.999") is found[2]
+
+
 def test_a_list_at_the_top_is_a_tree_only_by_name() -> None:
     assert roles({"model": {"w": W}, "stats": [B, B]}) == {"model": "live", "": "other"}
     assert roles({"model": {"w": W}, "shadow_params": [W]}) == {
@@ -233,7 +338,7 @@ def test_an_ema_is_known_by_its_contents_too() -> None:
     tree = {"model": {"w": W}, "averager": {"state": {"w": {"ema_params": W}}}}
     assert roles(tree) == {"model": "live", "averager": "ema"}
     tree = {"model": {"w": W}, "adam": {"state": {"w": {"ema_params": W, "exp_avg": W}}}}
-    assert roles(tree) == {"model": "live", "adam": "other"}
+    assert roles(tree) == {"model": "live", "adam": "optimizer"}
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -263,8 +368,36 @@ def test_lightning_averages_lie_under_state_dict() -> None:
     found = list_trees(catalog_of(tree))
     assert live_of(found, found[0]) is found[1]
     assert list(found[0].settings) == ["n_averaged"]
-    without = {"state_dict": {"w": W}, "current_model_state": {"w": W}}
-    assert roles(without) == {"state_dict": "live", "current_model_state": "live"}
+    del tree["averaging_state"]
+    assert roles(tree) == {"state_dict": "ema", "current_model_state": "live"}
+    assert roles({"current_model_state": {"w": W}}) == {"current_model_state": "live"}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_mmengine_keeps_the_average_under_state_dict(nested: bool) -> None:
+    tree = {
+        "state_dict": {"backbone.w": W},
+        "ema_state_dict": {"steps": INT, "module.backbone.w": W},
+        "message_hub": {"a": 1},
+    }
+    found = list_trees(catalog_of(tree, nested=nested))
+    by_role = {tree.role: tree for tree in found}
+    ema, live = by_role["ema"], by_role["live"]
+    assert (ema.name, list(ema.weights), list(ema.settings)) == (
+        "state_dict",
+        ["backbone.w"],
+        ["steps"],
+    )
+    assert (live.name, list(live.weights)) == ("ema_state_dict", ["module.backbone.w"])
+    assert live_of(found, ema) is live
+
+
+@pytest.mark.parametrize(
+    "average", [{"backbone.w": W}, {"steps": INT, "module.backbone.w": W, "head.w": W}]
+)
+def test_an_ema_state_dict_without_the_marks_is_the_average(average: dict) -> None:
+    tree = {"state_dict": {"backbone.w": W}, "ema_state_dict": average}
+    assert roles(tree) == {"state_dict": "live", "ema_state_dict": "ema"}
 
 
 # The weights inside an EMA tree.
@@ -309,7 +442,7 @@ def test_lightning_averages_lie_under_state_dict() -> None:
         (
             {"a.w": W, "c": T((2,), "complex64"), "n": INT, "decay": SCALAR},
             "*",
-            ["a.w", "c"],
+            ["a.w", "c", "n"],
             ["decay"],
         ),
         ({"a.w": W, "step": T((4,)), "decay": T((2, 2))}, "*", ["a.w", "step", "decay"], []),
@@ -332,8 +465,22 @@ def test_a_module_that_bears_the_name_of_a_form_does_not_swallow_its_siblings() 
 
 
 def test_what_is_neither_weight_nor_setting_is_left_out_by_name() -> None:
-    ema = only_ema({"ema": {"w": W, "bn.num_batches_tracked": INT, "num_updates": INT}})
-    assert [tensor.name for tensor in ema.left_out] == ["ema.bn.num_batches_tracked"]
+    ema = only_ema({"ema": {"shadow": {"w": W}, "backup": {"w": W}, "num_updates": INT}})
+    assert [tensor.name for tensor in ema.left_out] == ["ema.backup.w"]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_buffers_of_any_dtype_belong_to_the_average(nested: bool) -> None:
+    buffers = {
+        "bn.num_batches_tracked": INT,
+        "attn.relative_position_index": T((4, 4), "int64"),
+        "mask": T((3,), "bool"),
+        "table": T((2,), "uint8"),
+    }
+    for beside in ({}, {"model": {"w": W, **buffers}}):
+        ema = only_ema({"ema": {"w": W, **buffers, "decay": SCALAR}, **beside}, nested=nested)
+        assert list(ema.weights) == ["w", *buffers]
+        assert not ema.left_out
 
 
 def test_the_online_model_is_a_live_tree() -> None:

@@ -59,7 +59,7 @@ def trees(fixture: str) -> dict[str, dict[str, Fact]]:
 
 
 def _weights(tree: str, tensors: dict[str, Fact]) -> dict[str, Fact]:
-    """An average is written under the plain names of its weights: without its settings, or else all that float."""
+    """An average is written under the plain names of its weights: without its settings."""
     if not tree.endswith("ema"):
         return tensors
     if any(name.startswith("weights.") for name in tensors):
@@ -68,7 +68,7 @@ def _weights(tree: str, tensors: dict[str, Fact]) -> dict[str, Fact]:
             for name, fact in tensors.items()
             if name not in _SETTINGS
         }
-    return {name: fact for name, fact in tensors.items() if "float" in fact[1]}
+    return tensors
 
 
 def fits_safetensors(tensors: dict[str, Fact]) -> bool:

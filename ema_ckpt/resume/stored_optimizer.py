@@ -1,0 +1,182 @@
+"""Stored optimizer state under names of parameters, whichever form it was saved in.
+
+    {"state": {fqn: {…}}, "param_groups": [{"params": [fqn, …], …}]}  torch's nested form
+    {"state": {0: {…}}, "param_groups": [{"params": [0, …], …}]}      an optimizer's state dict
+    {"state.<fqn>.exp_avg": …, "param_groups.<fqn>.lr": …}            flattened, as torchtitan's
+
+Any of these may be one of several in a list or a dict (Lightning's `optimizer_states`, composer's
+`optimizers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ema_ckpt.core.catalog import Object, Tensor
+from ema_ckpt.core.text import counted, shown
+from ema_ckpt.resume.checkpoint_reader import CheckpointReader, Nested, is_flattened
+
+Entries = dict[str, Any]  # tensors and objects by the name of the state
+
+_HEADS = ("state", "param_groups")
+
+
+class LiveGroup(NamedTuple):
+    """A live parameter group: for each tensor that is stepped, the names of its parameters."""
+
+    tensors: Sequence[Sequence[str]]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all its parameters."""
+        return [name for names in self.tensors for name in names]
+
+
+@dataclass(eq=False)
+class StoredOptimizer:
+    """State per parameter, and options per group with the names of its parameters.
+
+    Attributes:
+        reader: what its entries are read with.
+        missing: what the live groups need and the checkpoint lacks.
+        unexpected: options of parameters that the model lacks.
+    """
+
+    reader: CheckpointReader
+    state: dict[str, Entries] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def name_state(
+    reader: CheckpointReader,
+    documents: Sequence[Nested],
+    live: Sequence[LiveGroup],
+    names: Collection[str],
+) -> StoredOptimizer:
+    """Bring stored states into one, under names.
+
+    Args:
+        live: the live groups in order, by which positions are named.
+        names: of all parameters of the model.
+
+    Raises:
+        SourceError: `index-mismatch` if positions do not fit the live groups, or the parameters of
+            a live group have different options there; `unsupported` for positions of flat
+            parameters.
+    """
+    stored = StoredOptimizer(reader)
+    plain = [document for document in documents if not is_flattened(document)]
+    for document in documents:
+        if is_flattened(document):
+            _add_flattened(stored, document, live, names)
+    groups = [_groups_of(reader, document) for document in plain]
+    if any(map(_has_positions, groups)):
+        _name_positions(reader, groups, live)
+    for document, saved in zip(plain, groups, strict=True):
+        positions = {k: n for group in saved for k, n in group.pop("named", {}).items()}
+        for key, entries in document.get("state", {}).items():
+            stored.state[positions.get(str(key), str(key))] = entries
+        stored.groups += saved
+    return stored
+
+
+def _groups_of(reader: CheckpointReader, document: Nested) -> list[dict[str, Any]]:
+    stored = document.get("param_groups", {})
+    if not isinstance(stored, dict):  # an empty list
+        return []
+    groups = [reader.load(group) for _, group in sorted(stored.items())]
+    return [group for group in groups if isinstance(group, dict)]
+
+
+def _has_positions(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return any(isinstance(p, int) for group in groups for p in group.get("params", ()))
+
+
+def _name_positions(
+    reader: CheckpointReader,
+    documents: Sequence[Sequence[dict[str, Any]]],
+    live: Sequence[LiveGroup],
+) -> None:
+    """Name the positions in `params` of every group after the live group in its place."""
+    groups = [group for saved in documents for group in saved]
+    if len(groups) != len(live):
+        message = f"{counted(len(groups), 'parameter group')} there, {len(live)} here"
+        raise reader.refusal("index-mismatch", message)
+    for number, (group, here) in enumerate(zip(groups, live, strict=True)):
+        positions = group.get("params", [])
+        if len(positions) != len(here.tensors):
+            message = f"parameter group {number} has {counted(len(positions), 'parameter')} there"
+            message += f" and {len(here.tensors)} here, and they are stored by position"
+            raise reader.refusal("index-mismatch", message)
+        flat = next((names for names in here.tensors if len(names) > 1), None)
+        if flat is not None:
+            message = f"it stores state by position, and one flat parameter holds {shown(flat)}"
+            message += " here; wrap with use_orig_params=True"
+            raise reader.refusal("unsupported", message)
+        group["params"] = _ordered(group.pop("param_names", None), here.names)
+        group["named"] = dict(zip(map(str, positions), group["params"], strict=True))
+
+
+def _ordered(recorded: Any, names: list[str]) -> list[str]:
+    """Return the names recorded beside positions if they are those here, else those in order."""
+    if isinstance(recorded, list) and sorted(map(str, recorded)) == sorted(names):
+        return recorded
+    return names
+
+
+def _add_flattened(
+    stored: StoredOptimizer,
+    document: Nested,
+    live: Sequence[LiveGroup],
+    names: Collection[str],
+) -> None:
+    options: dict[str, dict[str, Any]] = {}
+    for head, fqn, key, entry in _split_names(document, names):
+        if head == "state":
+            stored.state.setdefault(fqn, {})[key] = entry
+        else:
+            options.setdefault(fqn, {})[key] = entry
+    for number, group in enumerate(live):
+        stored.groups.append(_common_options(stored, group.names, options, number))
+    odd = [name for name in options if name not in names]
+    stored.unexpected += [f"optimizer.param_groups.{name}" for name in odd]
+
+
+def _split_names(
+    document: Nested, names: Collection[str]
+) -> Iterator[tuple[str, str, str, Tensor | Object]]:
+    """Split `state.<fqn>.<key>` where a known name ends, else at the last dot."""
+    for name, entry in document.items():
+        head, _, rest = str(name).partition(".")
+        fqn = rest.rpartition(".")[0]
+        while fqn and fqn not in names:
+            fqn = fqn.rpartition(".")[0]
+        fqn = fqn or rest.rpartition(".")[0]
+        if head in _HEADS and fqn:
+            yield head, fqn, rest[len(fqn) + 1 :], entry
+
+
+def _common_options(
+    stored: StoredOptimizer,
+    names: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]],
+    number: int,
+) -> dict[str, Any]:
+    """Return the options that all parameters of a live group have there."""
+    load = stored.reader.load
+    known = {name: options[name] for name in names if name in options}
+    stored.missing += [f"optimizer.param_groups.{name}" for name in names if name not in options]
+    first: dict[str, Any] = {}
+    for name, entries in known.items():
+        values = {key: load(entry) for key, entry in entries.items()}
+        if not first:
+            first = values
+        elif repr(values) != repr(first):
+            message = f"the parameters of group {number} here have different options there:"
+            message += f" {name!r} {values}, {next(iter(known))!r} {first}"
+            raise stored.reader.refusal("index-mismatch", message)
+    return {**first, "params": list(names)}

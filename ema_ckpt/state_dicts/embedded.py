@@ -1,0 +1,195 @@
+"""Averages and optimizer state that lie among live weights, where names alone hold them apart.
+
+A module that keeps its average as a submodule (LitEma, ema-pytorch) or as buffers (mmcv's hook)
+saves both under one dictionary; a flattened checkpoint has everything in one list of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+
+from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.names import (
+    EMA,
+    LIVE,
+    MOMENTS,
+    OPTIMIZER,
+    OTHER,
+    canonical,
+    live_partners,
+    role_of,
+    tree_role,
+)
+from ema_ckpt.state_dicts.ema_weights import inside, is_setting, matches
+from ema_ckpt.state_dicts.groups import Group, Item, collect, first_element, open_bookkeeping
+
+_AVERAGE_DEPTH = 3  # components within which the name of an average is looked for
+_BUFFER = "ema_"  # how mmcv's hook begins the names of its buffers
+
+
+def separate(group: Group) -> list[Group]:
+    """Take optimizer state and averages out of a tree of weights, each as a tree of its own."""
+    role = group.known_role
+    if role not in (None, LIVE, EMA) or group.is_average:
+        return [group]
+    paths = {path: None for name, _ in group.items() if (path := _optimizer_of(name))}
+    rest, states = group.split(lambda name: _first_prefix(name, paths))
+    for state in states:
+        state.role = OPTIMIZER
+    if role == EMA:
+        return [rest, *states]
+    averages = [part for part in rest.split(_average_of)[1] if _averages_in(rest, part)]
+    if averages:
+        names = [part.name[len(group.name) :].lstrip(".") for part in averages]
+        rest, averages = rest.split(lambda name: _first_prefix(name, names))
+        for average in averages:
+            average.role = EMA
+    return [*_take_buffers(rest), *averages, *states]
+
+
+def _optimizer_of(name: str) -> str | None:
+    """Return the path of the optimizer's state that an entry shows to be there, or None."""
+    parts = name.split(".")
+    if "param_groups" in parts:
+        return ".".join(parts[: parts.index("param_groups")])
+    if parts[-1] not in MOMENTS or "state" not in parts:
+        return None
+    places = [index for index, part in enumerate(parts) if part == "state"]
+    named = [index for index in places if OPTIMIZER in map(role_of, parts[:index])]
+    # `state` at the very top is what lies in it: there is no name before it.
+    return ".".join(parts[: (named or places)[0]]) or "state"
+
+
+def _average_of(name: str) -> str | None:
+    """Return the path of the dictionary or submodule with the name of an average, or None."""
+    parts = name.split(".")
+    for depth, part in enumerate(parts[:-1][:_AVERAGE_DEPTH], 1):
+        if role_of(part) == EMA:
+            return ".".join(parts[:depth])
+    return None
+
+
+def _first_prefix(name: str, prefixes: Iterable[str]) -> str | None:
+    return next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), None)
+
+
+def _averages_in(group: Group, part: Group) -> bool:
+    """Check whether `part` averages live weights in `group`: a module may bear any name.
+
+    Its settings show it, and that all its weights have a live one of their name and shape;
+    otherwise most need one where the name of the part says that the live weights lie.
+    """
+    head = f"{group.name}." if group.name else ""
+    path = part.name[len(head) :]
+    live = {n: t for n, t in group.tensors.items() if not n.startswith(f"{path}.")}
+    averaged = part.averages.tensors
+    if not part.has_weight:
+        return False
+    has_settings = any(is_setting(name, tensor) for name, tensor in part.tensors.items())
+    if has_settings or part.averages.layout != "*":
+        return _pairs(averaged, live)
+    partners = [*live_partners(path), path.rpartition(".")[0]]
+    parts = [live, *(inside(live, f"{partner}.") for partner in partners)]
+    plain = {canonical(name) for name in averaged}
+    return any(2 * len(plain & set(map(canonical, part))) >= len(plain) for part in parts)
+
+
+def _pairs(averages: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> bool:
+    """Check whether below one prefix each average has a live weight of its name and shape."""
+    forms: list[Callable[[str], str]] = [canonical, lambda name: canonical(name).replace(".", "")]
+    for form in forms:
+        shapes = {form(name): tensor.shape for name, tensor in live.items()}
+        wanted = {form(name): tensor.shape for name, tensor in averages.items()}
+        first = next(iter(wanted), "")
+        heads = {name[: -len(first)] for name in shapes if first and name.endswith(first)}
+        if any(all(shapes.get(head + n) == s for n, s in wanted.items()) for head in heads):
+            return True
+    return False
+
+
+def _take_buffers(group: Group) -> list[Group]:
+    """Take mmcv's buffers out: `ema_<name>`, dots of the live name as underscores."""
+    buffers = {n: t for n, t in group.tensors.items() if n.startswith(_BUFFER) and "." not in n}
+    live: dict[str, list[str]] = {}
+    for name in group.tensors.keys() - buffers.keys() if buffers else ():
+        live.setdefault(canonical(name).replace(".", "_"), []).append(name)
+    named: dict[str, Tensor] = {}
+    for name, tensor in buffers.items():
+        partners = live.get(name.removeprefix(_BUFFER), ())
+        if len(partners) != 1 or group.tensors[partners[0]].shape != tensor.shape:
+            return [group]
+        named[partners[0]] = tensor
+    if not named:
+        return [group]
+    rest = {name: tensor for name, tensor in group.tensors.items() if name not in buffers}
+    average = Group(f"{group.name}.ema".lstrip("."), EMA, named)
+    return [Group(group.name, group.role, rest, group.objects, group.depth), average]
+
+
+def without_online_model(group: Group) -> list[Group]:
+    """Split ema-pytorch's copy of the live model off the tree of its averages."""
+    online = inside(group.tensors, "online_model.")
+    if group.known_role != EMA or not online:
+        return [group]
+    rest = {n: t for n, t in group.tensors.items() if not n.startswith("online_model.")}
+    return [
+        Group(group.name, group.role, rest, group.objects, group.depth),
+        Group(f"{group.name}.online_model", LIVE, online),
+    ]
+
+
+def group_by_name(catalog: Catalog) -> list[Group]:
+    """Group by names where nothing nests: by their first component if its role is recognised."""
+    groups = collect(catalog, _first_component)
+    open_bookkeeping(groups.values())
+    found = list(chain.from_iterable(map(separate, groups.values())))
+    root = next((group for group in found if not group.name), Group("", depth=0))
+    averaged: set[str] = set()
+    for group in found:
+        if group.known_role == EMA:
+            averaged.update(group.averages.tensors)
+    prefixes = list(_live_prefixes(root, averaged))
+    if not prefixes:
+        return found
+    rest, live = root.split(lambda name: _first_prefix(name, prefixes))
+    index = found.index(root)
+    found[index : index + 1] = [*live, *([rest] if rest.tensors or rest.objects else ())]
+    return found
+
+
+def _first_component(item: Item) -> str:
+    """Name the tree of an entry by the first component of its dotted name, or return ""."""
+    if len(item.path) > 1:
+        return first_element(item)
+    first, dot, _ = item.name.partition(".")
+    return first if dot and role_of(first) in (EMA, OPTIMIZER, OTHER) else ""
+
+
+def _live_prefixes(root: Group, averaged: set[str]) -> Iterator[str]:
+    """Find the live tree's name that all weights outside other trees start with.
+
+    It counts only if the names are those of an EMA without it, and not with it. Of a form that has
+    the average under a live name, both names count.
+    """
+    tops = {name.partition(".")[0] for name in root.tensors}
+    if "current_model_state" in tops:
+        yield from sorted(tops & {"state_dict", "current_model_state"})
+        return
+    weights = {n: t for n, t in root.tensors.items() if n in averaged or not _is_counter(n, t)}
+    if matches(averaged, weights):
+        return
+    parts = next(iter(weights), "").split(".")
+    for depth in range(1, min(len(parts), _AVERAGE_DEPTH + 1)):
+        prefix = ".".join(parts[:depth])
+        bare = inside(weights, f"{prefix}.")
+        if len(bare) != len(weights):
+            return
+        if tree_role(prefix) == LIVE and matches(averaged, bare):
+            yield prefix
+            return
+
+
+def _is_counter(name: str, tensor: Tensor) -> bool:
+    # Outside all trees, such as the `step` of ema-pytorch.
+    return is_setting(name, tensor) or (not tensor.shape and "." not in name)

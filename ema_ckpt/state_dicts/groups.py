@@ -1,0 +1,283 @@
+"""Group the entries of a checkpoint: what lies together, and what its contents alone show.
+
+A tree is a top-level entry of the state dict that is a dictionary itself. Where the format records
+nesting, the first element of a tensor's path names its tree, never the first dot of its name; names
+decide only where nothing nests, and then on whole dot components. A dictionary of trees is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+
+from ema_ckpt.core.catalog import Catalog, Object, Tensor
+from ema_ckpt.core.names import EMA, LIVE, MOMENTS, OPTIMIZER, OTHER, role_of, tree_role
+from ema_ckpt.state_dicts.ema_weights import (
+    LAYOUT_DICTIONARIES,
+    Averages,
+    find_averages,
+    floating_among,
+    has_weight,
+    inside,
+    is_weight,
+    weights_among,
+)
+
+Item = Tensor | Object
+
+CONTAINER = ""
+"""Role of a dictionary whose name is that of bookkeeping, but which holds trees."""
+_TRAINED = frozenset({EMA, OPTIMIZER})
+
+
+@dataclass
+class Group:
+    """The entries of one tree by name without its prefix, and its role once that is known.
+
+    The cached properties are for groups that are complete.
+
+    Attributes:
+        depth: how many elements of a path its name stands for.
+        partner: of an average that lies under a live name, the tree of the live weights; and
+            of those the average.
+        beside: of an average, the group that its settings lie in, if not in itself.
+    """
+
+    name: str
+    role: str | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    objects: dict[str, Object] = field(default_factory=dict)
+    depth: int = 1
+    partner: str | None = None
+    beside: Group | None = None
+
+    def add(self, name: str, item: Item) -> None:
+        """Add an entry under its name inside the tree."""
+        if isinstance(item, Tensor):
+            self.tensors[name] = item
+        else:
+            self.objects[name] = item
+
+    def items(self) -> Iterator[tuple[str, Item]]:
+        """Iterate over all entries by name."""
+        return chain[tuple[str, Item]](self.tensors.items(), self.objects.items())
+
+    def split(self, name_of: Callable[[str], str | None]) -> tuple[Group, list[Group]]:
+        """Take entries out: `name_of` gives the path of a dictionary inside, or None to stay."""
+        rest = Group(self.name, self.role, depth=self.depth)
+        parts: dict[str, Group] = {}
+        for name, item in self.items():
+            path = name_of(name)
+            if path is None:
+                rest.add(name, item)
+                continue
+            if path not in parts:
+                parts[path] = Group(f"{self.name}.{path}".lstrip("."))
+            parts[path].add(name[len(path) + 1 :], item)
+        return rest, list(parts.values())
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that can have been averaged, buffers among them."""
+        return weights_among(self.tensors)
+
+    @cached_property
+    def has_weight(self) -> bool:
+        """Whether a tensor in it is like a weight: counters and statistics are not."""
+        return has_weight(self.tensors)
+
+    @cached_property
+    def averages(self) -> Averages:
+        """The averaged weights, if this is an EMA."""
+        return find_averages(self.name, self.tensors, self.objects)
+
+    @cached_property
+    def is_average(self) -> bool:
+        """Whether the contents alone show that this is an EMA."""
+        names = [*self.tensors, *self.objects]
+        if not self.tensors:
+            return False
+        if "num_updates" in names and any(name.startswith("weights.") for name in names):
+            return True
+        weights = floating_among(self.tensors)
+        states = inside(weights, "state.")
+        return 0 < len(states) == len(weights) and are_ema_params(states)
+
+    @cached_property
+    def is_optimizer(self) -> bool:
+        """Whether the contents alone show that this is an optimizer's state."""
+        if any(name.partition(".")[0] == "param_groups" for name, _ in self.items()):
+            return not has_weight(_outside(self.tensors, ("state.", "param_groups.")))
+        moments = {head for head, _, last in map(_split_last, self.tensors) if last in MOMENTS}
+        weights = [name for name, tensor in self.tensors.items() if is_weight(name, tensor)]
+        heads = {_split_last(name)[0] for name in weights}
+        return len(heads) > 0 and heads <= moments and all(n.startswith("state.") for n in weights)
+
+    @cached_property
+    def children(self) -> dict[str, Group]:
+        """The dictionaries in it by name, where the format records nesting."""
+        children: dict[str, Group] = {}
+        for name, item in self.items():
+            child = self.child_of(item)
+            if child is not None:
+                if child not in children:
+                    children[child] = Group(f"{self.name}.{child}", depth=self.depth + 1)
+                children[child].add(name[len(child) + 1 :], item)
+        return children
+
+    def child_of(self, item: Item) -> str | None:
+        """Name the dictionary in it that holds an entry; None if that lies in it directly."""
+        path = item.path[self.depth :]
+        return path[0] if len(path) > 1 and isinstance(path[0], str) else None
+
+    @property
+    def known_role(self) -> str | None:
+        """The role that name or contents tell; an EMA needs a weight, a live tree a tensor."""
+        named = tree_role(self.name) if self.role is None else self.role
+        if named != OTHER and self.is_optimizer:
+            return OPTIMIZER
+        role = EMA if self.is_average else named
+        needed = {EMA: self.has_weight, LIVE: bool(self.tensors)}.get(role or "", True)
+        return (role or None) if needed else OTHER
+
+    @cached_property
+    def kinds(self) -> frozenset[str | None]:
+        """The roles of the trees in it, bookkeeping aside; None for an unknown one."""
+        if not self.opens:
+            return frozenset({self.known_role}) - {OTHER}
+        return self.inner_kinds
+
+    @cached_property
+    def inner_kinds(self) -> frozenset[str | None]:
+        """The roles of the dictionaries in it that hold weights."""
+        weighty = [child.kinds for child in self.children.values() if child.has_weight]
+        return frozenset().union(*weighty)
+
+    @cached_property
+    def opens(self) -> bool:
+        """Whether this is a dictionary of trees, like `app` of `{"app": {"model": …, "optim": …}}`.
+
+        All in it that hold weights are trees by name, whatever plain values lie beside them; or
+        averages or an optimizer's state would lie in one tree with something else.
+        """
+        if not self.name or self.known_role in (OPTIMIZER, OTHER) or self.is_average:
+            return False
+        found = self.inner_kinds
+        if self.known_role == EMA:
+            return OPTIMIZER in found or are_averages(self.children)
+        if self.known_role == LIVE:
+            return not found.isdisjoint(_TRAINED)
+        loose = {n: t for n, t in self.tensors.items() if self.child_of(t) is None}
+        if has_weight(loose) or None in found:
+            return not found.isdisjoint(_TRAINED)
+        return bool(found)
+
+    def opened(self) -> list[Group]:
+        """Return the trees that it consists of, in stored order; itself if it is one."""
+        if not self.opens:
+            return [self]
+        # Modules may be dictionaries too: those of a live tree stay in it.
+        stay = {n for n, child in self.children.items() if self._keeps(child)}
+        rest = Group(self.name, self.role, depth=self.depth)
+        trees: dict[str, Group] = {}
+        for name, item in self.items():
+            child = self.child_of(item)
+            if child is None or child in stay:
+                rest.add(name, item)
+                trees[""] = rest
+            else:
+                trees[child] = self.children[child]
+        if self.known_role == EMA:
+            for tree in trees.values():
+                tree.role = EMA if tree.known_role in (LIVE, None) else tree.role
+        return list(chain.from_iterable([t] if t is rest else t.opened() for t in trees.values()))
+
+    def _keeps(self, child: Group) -> bool:
+        return self.known_role == LIVE and not child.opens and child.known_role in (None, OTHER)
+
+
+def are_ema_params(names: Iterable[str]) -> bool:
+    """Check whether all tensors are averages in an optimizer's form, `<fqn>.ema_params`."""
+    return all(f".{name}".endswith(".ema_params") for name in names)
+
+
+def are_averages(children: Mapping[str, Group]) -> bool:
+    """Check whether the dictionaries of an EMA are several averages of one model."""
+    if not children:
+        return False
+    if all(child.is_average for child in children.values()):
+        return True
+    names = [child.tensors.keys() for child in children.values()]
+    is_layout = not children.keys().isdisjoint(LAYOUT_DICTIONARIES)
+    return len(names) > 1 and not is_layout and all(n == names[0] != set() for n in names)
+
+
+def _split_last(name: str) -> tuple[str, str, str]:
+    return name.rpartition(".")
+
+
+def _outside(tensors: Mapping[str, Tensor], prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+
+
+def collect(catalog: Catalog, tree_of: Callable[[Item], str]) -> dict[str, Group]:
+    """Group all entries by the name of their tree, in stored order."""
+    groups: dict[str, Group] = {}
+    for item in chain[Item](catalog.tensors, catalog.objects):
+        name = tree_of(item)
+        if name not in groups:
+            groups[name] = Group(name, depth=1 if name else 0)
+        groups[name].add(item.name[len(name) + 1 :] if name else item.name, item)
+    return groups
+
+
+def group_by_nesting(catalog: Catalog) -> list[Group]:
+    """Group by the first element of each path, and open the dictionaries of trees."""
+    groups = collect(catalog, first_element)
+    whole = _whole_state(groups)
+    if whole:
+        named = collect(catalog, lambda item: "" if (e := first_element(item)) in whole else e)
+        return list(named.values())
+    roles = catalog.part_roles
+    for name in groups.keys() & roles.keys():
+        groups[name].role = roles[name]
+    open_bookkeeping(groups.values())
+    return list(chain.from_iterable(group.opened() for group in groups.values()))
+
+
+def open_bookkeeping(groups: Collection[Group]) -> None:
+    """Let bookkeeping that holds all the weights, live ones among them, count as a dictionary.
+
+    That is a whole run under `train_state`, say.
+    """
+    books = [group for group in groups if tree_role(group.name) == OTHER and group.role is None]
+    if any(group.has_weight for group in groups if group not in books):
+        return
+    for group in books:
+        if any(role_of(name.partition(".")[0]) == LIVE for name in group.tensors):
+            group.role = CONTAINER
+
+
+def first_element(item: Item) -> str:
+    """Name the tree of a nested entry: the first element of its path, "" for one at the top."""
+    if len(item.path) == 1:
+        return ""
+    # A list at the top is a tree only where its name says so: `shadow_params`, `optimizer_states`.
+    first = str(item.path[0])
+    return first if isinstance(item.path[1], str) or role_of(first) is not None else ""
+
+
+def _whole_state(groups: Mapping[str, Group]) -> frozenset[str]:
+    """Name the top-level entries that together are the state dict of one EMA or optimizer."""
+    root = groups.get("", Group(""))
+    if "weights" in groups and "num_updates" in {*root.tensors, *root.objects}:
+        return frozenset({"weights", "residual", "config"})
+    others = [name for name, group in groups.items() if group.has_weight and name != "state"]
+    if "state" not in groups or others:
+        return frozenset()
+    weights = floating_among(groups["state"].tensors)
+    tops = {name.partition(".")[0] for name in (*root.tensors, *root.objects)}
+    is_whole = "param_groups" in tops or (weights and are_ema_params(weights))
+    return frozenset(["state", "param_groups"] if is_whole else [])

@@ -1,0 +1,76 @@
+"""Averages below `callbacks` or other bookkeeping, which no verb takes unless they are named."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
+from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER, canonical, role_of
+from ema_ckpt.core.text import counted
+from ema_ckpt.state_dicts.ema_weights import has_weight, inside, is_weight
+from ema_ckpt.state_dicts.tree import Tree, of_role
+
+# `EMACallback`, `ModelEma`, `weight_averaging`; not `cinema` or `schema`.
+_AVERAGE = re.compile(r"(?<![a-zA-Z])ema(?![a-z])|EMA|Ema(?![a-z])|[aA]verag(?:e|ing)")
+_DEPTH = 8
+
+
+def warn_of_hidden(catalog: Catalog, trees: Sequence[Tree]) -> Catalog:
+    """Return the catalog with a warning of each average that lies only below bookkeeping."""
+    return replace(catalog, warnings=(*catalog.warnings, *find_hidden(trees)))
+
+
+def find_hidden(trees: Sequence[Tree]) -> Iterator[Diagnostic]:
+    """Warn of averages below bookkeeping or an optimizer's state, if there is no tree of them."""
+    if of_role(trees, EMA):
+        return
+    live: dict[str, tuple[int, ...]] = {}
+    for tree in of_role(trees, LIVE):
+        live |= {canonical(name): t.shape for name, t in tree.named.items() if is_weight(name, t)}
+    for tree in of_role(trees, OTHER, OPTIMIZER):
+        for path, count in _averages_in(tree, live):
+            message = (
+                f"an average of the weights may lie below {path!r} ({counted(count, 'tensor')}),"
+                f" inside {tree.role if tree.role == OPTIMIZER else 'bookkeeping'}; it is not taken"
+                f" unless it is named: --tree {shlex.quote(path)}"
+            )
+            yield Diagnostic("left-out", message)
+
+
+def _averages_in(tree: Tree, live: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
+    """Find dictionaries with the live weights' names and shapes, or the name of an average."""
+    named = {tensor.name: tensor for tensor in tree.tensors}
+    skip = tree.name.count(".") + 1 if tree.name else 0
+    seen: set[str] = set()
+    for path in dict.fromkeys(path for t in tree.tensors for path in _parents(t, skip)):
+        if any(path.startswith(f"{other}.") for other in seen):
+            continue
+        inner = inside(named, f"{path}.")
+        copies = tree.role == OTHER and _has_all(inner, live)
+        if copies or (_is_named(path, inner) and has_weight(inner)):
+            seen.add(path)
+            yield path, len(inner)
+
+
+def _parents(tensor: Tensor, skip: int) -> Iterator[str]:
+    """Yield the dotted paths of the dictionaries around a tensor, the outermost first."""
+    *heads, last = map(str, tensor.path)
+    parts = [*heads, *last.split(".")]
+    for depth in range(skip + 1, min(len(parts), skip + _DEPTH)):
+        yield ".".join(parts[:depth])
+
+
+def _has_all(inner: Mapping[str, Tensor], live: Mapping[str, tuple[int, ...]]) -> bool:
+    shapes = {canonical(name): tensor.shape for name, tensor in inner.items()}
+    return bool(live) and all(shapes.get(name) == shape for name, shape in live.items())
+
+
+def _is_named(path: str, inner: Mapping[str, Tensor]) -> bool:
+    """Check for the name of an average that no dictionary inside bears."""
+    last = path.rpartition(".")[2]
+    below = {name.partition(".")[0] for name in inner if "." in name}
+    named = role_of(last) == EMA or _AVERAGE.search(last) is not None
+    return named and not any(role_of(n) == EMA or _AVERAGE.search(n) for n in below)

@@ -1,0 +1,59 @@
+"""Averages that lie only below bookkeeping are told, and can be named."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from ema_ckpt.state_dicts.hidden_averages import find_hidden
+from ema_ckpt.state_dicts.tree import find_tree, list_trees
+from tests.catalogs import INT, T, catalog_of
+
+W = T((2, 3))
+B = T((3,))
+LIVE = {"a.w": W, "b": B}
+
+
+@pytest.mark.parametrize(
+    ("beside", "path"),
+    [
+        ({"callbacks": {"EMA": {"ema": LIVE, "decay": 0.9}}}, "callbacks.EMA.ema"),
+        (
+            {"callbacks": {"EMACallback{'decay': 0.9}": {"ema_weights": LIVE}}},
+            "callbacks.EMACallback{'decay': 0.9}.ema_weights",
+        ),
+        ({"callbacks": {"Mine": {"shadow_params": [W, B]}}}, "callbacks.Mine.shadow_params"),
+        ({"callbacks": {"Mine": {"kept": LIVE}}}, "callbacks.Mine.kept"),
+        (
+            {"callbacks": {"SWA": {"average_model_state": {"n_averaged": INT, "module.a.w": W}}}},
+            "callbacks.SWA.average_model_state",
+        ),
+        ({"extra_state": {"ema": LIVE}}, "extra_state.ema"),
+        ({"trainer_state": {"WeightAveraging": LIVE}}, "trainer_state.WeightAveraging"),
+        ({"optimizer": {"opt": {"s": W}, "ema": [W, B]}}, "optimizer.ema"),
+    ],
+)
+def test_it_is_warned_of_and_may_be_named(beside: dict, path: str) -> None:
+    trees = list_trees(catalog_of({"state_dict": LIVE, **beside}))
+    assert "ema" not in [tree.role for tree in trees]
+    (warning,) = find_hidden(trees)
+    assert warning.code == "left-out"
+    assert warning.message.endswith(f"--tree {shlex.quote(path)}")
+    named = find_tree(trees, path)
+    if "kept" not in path and "WeightAveraging" not in path:
+        assert named.role == "ema"
+    assert list(named.weights) == ([*LIVE][: len(named.weights)])
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"callbacks": {"Metric": {"confusion": W}, "schema": {"x": W}}},
+        {"callbacks": {"EMA": {"decay": 0.9, "updates": INT}}},
+        {"callbacks": {"EMA": {"ema": LIVE}}, "ema": LIVE},  # a tree of its own: nothing is hidden
+        {"optimizer": {"state": {"a.w": {"exp_avg": W, "ema": W}}}},
+    ],
+)
+def test_other_bookkeeping_is_not(beside: dict) -> None:
+    assert not list(find_hidden(list_trees(catalog_of({"state_dict": LIVE, **beside}))))
