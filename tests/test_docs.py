@@ -17,6 +17,7 @@ import pytest
 
 import ema_ckpt
 from ema_ckpt.cli.commands import cli
+from ema_ckpt.core.names import NAMES, SETTINGS
 
 REPO = Path(__file__).parents[1]
 ABOUT_COMMANDS = {"help", "completion"}
@@ -138,6 +139,19 @@ def options_of(function: Callable[..., object]) -> set[str]:
             set(function.__globals__[shared[1]].__annotations__) if shared else {parameter.name}
         )
     return names
+
+
+def test_the_page_of_trees_has_the_recognised_names() -> None:
+    """Of each role, those in the table are the ones that the package knows, patterns aside."""
+    page = text_of(REPO / "docs" / "reference" / "trees.md")
+    for role, names in NAMES.items():
+        row = re.search(rf"^\| `{role}` \| (.*) \|$", page, re.MULTILINE)
+        assert row is not None, role
+        told = [name for name in re.findall(r"`([^`]+)`", row[1]) if "*" not in name]
+        assert sorted(told) == sorted(names.split()), role
+    settings = re.search(r"^Settings are (.*)\.$", page, re.MULTILINE)
+    assert settings is not None
+    assert set(re.findall(r"`([^`]+)`", settings[1])) == SETTINGS
 
 
 def test_every_code_has_its_row() -> None:

@@ -26,7 +26,7 @@ MOMENTS = frozenset(
 )
 """State that optimizers keep for a parameter, by which it is known where no name tells it."""
 
-_NAMES = {
+NAMES = {
     EMA: "ema shadow shadow_params state_dict_ema model_ema generator_ema net_ema",
     LIVE: "model generator net state_dict module app.model current_model_state online_model",
     OPTIMIZER: "optimizer optimizers optim opt optimizer_state optimizer_states "
@@ -34,7 +34,8 @@ _NAMES = {
     OTHER: "lr_scheduler lr_schedulers scheduler train_state trainer_state dataloader rng "
     "rng_state extra extra_state args hyper_parameters callbacks loops scaler grad_scaler",
 }
-_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
+"""Names of trees that tell their role; what else does, `role_of` knows."""
+_ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 
 _PARTS = {
     **dict.fromkeys(("model", "pytorch_model", "actor", "model_and_optim"), LIVE),

@@ -177,6 +177,41 @@ def dotless(path: Path) -> Path:
     return path / "ldm.ckpt"
 
 
+def mmengine(path: Path) -> Path:
+    """mmengine's `EMAHook`: exchanged, the average under `state_dict`, the live weights as `module.*`."""
+    exchanged = {"steps": torch.tensor(30), **under("module.", live())}
+    tree = {
+        "meta": {"epoch": 2},
+        "state_dict": average(),
+        "ema_state_dict": exchanged,
+        "message_hub": {"runtime_info": {"iter": 30}},
+    }
+    torch.save(tree, path / "epoch_2.pth")
+    return path / "epoch_2.pth"
+
+
+def mmcv(path: Path) -> Path:
+    """mmcv's `EMAHook`: buffers of the model, dots as underscores."""
+    buffers = {f"ema_{name.replace('.', '_')}": tensor for name, tensor in average().items()}
+    torch.save({"meta": {"epoch": 2}, "state_dict": {**live(), **buffers}}, path / "latest.pth")
+    return path / "latest.pth"
+
+
+def dictionary(path: Path) -> Path:
+    """A dictionary around everything, plain values beside the trees."""
+    tree = {"model": live(), "ema": average(), "epoch": 3, "config": {"lr": 0.1}}
+    torch.save({"ckpt": tree}, path / "run.pt")
+    return path / "run.pt"
+
+
+def submodule(path: Path) -> Path:
+    """A module that keeps ema-pytorch's wrapper as a submodule, as Lightning saves it."""
+    tree = {**live(), **under("ema.ema_model.", average())}
+    tree |= {"ema.initted": torch.tensor(True), "ema.step": torch.tensor(77)}
+    torch.save({"state_dict": tree, "epoch": 1}, path / "last.ckpt")
+    return path / "last.ckpt"
+
+
 @dataclass(frozen=True)
 class Seed:
     """A layout: who writes it, its live and EMA trees, the prefix of weights there, counter and decay."""
@@ -200,7 +235,11 @@ SEEDS = [
     Seed(timm, "state_dict", "state_dict_ema"),
     Seed(averaged_model, "model", "ema", updates=9),
     Seed(ema_pytorch, "model", "ema", updates=77),
+    Seed(submodule, "state_dict", "state_dict.ema", updates=77),
     Seed(dotless, "state_dict", "model_ema", updates=17, decay=0.9999),
+    Seed(mmengine, "ema_state_dict", "state_dict", updates=30),
+    Seed(mmcv, "state_dict", "state_dict.ema"),
+    Seed(dictionary, "ckpt.model", "ckpt.ema"),
 ]
 by_seed = pytest.mark.parametrize("seed", SEEDS, ids=[seed.write.__name__ for seed in SEEDS])
 
@@ -304,9 +343,8 @@ def test_litema_inside_a_state_dict(tmp_path: Path) -> None:
         "model_ema.num_updates": torch.tensor(4),
     }
     torch.save({"state_dict": tree}, tmp_path / "ldm.ckpt")
-    ema_ckpt.consolidate(
-        tmp_path / "ldm.ckpt", tmp_path / "out.safetensors", tree="state_dict.model_ema"
-    )
+    done = ema_ckpt.consolidate(tmp_path / "ldm.ckpt", tmp_path / "out.safetensors")
+    assert done.tree == "state_dict.model_ema"
     assert_state(load_file(tmp_path / "out.safetensors"), average())
 
 
