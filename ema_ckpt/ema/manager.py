@@ -29,7 +29,7 @@ from ema_ckpt.ema.settings import Settings, Source, UpdateCounter, as_patterns
 from ema_ckpt.ema.shadows import Averages, current_buffers, fit, make_averages, seed
 from ema_ckpt.ema.swap_state import refuse_inside
 
-_INTERNAL = frozenset("settings counter averages attachment synchronise follow".split())
+_INTERNAL = frozenset("settings counter averages attachment".split())
 
 
 class ShardedEMA:
@@ -134,7 +134,7 @@ class ShardedEMA:
     def _update(self, samples: int | None) -> None:
         refuse_inside(self.model, "update()")
         with PlainMode():
-            self.follow()
+            self._follow()
             if self._on_cuda and torch.cuda.is_current_stream_capturing():
                 self._recording.add(self._prepared.steps)
                 return
@@ -183,7 +183,7 @@ class ShardedEMA:
         if self.settings.schedule == Constant(1.0):
             warnings.warn("attach() with decay=1.0: the average never moves", stacklevel=2)
         with PlainMode():
-            self.follow()
+            self._follow()
 
         def averaged() -> set[int] | None:
             if self.settings.source is not None:
@@ -208,7 +208,7 @@ class ShardedEMA:
         """Start again: with the live parameters, or those of `source`, and the counter at 0."""
         refuse_inside(self.model, "reset()")
         with PlainMode():
-            self.follow()
+            self._follow()
             self._settle()
             for shadow, tracked in zip(self.averages.shadows, self.averages.tracked, strict=True):
                 seed(shadow, tracked, self.settings.source)
@@ -265,7 +265,7 @@ class ShardedEMA:
         """
         refuse_inside(self.model, "load_state_dict()")
         with PlainMode():
-            self.synchronise()
+            self._synchronise()
             state.load(state_dict, self.averages, self.counter)
         self._saved_round = state.parse_config(state_dict.get("config")).get("attached")
         if self.attachment is not None:
@@ -367,14 +367,14 @@ class ShardedEMA:
 
     # Plumbing
 
-    def synchronise(self) -> None:
+    def _synchronise(self) -> None:
         """Follow changes of the model, and raise what was noticed on the device meanwhile.
 
         Raises:
             StateError: `non-finite`: with `nonfinite="raise"`, new values were not finite since the
                 last call.
         """
-        self.follow(thorough=True)
+        self._follow(thorough=True)
         self._settle()
         self._recording.check()
         if self.settings.nonfinite != "raise":
@@ -388,7 +388,7 @@ class ShardedEMA:
                 " kept",
             )
 
-    def follow(self, thorough: bool = False) -> None:
+    def _follow(self, thorough: bool = False) -> None:
         """Scan the model again if its tensors were exchanged since: `.to()`, a late wrapper.
 
         With `thorough` also if one has another shape or strides on the same memory, as `.data =
@@ -462,7 +462,7 @@ def state_of(
     """
     refuse_inside(ema.model, "state_dict()")
     with PlainMode():
-        ema.synchronise()
+        ema._synchronise()
         if ema.averages.live_buffers:
             # A forward may have exchanged them.
             model_shards = model_shards or scan_model(ema.model)

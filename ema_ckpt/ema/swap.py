@@ -38,10 +38,10 @@ class AveragedModel(Protocol):
     counter: UpdateCounter
     attachment: Attachment | None
 
-    def follow(self) -> None:
+    def _follow(self) -> None:
         """Fit `averages` to the model's present tensors."""
 
-    def synchronise(self) -> None:
+    def _synchronise(self) -> None:
         """Follow the model thoroughly, and raise what was noticed on the device."""
 
 
@@ -53,7 +53,7 @@ def swapped(ema: AveragedModel, timeout: float) -> Iterator[None]:
         meet_replicas(ema.averages.shadows, "swap()", timeout, failure)
         _warn(ema)
         reshard(ema.model)
-        ema.follow()
+        ema._follow()
         backups = _put_averages(ema.averages)
         marks = mark_swapped(ema.averages.tracked)
     try:
@@ -65,7 +65,7 @@ def swapped(ema: AveragedModel, timeout: float) -> Iterator[None]:
             # the shards.
             reshard(ema.model)
             try:
-                ema.follow()
+                ema._follow()
             finally:
                 # Where that fails, the averages at least come back from the memory that the model
                 # has left.
@@ -95,7 +95,7 @@ def copy_to(ema: AveragedModel, module: nn.Module, timeout: float) -> None:
 
 def _synchronise(ema: AveragedModel, call: str) -> None:
     refuse_inside(ema.model, call)
-    ema.synchronise()
+    ema._synchronise()
 
 
 def _targets(ema: AveragedModel, module: nn.Module) -> Mapping[Shadow, list[Shard]]:
