@@ -153,7 +153,7 @@ def _refuse_without_state(optimizer: Any) -> None:
         return
     hides = _lacks_options(optimizer)
     if not hides and getattr(type(optimizer), "state_dict", None) is not Optimizer.state_dict:
-        hides = next(_tensors_in(optimizer.state_dict()), None) is not None
+        hides = next(tensors_in(optimizer.state_dict()), None) is not None
     if hides:
         raise _unsupported(
             optimizer,
@@ -162,12 +162,13 @@ def _refuse_without_state(optimizer: Any) -> None:
         )
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield a value if it is a tensor, or those inside dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors_in(inner)
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(inner)
 
 
 def _is_known(value: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import NoneType
 from typing import Any
 
@@ -63,11 +64,15 @@ class Leaf:
     text_crc: int = 0
 
     def is_small(self) -> bool:
-        """Whether this rank has it whole, as options and state of one value per layer are."""
+        """Whether it is an object, or as small as state of one value per layer is."""
+        return isinstance(self.value, bytes) or prod(self.value.shape) <= _SMALL_NUMEL
+
+    def is_whole(self) -> bool:
+        """Whether this rank has all of it."""
         if isinstance(self.value, bytes):
             return True
         box = whole(self.value.shape)
-        return box.numel <= _SMALL_NUMEL and all(part == box for part, _ in self.value.shards)
+        return all(part == box for part, _ in self.value.shards)
 
     def checksums(self) -> list[tuple[tuple[int, ...], int]]:
         """Return offsets and checksum of each shard of a tensor, or the object's `text_crc`."""

@@ -28,6 +28,7 @@ from ema_ckpt.ema.model.shards import ModelShards, Shard, TrackedShard
 from ema_ckpt.ema.model.tensor_kinds import refuse_unreadable
 from ema_ckpt.ema.optimizer_offload.optimizer import handle_of
 from ema_ckpt.ema.optimizer_offload.state_slabs import local_of
+from ema_ckpt.ema.optimizers import tensors_in
 from ema_ckpt.resume.flatten import LocalShards, local_shards
 
 
@@ -66,7 +67,20 @@ class SteppedTensor:
     def part_of(self, name: str, value: Any, shard: Shard) -> Any:
         """Cut a state value for one parameter: sharded as it is if it has its shape, else as is."""
         if not isinstance(value, torch.Tensor):
+            is_flat = isinstance(self.tensor, FlatParameter)
+            if is_flat and next(tensors_in(value), None) is not None:
+                raise UsageError(
+                    "unsupported",
+                    f"{type(self.optimizer).__name__} keeps tensors in a {type(value).__name__},"
+                    f" {name!r} of {shard.fqn!r}: FSDP1 does not tell which part of the flat"
+                    " parameter they belong to; use fully_shard",
+                    tensor=shard.fqn,
+                )
             return value
+        if isinstance(value, DTensor) and value.placements != getattr(
+            self.tensor, "placements", None
+        ):
+            return value  # cut in its own way
         local, numel = local_of(value), shard.local.numel()
         refuse_unreadable(f"optimizer.state.{shard.fqn}.{name}", local)
         if isinstance(self.tensor, FlatParameter) and local.dim() == 1:

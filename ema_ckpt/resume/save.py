@@ -13,6 +13,7 @@ from torch import nn
 from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
+from ema_ckpt.core.box import whole
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.agreement import compare_values, find_unproven
@@ -211,9 +212,28 @@ def _compare_replicas(
     names = collected.full_names(unproven.names)
     own = collected.full_names(buffer_names(collected.shards))
 
-    def is_compared(leaf: Leaf) -> bool:
-        is_option = leaf.path[0] == "optimizer" and leaf.is_small()
-        return every or is_option or leaf.path[0] == "extra" or leaf.name in own | names
-
-    checksums = [(leaf.name, leaf.checksums()) for leaf in leaves if is_compared(leaf)]
+    own |= names | _whole_state_of_shards(collected.shards, leaves)
+    checksums = [
+        (leaf.name, leaf.checksums())
+        for leaf in leaves
+        if every or leaf.path[0] == "extra" or leaf.name in own
+    ]
     compare_values(checksums, unproven, names, ranks, _CALL)
+
+
+def _whole_state_of_shards(shards: ModelShards, leaves: Sequence[Leaf]) -> frozenset[str]:
+    """Return options, small state, and what is whole here though its parameter is not.
+
+    An optimizer has made those from what this rank has alone.
+    """
+    cut: set[str] = set()
+    for tracked in shards.parameters:
+        if tracked.shard.boxes != (whole(tracked.shard.shape),):
+            cut.update(tracked.shard.names)
+    return frozenset(
+        leaf.name
+        for leaf in leaves
+        if leaf.path[0] == "optimizer"
+        and leaf.is_whole()
+        and (leaf.is_small() or leaf.path[2] in cut)
+    )

@@ -1,6 +1,6 @@
-"""`ema_ckpt.save` beside a bare `dcp.save` of the same tensors: `python -m tests.bench.save_speed [PAIRS] [MB]`.
+"""`ema_ckpt.save` beside a bare `dcp.save` of the same tensors: `python -m tests.bench.save_speed [PAIRS] [MB] [--ddp]`.
 
-Two FSDP2 ranks write model and average in turn, the order drawn anew for each pair; the median ratio counts.
+Two FSDP2 ranks, or two replicas under DDP, write model and average in turn, the order drawn anew for each pair; the median ratio counts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from ema_ckpt import save
 from ema_ckpt.ema.manager import ShardedEMA
 from tests.distributed.launcher import run
 
 
-def measure(parent: str, pairs: int, megabytes: int) -> list[tuple[float, float]]:
+def measure(parent: str, pairs: int, megabytes: int, ddp: bool) -> list[tuple[float, float]]:
     """Seconds of (ours, bare) for each pair."""
     width = 1024
     layers = max(1, megabytes * 1_000_000 // (4 * width * width))
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    if ddp:
+        model = DistributedDataParallel(model)
+    else:
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
     ema = ShardedEMA(model, 0.999)
     order = random.Random(0)
     found = []
@@ -76,10 +81,13 @@ def main() -> None:
         metavar="MB",
         help="of the model; 256 if not given",
     )
+    parser.add_argument(
+        "--ddp", action="store_true", help="replicas: ours writes all live weights on rank 0"
+    )
     options = parser.parse_args()
     pairs, megabytes = options.pairs, options.megabytes
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as parent:
-        found = run(2, measure, parent, pairs, megabytes, timeout=600)[0]
+        found = run(2, measure, parent, pairs, megabytes, options.ddp, timeout=600)[0]
     ratios = sorted(ours / bare for ours, bare in found)
     print(f"{pairs} pairs of 2 x {megabytes} MB on 2 ranks, torch {torch.__version__}")
     print(

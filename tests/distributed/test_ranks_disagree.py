@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ema_ckpt
@@ -156,3 +156,53 @@ def test_the_sum_of_words_tells_values_and_places_apart(dtype: torch.dtype) -> N
     assert sum_of_words(values) not in sums
     assert len(set(sums)) == len(sums)
     assert sum_of_words(torch.cat([values, values])[9:]) == sum_of_words(values)
+
+
+class OfMyRows(torch.optim.SGD):
+    """Makes state of its own from this rank's rows of each parameter."""
+
+    def keep(self, wide: int) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            self.state[parameter]["mine"] = local.detach().mean().expand(wide).clone()
+
+
+def _own_state(parent: str, wide: int) -> list[str]:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(2, 4), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = OfMyRows(model.parameters(), 0.1)
+    optimizer.keep(wide)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(Path(parent, f"c{wide}"), model=model, optimizer=optimizer)
+    return [str(warning.message) for warning in caught if "differ" in str(warning.message)]
+
+
+@pytest.mark.parametrize("wide", [3, 5000])
+def test_state_that_each_rank_made_of_its_own_rows_is_named(tmp_path: Path, wide: int) -> None:
+    (said,), _ = run(2, _own_state, str(tmp_path), wide)
+    assert "'optimizer.state.bias.mine', 'optimizer.state.weight.mine' (ranks 0–1)" in said
+
+
+class Nested(torch.optim.SGD):
+    """Keeps its state one level deeper, as some Shampoos do."""
+
+    def keep(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["deep"] = [torch.zeros_like(parameter)]
+
+
+def _nested(parent: str) -> str:
+    model = FullyShardedDataParallel(nn.Linear(2, 4), device_id=torch.device("cpu"))
+    optimizer = Nested(model.parameters(), 0.1)
+    optimizer.keep()
+    with pytest.raises(EmaCkptError) as caught:
+        save(Path(parent, "c"), model=model, optimizer=optimizer)
+    return f"{caught.value.code}: {caught.value}"
+
+
+def test_nested_state_of_a_flat_parameter_is_refused(tmp_path: Path) -> None:
+    for message in run(2, _nested, str(tmp_path)):
+        assert message.startswith("unsupported: ")
+        assert "Nested keeps tensors in a list, 'deep' of 'weight'" in message
+    assert not list(tmp_path.iterdir())

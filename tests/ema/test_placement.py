@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor.placement_types import (
     Placement,
     Replicate,
     Shard,
+    _MaskPartial,
     _StridedShard,
 )
 
@@ -183,9 +185,37 @@ def test_negative_dims_and_absent_dimensions() -> None:
     assert dtensor_boxes((6,), (4,), (3,), [Shard(0)]) == ()
 
 
-def test_partial_tensors_are_refused() -> None:
-    with pytest.raises(StateError, match="Partial"):
-        dtensor_boxes((4,), (2,), (0,), [Partial()])
+class RaggedShard(Placement):
+    """As in veScale and in torch's proposals: each rank has as many units as it is told."""
+
+    def __init__(self, *units: int) -> None:
+        super().__init__()
+        self.units = units
+
+    def __hash__(self) -> int:
+        return hash(self.units)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and self.units == other.units
+
+
+class InterleavedShard(Shard):
+    """A `Shard` by its class, and cut in another way."""
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Partial(), Partial("max"), _MaskPartial(), RaggedShard(3, 1), InterleavedShard(0)],
+    ids=lambda placement: type(placement).__name__,
+)
+def test_placements_that_do_not_tell_the_elements_are_refused_by_name(placement: Any) -> None:
+    kind = type(placement)
+    for placements in ([placement], [Shard(0), placement], [placement, Replicate()]):
+        with pytest.raises(
+            StateError, match=rf"class {kind.__module__}\.{kind.__name__}"
+        ) as caught:
+            dtensor_boxes((4,), (2,) * len(placements), (0,) * len(placements), placements)
+        assert caught.value.code == "unsupported"
 
 
 def test_torch_is_trusted_only_where_it_is_right() -> None:

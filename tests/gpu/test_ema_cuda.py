@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from ema_ckpt.core.errors import StateError
+from ema_ckpt.ema.checkpoint.agreement import checksum, sum_of_words
 from ema_ckpt.ema.manager import ShardedEMA
 
 WEIGHTS = [1e-4, 0.3, 0.5, 0.7, 1.0]
@@ -158,3 +159,16 @@ def test_scratch_for_other_dtypes_is_bounded() -> None:
     ema.update()
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - held <= 64 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+def test_checksums_are_taken_on_the_device(dtype: torch.dtype) -> None:
+    values = torch.arange(9_000_001, device="cuda").remainder(2).to(dtype)
+    with torch.cuda.device("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        first = checksum(values)
+        assert torch.cuda.max_memory_allocated() - before < 200 << 20
+    assert first == sum_of_words(values.cpu())
+    values[8_000_000] = 1 - values[8_000_000].float()
+    assert checksum(values) != first

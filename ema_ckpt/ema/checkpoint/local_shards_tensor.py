@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ema_ckpt.core.box import Box, row_major_strides, whole
 from ema_ckpt.core.errors import StateError
-from ema_ckpt.ema.model.placement import dtensor_boxes, torch_computes_offsets
+from ema_ckpt.ema.model.placement import local_boxes, torch_computes_offsets
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -71,11 +71,8 @@ def pieces_of(tensor: Tensor) -> tuple[tuple[Box, Tensor], ...]:
     if isinstance(tensor, LocalShardsTensor):
         return tuple(zip(tensor.boxes, tensor.views, strict=True))
     if isinstance(tensor, DTensor):
-        mesh, local = tensor.device_mesh, tensor.to_local().detach()
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            return ()
-        boxes = dtensor_boxes(tensor.shape, mesh.shape, coordinate, tensor.placements)
+        local = tensor.to_local().detach()
+        boxes = local_boxes(tuple(tensor.shape), tensor.device_mesh, tensor.placements, local)
         return tuple(zip(boxes, box_views(boxes, local), strict=True))
     return ((whole(tensor.shape), tensor),)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.distributed.tensor.placement_types import (
     Partial,
     Placement,
@@ -16,6 +18,9 @@ from torch.distributed.tensor.placement_types import (
 
 from ema_ckpt.core.box import Box, MeshCut, nested_cuts, placement_box
 from ema_ckpt.core.errors import StateError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Run = tuple[int, int]  # (start, length) along one dimension
 
@@ -45,6 +50,30 @@ def dtensor_boxes(
         return (box,) if box.numel else ()
     runs = [_runs(dim, size, mesh_sizes, coordinate, cuts) for dim, size in enumerate(shape)]
     return _boxes_of_runs(runs)
+
+
+def local_boxes(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement], local: Tensor
+) -> tuple[Box, ...]:
+    """Return the boxes of a DTensor that are this rank's `local` tensor; () outside its mesh.
+
+    Raises:
+        StateError: `unsupported`: see `refuse_unlocatable`; or `local` is not cut as `torch.chunk`
+            cuts, as Megatron-FSDP's are.
+    """
+    refuse_unlocatable(placements)
+    coordinate, sizes = mesh.get_coordinate(), tuple(mesh.shape)
+    boxes = () if coordinate is None else dtensor_boxes(shape, sizes, coordinate, placements)
+    numel = sum(box.numel for box in boxes)
+    expected = boxes[0].sizes if len(boxes) == 1 else (numel,)
+    if numel != local.numel() or (len(boxes) == 1 and tuple(local.shape) != expected):
+        raise StateError(
+            "unsupported",
+            f"this rank holds {list(local.shape)} of {list(shape)}, but {tuple(placements)} on a"
+            f" mesh of {sizes} give it {list(expected)}, as torch.chunk cuts: a DTensor does not"
+            " tell where other pieces lie; cut it like torch.chunk, or redistribute() it",
+        )
+    return boxes
 
 
 def refuse_unlocatable(placements: Sequence[Placement]) -> None:

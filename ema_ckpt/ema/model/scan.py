@@ -20,7 +20,7 @@ from torch import nn
 
 from ema_ckpt.core.box import Box, flat_range_boxes, whole
 from ema_ckpt.core.errors import StateError, UsageError, about
-from ema_ckpt.ema.model.placement import dtensor_boxes, refuse_unlocatable
+from ema_ckpt.ema.model.placement import local_boxes
 from ema_ckpt.ema.model.shards import ModelShards, ModuleLink, ReplicaGroup, Shard, TrackedShard
 from ema_ckpt.ema.model.tensor_kinds import plain_values, refuse_unreadable
 
@@ -271,45 +271,12 @@ def _dtensor_shard(
 ) -> Shard:
     _refuse_placeholder(fqn, local)
     mesh, shape, placements = spec.mesh, tuple(spec.shape), tuple(spec.placements)
-    boxes = _boxes_here(fqn, shape, mesh, placements)
-    _refuse_other_cut(fqn, shape, mesh, placements, boxes, local)
-    local = plain_values(local)
-    return Shard(fqn, (), shape, local.dtype, local, boxes, is_parameter, replica, mesh, placements)
-
-
-def _boxes_here(
-    fqn: str, shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]
-) -> tuple[Box, ...]:
     try:
-        refuse_unlocatable(placements)
+        boxes = local_boxes(shape, mesh, placements, local)
     except StateError as error:
         raise about(error, tensor=fqn) from None
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    return dtensor_boxes(shape, tuple(mesh.shape), coordinate, placements)
-
-
-def _refuse_other_cut(
-    fqn: str,
-    shape: tuple[int, ...],
-    mesh: Any,
-    placements: tuple[Any, ...],
-    boxes: tuple[Box, ...],
-    local: torch.Tensor,
-) -> None:
-    """Refuse a DTensor that is not cut as its placements say, as Megatron-FSDP's are."""
-    numel = sum(box.numel for box in boxes)
-    expected = boxes[0].sizes if len(boxes) == 1 else (numel,)
-    has_shape = len(boxes) != 1 or tuple(local.shape) == expected
-    if numel != local.numel() or not has_shape:
-        raise StateError(
-            "unsupported",
-            f"{fqn!r}: this rank holds {list(local.shape)} of {list(shape)}, but {placements} on a"
-            f" mesh of {tuple(mesh.shape)} give it {list(expected)}, as torch.chunk cuts: where"
-            " other pieces lie a DTensor does not tell; cut it like torch.chunk, or redistribute()",
-            tensor=fqn,
-        )
+    local = plain_values(local)
+    return Shard(fqn, (), shape, local.dtype, local, boxes, is_parameter, replica, mesh, placements)
 
 
 def _fsdp2_parameter(fqn: str, fsdp_param: Any) -> TrackedShard:
