@@ -12,6 +12,7 @@ _KEYS = "step checkpoint global_step iter iteration epoch ckpt ep ba".split()
 _KEYED = re.compile(
     rf"(?:^|.*[-_=])(?:{'|'.join(_KEYS)})[-_=]?(\d+)(?:-v(\d+))?", re.ASCII | re.DOTALL
 )
+_PLAIN = re.compile(rf"(?:{'|'.join(_KEYS)}|\d)[-_=]?\d", re.ASCII)
 _BARE = re.compile(r"(\d{3,})()", re.ASCII)
 _SUFFIXES = sorted((".safetensors", *TORCH_SUFFIXES), key=len, reverse=True)
 
@@ -35,6 +36,11 @@ def step_order(name: str) -> tuple[int, int] | None:
     label = label_of(name)
     match = _KEYED.fullmatch(label) or _BARE.fullmatch(label)
     return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def is_plain_step(name: str) -> bool:
+    """Whether the name of a step begins as such, and not with `best_` or a model's name."""
+    return _PLAIN.match(name) is not None
 
 
 def step_number(name: str) -> int | None:

@@ -13,7 +13,7 @@ from ema_ckpt.core.text import counted
 from ema_ckpt.discovery.completeness import check_complete, may_be_written
 from ema_ckpt.discovery.location import LeftOut, Location, ambiguous, join_located
 from ema_ckpt.discovery.recognise import files_in, list_directory, locate_file, locate_pattern
-from ema_ckpt.discovery.step_names import label_of, step_order
+from ema_ckpt.discovery.step_names import is_plain_step, label_of, step_order
 from ema_ckpt.storage.directories import Folder, base_name, is_folder, join, parent_of
 
 LocateFolder = Callable[[str], Location | None]
@@ -56,7 +56,8 @@ def find_steps(folder: Folder, locate_folder: LocateFolder) -> Steps:
             none.
 
     Raises:
-        UsageError: `ambiguous-path` if two complete steps are equally new.
+        UsageError: `ambiguous-path` if two complete steps are equally new, unless the name of only
+            one begins as a step's: `epoch_3.pth` beside `best_epoch_3.pth`.
     """
     by_order, steps = _by_order(folder), Steps(folder)
     for names in by_order.values():
@@ -68,9 +69,12 @@ def find_steps(folder: Folder, locate_folder: LocateFolder) -> Steps:
             location = _examine(steps, name, locate_folder)
             if location is not None:
                 complete.append((name, location))
-        if len(complete) > 1:
+        plain = [step for step in complete if is_plain_step(step[0])]
+        if len(complete) > 1 and len(plain) != 1:
             raise ambiguous(folder.root, [join(folder.root, name) for name, _ in complete])
         if complete:
+            complete = plain or complete
+            steps.names -= {name for name in by_order[order] if name != complete[0][0]}
             steps.newest = complete[0]
             break
     return steps

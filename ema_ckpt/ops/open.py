@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import nearest
 from ema_ckpt.core.text import counted, shown
@@ -208,7 +210,13 @@ def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint of any readable format.
 
+    Checkpoints beside it that are not opened are logged to `ema_ckpt`, level warning.
+
     Raises:
         EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle …`.
     """
-    return Checkpoint(open_catalog(path))
+    catalog = open_catalog(path)
+    for warning in catalog.warnings:
+        if warning.code == "left-out":
+            logging.getLogger("ema_ckpt").warning(displayed(warning.message))
+    return Checkpoint(catalog)

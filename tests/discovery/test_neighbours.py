@@ -266,3 +266,21 @@ def test_a_pair_inside_a_step(tmp_path: Path) -> None:
         safetensors_at(tmp_path / "checkpoint-7" / name / "model.safetensors")
     assert roles(tmp_path) == {"unet": "live", "unet_ema": "ema"}
     assert beside(tmp_path) == ["checkpoint-7/vae"]
+
+
+@pytest.mark.parametrize(
+    ("plain", "other"),
+    [
+        ("epoch_3.pth", "best_accuracy_epoch_3.pth"),
+        ("epoch=1-step=20.ckpt", "best-epoch=1-step=20.ckpt"),
+        ("0000020", "ema_step_20"),
+    ],
+)
+def test_of_two_equally_new_steps_the_plain_name_counts(
+    tmp_path: Path, plain: str, other: str
+) -> None:
+    for name in (plain, other):
+        torch_at(tmp_path / name) if "." in name else dcp_at(tmp_path / name)
+    found = locate_checkpoint(str(tmp_path))
+    assert Path(found.resolved).name == plain
+    assert [item.path for item in found.left_out] == [other]
