@@ -88,6 +88,10 @@ def open_safetensors(
     is_index = names[0].endswith(".json")
     if is_index:
         shards, files = _open_index(source, names[0], lenient, warnings)
+    elif len(names) > 1:
+        problem = "several ranks' files, as torch's HuggingFaceStorageWriter saves them"
+        remedy = "merge them with torch's consolidate_safetensors_files first"
+        raise SourceError("unsupported", f"{resolved}: {problem}; {remedy}")
     else:
         shards = [_open_shard(source, names[0], lenient, warnings)]
         files = {names[0]: shards[0].nbytes}
