@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -64,20 +64,22 @@ def find_steps(folder: Folder, locate_folder: LocateFolder) -> Steps:
         steps.count += len(names)
         steps.names.update(chain.from_iterable(names.values()))
     for order in sorted(by_order, reverse=True):
-        complete: list[tuple[str, Location]] = []
-        for name in by_order[order]:
-            location = _examine(steps, name, locate_folder)
-            if location is not None:
-                complete.append((name, location))
-        plain = [step for step in complete if is_plain_step(step[0])]
-        if len(complete) > 1 and len(plain) != 1:
-            raise ambiguous(folder.root, [join(folder.root, name) for name, _ in complete])
+        located = [(name, _examine(steps, name, locate_folder)) for name in by_order[order]]
+        complete = [(name, location) for name, location in located if location is not None]
         if complete:
-            complete = plain or complete
-            steps.names -= {name for name in by_order[order] if name != complete[0][0]}
-            steps.newest = complete[0]
+            steps.newest = _only(complete, folder.root)
+            steps.names -= {name for name in by_order[order] if name != steps.newest[0]}
             break
     return steps
+
+
+def _only(complete: Sequence[tuple[str, Location]], root: str) -> tuple[str, Location]:
+    """Return the only one of equally new steps, or the only one with a plain name."""
+    plain = [step for step in complete if is_plain_step(step[0])]
+    for steps in (complete, plain):
+        if len(steps) == 1:
+            return steps[0]
+    raise ambiguous(root, [join(root, name) for name, _ in complete])
 
 
 class _Entry(NamedTuple):

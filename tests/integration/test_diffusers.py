@@ -87,7 +87,6 @@ def loads(folder: Path, kind: str) -> None:
     torch.save(whole(model, average), folder / "loaded-average.pt")
 
 
-@pytest.mark.xfail(reason="`X` beside `X_ema` are not one checkpoint")
 @pytest.mark.parametrize(
     ("kind", "options", "what"),
     [

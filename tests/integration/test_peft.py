@@ -66,7 +66,6 @@ def test_adapter(tmp_path: Path) -> None:
         row.shown("loaded back", "`PeftModel.from_pretrained`")
 
 
-@pytest.mark.xfail(reason="an adapter beside the weights is passed over")
 def test_adapter_beside_the_weights_is_said(tmp_path: Path) -> None:
     launcher.run(1, saves, tmp_path, True, timeout=120)
     base = kept(tmp_path / "base.pt")

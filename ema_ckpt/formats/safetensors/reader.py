@@ -9,7 +9,7 @@ spaces, and a buffer that the tensors cover without hole or overlap
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -88,11 +88,8 @@ def open_safetensors(
     is_index = names[0].endswith(".json")
     if is_index:
         shards, files = _open_index(source, names[0], lenient, warnings)
-    elif len(names) > 1:
-        problem = "several ranks' files, as torch's HuggingFaceStorageWriter saves them"
-        remedy = "merge them with torch's consolidate_safetensors_files first"
-        raise SourceError("unsupported", f"{resolved}: {problem}; {remedy}")
     else:
+        _refuse_ranks(names, resolved)
         shards = [_open_shard(source, names[0], lenient, warnings)]
         files = {names[0]: shards[0].nbytes}
     content = _read_sidecar(source, shards, files, warnings)
@@ -129,6 +126,13 @@ def open_safetensors(
         order=content.order,
         header_text={key: text for key, text in metadata.items() if key not in ties},
     )
+
+
+def _refuse_ranks(names: Sequence[str], where: str) -> None:
+    if len(names) > 1:
+        problem = "several ranks' files, as torch's HuggingFaceStorageWriter saves them"
+        remedy = "merge them with torch's consolidate_safetensors_files first"
+        raise SourceError("unsupported", f"{where}: {problem}; {remedy}")
 
 
 def _merge(shards: Iterable[_Shard]) -> tuple[dict[str, Tensor], dict[str, str]]:
