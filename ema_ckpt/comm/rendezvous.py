@@ -48,13 +48,13 @@ def meet(
             raise failure
         return
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-    deadline = time.monotonic() + timeout
-    absent = [dist.get_rank()]
-    while dist.get_rank() in absent:  # a meeting that had already failed without this rank
-        meeting = _Meeting(ranks, _next_attempt(ranks))
-        meeting.arrive(call, failure)
-        outcome = meeting.outcome(timeout, deadline)
-        absent = outcome.get("absent", [])
+    try:
+        outcome = _meet(call, timeout, ranks, failure)
+    except RuntimeError as error:  # torch has several classes for it
+        keeper = "the process that keeps the ranks' store (rank 0, or the launcher) has ended"
+        first = next(iter(str(error).splitlines()), "")
+        raise CollectiveError("rank-failed", f"{call}: {keeper}: {first}") from error
+    absent = outcome.get("absent")
     if absent:
         waited = outcome.get("timeout", timeout)
         raise CollectiveError(
@@ -70,6 +70,19 @@ def meet(
     if "failed" in outcome:
         reports = {int(rank): report for rank, report in outcome["failed"].items()}
         raise merge_errors(call, reports, len(ranks)) from failure
+
+
+def _meet(
+    call: str, timeout: float, ranks: tuple[int, ...], failure: Exception | None
+) -> dict[str, Any]:
+    """Return the outcome of the first meeting that has not already failed without this rank."""
+    deadline = time.monotonic() + timeout
+    while True:
+        meeting = _Meeting(ranks, _next_attempt(ranks))
+        meeting.arrive(call, failure)
+        outcome = meeting.outcome(timeout, deadline)
+        if dist.get_rank() not in outcome.get("absent", []):
+            return outcome
 
 
 class _Meeting:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -148,3 +151,49 @@ def test_ranks_by_name() -> None:
     assert format_ranks([1]) == "rank 1"
     assert format_ranks([3, 1, 2]) == "ranks 1–3"
     assert format_ranks([0, 2, 3, 7]) == "ranks 0, 2–3, 7"
+
+
+_WORKER = """
+import os, sys, time
+import torch.distributed as dist
+from ema_ckpt.comm.channel import open_channel
+from ema_ckpt.comm.rendezvous import meet
+from ema_ckpt.core.errors import EmaCkptError
+rank, port, when = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+meet("save", 20)
+channel = open_channel("save") if when == "connected" else None
+dist.barrier()
+if rank == 0:
+    os._exit(9)
+time.sleep(1)
+for attempt in range(2):
+    try:
+        channel.exchange(1) if channel else meet("save", 5)
+    except EmaCkptError as error:
+        print(error.code, error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("when", ["meeting", "connected"])
+def test_a_rank_that_keeps_the_store_and_dies_is_named(when: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _WORKER, str(rank), port, when],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    out, _ = workers[1].communicate(timeout=90)
+    workers[0].communicate(timeout=10)
+    assert [worker.returncode for worker in workers] == [9, 0]
+    lines = out.splitlines()
+    assert len(lines) == 2 and all(line.startswith("rank-failed ") for line in lines)
+    if when == "meeting":
+        assert all("save" in line and "rank 0" in line for line in lines)
