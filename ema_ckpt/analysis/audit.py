@@ -64,7 +64,10 @@ class Audit:
         self.warnings.append(Diagnostic(code, message))
 
     def error(self, error: EmaCkptError) -> None:
-        """Add an error as a problem."""
+        """Add an error as a problem, or as a warning if it only says that nothing was checked."""
+        if error.code == "unsupported":
+            self.warn("unchecked", f"{error}: not checked")
+            return
         self.report(error.code, str(error), error.tensor, error.file)
 
     def payloads_of(self, tensor: Tensor) -> tuple[Payload, ...] | None:
@@ -181,6 +184,8 @@ def _check_metadata(audit: Audit) -> None:
             prove(tensor)
         except SourceError as error:
             audit.error(error)
+            if error.code == "unsupported":
+                audit.unchecked[tensor.name, -1] = tensor.nbytes
 
 
 def _check_checksums(
@@ -191,9 +196,7 @@ def _check_checksums(
     def on_error(error: EmaCkptError, nbytes: int) -> None:
         if error.code == "unsupported":
             audit.unchecked[error.file or "", len(audit.unchecked)] = nbytes
-            audit.warn("unchecked", f"{error}: not checked")
-        else:
-            audit.error(error)
+        audit.error(error)
 
     records = RecordList(audit.catalog, audit.sizes, on_error)
     audit.payloads = records.payloads

@@ -152,12 +152,21 @@ def _report_error(argv: list[str], error: Exception) -> int:
             message += "; where a launcher started several processes, pass --distributed"
         exit_code = EXIT_INTERNAL if error.code == "internal" else EXIT_ERROR
         return _report(argv, error.code, message, exit_code)
-    if isinstance(error, OSError) and error.strerror:  # the machine's trouble, not a bug
-        code = "no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unreadable"
-        message = f"{error.filename or 'standard output'}: {error.strerror}"
-        return _report(argv, code, message, EXIT_ERROR)
+    if isinstance(error, OSError | MemoryError) and (trouble := _of_the_machine(error)):
+        return _report(argv, *trouble, EXIT_ERROR)
     message = f"{type(error).__name__}: {error} (a bug of ema-ckpt; --debug shows where)"
     return _report(argv, "internal", message, EXIT_INTERNAL)
+
+
+def _of_the_machine(error: OSError | MemoryError) -> tuple[str, str] | None:
+    """Return code and message of trouble of the machine, which is no bug."""
+    if isinstance(error, MemoryError):
+        hint = "use fewer --threads, or raise the limit of the process"
+        return "unreadable", f"not enough memory; {hint}"
+    if not error.strerror:
+        return None
+    code = "no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unreadable"
+    return code, f"{error.filename or 'standard output'}: {error.strerror}"
 
 
 def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:

@@ -6,11 +6,15 @@ element.
 
 from __future__ import annotations
 
+import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
+_MAX_CORNERS = 1 << 18
+_MAX_COMPARISONS = 16  # a box
 MeshCut = tuple[int | None, int]
 """How one mesh dimension cuts a tensor: (tensor dimension or None, split factor), as in torch's
 `Replicate()` (None, 1), `Shard(dim)` (dim, 1) and `_StridedShard(dim, split_factor)`."""
@@ -178,11 +182,52 @@ def nested_cuts(dim: int, mesh: Sequence[int], placements: Sequence[MeshCut]) ->
     return nested
 
 
+def tiles_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether boxes inside a tensor of `shape` hold each of its elements exactly once.
+
+    The boxes, each counting 1, and the whole, counting -1, have to cancel everywhere. Differences
+    along one axis after the other leave a signed count at each corner, and nothing is left if and
+    only if they do. Takes time in proportion to the boxes for the cuts that occur.
+
+    Raises:
+        OverflowError: the boxes are cut on so many axes that their corners cannot be counted.
+    """
+    counts = Counter([_packed(box) for box in boxes])
+    counts[_packed(whole(shape))] -= 1
+    cells = {key: count for key, count in counts.items() if count}
+    limit = _MAX_CORNERS + 16 * len(boxes)
+    for _ in shape:
+        cells = _differences(cells)
+        if len(cells) > limit:
+            raise OverflowError(f"more than {limit} corners of boxes")
+    return not cells
+
+
+def _packed(box: Box) -> bytes:
+    # Text and bytes have a hash with a secret; nobody can choose many that collide.
+    ends = [o + s for o, s in zip(box.offsets, box.sizes, strict=True)]
+    spans = [edge for span in zip(box.offsets, ends, strict=True) for edge in span]
+    return struct.pack(f"<{len(spans)}q", *spans)
+
+
+def _differences(cells: dict[bytes, int]) -> dict[bytes, int]:
+    """Replace the first axis of each cell by its two ends, of which the second counts negative."""
+    ends: dict[bytes, int] = {}
+    for key, count in cells.items():
+        rest = key[16:]
+        for end, signed in ((key[:8], count), (key[8:16], -count)):
+            corner = rest + end
+            total = ends.pop(corner, 0) + signed
+            if total:
+                ends[corner] = total
+    return ends
+
+
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Indices of two different boxes that share an element, or None.
 
     Sweeps along the axis on which the boxes begin at most places, so that row, column and grid
-    shards all cost about n log n.
+    shards all cost about n log n. Gives up with None after 16 comparisons a box.
     """
     filled = [index for index, box in enumerate(boxes) if box.numel]
     if len(filled) < 2:
@@ -193,9 +238,13 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     axis = max(range(ndim), key=lambda dim: len({boxes[i].offsets[dim] for i in filled}))
     filled.sort(key=lambda i: boxes[i].offsets[axis])
     active: list[tuple[int, int]] = []  # where a box ends along the axis, and its index
+    comparisons = 0
     for index in filled:
         offsets, sizes = boxes[index]
         active = [(end, other) for end, other in active if end > offsets[axis]]
+        comparisons += len(active)
+        if comparisons > _MAX_COMPARISONS * len(boxes):
+            return None
         for _, other in active:
             if intersect(boxes[other], boxes[index]):
                 return other, index

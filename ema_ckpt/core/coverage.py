@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from math import prod
 
-from ema_ckpt.core.box import Box, first_overlap
+from ema_ckpt.core.box import Box, first_overlap, tiles_once
 from ema_ckpt.core.catalog import Chunk, Tensor
 from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.core.text import counted, shown
@@ -43,15 +43,28 @@ def _prove(tensor: Tensor) -> list[int]:
             message = f"a chunk at {list(chunk.offsets)} of {list(chunk.sizes)} does not fit"
             raise _error("out-of-bounds", tensor, f"{message} into {list(tensor.shape)}", chunk)
     boxes = list(first_of_box)
+    try:
+        is_sound = tiles_once(boxes, tensor.shape)
+    except OverflowError:
+        message = f"its {len(boxes)} chunks are cut on too many axes to prove that they fit"
+        raise _error("unsupported", tensor, message) from None
+    if not is_sound:
+        raise _defect(tensor, chunks, boxes)
+    return indices
+
+
+def _defect(tensor: Tensor, chunks: list[Chunk], boxes: list[Box]) -> SourceError:
+    """Return the error of chunks that are known to overlap or to leave a hole."""
     overlap = first_overlap(boxes)
     if overlap is not None:
         a, b = chunks[overlap[0]], chunks[overlap[1]]
         message = f"the chunks at {list(a.offsets)} and {list(b.offsets)}"
-        raise _error("overlap", tensor, f"{message} hold some of the same elements", b)
+        return _error("overlap", tensor, f"{message} hold some of the same elements", b)
     covered = sum([box.numel for box in boxes])
-    if covered != tensor.numel:
-        raise _error("hole", tensor, _describe_hole(tensor, covered, boxes))
-    return indices
+    if covered < tensor.numel:
+        return _error("hole", tensor, _describe_hole(tensor, covered, boxes))
+    message = f"its {len(boxes)} chunks hold {covered} elements of {tensor.numel}: some twice"
+    return _error("overlap", tensor, message)
 
 
 def _describe_hole(tensor: Tensor, covered: int, boxes: list[Box]) -> str:

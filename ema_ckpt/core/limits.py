@@ -7,6 +7,7 @@ from ema_ckpt.core.text import parse_size
 from ema_ckpt.runtime.thread_pool import worker_count
 
 MIN_BUDGET_NBYTES = 4 << 20
+MAX_RANKS = 1 << 20
 _LOCAL_BUDGET_NBYTES = 16 << 20
 _REMOTE_BUDGET_NBYTES = 256 << 20
 
@@ -16,6 +17,17 @@ def parse_workers(threads: int | None) -> int:
     if threads is not None and threads < 1:
         raise UsageError("usage", f"--threads {threads}: expected 1 or more")
     return worker_count(threads)
+
+
+def check_ranks(count: int, what: str) -> int:
+    """Return a number of ranks, given or derived, if a checkpoint can have so many.
+
+    Raises:
+        UsageError: `usage` below 1 and above 2^20.
+    """
+    if not 1 <= count <= MAX_RANKS:
+        raise UsageError("usage", f"{what} {count}: expected 1 to {MAX_RANKS} ranks")
+    return count
 
 
 def parse_budget(max_memory: int | str | None) -> int | None:

@@ -95,4 +95,7 @@ def _holds_checkpoint(root: str) -> bool:
 
 
 def _real(path: str) -> str:
-    return path if is_url(path) else os.path.realpath(path)
+    try:
+        return path if is_url(path) else os.path.realpath(path)
+    except ValueError:  # a name that no file can have; whoever reads it says so
+        return path

@@ -29,8 +29,9 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from ema_ckpt.core.catalog import Diagnostic, Files, Nesting, Object, Path, Tensor
+from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.dtypes import DTYPE_NAMES, by_name
-from ema_ckpt.core.errors import RefusedError, SourceError
+from ema_ckpt.core.errors import RefusedError, SourceError, about
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
@@ -43,6 +44,14 @@ VERSION = 1
 # make whoever rebuilds the list allocate without bound.
 _MAX_INDEX = 1 << 20
 _TORCH_DTYPES = frozenset(("torch", name) for name in DTYPE_NAMES)
+_MALFORMED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 _SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
 
@@ -156,7 +165,13 @@ def dump(
             file: [(offset, _crc_text(crc)) for offset, crc in items]
             for file, items in chunks.items()
         }
-    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _as_text(document)
+
+
+def _as_text(document: object) -> str:
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A name in a DCP may be no Unicode, which UTF-8 cannot write and an escape can.
+    return text if is_unicode(text) else json.dumps(document, separators=(",", ":"))
 
 
 def _dump_nesting(nesting: Nesting) -> dict[str, object]:
@@ -187,8 +202,10 @@ def parse(text: str | bytes, file: str) -> Sidecar:
     document = load_json(text, file)
     try:
         return _parse_document(document, file)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        message = f"{file}: the sidecar of ema_ckpt in it is damaged ({error})"
+    except SourceError as error:
+        raise about(error, file=file) from None
+    except _MALFORMED as error:
+        message = f"{file}: the sidecar of ema_ckpt in it is damaged ({error!r})"
         remedy = "remove it to read without digests"
         raise SourceError("bad-header", f"{message}; {remedy}", file=file) from None
 
@@ -226,7 +243,9 @@ def _parse_document(document: Any, file: str) -> Sidecar:
 
 
 def _nesting(document: Any, limit: int) -> Nesting:
-    keys = {_path(path, limit): _hashable(decode(key)) for path, key in document.get("keys", [])}
+    rows = [(_path(path, limit), decode(key)) for path, key in document.get("keys", [])]
+    hash(tuple(key for _, key in rows))  # each is a key of a dict
+    keys = dict(rows)
     tuples = [_path(path, limit) if path else () for path in document.get("tuples", [])]
     return Nesting(keys, frozenset(tuples))
 
@@ -354,7 +373,11 @@ def _check_unicode(text: str) -> str:
 
 def is_unicode(text: str) -> bool:
     """Whether `text` can be UTF-8: pickles and JSON escapes can carry lone surrogates."""
-    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def decode(value: Any) -> object:
@@ -375,9 +398,10 @@ def decode(value: Any) -> object:
 
 def _decode_tagged(tag: str, content: Any) -> object:
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](decode(item) for item in content)
+        return _SEQUENCES[tag](_as_keys(list(map(decode, content)), tag != "$tuple"))
     if tag == "$dict":
-        return {_hashable(decode(key)): decode(item) for key, item in content}
+        keys = _as_keys([decode(row[0]) for row in content])
+        return {key: decode(item) for key, (_, item) in zip(keys, content, strict=True)}
     if tag == "$float":
         return float(content)
     if tag == "$int":
@@ -393,6 +417,8 @@ def _decode_tagged(tag: str, content: Any) -> object:
     raise ValueError(f"{tag!r} is not a kind of plain value")
 
 
-def _hashable(key: object) -> object:
-    hash(key)
-    return key
+def _as_keys(keys: list[Any], hashed: bool = True) -> list[Any]:
+    """Return keys of a dict or set (`hashed`), checked before one is built of them."""
+    if hashed:
+        Collisions().check(keys)
+    return keys

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
@@ -46,7 +47,7 @@ def reshard(
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
     options = WriteOptions.parse(args)
-    output = Output(destination_of(out), "dcp", _checked_ranks(world_size))
+    output = Output(destination_of(out), "dcp", check_ranks(world_size, "--world-size"))
     return _transfer(path, output, tree, options, strip=False)
 
 
@@ -81,15 +82,9 @@ def convert(
     if world_size is not None and form != "dcp":
         message = f"--world-size goes with a DCP target, and {destination} is to be {form}"
         raise UsageError("usage", message)
-    ranks = None if world_size is None else _checked_ranks(world_size)
+    ranks = None if world_size is None else check_ranks(world_size, "--world-size")
     output = Output(destination, form, ranks, parse_size(max_shard_size))
     return _transfer(src, output, tree, options, strip=True)
-
-
-def _checked_ranks(world_size: int) -> int:
-    if not 1 <= world_size <= 1 << 20:
-        raise UsageError("usage", f"--world-size {world_size}: expected 1 or more")
-    return world_size
 
 
 def _transfer(

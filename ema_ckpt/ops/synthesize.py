@@ -12,6 +12,7 @@ from typing import Unpack
 from ema_ckpt.analysis.weighted_sum import WeightedSum
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import HeaderBytes, WriteItem, WritePlan
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects
@@ -75,8 +76,9 @@ def synthesize(
         raise UsageError("usage", f"{os.fspath(snapshots)}: one path; give a list of snapshots")
     destination = destination_of(out)
     form = output_form(destination, to, "safetensors")
-    if world_size < 1 or (world_size > 1 and form != "dcp"):
-        message = f"--world-size {world_size}: goes with --to dcp, and is 1 or more"
+    check_ranks(world_size, "--world-size")
+    if world_size > 1 and form != "dcp":
+        message = f"--world-size {world_size}: goes with --to dcp"
         raise UsageError("usage", message)
     output = Output(destination, form, world_size, parse_size(max_shard_size))
     if not snapshots:

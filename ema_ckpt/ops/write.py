@@ -13,6 +13,7 @@ from pathlib import Path
 from ema_ckpt.comm.launched import CommandGroup, current_group
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
+from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
@@ -123,7 +124,7 @@ def plan_for(
     if output.form == "dcp":
         from ema_ckpt.formats.dcp import writer as dcp_writer
 
-        ranks = output.world_size or catalog.world_size or 1
+        ranks = output.world_size or _source_ranks(catalog)
         return dcp_writer.lay_out(
             tensors, objects, split, ranks, catalog.source, catalog.order, nesting
         ), {}
@@ -159,6 +160,12 @@ def plan_for(
         order=order if nesting is not None else (),
     )
     return plan, ties | dropped
+
+
+def _source_ranks(catalog: Catalog) -> int:
+    """Ranks of the source, as far as anybody can have had so many."""
+    highest = f"{catalog.resolved}: give --world-size; by the names of its files it has"
+    return check_ranks(catalog.world_size or 1, highest)
 
 
 def _written_order(

@@ -18,7 +18,8 @@ from ema_ckpt.core.box import Box, flat_range_boxes, intersect, whole
 from ema_ckpt.core.catalog import Catalog, Files, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import SourceError, about
+from ema_ckpt.core.text import format_size
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier, Interval
 from ema_ckpt.reading.overlaps import (
     UNITS,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
+# From a gigabyte on, a tensor may be so many times the bytes that a file has of it.
+_MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 1 << 30, 64
 _dest = attrgetter("dest")
 
 
@@ -64,12 +67,25 @@ def locate(
 
     Raises:
         SourceError: `hole overlap out-of-bounds incomplete missing-file bad-header …`, naming the
-            tensor.
+            tensor; `unsupported` for a view that expands few bytes to many.
     """
     chunks = prove(tensor)
     if payloads is None:
         payloads = catalog.reader.payloads(tensor) if chunks else ()
+    _check_expansion(tensor, payloads)
     return locate_box(catalog.source, tensor, payloads, chunks, whole(tensor.shape))
+
+
+def _check_expansion(tensor: Tensor, payloads: Sequence[Payload]) -> None:
+    """Refuse a view that repeats a file's bytes (`expand`) until they take hours to read."""
+    if tensor.nbytes < _MAX_EXPANDED_NBYTES:
+        return
+    stored = sum([payload.nbytes for payload in payloads])
+    if tensor.nbytes > _MAX_EXPANSION * stored:
+        message = f"{format_size(stored)} are expanded to {format_size(tensor.nbytes)}"
+        remedy = "leave it out with --exclude, or save it as it was before expand()"
+        error = SourceError("unsupported", f"{message}; {remedy}")
+        raise about(error, tensor=tensor.name, file=tensor.first_file)
 
 
 def locate_box(

@@ -12,6 +12,7 @@ from reprlib import repr as brief  # bounded: a hostile value may nest without e
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Ints, Path
+from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
@@ -21,6 +22,7 @@ from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacem
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
 
 Key = tuple[str, Ints | None]
+_MANY = 1000  # keys of a dict, from which on some are chosen to collide
 _ALL_INTS = frozenset({int})
 _PART_TYPES = frozenset({str, int})
 
@@ -187,10 +189,16 @@ def _metadata(fields: dict[str, object], where: str) -> Metadata:
     paths = fields.get("planner_data")
     if isinstance(paths, dict):
         _add_paths(result, paths, entries, where)
-    for key, place in items.items():
-        item = _key(key)
-        result.items[item] = _place(place, item[0], where)
+    _add_items(result, items, where)
     return result
+
+
+def _add_items(result: Metadata, items: dict[object, object], where: str) -> None:
+    keys = [_key(key) for key in items]
+    if len(keys) > _MANY:
+        Collisions().check(offsets for _, offsets in keys)
+    for item, place in zip(keys, items.values(), strict=True):
+        result.items[item] = _place(place, item[0], where)
 
 
 def _add_paths(
@@ -222,6 +230,8 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
         raise about(error, tensor=name, file=where) from None
     shape = _ints(entry.fields["size"])
     boxes = tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])
+    if len(boxes) > _MANY:
+        Collisions().check(boxes)
     return TensorEntry(dtype, shape, boxes)
 
 

@@ -25,7 +25,7 @@ from ema_ckpt.core.catalog import (
 )
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import RefusedError, SourceError, UnsafeError, about
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
 from ema_ckpt.formats.dcp.metadata import ItemPlace, Metadata, TensorEntry, parse
@@ -40,6 +40,7 @@ METADATA_NAME = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _MAX_METADATA_NBYTES = 1 << 32
+_MAX_NAMED_RANKS = 1 << 16  # that are missing, and still named
 _ONE_READ_NBYTES = 16 << 10
 _EMPTY_PLACE = ItemPlace("", 0, 0)
 
@@ -167,6 +168,10 @@ def _check_ranks(source: Files, names: Sequence[str]) -> None:
     ranks = _ranks_in(names, _RANK_METADATA)
     if not ranks:
         return
+    if max(ranks) > 2 * len(names) + _MAX_NAMED_RANKS:
+        named = counted(len(names), "file")
+        message = f"__{max(ranks)}.metadata: of so many ranks there are only {named} of metadata"
+        raise SourceError("missing-metadata", message, file="__0.metadata")
     saved: dict[int, str] = {}
     for name in source.listing():
         match = _DATA_FILE.fullmatch(name)

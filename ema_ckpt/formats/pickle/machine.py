@@ -13,11 +13,13 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
+from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement, is_executor
 
 Allowed = Mapping[tuple[str, str], Maker]
 MARK = object()  # on the stack: where a tuple, list or dict begins
+_MERSENNE = (1 << 61) - 1  # Python's hashes of numbers are remainders by this prime
 UNBUILT = object()  # in the memo: an object that a shortcut has skipped
 
 
@@ -46,6 +48,7 @@ class Machine:
         self.strict = strict
         self.prepare = prepare
         self.globals: dict[tuple[str, str], Global] = {}
+        self.collisions = Collisions()
 
     def run(self) -> object:
         """Interpret up to STOP and return the value."""
@@ -247,7 +250,10 @@ def _build(machine: Machine) -> None:
         raise ValueError(f"a {type(target).__name__} is given a state")
 
 
-def _key(key: object) -> object:
+def _key(machine: Machine, key: object) -> object:
+    is_number = isinstance(key, float | complex) or (isinstance(key, int) and abs(key) >= _MERSENNE)
+    if is_number or isinstance(key, tuple):
+        machine.collisions.check((key,))
     # A tuple of tuples can be small here and take forever to hash: each level may repeat the one
     # below.
     for part in key if isinstance(key, tuple) else ():
@@ -263,7 +269,7 @@ def _set_items(machine: Machine, items: list[object]) -> None:
     target = machine.stack[-1]
     if isinstance(target, dict):
         for index in range(0, len(items), 2):
-            target[_key(items[index])] = items[index + 1]
+            target[_key(machine, items[index])] = items[index + 1]
     elif isinstance(target, Opaque):
         target.entries.extend(items)
     else:
@@ -286,7 +292,7 @@ def _extend(machine: Machine, items: list[object]) -> None:
     if isinstance(target, list):
         target.extend(items)
     elif isinstance(target, set):
-        target.update(map(_key, items))
+        target.update([_key(machine, item) for item in items])
     elif isinstance(target, Opaque):
         target.entries.extend(items)
     else:
@@ -353,7 +359,7 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"t": _push(lambda m: tuple(m.pop_mark())),
     b"l": _push(lambda m: m.pop_mark()),
     b"d": _dict,
-    b"\x91": _push(lambda m: frozenset(map(_key, m.pop_mark()))),
+    b"\x91": _push(lambda m: frozenset([_key(m, item) for item in m.pop_mark()])),
     b"c": _push(lambda m: m.find_global(m.read_line(), m.read_line())),
     b"\x93": _push(_stack_global),
     b"R": _reduce,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from ema_ckpt.core.errors import SourceError
@@ -21,6 +22,8 @@ _RANK_FILE = re.compile(
 _RANK_WORD = re.compile(r"rank[-_.]?\Z")
 _WORLD_SIZE = re.compile(r"(?:^|(?<=[-_.]))world[-_]?size[-_.]?(\d+)(?:[-_.]|\Z)", re.ASCII)
 _SEPARATORS = "-_."
+
+_MAX_ABSENT = 1000
 
 
 class Family(NamedTuple):
@@ -91,7 +94,13 @@ def missing_ranks(names: Iterable[str]) -> tuple[int, list[int]]:
         if len(parsed) == 1:
             return 1, []
         world_size = max(ranks, default=-1) + 1
-    return world_size, sorted(set(range(world_size)) - ranks)
+    return world_size, absent_ranks(ranks, world_size)
+
+
+def absent_ranks(ranks: Iterable[int | None], world_size: int) -> list[int]:
+    """Return the first thousand that are not there; names and files can tell any world size."""
+    there = set(ranks)
+    return list(islice((rank for rank in range(world_size) if rank not in there), _MAX_ABSENT))
 
 
 def is_lone(names: Sequence[str]) -> bool:
@@ -113,7 +122,7 @@ def missing_error(
     """Return the error for the files of ranks `missing` beside the files `names`."""
     ranks = ", ".join(map(str, missing[:10]))
     if len(missing) > 10:
-        ranks += f" and {len(missing) - 10} more"
+        ranks += f" and {max(len(missing), world_size - len(names)) - 10} more"
     problem = f"the files of rank {ranks} of {world_size} are missing (found {shown(names)})"
     remedy = "runs on several nodes leave some ranks' files on each; bring all into one directory"
     file = names[0] if names else None

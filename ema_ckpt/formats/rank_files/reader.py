@@ -31,7 +31,7 @@ from ema_ckpt.core.names import OTHER, part_role
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatBox, FlatPiece, find_flat, place_flat
-from ema_ckpt.formats.rank_files.names import check_ranks, family_of, missing_error
+from ema_ckpt.formats.rank_files.names import absent_ranks, check_ranks, family_of, missing_error
 from ema_ckpt.formats.rank_files.sharded_tensors import ShardRef, read_subclass
 from ema_ckpt.formats.rank_files.zero import TREE, model_file, read_zero
 from ema_ckpt.formats.torch_file.lenient import (
@@ -156,7 +156,7 @@ def _find_flat_pieces(files: Sequence[_RankFile]) -> dict[Path, list[FlatPiece]]
             raise SourceError("incomplete", message, file=files[0].name)
         world_size = next((piece.world_size for piece in pieces if piece.world_size), len(files))
         if world_size > len(files):
-            missing = sorted(set(range(world_size)) - {piece.rank for piece in pieces})
+            missing = absent_ranks([piece.rank for piece in pieces], world_size)
             names = [file.name for file in files]
             raise missing_error(missing, world_size, names, names[0])
     return homes

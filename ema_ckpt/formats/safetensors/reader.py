@@ -249,7 +249,9 @@ def _read_index(source: Files, index: str) -> tuple[dict[str, str], int | None]:
         safe_name(file)
     metadata = document.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return weight_map, int(total) if isinstance(total, int | float) else None
+    # Some writers count in floats; what no count can be (1e999) is not compared.
+    is_count = isinstance(total, int | float) and 0 <= total < 2**63
+    return weight_map, int(total) if is_count else None  # type: ignore[arg-type]
 
 
 def _is_text_map(value: object) -> TypeGuard[dict[str, str]]:

@@ -1,0 +1,33 @@
+"""Keys that were chosen to collide: numbers and tuples have hashes that anybody can work out.
+
+A dict of 60 000 such keys takes hours to build, and its file is small. Text and bytes have hashes
+with a secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from ema_ckpt.core.errors import SourceError
+
+_MAX_KEYS = 100  # different ones of one hash; a few dozen numbers may have one by chance
+
+
+class Collisions:
+    """Counts different keys of equal hashes, before a dict or set is built of them."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, object] = {}
+        self._different: dict[int, set[object]] = {}
+
+    def check(self, keys: Iterable[Hashable]) -> None:
+        """Note `keys`. Raises SourceError `unsupported` if a hundred have one hash."""
+        first = self._first
+        for key in keys:
+            value = hash(key)
+            if first.setdefault(value, key) != key:
+                different = self._different.setdefault(value, set())
+                different.add(key)
+                if len(different) > _MAX_KEYS:
+                    message = "its keys have equal hashes, as only keys made for that have"
+                    raise SourceError("unsupported", message)
