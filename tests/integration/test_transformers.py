@@ -58,7 +58,6 @@ def loads(folder: Path, kind: str) -> None:
     keep(model.state_dict(), folder / "loaded.pt")
 
 
-@pytest.mark.xfail(reason="`optimizer.pt` beside the weights is passed over")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_trainer(ranks: int, tmp_path: Path) -> None:
     with Row(
