@@ -308,6 +308,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     examples=(
         "ema-ckpt synthesize STEP_1 STEP_2 mean.safetensors --weights 0.5,0.5",
         "ema-ckpt synthesize STEP_1 STEP_2 wide.safetensors --sigma-rel 0.15",
+        "ema-ckpt synthesize RUN merged.safetensors --last 8 --scheme minus-sqrt",
     ),
 )
 @path_argument("snapshots", nargs=-1, required=True)
@@ -325,11 +326,32 @@ def _numbers(text: str) -> tuple[float, ...]:
 @click.option(
     "--steps", type=_numbers, metavar="N1,…", help="Steps of the snapshots, if they record none."
 )
+@click.option("--last", type=int, metavar="N", help="The newest N complete steps of a run.")
+@click.option(
+    "--from",
+    "--from-step",
+    "from_step",
+    type=int,
+    metavar="STEP",
+    help="Steps of a run from this number on.",
+)
+@click.option(
+    "--to-step", type=int, metavar="STEP", help="Steps up to this number; --to STEP is the same."
+)
+@click.option(
+    "--stride", type=int, default=1, metavar="K", help="Each K-th step, counted from the newest."
+)
+@click.option(
+    "--scheme",
+    metavar="NAME",
+    help="Weights by position: uniform, linear, cosine, minus-sqrt or ema:DECAY.",
+)
 @tree_option(multiple=True, help="Tree of each snapshot. Default: its only EMA.")
-@choice_option(
+@click.option(
     "--to",
-    "dcp|safetensors|pt",
-    help="Format to write. Default: that of the suffix of OUT, or safetensors.",
+    multiple=True,
+    metavar="FORMAT",
+    help="dcp, safetensors or pt. Default: that of the suffix of OUT, or safetensors.",
 )
 @click.option(
     "--world-size", type=int, default=1, metavar="N", help="Ranks of a DCP target. Default: 1."
@@ -343,11 +365,17 @@ def _numbers(text: str) -> tuple[float, ...]:
 @writer
 @general
 def synthesize_command(snapshots: tuple[str, ...], out: str, **options: Any) -> None:
-    """Write an average of another length from snapshots (post-hoc EMA), or a weighted sum of
-    checkpoints.
+    """Write an average of another length from snapshots (post-hoc EMA), a merge of the steps of a
+    run, or a weighted sum of checkpoints.
     """
     from ema_ckpt.ops.synthesize import synthesize
 
+    formats = [text for text in options["to"] if not text.isdecimal()]
+    numbers = [int(text) for text in options["to"] if text.isdecimal()]
+    if len(formats) > 1 or len(numbers) + (options["to_step"] is not None) > 1:
+        raise click.UsageError("--to takes one format, and one number of a step")
+    options["to"] = formats[0] if formats else None
+    options["to_step"] = numbers[0] if numbers else options["to_step"]
     _run_writer(synthesize, snapshots, out, **options)
 
 

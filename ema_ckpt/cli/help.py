@@ -11,7 +11,8 @@ from ema_ckpt.cli.shared_options import Command
 
 OPTION_GROUPS = (
     ("What to take", "tree against match exclude fill"),
-    ("How to average", "sigma_rel weights sigma_rels steps"),
+    ("Which steps", "last from_step to_step stride"),
+    ("How to average", "sigma_rel weights sigma_rels steps scheme"),
     ("What to compare", "values rtol atol"),
     ("Names", "rename keep_prefixes expand_ties"),
     ("Casting", "dtype keep_dtype"),

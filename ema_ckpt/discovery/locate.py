@@ -9,9 +9,11 @@ over for them. What a directory holds besides the checkpoint that is taken is li
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from ema_ckpt.core.display import displayed
@@ -30,7 +32,13 @@ from ema_ckpt.discovery.recognise import (
     loose_files,
 )
 from ema_ckpt.discovery.step_names import step_order
-from ema_ckpt.discovery.steps import Steps, find_steps, locate_step, steps_beside
+from ema_ckpt.discovery.steps import (
+    Steps,
+    find_steps,
+    locate_step,
+    steps_beside,
+    steps_between,
+)
 from ema_ckpt.storage.directories import Folder, base_name, is_folder, join
 from ema_ckpt.storage.files import is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import find_interrupted_switch
@@ -193,6 +201,31 @@ def _may_be_misplaced(location: Location) -> bool:
 
 def _find_steps(folder: Folder) -> Steps:
     return find_steps(folder, _locate_in_step)
+
+
+def select_steps(
+    path: str, *, count: int | None, first: int = 0, last: float = math.inf, stride: int = 1
+) -> tuple[list[str], list[LeftOut]]:
+    """List the complete steps of a run, the oldest first, and those that are not complete.
+
+    Args:
+        path: the directory of the run.
+        count: how many at most, the newest; None for all.
+        first, last: the smallest and the greatest number of a step.
+        stride: take each `stride`-th, counted from the newest.
+
+    Raises:
+        SourceError: `not-found`. UsageError: `ambiguous-path`, `usage` if no step is there.
+    """
+    if not is_folder(path):
+        raise SourceError("not-found", f"{path}: no such directory of steps", file=path)
+    found, steps = steps_between(list_directory(path), _locate_in_step, first, last)
+    end = None if count is None else count * stride
+    picked = [step for _, step in islice(found, 0, end, stride)]
+    if not picked:
+        beside = f"; not complete: {steps.described_broken()}" if steps.broken else ""
+        raise UsageError("usage", f"{path}: no complete step from {first} to {last:g}{beside}")
+    return picked[::-1], steps.broken
 
 
 def _locate_in_step(root: str) -> Location | None:

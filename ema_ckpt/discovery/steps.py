@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
@@ -17,6 +18,7 @@ from ema_ckpt.discovery.step_names import is_plain_step, label_of, step_order
 from ema_ckpt.storage.directories import Folder, base_name, is_folder, join, parent_of
 
 LocateFolder = Callable[[str], Location | None]
+_ByOrder = dict[tuple[int, int], dict[str, list[str]]]
 
 
 @dataclass(slots=True)
@@ -63,14 +65,43 @@ def find_steps(folder: Folder, locate_folder: LocateFolder) -> Steps:
     for names in by_order.values():
         steps.count += len(names)
         steps.names.update(chain.from_iterable(names.values()))
+    for _, name, location in _complete_ones(steps, by_order, locate_folder):
+        steps.newest = name, location
+        break
+    return steps
+
+
+def steps_between(
+    folder: Folder, locate_folder: LocateFolder, first: int, last: float
+) -> tuple[Iterator[tuple[int, str]], Steps]:
+    """Find the complete steps with numbers from `first` to `last` in a directory.
+
+    Returns:
+        Number and path of each, the newest first, and the notes on those that are not complete,
+        which are there once the iterator has come to them.
+
+    Raises:
+        UsageError: `ambiguous-path` if two complete steps are equally new.
+    """
+    steps = Steps(folder)
+    by_order = {o: names for o, names in _by_order(folder).items() if first <= o[0] <= last}
+    found = _complete_ones(steps, by_order, locate_folder)
+    newest_first = ((number, join(folder.root, name)) for number, name, _ in found)
+    # Of two versions of a step the later counts.
+    return (next(same) for _, same in groupby(newest_first, itemgetter(0))), steps
+
+
+def _complete_ones(
+    steps: Steps, by_order: _ByOrder, locate_folder: LocateFolder
+) -> Iterator[tuple[int, str, Location]]:
+    """Yield number, name and location of complete steps, the newest first; note the others."""
     for order in sorted(by_order, reverse=True):
         located = [(name, _examine(steps, name, locate_folder)) for name in by_order[order]]
         complete = [(name, location) for name, location in located if location is not None]
         if complete:
-            steps.newest = _only(complete, folder.root)
-            steps.names -= {name for name in by_order[order] if name != steps.newest[0]}
-            break
-    return steps
+            name, location = _only(complete, steps.folder.root)
+            steps.names -= {other for other in by_order[order] if other != name}
+            yield order[0], name, location
 
 
 def _only(complete: Sequence[tuple[str, Location]], root: str) -> tuple[str, Location]:
@@ -102,9 +133,10 @@ def _average_of(entry: _Entry, entries: Iterable[_Entry]) -> _Entry | None:
     return next((other for other in entries if other.label == f"{entry.label}_ema"), None)
 
 
-def _by_order(folder: Folder) -> dict[tuple[int, int], dict[str, list[str]]]:
+def _by_order(folder: Folder) -> _ByOrder:
     """Group the steps by number and version: the entries that each consists of, by its name."""
-    entries, steps = _entries(folder), dict[tuple[int, int], dict[str, list[str]]]()
+    entries = _entries(folder)
+    steps: _ByOrder = {}
     for entry in entries:
         order = step_order(entry.members[0])
         if order is not None:

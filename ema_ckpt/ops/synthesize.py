@@ -20,10 +20,14 @@ from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,
+    StepChoice,
+    copied_integers,
+    log_sum,
     match_names,
     open_snapshots,
     parts_of,
     refuse_unsummable,
+    snapshots_of,
     weights_for,
 )
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
@@ -37,28 +41,39 @@ Paths = Sequence[str | os.PathLike[str]]
 
 
 def synthesize(
-    snapshots: Paths,
+    snapshots: Paths | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     sigma_rel: float | None = None,
     weights: Sequence[float] | None = None,
     sigma_rels: Sequence[float] | None = None,
     steps: Sequence[float] | None = None,
+    last: int | None = None,
+    from_step: int | None = None,
+    to_step: int | None = None,
+    stride: int = 1,
+    scheme: str | None = None,
     tree: str | Sequence[str] = (),
     to: str | None = None,
     world_size: int = 1,
     max_shard_size: int | str = "5GB",
     **args: Unpack[WriterArgs],
 ) -> WriteResult:
-    """Write the weighted sum of snapshots: a post-hoc EMA (EDM2), or weights of your own.
+    """Write the weighted sum of snapshots: a post-hoc EMA (EDM2), a merge, or weights of your own.
 
     Args:
-        snapshots: checkpoints of any layouts and formats that hold the same names and shapes.
+        snapshots: checkpoints of any layouts and formats that hold the same names and shapes; or
+            with `last`, `from_step` or `to_step` the directory of one run.
         out: `X.safetensors`, a torch file (`.pt .pth .bin .ckpt`), or else a directory.
         sigma_rel: relative width of the average that is wanted, at the time of the latest snapshot.
         weights: one for each snapshot, taken as they are.
         sigma_rels, steps: width and time of each snapshot; by default as its EMA's `config` records
             them.
+        last: take the newest complete steps of a run, so many.
+        from_step, to_step: take the complete steps of a run whose numbers are between these.
+        stride: of those take each `stride`-th, counted from the newest.
+        scheme: weights by position, the oldest first: `uniform`, `linear`, `cosine`, `minus-sqrt`
+            or `ema:DECAY`; `uniform` for the steps of a run if nothing else is given.
         tree: the tree of each snapshot, by default its only EMA; of several all are taken, snapshot
             by snapshot.
         to: `dcp`, `safetensors` or `pt`; by default what the ending of `out` says, and safetensors
@@ -72,8 +87,11 @@ def synthesize(
     """
     started = time.perf_counter()
     options = WriteOptions.parse(args)
+    choice = StepChoice(last, from_step, to_step, stride)
     if isinstance(snapshots, (str, os.PathLike)):
-        raise UsageError("usage", f"{os.fspath(snapshots)}: one path; give a list of snapshots")
+        if not choice.is_run:
+            raise UsageError("usage", f"{os.fspath(snapshots)}: one path; give a list of snapshots")
+        snapshots = [snapshots]
     destination = destination_of(out)
     form = output_form(destination, to, "safetensors")
     check_ranks(world_size, "--world-size")
@@ -84,19 +102,26 @@ def synthesize(
     if not snapshots:
         raise UsageError("usage", "no snapshots are given")
     profile = {"sigma_rel": sigma_rel, "weights": weights, "sigma_rels": sigma_rels, "steps": steps}
+    paths, warnings = snapshots_of(snapshots, choice)
+    if choice.is_run and sigma_rel is None and weights is None:
+        scheme = scheme or "uniform"
+    picked = {**choice._asdict(), "scheme": scheme}
     sizes = {"to": to, "world_size": world_size, "max_shard_size": max_shard_size}
-    flags = suggested_options({**profile, **sizes, **args}, synthesize.__kwdefaults__)
+    flags = suggested_options({**profile, **picked, **sizes, **args}, synthesize.__kwdefaults__)
     command = suggested_command("synthesize", *snapshots, out)
     names = (tree,) if isinstance(tree, str) else tree
-    opened_snapshots = open_snapshots(snapshots, names, (command, flags))
+    opened_snapshots = open_snapshots(paths, names, (command, flags))
     try:
-        factors, warnings = weights_for(
+        factors, doubts = weights_for(
             opened_snapshots,
             sigma_rel=sigma_rel,
             weights=weights,
             sigma_rels=sigma_rels,
             steps=steps,
+            scheme=scheme,
         )
+        warnings += doubts
+        log_sum(opened_snapshots, factors)
         return _write(opened_snapshots, factors, output, options, warnings, started)
     finally:
         for snapshot in opened_snapshots:
@@ -118,6 +143,7 @@ def _write(
     average = Tree(last.name, last.role, catalog.tensors, named=named)
     selection = select_tree(average, options.selection)
     refuse_unsummable(selection.entries)
+    warnings += copied_integers(selection.entries, snapshots[-1])
     skipped: dict[Skipped, None] = {}
     for snapshot in snapshots:
         check_sources(snapshot.catalog, snapshot.tree.weights.values())

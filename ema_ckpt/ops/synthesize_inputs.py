@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
+from ema_ckpt.analysis.merge_weights import merge_weights
 from ema_ckpt.analysis.phema import Profile, mismatch, solve
 from ema_ckpt.analysis.weighted_sum import Part
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
+from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, UsageError, about
 from ema_ckpt.core.names import canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
+from ema_ckpt.discovery.locate import select_steps
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
@@ -35,6 +40,48 @@ class Snapshot:
     def label(self) -> str:
         """Name in messages."""
         return f"{self.tree.name!r} of {self.catalog.resolved}"
+
+
+class StepChoice(NamedTuple):
+    """Which steps of a run are taken: the newest, or those in a range; each `stride`-th."""
+
+    last: int | None
+    from_step: int | None
+    to_step: int | None
+    stride: int
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the steps of one run are chosen."""
+        return any(value is not None for value in self[:3])
+
+
+def snapshots_of(
+    paths: Sequence[str | os.PathLike[str]], choice: StepChoice
+) -> tuple[list[str], list[Diagnostic]]:
+    """Return the snapshots to sum, the oldest first, and warnings of steps that are not complete.
+
+    Raises:
+        UsageError: `usage`: the choice does not fit the paths, or there are fewer steps.
+    """
+    named = [os.fspath(path) for path in paths]
+    last, stride = choice.last, choice.stride
+    if not choice.is_run:
+        if stride != 1:
+            raise UsageError("usage", "--stride goes with --last, --from or --to-step")
+        return named, []
+    if len(named) != 1:
+        message = f"--last, --from and --to-step take the directory of one run; found {len(named)}"
+        raise UsageError("usage", f"{message} paths")
+    if stride < 1 or (last is not None and last < 1):
+        raise UsageError("usage", "--last and --stride are 1 or more")
+    first = choice.from_step or 0
+    to_step = math.inf if choice.to_step is None else choice.to_step
+    steps, broken = select_steps(named[0], count=last, first=first, last=to_step, stride=stride)
+    if last is not None and len(steps) < last:
+        there = f"{counted(len(steps), 'complete step')} there with --stride {stride}"
+        raise UsageError("usage", f"{named[0]}: --last {last}: only {there}")
+    return steps, [step.diagnostic() for step in broken]
 
 
 def open_snapshots(
@@ -126,6 +173,21 @@ def parts_of(
     return [Part(snapshot.catalog, tensor, weight) for snapshot, tensor, weight in terms]
 
 
+def copied_integers(tensors: Iterable[OutputTensor], newest: Snapshot) -> list[Diagnostic]:
+    """Say which tensors are not averaged, because they are integers or bools."""
+    names = [tensor.name for tensor in tensors if not is_summed(tensor.source)]
+    if not names:
+        return []
+    message = f"{shown(names)} cannot be averaged and come from {newest.label} alone"
+    return [Diagnostic("not-averaged", message)]
+
+
+def log_sum(snapshots: Sequence[Snapshot], weights: Sequence[float]) -> None:
+    """Log the weight of each snapshot (level info)."""
+    terms = [f"{w:.6g} x {s.label}" for w, s in zip(weights, snapshots, strict=True)]
+    logging.getLogger("ema_ckpt").info(displayed(f"the sum of {', '.join(terms)}"))
+
+
 # Weights.
 
 
@@ -136,18 +198,22 @@ def weights_for(
     weights: Sequence[float] | None,
     sigma_rels: Sequence[float] | None,
     steps: Sequence[float] | None,
+    scheme: str | None = None,
 ) -> tuple[list[float], list[Diagnostic]]:
-    """Return one weight for each snapshot: as given, or for an average of width `sigma_rel`.
+    """Return one weight for each snapshot: as given, by a scheme, or for a width `sigma_rel`.
 
     Raises:
         UsageError: `usage` if numbers are missing, do not fit, or contradict each other.
     """
-    if (sigma_rel is None) == (weights is None):
-        message = "give either --sigma-rel, for another averaging length, or --weights"
+    if [sigma_rel, weights, scheme].count(None) != 2:
+        message = "give one of --sigma-rel, for another averaging length, --weights and --scheme"
         raise UsageError("usage", message)
-    if weights is not None and (sigma_rels or steps):
-        message = "--sigma-rels and --steps go with --sigma-rel, not with --weights"
+    if sigma_rel is None and (sigma_rels or steps):
+        message = "--sigma-rels and --steps go with --sigma-rel alone"
         raise UsageError("usage", message)
+    if scheme is not None:
+        _refuse_several_trees(snapshots)
+        return merge_weights(scheme, len(snapshots)), []
     if weights is not None:
         _check_count("--weights", weights, snapshots)
         return list(weights), _check_sum(weights)
@@ -164,6 +230,13 @@ def weights_for(
         f"({', '.join(f'{width:g}' for width in widths)})"
     )
     return solved, [Diagnostic("profile-missed", message)]
+
+
+def _refuse_several_trees(snapshots: Sequence[Snapshot]) -> None:
+    for one, other in pairwise(snapshots):
+        if one.catalog is other.catalog:
+            message = f"a scheme weighs one tree a step; found {one.label} and {other.label}"
+            raise UsageError("usage", message)
 
 
 def _check_count(flag: str, values: Sequence[float], snapshots: Sequence[Snapshot]) -> None:

@@ -312,8 +312,8 @@ def test_a_profile_out_of_reach_is_told(pair: list[Path], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "either --sigma-rel"),
-        ({"sigma_rel": 0.1, "weights": [0.5, 0.5]}, "either --sigma-rel"),
+        ({}, "one of --sigma-rel"),
+        ({"sigma_rel": 0.1, "weights": [0.5, 0.5]}, "one of --sigma-rel"),
         ({"weights": [1.0]}, "1 number for 2 snapshots"),
         ({"weights": [1.0, float("nan")]}, "finite"),
         ({"weights": [1e308, 1e308]}, "not finite"),

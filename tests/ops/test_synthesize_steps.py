@@ -1,0 +1,173 @@
+"""Merging the steps of a run: which are taken, with which weights, and that the sum is the float64 sum rounded once."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ema_ckpt
+from ema_ckpt import EmaCkptError
+from tests.checkpoints import save_dcp
+from tests.stories.commands import Commands
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "a.weight": torch.randn(33, 7, generator=generator),
+        "b.scale": torch.randn(5, generator=generator).to(torch.bfloat16),
+        "b.seen": torch.tensor(step),
+    }
+
+
+STEPS = [100, 200, 300, 400, 500, 600]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose steps are of three formats and numbers of ranks."""
+    root = tmp_path / "run"
+    for number in STEPS:
+        path = root / f"step_{number}"
+        if number == 200:
+            path.mkdir(parents=True)
+            save_file(state(number), path / "model.safetensors")
+        elif number == 300:
+            path.mkdir(parents=True)
+            torch.save({"model": state(number)}, path / "model.pt")
+        else:
+            save_dcp(path, {"model": state(number)})
+            if number == 500:
+                ema_ckpt.reshard(path, root / "three", 3)
+                shutil.rmtree(path)
+                (root / "three").rename(path)
+    return root
+
+
+def merged(weights: dict[int, float]) -> dict[str, torch.Tensor]:
+    """The sum in float64, rounded once."""
+    newest = state(max(weights))
+    result = {}
+    for name, tensor in newest.items():
+        if not tensor.is_floating_point():
+            result[name] = tensor
+            continue
+        terms = [w * state(n)[name].double() for n, w in weights.items()]
+        result[name] = sum(terms[1:], terms[0]).to(tensor.dtype)
+    return result
+
+
+def step_of(resolved: str) -> str:
+    """The step that a resolved path lies in: of a torch file its directory."""
+    return next(part for part in Path(resolved).parts if part.startswith("step_"))
+
+
+def same(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ({"last": 3}, [400, 500, 600]),
+        ({"last": 3, "stride": 2}, [200, 400, 600]),
+        ({"from_step": 250, "to_step": 500}, [300, 400, 500]),
+        ({"from_step": 500}, [500, 600]),
+        ({"to_step": 200}, [100, 200]),
+        ({"last": 2, "to_step": 499}, [300, 400]),
+        ({"last": 1}, [600]),
+    ],
+)
+def test_steps_of_a_run(
+    run: Path, tmp_path: Path, options: dict[str, Any], numbers: list[int]
+) -> None:
+    result = ema_ckpt.synthesize(run, tmp_path / "o.safetensors", **options)
+    assert list(map(step_of, result.resolved)) == [f"step_{n}" for n in numbers]
+    same(tmp_path / "o.safetensors", merged(dict.fromkeys(numbers, 1 / len(numbers))))
+    (warning,) = result.warnings
+    assert warning.code == "not-averaged"
+    assert "b.seen" in warning.message
+    assert f"step_{numbers[-1]}" in warning.message
+
+
+def test_a_scheme_weighs_by_position(run: Path, tmp_path: Path) -> None:
+    ema_ckpt.synthesize(run, tmp_path / "o.safetensors", last=4, scheme="minus-sqrt")
+    shares = [1 - math.sqrt(i / 4) for i in range(5)]
+    weights = {n: shares[i] - shares[i + 1] for i, n in enumerate([300, 400, 500, 600])}
+    same(tmp_path / "o.safetensors", merged(weights))
+    paths = [run / f"step_{n}" for n in weights]
+    ema_ckpt.synthesize(paths, tmp_path / "p.safetensors", scheme="minus-sqrt")
+    assert (tmp_path / "o.safetensors").read_bytes() == (tmp_path / "p.safetensors").read_bytes()
+
+
+def test_a_step_that_is_not_complete_is_named(run: Path, tmp_path: Path) -> None:
+    (run / "step_500" / ".metadata").unlink()
+    result = ema_ckpt.synthesize(run, tmp_path / "o.safetensors", last=2)
+    assert list(map(step_of, result.resolved)) == ["step_400", "step_600"]
+    assert [w.code for w in result.warnings] == ["left-out", "not-averaged"]
+    assert "step_500" in result.warnings[0].message
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"last": 7}, "6 complete steps"),
+        ({"last": 0}, "--last"),
+        ({"last": 2, "stride": 0}, "--stride"),
+        ({"from_step": 601}, "no complete step"),
+        ({"last": 2, "scheme": "cubic"}, "--scheme"),
+        ({"last": 2, "scheme": "uniform", "weights": [0.5, 0.5]}, "--weights"),
+        ({"last": 2, "weights": [1.0]}, "--weights"),
+    ],
+)
+def test_what_does_not_fit(run: Path, tmp_path: Path, options: dict[str, Any], what: str) -> None:
+    with pytest.raises(EmaCkptError, match=what) as caught:
+        ema_ckpt.synthesize(run, tmp_path / "o.safetensors", **options)
+    assert caught.value.code == "usage"
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_stride_or_last_of_named_snapshots(run: Path, tmp_path: Path) -> None:
+    paths = [run / "step_100", run / "step_400"]
+    for options in ({"stride": 2, "weights": [0.5, 0.5]}, {"last": 2}):
+        with pytest.raises(EmaCkptError, match=r"run|stride"):
+            ema_ckpt.synthesize(paths, tmp_path / "o.safetensors", **options)  # type: ignore[arg-type]
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    """`--to` takes the number of a step, a format, or both; a dry run prints steps and weights and writes nothing."""
+    commands = Commands(tmp_path / "marker")
+    try:
+        args = [
+            run,
+            tmp_path / "o",
+            "--from",
+            300,
+            "--to",
+            500,
+            "--to",
+            "dcp",
+            "--json",
+            "--dry-run",
+        ]
+        ended = commands.run("synthesize", *args)
+        assert ended.code == 0, ended.stderr
+        for number in (300, 400, 500):
+            assert f"0.333333 x 'model' of {run}/step_{number}" in ended.stderr, ended.stderr
+        document = json.loads(json.dumps(ended.document))
+        assert document["format"] == "dcp"
+        assert list(map(step_of, document["resolved"])) == ["step_300", "step_400", "step_500"]
+        assert not (tmp_path / "o").exists()
+    finally:
+        commands.close()
