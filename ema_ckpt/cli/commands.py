@@ -308,7 +308,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     examples=(
         "ema-ckpt synthesize STEP_1 STEP_2 mean.safetensors --weights 0.5,0.5",
         "ema-ckpt synthesize STEP_1 STEP_2 wide.safetensors --sigma-rel 0.15",
-        "ema-ckpt synthesize RUN merged.safetensors --last 8 --scheme minus-sqrt",
+        "ema-ckpt synthesize RUN merged.safetensors --last 2 --scheme minus-sqrt",
     ),
 )
 @path_argument("snapshots", nargs=-1, required=True)

@@ -103,8 +103,8 @@ def synthesize(
         raise UsageError("usage", "no snapshots are given")
     profile = {"sigma_rel": sigma_rel, "weights": weights, "sigma_rels": sigma_rels, "steps": steps}
     paths, warnings = snapshots_of(snapshots, choice)
-    if choice.is_run and sigma_rel is None and weights is None:
-        scheme = scheme or "uniform"
+    if choice.is_run and (sigma_rel, weights, scheme) == (None, None, None):
+        scheme = "uniform"
     picked = {**choice._asdict(), "scheme": scheme}
     sizes = {"to": to, "world_size": world_size, "max_shard_size": max_shard_size}
     flags = suggested_options({**profile, **picked, **sizes, **args}, synthesize.__kwdefaults__)

@@ -66,15 +66,9 @@ def snapshots_of(
     """
     named = [os.fspath(path) for path in paths]
     last, stride = choice.last, choice.stride
+    _check_choice(choice, len(named))
     if not choice.is_run:
-        if stride != 1:
-            raise UsageError("usage", "--stride goes with --last, --from or --to-step")
         return named, []
-    if len(named) != 1:
-        message = f"--last, --from and --to-step take the directory of one run; found {len(named)}"
-        raise UsageError("usage", f"{message} paths")
-    if stride < 1 or (last is not None and last < 1):
-        raise UsageError("usage", "--last and --stride are 1 or more")
     first = choice.from_step or 0
     to_step = math.inf if choice.to_step is None else choice.to_step
     steps, broken = select_steps(named[0], count=last, first=first, last=to_step, stride=stride)
@@ -82,6 +76,16 @@ def snapshots_of(
         there = f"{counted(len(steps), 'complete step')} there with --stride {stride}"
         raise UsageError("usage", f"{named[0]}: --last {last}: only {there}")
     return steps, [step.diagnostic() for step in broken]
+
+
+def _check_choice(choice: StepChoice, paths: int) -> None:
+    if not choice.is_run and choice.stride != 1:
+        raise UsageError("usage", "--stride goes with --last, --from or --to-step")
+    if choice.is_run and paths != 1:
+        message = f"--last, --from and --to-step take the directory of one run; found {paths} paths"
+        raise UsageError("usage", message)
+    if choice.stride < 1 or (choice.last is not None and choice.last < 1):
+        raise UsageError("usage", "--last and --stride are 1 or more")
 
 
 def open_snapshots(

@@ -64,8 +64,10 @@ def test_examples_run_as_they_stand(verb: str, tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "tiny-lm", tmp_path / "RUN")
     shutil.copytree(FIXTURES / "tiny-lm", tmp_path / "OTHER")
     if verb == "synthesize":
+        shutil.rmtree(tmp_path / "RUN")
         for step in (1, 2):
             _snapshot(tmp_path / f"STEP_{step}", step)
+            shutil.copytree(tmp_path / f"STEP_{step}", tmp_path / "RUN" / f"step_{step}")
     if verb == "verify":
         assert call("consolidate", "RUN", "ema.safetensors", cwd=tmp_path).returncode == 0
     command = cli.commands[verb]
