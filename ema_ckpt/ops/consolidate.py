@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
+from ema_ckpt.core.display import NAME_LENGTH, shortened
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, OPTIMIZER, TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, parse_size, shown
@@ -22,11 +24,14 @@ from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
+from ema_ckpt.storage.files import is_file_name
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
 from ema_ckpt.writing.preflight import check_sources
 
 if TYPE_CHECKING:
     import os
+
+_MAX_BASENAME_NBYTES = 200  # of the 255 that a name may have
 
 
 def consolidate(
@@ -57,8 +62,7 @@ def consolidate(
     started = time.perf_counter()
     options = WriteOptions.parse(args)
     shard_nbytes = parse_size(max_shard_size)
-    if not basename or "/" in basename or basename.startswith("."):
-        raise UsageError("usage", f"--basename {basename!r}: expected a plain name such as model")
+    _check_basename(basename)
     destination = destination_of(out)
     form = "pt" if destination.suffix in TORCH_SUFFIXES else "safetensors"
     output = Output(destination, form, max_shard_nbytes=shard_nbytes, basename=basename)
@@ -107,6 +111,14 @@ def consolidate(
             warnings=warnings,
         )
         return finish(job, options)
+
+
+def _check_basename(basename: str) -> None:
+    """Refuse what cannot begin the name of a file, with `-00001-of-00002.safetensors` after it."""
+    is_plain = is_file_name(basename) and "/" not in basename and not basename.startswith(".")
+    if not is_plain or len(os.fsencode(basename)) > _MAX_BASENAME_NBYTES:
+        given = shortened(repr(basename), NAME_LENGTH)
+        raise UsageError("usage", f"--basename {given}: expected a plain name such as model")
 
 
 def _fill_tree(

@@ -56,18 +56,18 @@ def safe_name(name: str) -> str:
         UnsafeError: `unsafe-path` for absolute names, `..`, empty parts, NUL bytes and text that no
             file name can be.
     """
-    if _UNSAFE_NAME.search(name) or not _is_encodable(name):
+    if _UNSAFE_NAME.search(name) or not is_file_name(name):
         message = f"the checkpoint names the file {name!r}, which is not a plain relative name"
         raise UnsafeError("unsafe-path", message, file=name)
     return name
 
 
-def _is_encodable(name: str) -> bool:
+def is_file_name(text: str) -> bool:
+    """Whether the system can be asked for a file of this name or path at all."""
     try:
-        os.fsencode(name)
+        return bool(text) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def max_open_files() -> int:

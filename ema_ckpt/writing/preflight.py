@@ -17,7 +17,7 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import shown
-from ema_ckpt.storage.files import is_mangled_url, is_url
+from ema_ckpt.storage.files import is_file_name, is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import stage_path
 
 # What --overwrite may delete with a directory. Everything else in it is somebody's work.
@@ -65,7 +65,7 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
     if is_mangled_url(text) and not os.path.lexists(text.partition("/")[0]):
         reason = "cannot write to a URL (a URL loses a slash when it becomes a Path)"
         raise UsageError("usage", f"{text}: {reason}")
-    if not text or "\0" in text:
+    if not is_file_name(text):
         raise UsageError("usage", f"{text!r} is not a path to write to")
     path = Path(os.path.realpath(text))
     current = Path(os.path.realpath(os.getcwd()))

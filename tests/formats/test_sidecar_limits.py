@@ -102,3 +102,19 @@ def test_names_of_files_pass_one_door(tmp_path: Path, name: str, code: str) -> N
         ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
     assert caught.value.code == code
     assert "\n" not in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("basename", ["a\0b", "x" * 300, "\ud800", "é" * 101, "", "..", "a/b"])
+def test_a_basename_that_no_file_can_have_is_refused(tmp_path: Path, basename: str) -> None:
+    save_file({"w": np.zeros(1, "f4")}, tmp_path / "a.safetensors")
+    with pytest.raises(ema_ckpt.UsageError) as caught:
+        ema_ckpt.consolidate(tmp_path / "a.safetensors", tmp_path / "out", basename=basename)
+    assert caught.value.code == "usage" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["a\0b", "\ud800", ""])
+def test_a_target_that_no_file_can_have_is_refused(tmp_path: Path, target: str) -> None:
+    save_file({"w": np.zeros(1, "f4")}, tmp_path / "a.safetensors")
+    with pytest.raises(ema_ckpt.EmaCkptError) as caught:
+        ema_ckpt.consolidate(tmp_path / "a.safetensors", target)
+    assert caught.value.code == "usage"
