@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from ema_ckpt.comm.channel import Channel
 from ema_ckpt.core.box import Box
@@ -197,6 +197,22 @@ def set_state(
         for name, value in entries.items():
             if isinstance(value, StagedState) and name in live.get(fqn, {}):
                 value.copy_to(live[fqn][name])
+
+
+def begin_missing(optimizers: Iterable[Optimizer]) -> None:
+    """Give parameters without state the one that their optimizer's constructor makes.
+
+    Adagrad makes its state there up to torch 2.12, and cannot step a parameter that has none.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Adagrad):
+            continue
+        for group in optimizer.param_groups:
+            options = {name: group[name] for name in optimizer.defaults if name in group}
+            for param in group["params"]:
+                if param not in optimizer.state:
+                    fresh = Adagrad([param], **options).state
+                    optimizer.state.update(fresh)
 
 
 def set_options(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:

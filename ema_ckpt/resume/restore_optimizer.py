@@ -262,6 +262,7 @@ class OptimizerRestorer(PartRestorer):
             optimizer.state.clear()  # what the checkpoint lacks is dropped
         with torch.no_grad():
             optimizer_state.set_state(self.context.shards, self.optimizers, self.staged)
+            optimizer_state.begin_missing(self.optimizers)
         optimizer_state.set_options(self.optimizers, self.options)
         for handle in offloaded:
             handle.settle()
