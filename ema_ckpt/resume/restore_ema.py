@@ -23,7 +23,7 @@ from ema_ckpt.resume.checkpoint_reader import Nested, name_inside, tensors_of
 from ema_ckpt.resume.flatten import local_shards
 from ema_ckpt.resume.restore_phases import Match, PartRestorer, Target, match
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen
-from ema_ckpt.state_dicts.ema_weights import find_averages, is_setting, name_averages
+from ema_ckpt.state_dicts.ema_weights import Averages, find_averages, is_setting, name_averages
 from ema_ckpt.state_dicts.tree import Tree
 
 _COMPARED_SETTINGS = (
@@ -229,7 +229,9 @@ def name_by_model(tree: Tree, model: ModelShards, *, ordered: bool) -> Mapping[s
         if tracked.requires_grad:
             trained.add(fqn)
     objects = [name_inside(tree, item) for item in tree.objects]
-    averages = find_averages(tree.name, tensors_of(tree), objects)
+    averages = Averages("*", tree.named)
+    if tree.problem is not None:
+        averages = find_averages(tree.name, tensors_of(tree), objects)
     named = name_averages(tree.name, averages, live, trained, ordered=ordered)
     if named.problem is not None:
         raise named.problem

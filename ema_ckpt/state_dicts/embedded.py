@@ -6,7 +6,7 @@ saves both under one dictionary; a flattened checkpoint has everything in one li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 
 from ema_ckpt.core.catalog import Catalog, Tensor
@@ -24,6 +24,7 @@ from ema_ckpt.core.names import (
 from ema_ckpt.state_dicts.ema_weights import inside, is_setting, matches
 from ema_ckpt.state_dicts.groups import Group, Item, collect, first_element, open_bookkeeping
 
+_MAX_AVERAGES = 16
 _AVERAGE_DEPTH = 3  # components within which the name of an average is looked for
 _BUFFER = "ema_"  # how mmcv's hook begins the names of its buffers
 
@@ -33,19 +34,27 @@ def separate(group: Group) -> list[Group]:
     role = group.known_role
     if role not in (None, LIVE, EMA) or group.is_average:
         return [group]
-    paths = {path: None for name, _ in group.items() if (path := _optimizer_of(name))}
+    paths = {path for name, _ in group.items() if (path := _optimizer_of(name))}
     rest, states = group.split(lambda name: _first_prefix(name, paths))
     for state in states:
         state.role = OPTIMIZER
     if role == EMA:
         return [rest, *states]
-    averages = [part for part in rest.split(_average_of)[1] if _averages_in(rest, part)]
-    if averages:
-        names = [part.name[len(group.name) :].lstrip(".") for part in averages]
-        rest, averages = rest.split(lambda name: _first_prefix(name, names))
-        for average in averages:
-            average.role = EMA
+    rest, *averages = _take_averages(rest)
     return [*_take_buffers(rest), *averages, *states]
+
+
+def _take_averages(group: Group) -> list[Group]:
+    """Take submodules that average others out; the rest comes first."""
+    candidates = group.split(_average_of)[1]
+    if len(candidates) > _MAX_AVERAGES:  # parts of layers: a model has few averages
+        return [group]
+    averages = [part for part in candidates if _averages_in(group, part)]
+    paths = {part.name[len(group.name) :].lstrip(".") for part in averages}
+    rest, averages = group.split(lambda name: _first_prefix(name, paths))
+    for average in averages:
+        average.role = EMA
+    return [rest, *averages]
 
 
 def _optimizer_of(name: str) -> str | None:
@@ -70,8 +79,10 @@ def _average_of(name: str) -> str | None:
     return None
 
 
-def _first_prefix(name: str, prefixes: Iterable[str]) -> str | None:
-    return next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), None)
+def _first_prefix(name: str, prefixes: Collection[str]) -> str | None:
+    """Return the shortest of `prefixes` that `name` lies below, or None."""
+    dots = (index for index, char in enumerate(name) if char == ".")
+    return next((name[:dot] for dot in dots if name[:dot] in prefixes), None) if prefixes else None
 
 
 def _averages_in(group: Group, part: Group) -> bool:

@@ -6,11 +6,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER, canonical, role_of
 from ema_ckpt.core.text import counted
-from ema_ckpt.state_dicts.ema_weights import has_weight, inside, is_weight
+from ema_ckpt.state_dicts.ema_weights import has_weight, is_weight
 from ema_ckpt.state_dicts.tree import Tree, of_role
 
 # `EMACallback`, `ModelEma`, `weight_averaging`; not `cinema` or `schema`.
@@ -42,17 +43,19 @@ def find_hidden(trees: Sequence[Tree]) -> Iterator[Diagnostic]:
 
 def _averages_in(tree: Tree, live: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
     """Find dictionaries with the live weights' names and shapes, or the name of an average."""
-    named = {tensor.name: tensor for tensor in tree.tensors}
     skip = tree.name.count(".") + 1 if tree.name else 0
+    inner: dict[str, dict[str, Tensor]] = {}
+    for tensor in tree.tensors:
+        for path in _parents(tensor, skip):
+            inner.setdefault(path, {})[tensor.name[len(path) + 1 :]] = tensor
     seen: set[str] = set()
-    for path in dict.fromkeys(path for t in tree.tensors for path in _parents(t, skip)):
-        if any(path.startswith(f"{other}.") for other in seen):
+    for path, tensors in inner.items():
+        if any(other in seen for other in accumulate(path.split("."), "{}.{}".format)):
             continue
-        inner = inside(named, f"{path}.")
-        copies = tree.role == OTHER and _has_all(inner, live)
-        if copies or (_is_named(path, inner) and has_weight(inner)):
+        copies = tree.role == OTHER and _has_all(tensors, live)
+        if copies or (_is_named(path, tensors) and has_weight(tensors)):
             seen.add(path)
-            yield path, len(inner)
+            yield path, len(tensors)
 
 
 def _parents(tensor: Tensor, skip: int) -> Iterator[str]:
@@ -64,6 +67,8 @@ def _parents(tensor: Tensor, skip: int) -> Iterator[str]:
 
 
 def _has_all(inner: Mapping[str, Tensor], live: Mapping[str, tuple[int, ...]]) -> bool:
+    if len(inner) < len(live):
+        return False
     shapes = {canonical(name): tensor.shape for name, tensor in inner.items()}
     return bool(live) and all(shapes.get(name) == shape for name, shape in live.items())
 

@@ -26,6 +26,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.state_dicts.ema_weights import (
     AVERAGED_MODEL,
     POSITIONS,
+    Averages,
     inside,
     is_setting,
     matches,
@@ -136,7 +137,8 @@ def _average_tree(group: Group, others: Sequence[Tree], trained: Collection[str]
     live = _live_partner(group, others)
     named = live.named if live else {}
     ordered = live is None or live.ordered
-    averages = name_averages(group.name, group.averages, named, trained, ordered=ordered)
+    found = _with_buffers(group, live)
+    averages = name_averages(group.name, found, named, trained, ordered=ordered)
     settings = _settings(group, averages.tensors)
     if not settings and group.beside is not None:
         settings = _settings(group.beside, {})
@@ -151,6 +153,21 @@ def _average_tree(group: Group, others: Sequence[Tree], trained: Collection[str]
         layout=averages.layout,
         problem=averages.problem,
     )
+
+
+def _with_buffers(group: Group, live: Tree | None) -> Averages:
+    """Count what has the name of a setting as a buffer, if the live tree has it too (`step`)."""
+    averages = group.averages
+    # At the top of a checkpoint a `step` is the run's.
+    if averages.layout != "*" or live is None or not live.name:
+        return averages
+    shapes = {name: tensor.shape for name, tensor in live.named.items()}
+    tensors = {
+        name: tensor
+        for name, tensor in group.tensors.items()
+        if name in averages.tensors or shapes.get(name) == tensor.shape
+    }
+    return averages._replace(tensors=tensors)
 
 
 def _settings(group: Group, averages: Mapping[str, Tensor]) -> dict[str, Tensor | Object]:

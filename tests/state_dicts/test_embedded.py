@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ema_ckpt.state_dicts.tree import Tree, find_tree, list_trees, live_of
@@ -89,6 +91,17 @@ def test_buffers_with_underscores_for_dots(wrapped: str) -> None:
         f"{wrapped}head.bias": "state_dict.ema_head_bias",
     }
     assert find_tree(list(found.values()), "state_dict.ema").role == "ema"
+
+
+def test_many_parts_with_the_name_of_an_average_take_no_time() -> None:
+    """Parts of layers, as Mega has them; each compared with all names would take hours."""
+    names = [f"layers.{layer}.ema" for layer in range(20_000)]
+    started = time.process_time()
+    found = trees_of({f"{name}.{part}": W for name in names for part in ("alpha", "delta")})
+    assert list(found) == ["state_dict"]
+    states = {f"part{index}.state.w.exp_avg": W for index in range(20_000)}
+    assert len(trees_of({"a.w": W, **states})) == 20_001
+    assert time.process_time() - started < 30
 
 
 def test_buffers_in_a_file_of_one_state_dict() -> None:

@@ -296,6 +296,15 @@ def test_roles(tree: dict, expected: dict[str, str] | None) -> None:
     )
 
 
+def test_a_buffer_may_have_the_name_of_a_setting() -> None:
+    average = {"w": W, "step": INT, "decay": SCALAR, "num_updates": INT}
+    ema = only_ema({"model": {"w": W, "step": INT, "decay": B}, "ema": average})
+    assert list(ema.weights) == ["w", "step"]
+    assert list(ema.settings) == ["decay", "num_updates"]
+    ema = only_ema({"w": W, "step": INT, "ema": {"w": W, "step": INT}})
+    assert (list(ema.weights), list(ema.settings)) == (["w"], ["step"])
+
+
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
     "statistics",
