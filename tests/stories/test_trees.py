@@ -221,3 +221,13 @@ def test_objects_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             _ = ckpt.objects["evil"]
         assert caught.value.code == "unsafe-pickle"
     assert "ran" not in capsys.readouterr().out
+
+
+def test_buffers_of_names_without_dots_are_restored(tmp_path: Path) -> None:
+    """mmcv's buffers of a model whose names have no dots at all."""
+    layer, average = nn.Linear(3, 2), {"weight": torch.ones(2, 3), "bias": torch.full((2,), 2.0)}
+    buffers = {f"ema_{name}": tensor for name, tensor in average.items()}
+    source = pt(tmp_path, {"meta": {"epoch": 1}, "state_dict": {**layer.state_dict(), **buffers}})
+    manager = ema_ckpt.ShardedEMA(layer, 0.9)
+    ema_ckpt.restore(source, model=layer, ema=manager)
+    assert_same(dict(manager.full_state_dict()), average)
