@@ -61,7 +61,9 @@ def loads(folder: Path) -> None:
     keep(dict(model.state_dict()), folder / "loaded.pt")
 
 
-@pytest.mark.xfail(reason="a warning beside the trees")
+@pytest.mark.xfail(
+    reason="`convert` drops `module.` as a prefix; what it writes has average and live weights exchanged"
+)
 def test_runner_with_ema_hook(tmp_path: Path) -> None:
     with Row("mmengine", "`Runner` with `EMAHook`") as row:
         launcher.run(1, trains, tmp_path, timeout=180)
@@ -71,6 +73,7 @@ def test_runner_with_ema_hook(tmp_path: Path) -> None:
             tmp_path / "run" / "iter_4.pth",
             {"state_dict": "ema", "ema_state_dict": "live", "optimizer": "optimizer"},
             {"state_dict": average},
+            left_out=("message_hub",),  # histories, of a class that no reader here makes
         )
         goes_through_all_verbs(row, made, tmp_path)
         assert ema_ckpt.diff(made.path).tree_a == "state_dict"
