@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.display import NAME_LENGTH, shortened
@@ -27,9 +27,6 @@ from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees,
 from ema_ckpt.storage.files import is_file_name
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
 from ema_ckpt.writing.preflight import check_sources
-
-if TYPE_CHECKING:
-    import os
 
 _MAX_BASENAME_NBYTES = 200  # of the 255 that a name may have
 

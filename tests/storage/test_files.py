@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import ema_ckpt
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.storage import files as storage
+from ema_ckpt.storage import remote
 from ema_ckpt.storage.directories import is_folder, join, list_folder, parent_of
 from ema_ckpt.storage.files import LocalFiles, is_url, local_path, open_files, safe_name
 from ema_ckpt.storage.stage_names import find_interrupted_switch, is_stage_name, stage_path
@@ -150,3 +152,19 @@ def test_an_interrupted_switch_is_read_past(tmp_path: Path) -> None:
     (stage / ".ema-ckpt.note").write_text('{"old": "x", "new": "new"}')
     target.mkdir()
     assert find_interrupted_switch(target) is None
+
+
+def test_the_latest_step_behind_a_url_is_a_path_for_every_verb(
+    tmp_path: Path, fixtures: Path
+) -> None:
+    filesystem, _ = remote.open_filesystem("memory://")
+    root = f"memory://{tmp_path.name}/runs"
+    source = fixtures / "dcp/fsdp2-w2"
+    for step in (1, 2):
+        for file in source.iterdir():
+            filesystem.pipe(f"/{tmp_path.name}/runs/step_{step}/{file.name}", file.read_bytes())
+        found = ema_ckpt.latest(root)
+        assert str(found).endswith(f"step_{step}")
+        assert ema_ckpt.verify(str(found)).status == "sound"
+    filesystem.rm(f"/{tmp_path.name}/runs/step_2", recursive=True)
+    assert str(ema_ckpt.latest(root)).endswith("step_1")
