@@ -13,7 +13,7 @@ from ema_ckpt.analysis.checksum_pass import checksum_all
 from ema_ckpt.analysis.records import RecordList, StoredRecord
 from ema_ckpt.core.catalog import Catalog, Chunk, Diagnostic, Object, Payload, Problem, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
 from ema_ckpt.formats.sidecar import OTHER_BYTES
@@ -23,7 +23,6 @@ from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.state_dicts.tree import list_trees
 
 _BLOCK_NBYTES = 512 << 10
-_FILE_CODES = ("missing-file", "truncated-file")
 
 Place = tuple[str, int]  # file and offset
 Spans = dict[str, tuple[int, int]]  # bytes [first, end) in a file, by name
@@ -113,31 +112,22 @@ def audit_checkpoint(
 
 
 def _check_files(audit: Audit) -> None:
+    """Check that every file is there and long enough; what the reader found of one is enough."""
+    audit.problems |= dict.fromkeys(audit.catalog.problems)
+    audit.damaged |= {problem.tensor for problem in audit.catalog.problems if problem.tensor}
+    told = {problem.file for problem in audit.catalog.problems}
     spans = _file_spans(audit.catalog)
     for file, expected in audit.catalog.files.items():
         inside = spans.get(file, {})
-        first = next(iter(inside), None)
-        warning = _reader_warning(audit.catalog, file)
         try:
             size = audit.sizes[file] = audit.catalog.source.size(file)
         except SourceError as error:
-            message = f"{error}; it holds {shown(list(inside))}" if inside else str(error)
-            audit.report(error.code, warning.message if warning else message, first, file)
+            if file not in told:
+                held = f"it holds {shown(list(inside))}" if inside else ""
+                audit.error(about(error, tensor=next(iter(inside), None), remedy=held))
             continue
-        if size < expected:
+        if size < expected and file not in told:
             _report_truncated(audit, file, expected, inside)
-        elif warning is not None:
-            # Cut off within its header, which would have said how long it is.
-            audit.report(warning.code, warning.message, None, file)
-
-
-def _reader_warning(catalog: Catalog, file: str) -> Diagnostic | None:
-    """The reader's warning that a file is missing or cut off; a part's name may come first."""
-    starts = (f"{file}: ", f"{file.replace('/', ': ', 1)}: ")
-    for warning in catalog.warnings:
-        if warning.code in _FILE_CODES and warning.message.startswith(starts):
-            return warning
-    return None
 
 
 def _file_spans(catalog: Catalog) -> dict[str, Spans]:
@@ -185,7 +175,7 @@ def _check_metadata(audit: Audit) -> None:
         except SourceError as error:
             audit.error(error)
             if error.code == "unsupported":
-                audit.unchecked[tensor.name, -1] = tensor.nbytes
+                audit.unchecked[tensor.name, -1] = tensor.nbytes or 1
 
 
 def _check_checksums(

@@ -65,7 +65,8 @@ class RecordList:
     def listing(self) -> Iterator[StoredRecord]:
         """Yield all records, tensors first, in stored order; what several names share once."""
         for tensor in self.catalog.tensors:
-            yield from self._tensor_records(tensor)
+            if tensor.refusal is None:
+                yield from self._tensor_records(tensor)
         for item in self.catalog.objects:
             end = item.offset + item.nbytes
             if not item.is_inline and item.nbytes and self._is_there(item.file, end):

@@ -6,7 +6,8 @@ frozen; shapes and boxes are in elements, spans in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.dtypes import DType
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 
 Ints = tuple[int, ...]
 Path = tuple[str | int, ...]
@@ -44,6 +45,32 @@ class Problem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", displayed(self.message))
+
+    @classmethod
+    def of(cls, error: EmaCkptError) -> Problem:
+        """The problem that an error tells of."""
+        return cls(error.code, error.tensor, error.file, str(error))
+
+
+@contextmanager
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """Add an error of the source to `problems`, and go on after the `with` block."""
+    try:
+        yield
+    except SourceError as error:
+        problems.append(Problem.of(error))
+
+
+def refuse_problems(problems: Sequence[Problem]) -> None:
+    """Raise one error that tells of all problems (ten of them in full), if there are any."""
+    if not problems:
+        return
+    first = problems[0]
+    message = "; ".join(dict.fromkeys(problem.message for problem in problems[:10]))
+    if len(problems) > 10:
+        message += f"; and {len(problems) - 10} more"
+    kind = UnsafeError if first.code.startswith("unsafe-") else SourceError
+    raise kind(first.code, message, tensor=first.tensor, file=first.file)
 
 
 class Chunk(NamedTuple):
@@ -94,6 +121,8 @@ class Tensor:
         name: full stored dotted name. `path`: the dict keys and list indices behind it.
         chunks: in stored order, empty ones included.
         storage: equal for tensors that share memory, if the source records it (torch files).
+        refusal: why no verb can read it, if so; `coverage.prove` raises it. Shape and dtype are
+            then what is recorded of them, and no chunk has bytes.
     """
 
     name: str
@@ -102,6 +131,7 @@ class Tensor:
     dtype: DType
     chunks: tuple[Chunk, ...]
     storage: tuple[object, ...] | None = None
+    refusal: Diagnostic | None = None
     # Set by `coverage.prove`, which several stages call for the same tensor.
     proven_chunks: tuple[int, ...] | None = field(
         default=None, init=False, compare=False, repr=False
@@ -229,6 +259,7 @@ class Catalog:
         rank_private: state of single ranks, left out of the trees.
         unknown_entries: metadata entries of unknown classes.
         left_out: places of checkpoints beside this one that were passed over; a warning names each.
+        problems: damage that a lenient reader passed over; it is in no other field.
         find_mismatches: reads the metadata again for entries that contradict each other, and
             returns each one's name and what is wrong.
     """
@@ -254,6 +285,7 @@ class Catalog:
     rank_private: tuple[RankPrivate, ...] = ()
     unknown_entries: tuple[UnknownEntry, ...] = ()
     left_out: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     find_mismatches: Callable[[], Sequence[tuple[str, str]]] = tuple
 
 

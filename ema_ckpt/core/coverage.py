@@ -18,8 +18,12 @@ def prove(tensor: Tensor) -> tuple[int, ...]:
     overlap), in row order if they are rows.
 
     Raises:
-        SourceError: `out-of-bounds`, `overlap`, `hole` or `incomplete`, naming the tensor.
+        SourceError: `out-of-bounds`, `overlap`, `hole` or `incomplete`, naming the tensor, or its
+            `refusal`.
     """
+    if tensor.refusal is not None:
+        error = SourceError(tensor.refusal.code, tensor.refusal.message)
+        raise about(error, tensor=tensor.name, file=tensor.first_file)
     if tensor.proven_chunks is None:
         object.__setattr__(tensor, "proven_chunks", tuple(_prove(tensor)))
     return tensor.proven_chunks or ()

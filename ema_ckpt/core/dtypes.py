@@ -20,7 +20,7 @@ class DType:
             pickled as `UntypedStorage` with a dtype beside it.
         numpy: numpy's dtype string, or None if numpy has no such type.
         kind: `float`, `low` (8 bits and fewer: scaled formats that are never cast), `complex`,
-            `int` or `bool`.
+            `int` or `bool`; `unread` for the types of tensors that are listed and not read.
     """
 
     name: str
@@ -38,7 +38,7 @@ class DType:
     @property
     def part(self) -> DType:
         """Type of the two parts of a complex number; the type itself if it is not complex."""
-        return _BY_NAME[_COMPLEX_PARTS.get(self.name, self.name)]
+        return DTYPES_BY_NAME[_COMPLEX_PARTS.get(self.name, self.name)]
 
     @property
     def is_castable(self) -> bool:
@@ -73,8 +73,8 @@ DTYPES = (
 # Quantized types, and those of fewer bits.
 _FOREIGN = re.compile(r"(q?u?int|b?float|b?complex|bits)\d+(_?\w+)?")
 _COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
-DTYPE_NAMES = frozenset(_BY_NAME)
+DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+DTYPE_NAMES = frozenset(DTYPES_BY_NAME)
 _BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors}
 _BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DTYPES if dtype.storage_class}
 
@@ -86,11 +86,21 @@ def by_name(name: str) -> DType:
         SourceError: `unsupported`, naming the type; `unreadable` for what is no type's name.
     """
     bare = name.removeprefix("torch.")
-    if bare in _BY_NAME:
-        return _BY_NAME[bare]
-    if _FOREIGN.fullmatch(bare):
+    if bare in DTYPES_BY_NAME:
+        return DTYPES_BY_NAME[bare]
+    if is_dtype_name(bare):
         raise SourceError("unsupported", f"dtype {name!r} is not one that ema_ckpt reads")
     raise SourceError("unreadable", f"{name!r} is no dtype")
+
+
+def is_dtype_name(name: str) -> bool:
+    """Whether torch has, or may have, a type of that name."""
+    return name in DTYPES_BY_NAME or _FOREIGN.fullmatch(name) is not None
+
+
+def unread(name: str) -> DType:
+    """A type that no reader here understands, by its name; its size is not known, so zero."""
+    return DType(name, 0, None, None, None, "unread")
 
 
 def by_safetensors(code: str) -> DType | None:

@@ -6,27 +6,29 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
-from operator import attrgetter
+from typing import Any
 
 from ema_ckpt.core.catalog import (
     Catalog,
+    Diagnostic,
     Files,
     Nesting,
     Object,
     Path,
     Payload,
+    Problem,
     RankPrivate,
     Tensor,
+    refuse_problems,
 )
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
-from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.location import Location
 from ema_ckpt.state_dicts.tree import Tree, list_trees
-from ema_ckpt.storage.files import open_files, safe_name
+from ema_ckpt.storage.files import open_files
 
 # Dictionaries whose name tells how an EMA is stored: without it the layout would be lost.
 _LAYOUT_NAMES = frozenset({"shadow", "shadow_params", "ema_model"})
@@ -34,6 +36,8 @@ _CONFIG = "config.json"
 _CONFIG_KEYS = frozenset(
     "decay min_decay optimization_step update_after_step use_ema_warmup inv_gamma power".split()
 )
+# Fields of which a joined catalog has what all its parts have, in their order.
+_CHAINED = "tensors objects warnings problems left_out rank_private unknown_entries".split()
 _MAX_CONFIG_NBYTES = 64 * 1024
 
 
@@ -53,6 +57,18 @@ class _Part:
     def file_name(self, file: str) -> str:
         """Name a file of the part as in the joined checkpoint; an entry without a file has ""."""
         return self.directory + file if file else ""
+
+    def problems(self, names: Mapping[str, str]) -> Iterator[Problem]:
+        """Tell the problems of the part as ones of the joined checkpoint, with its `names`."""
+        for code, tensor, file, message in map(astuple, self.catalog.problems):
+            place = file and self.file_name(file)
+            yield Problem(code, names.get(tensor, tensor), place, self.directory + message)
+
+    def warnings(self) -> Iterator[Diagnostic]:
+        """Tell the warnings of the part with its directory before each."""
+        prefix = f"{self.directory[:-1]}: " if self.directory else ""
+        for warning in self.catalog.warnings:
+            yield replace(warning, message=prefix + warning.message)
 
 
 class JoinedFiles:
@@ -153,35 +169,41 @@ def _refuse_second_owner(
             raise SourceError("name-collision", message)
 
 
-def open_torch_index(source: Files, location: Location, path: str) -> Catalog:
+def open_torch_index(
+    source: Files, location: Location, path: str, *, lenient: bool = False
+) -> Catalog:
     """Join the torch files that a `pytorch_model.bin.index.json` names.
+
+    Args:
+        lenient: list what is wrong with files and entries in `Catalog.problems`, and go on.
 
     Raises:
         SourceError: `index-mismatch` if index and files do not name the same tensors.
     """
-    from ema_ckpt.formats.sidecar import load_json
+    from ema_ckpt.formats.safetensors.index import (
+        check_names,
+        names_by_file,
+        open_indexed,
+        read_index,
+    )
     from ema_ckpt.formats.torch_file.reader import open_torchfile
 
     index = location.names[0]
-    document = load_json(source.read(index, 0, source.size(index)), index)
-    weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
-    if not isinstance(weight_map, Mapping) or not all(
-        isinstance(file, str) for file in weight_map.values()
-    ):
-        message = f"{index}: no weight_map from names to files"
-        raise SourceError("index-mismatch", message, file=index)
-    expected: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
-        expected.setdefault(file, set()).add(name)
-    parts = []
-    for file, names in expected.items():
-        catalog = open_torchfile(source, (safe_name(file),), path, location.resolved)
-        odd = sorted(names ^ {tensor.name for tensor in catalog.tensors})
-        if odd:
-            message = f"{index}: {file} and the index differ in {shown(odd)}"
-            raise SourceError("index-mismatch", message, tensor=odd[0], file=file)
-        parts.append(_Part(catalog, "", lambda path: path))
-    return _join(parts, location, path, nested=False)
+    weight_map, _ = read_index(source, index)
+    problems: list[Problem] = []
+    files = names_by_file(weight_map)
+    parts: list[_Part] = []
+    for file, names in files.items():
+        with open_indexed(file, names, problems):
+            catalog = open_torchfile(source, (file,), path, location.resolved)
+            problems += check_names(index, file, {tensor.name for tensor in catalog.tensors}, names)
+            parts.append(_Part(catalog, "", lambda path: path))
+    if not lenient or not parts:
+        refuse_problems(problems)
+    joined = _join(parts, location, path, nested=False)
+    return replace(
+        joined, files=dict.fromkeys(files, 0) | dict(joined.files), problems=tuple(problems)
+    )
 
 
 def _keep_trees(part: str, trees: Sequence[Tree]) -> Callable[[Path], Path]:
@@ -264,10 +286,10 @@ def _join(parts: Sequence[_Part], location: Location, path: str, *, nested: bool
 def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
     """Rename everything in a part as it is called in the joined checkpoint; register it there."""
     catalog, directory, place = part.catalog, part.directory, part.place
-    prefix = f"{directory[:-1]}: " if directory else ""
     tensors = [_relocate_tensor(part, tensor, reader) for tensor in catalog.tensors]
     names = [original.name for original in catalog.tensors]
     moved = dict(zip(names, tensors, strict=True))
+    new_names = dict(zip(names, [tensor.name for tensor in tensors], strict=True))
     keys = {place(path): key for path, key in catalog.nesting.keys.items()}
     return replace(
         catalog,
@@ -276,9 +298,7 @@ def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
         files={directory + file: nbytes for file, nbytes in catalog.files.items()},
         archives=frozenset(map(part.file_name, catalog.archives)),
         digests={moved[name].name: crc for name, crc in catalog.digests.items()},
-        warnings=tuple(
-            replace(warning, message=prefix + warning.message) for warning in catalog.warnings
-        ),
+        warnings=tuple(part.warnings()),
         nesting=Nesting(keys, frozenset(map(place, catalog.nesting.tuples))),
         ties=_relocate_ties(part, reader),
         rank_private=tuple(
@@ -288,6 +308,7 @@ def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
         unknown_entries=tuple(
             entry._replace(file=part.file_name(entry.file)) for entry in catalog.unknown_entries
         ),
+        problems=tuple(part.problems(new_names)),
         find_mismatches=lambda: [(n, directory + text) for n, text in catalog.find_mismatches()],
     )
 
@@ -348,21 +369,19 @@ def _merge(catalogs: Sequence[Catalog]) -> Catalog:
         if catalog.world_size is not None:
             world_sizes.append(catalog.world_size)
     every = chain.from_iterable
+    joined: dict[str, Any] = {}
+    for field in _CHAINED:
+        joined[field] = tuple(every(getattr(catalog, field) for catalog in catalogs))
     return replace(
         catalogs[0],
-        tensors=tuple(every(catalog.tensors for catalog in catalogs)),
-        objects=tuple(every(catalog.objects for catalog in catalogs)),
+        **joined,
         world_size=max(world_sizes, default=None),
         files=files,
-        archives=frozenset(every(map(attrgetter("archives"), catalogs))),
         digests=digests,
-        warnings=tuple(every(catalog.warnings for catalog in catalogs)),
-        left_out=tuple(every(map(attrgetter("left_out"), catalogs))),
         nesting=Nesting(keys, frozenset(every(catalog.nesting.tuples for catalog in catalogs))),
         ties=ties,
         order=(),
         header_text=header_text,
-        rank_private=tuple(every(catalog.rank_private for catalog in catalogs)),
-        unknown_entries=tuple(every(catalog.unknown_entries for catalog in catalogs)),
+        archives=frozenset(every(catalog.archives for catalog in catalogs)),
         find_mismatches=lambda: list(every(catalog.find_mismatches() for catalog in catalogs)),
     )

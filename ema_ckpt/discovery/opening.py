@@ -87,9 +87,9 @@ def _open(location: Location, path: str, *, lenient: bool) -> Catalog:
         if location.format == RANK_FILES:
             from ema_ckpt.formats.rank_files.reader import open_rankfiles
 
-            return open_rankfiles(source, names, path, resolved)
+            return open_rankfiles(source, names, path, resolved, lenient=lenient)
         if is_index(names[0]):
-            return open_torch_index(source, location, path)
+            return open_torch_index(source, location, path, lenient=lenient)
         from ema_ckpt.formats.torch_file.reader import open_torchfile
 
         return open_torchfile(source, names, path, resolved)

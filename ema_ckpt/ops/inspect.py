@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor, refuse_problems
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.core.names import EMA, glob_matcher
@@ -48,6 +48,8 @@ def inspect_with_values(
 ) -> tuple[InspectResult, dict[str, object]]:
     """Describe a checkpoint as `inspect` does; also read the values of its first objects."""
     with opened(path, lenient=True) as catalog:
+        if any(problem.code == "index-mismatch" for problem in catalog.problems):
+            refuse_problems(catalog.problems)
         trees = list_trees(catalog)
         warnings = [*catalog.warnings, *damage(catalog), *find_hidden(trees)]
         problems = [one.problem for one in trees if one.problem is not None]
@@ -71,10 +73,14 @@ def inspect_with_values(
 
 
 def damage(catalog: Catalog) -> Iterator[Diagnostic]:
-    """Warn of files that are missing or too short, and of tensors with holes or overlaps."""
-    warned = {warning.message.partition(":")[0] for warning in catalog.warnings}  # by the reader
+    """Warn of what a lenient reader passed over, of files that are missing or too short, of holes.
+
+    A tensor in a form that is not read is such a warning too.
+    """
+    yield from [Diagnostic(problem.code, problem.message) for problem in catalog.problems]
+    told = {problem.file for problem in catalog.problems}
     for file, expected in catalog.files.items():
-        if file in warned:
+        if file in told:
             continue
         try:
             size = catalog.source.size(file)

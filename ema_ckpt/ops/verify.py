@@ -207,9 +207,15 @@ def averages(catalog: Catalog) -> Iterator[Diagnostic]:
         yield from chain(check_averages(catalog, trees), find_hidden(trees))
 
 
+def _lists_its_files(catalog: Catalog) -> bool:
+    """Whether the checkpoint is a local directory whose index, if any, is right about its files."""
+    is_wrong = any(problem.code == "index-mismatch" for problem in catalog.problems)
+    return os.path.isdir(catalog.resolved) and not is_wrong
+
+
 def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:
     """Warn of data files in the checkpoint's folders that it does not use, left by another save."""
-    if not os.path.isdir(catalog.resolved):  # as of a URL
+    if not _lists_its_files(catalog):
         return
     suffixes: dict[str, set[str]] = {}  # of the data files of each folder
     for file in catalog.files:

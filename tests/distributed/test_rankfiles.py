@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -204,16 +205,94 @@ def test_missing_ranks_are_told_by_the_mesh_alone(written: Path, tmp_path: Path)
             tmp_path / f"model_rank_{rank}.pt",
         )
     with pytest.raises(ema_ckpt.EmaCkptError, match="rank 2, 3 of 4 are missing") as caught:
-        ema_ckpt.inspect(tmp_path)
+        ema_ckpt.consolidate(tmp_path, tmp_path.parent / "out.safetensors")
     assert caught.value.code == "incomplete"
+    assert_rest_is_examined(tmp_path, ["incomplete"])
 
 
-def test_local_pieces_without_shapes_are_refused(written: Path) -> None:
+@pytest.mark.parametrize("fault", ["away", "cut", "empty", "no zip"])
+def test_one_bad_file_keeps_nobody_from_the_others(
+    written: Path, tmp_path: Path, fault: str
+) -> None:
+    shutil.copytree(written / "fsdp2", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model_world_size_4_rank_1.pt"
+    content = file.read_bytes()
+    file.unlink()
+    if fault != "away":
+        file.write_bytes({"cut": content[:-30], "empty": b"", "no zip": b"text"}[fault])
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"rank_1|rank 1") as caught:
+        ema_ckpt.consolidate(tmp_path, tmp_path.parent / "out.safetensors")
+    code = {"away": "incomplete", "cut": "bad-header", "empty": "truncated-file"}.get(
+        fault, "bad-header"
+    )
+    assert caught.value.code == code
+    assert_rest_is_examined(tmp_path, [code])
+
+
+def assert_rest_is_examined(path: Path, codes: list[str]) -> None:
+    """`inspect` lists what there is; `verify` checks it and says which rows nobody has."""
+    listed = ema_ckpt.inspect(path)
+    assert [w.code for w in listed.warnings if w.code != "hole"] == codes
+    assert any("not stored whole: rows" in w.message for w in listed.warnings)
+    assert listed.tensors
+    assert listed.world_size == 4
+    found = ema_ckpt.verify(path)
+    assert found.status == "damaged"
+    assert [problem.code for problem in found.problems if problem.code != "hole"] == codes
+    assert found.checked_bytes > 0
+
+
+def test_damage_in_a_rank_file_is_found_beside_a_missing_one(written: Path, tmp_path: Path) -> None:
+    for rank in (0, 2, 3):
+        shutil.copy(written / "fsdp2" / f"model_world_size_4_rank_{rank}.pt", tmp_path)
+    file = tmp_path / "model_world_size_4_rank_2.pt"
+    with zipfile.ZipFile(file) as archive:
+        first = next(i for i in archive.infolist() if "/data/" in i.filename and i.file_size)
+        archive.open(first).close()
+    data = bytearray(file.read_bytes())
+    at = data.index(zipfile.ZipFile(file).read(first))
+    data[at] ^= 1
+    file.write_bytes(data)
+    codes = {problem.code for problem in ema_ckpt.verify(tmp_path).problems}
+    assert codes == {"incomplete", "hole", "checksum"}
+
+
+def test_local_pieces_without_shapes_are_refused(written: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ema_ckpt.EmaCkptError, match=r"names and shapes of the parameters|shape of the whole"
     ) as caught:
-        ema_ckpt.inspect(written / "fsdp1-local")
+        ema_ckpt.consolidate(written / "fsdp1-local", tmp_path / "out.safetensors")
     assert caught.value.code == "unsupported"
+    codes = {warning.code for warning in ema_ckpt.inspect(written / "fsdp1-local").warnings}
+    assert codes == {"unsupported"}
+
+
+def test_one_file_alone_is_refused_where_a_piece_is_needed(written: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        file = written / "fsdp2" / "model_world_size_4_rank_1.pt"
+        piece = torch.load(file, weights_only=False)
+    whole = {"model": {"w": torch.ones(2)}, "optim": piece}
+    torch.save(whole, tmp_path / "c.pt")
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"what one rank has of 4 ranks") as caught:
+        ema_ckpt.convert(tmp_path / "c.pt", tmp_path / "dcp")
+    assert caught.value.code == "incomplete"
+    assert ema_ckpt.verify(tmp_path / "c.pt").status == "damaged"
+    assert {w.code for w in ema_ckpt.inspect(tmp_path / "c.pt").warnings} == {"incomplete"}
+    done = ema_ckpt.consolidate(tmp_path / "c.pt", tmp_path / "o.safetensors", tree="model")
+    assert done.tensors == 1
+
+
+def test_replicated_tensors_of_one_file_are_whole(written: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        file = written / "mesh-replicas" / "model_world_size_4_rank_3.pt"
+        piece = torch.load(file, weights_only=False)
+    truth = torch.load(written / "mesh-replicas.truth")
+    whole = {n: t for n, t in piece.items() if all(p.is_replicate() for p in t.placements)}
+    assert whole
+    torch.save({"model": whole}, tmp_path / "c.pt")
+    assert_equal(tmp_path / "c.pt", {f"model.{name}": truth[name] for name in whole})
 
 
 def test_replicas_that_differ(written: Path, tmp_path: Path) -> None:
@@ -235,8 +314,9 @@ def test_plain_tensors_that_differ_are_no_replicas(tmp_path: Path) -> None:
     with pytest.raises(
         ema_ckpt.EmaCkptError, match="different plain tensor on each rank"
     ) as caught:
-        ema_ckpt.inspect(tmp_path)
+        ema_ckpt.consolidate(tmp_path, tmp_path.parent / "out.safetensors")
     assert (caught.value.code, caught.value.tensor) == ("unsupported", "w")
+    assert [w.code for w in ema_ckpt.inspect(tmp_path).warnings] == ["unsupported"]
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])

@@ -20,7 +20,7 @@ EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
 
 # Refused by name, as the table of fixtures/README.md says.
 REFUSED = {
-    *("odd/safetensors-serialization-w2", "odd/zstd-w2", "odd/legacy.pt"),
+    *("odd/safetensors-serialization-w2", "odd/zstd-w2"),
     *("odd/lazy-bits", "odd/lazy-bits.pt"),
 }
 _TORCH_ONLY = ("complex32", "complex128", "float4_e2m1fn_x2")

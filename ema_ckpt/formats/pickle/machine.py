@@ -10,7 +10,8 @@ https://docs.python.org/3/library/pickletools.html
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn
 
 from ema_ckpt.core.collisions import Collisions
@@ -21,6 +22,18 @@ Allowed = Mapping[tuple[str, str], Maker]
 MARK = object()  # on the stack: where a tuple, list or dict begins
 _MERSENNE = (1 << 61) - 1  # Python's hashes of numbers are remainders by this prime
 UNBUILT = object()  # in the memo: an object that a shortcut has skipped
+
+
+class LocatedBytes(bytes):
+    """Bytes that lie as they are at `position` of the pickle."""
+
+    position: int
+
+
+class LocatedByteArray(bytearray):
+    """As `LocatedBytes`, from the opcode of bytearrays."""
+
+    position: int
 
 
 class Machine:
@@ -49,6 +62,7 @@ class Machine:
         self.prepare = prepare
         self.globals: dict[tuple[str, str], Global] = {}
         self.collisions = Collisions()
+        self.locates = False  # whether bytes know where they lie
 
     def run(self) -> object:
         """Interpret up to STOP and return the value."""
@@ -173,7 +187,22 @@ def _text(size: Callable[[Machine], int]) -> Read:
 
 
 def _bytes(size: Callable[[Machine], int]) -> Read:
-    return lambda machine: machine.read(size(machine))
+    def read(machine: Machine) -> bytes:
+        nbytes = size(machine)
+        if not machine.locates:
+            return machine.read(nbytes)
+        position, data = machine.pos, LocatedBytes(machine.read(nbytes))
+        data.position = position
+        return data
+
+    return read
+
+
+def _byte_array(machine: Machine) -> bytearray:
+    nbytes = _U8(machine)
+    position, data = machine.pos, LocatedByteArray(machine.read(nbytes))
+    data.position = position
+    return data if machine.locates else bytearray(data)
 
 
 def _long(size: Callable[[Machine], int]) -> Read:
@@ -340,7 +369,7 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"C": _push(_bytes(_U1)),
     b"B": _push(_bytes(_U4)),
     b"\x8e": _push(_bytes(_U8)),
-    b"\x96": _push(lambda m: bytearray(m.read(_U8(m)))),
+    b"\x96": _push(_byte_array),
     b"T": _push(_bytes(_I4)),
     b"U": _push(_bytes(_U1)),
     b"S": _push(_quoted_line),
@@ -409,15 +438,44 @@ def loads(
         UnsafeError: `unsafe-pickle` naming the global.
         SourceError: `unreadable` if it is no whole pickle, `unsupported` for forms nobody writes.
     """
-    try:
+    with _own_errors(data, where):
         try:
             return Machine(data, allowed, persistent, strict, prepare).run()
         except _ShortcutMissedError:
             return Machine(data, allowed, persistent, strict).run()
+
+
+def load_at(
+    data: bytes,
+    position: int,
+    allowed: Allowed,
+    *,
+    where: str,
+    persistent: Callable[[object], object] | None = None,
+    prepare: Callable[[Global], None] | None = None,
+) -> tuple[object, int]:
+    """Read the pickle at `position` as `loads` does, not strictly; return where it ends, too.
+
+    Bytes in it are `LocatedBytes`.
+    """
+    machine = Machine(data, allowed, persistent, False, prepare)
+    machine.pos, machine.locates = position, True
+    with _own_errors(data, where):
+        return machine.run(), machine.pos
+
+
+@contextmanager
+def _own_errors(data: bytes, where: str) -> Iterator[None]:
+    """Turn whatever interpreting a damaged pickle raises into errors that name it."""
+    try:
+        yield
+        return
     except EmaCkptError as error:
         raise type(error)(error.code, f"{where}: {error}", file=where) from None
     except RecursionError:
         problem = "the pickle is nested too deeply"
+    except _ShortcutMissedError:
+        problem = "a memo entry is written twice"
     except (IndexError, struct.error) as error:
         cut = f"cut short at {len(data)} bytes ({error})"
         problem = f"a damaged pickle, or one {cut}; use another copy"

@@ -14,6 +14,7 @@ from ema_ckpt.core.box import row_major_strides
 from ema_ckpt.core.dtypes import DType, by_name, by_storage_class
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.machine import loads
+from ema_ckpt.formats.pickle.numpy_numbers import NUMBER_GLOBALS
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque
 
 Ints = tuple[int, ...]
@@ -82,6 +83,9 @@ def _view(
     strides: object,
     bits: object,
 ) -> TensorRef:
+    if isinstance(storage, Opaque):
+        message = f"a storage of class {storage.module}.{storage.name} is not one that is read"
+        raise SourceError("unsupported", message)
     if not isinstance(storage, StorageRef) or type(start) is not int or start < 0:
         raise _bad("a tensor is built from something that is no storage")
     dtype = dtype or storage.dtype
@@ -178,6 +182,8 @@ PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
 }
 TENSOR_GLOBALS: dict[tuple[str, str], Maker] = {
     **PLAIN_GLOBALS,
+    **NUMBER_GLOBALS,
+    ("torch._utils", "_rebuild_tensor"): lambda *args: _rebuild_v2(*args, False, None),
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): lambda data, *_rest: data,
@@ -187,7 +193,8 @@ TENSOR_GLOBALS: dict[tuple[str, str], Maker] = {
 }
 
 
-def _storage(pid: object) -> StorageRef:
+def storage_of(pid: object) -> StorageRef | Opaque:
+    """Return the storage that a persistent id means; an `Opaque` for one that is not read."""
     match pid:
         case ("storage", Global() as storage_class, str() as key, _, numel) if (
             isinstance(pid, tuple) and type(numel) is int and numel >= 0
@@ -198,9 +205,8 @@ def _storage(pid: object) -> StorageRef:
     if (module, name) == ("torch.storage", "UntypedStorage"):
         return StorageRef(key, None, numel)
     dtype = by_storage_class(name) if module == "torch" else None
-    if dtype is None:
-        message = f"a storage of class {module}.{name} is not one that ema_ckpt reads"
-        raise SourceError("unsupported", message)
+    if dtype is None:  # of quantized numbers, say
+        return Opaque(module, name, (), called=False)
     return StorageRef(key, dtype, numel)
 
 
@@ -234,5 +240,5 @@ def load_value(
         UnsafeError: `unsafe-pickle` for known executors, and with `strict` for any unlisted call.
     """
     return loads(
-        data, TENSOR_GLOBALS, where=where, persistent=_storage, strict=strict, prepare=prepare
+        data, TENSOR_GLOBALS, where=where, persistent=storage_of, strict=strict, prepare=prepare
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import (
@@ -21,9 +21,12 @@ from ema_ckpt.core.catalog import (
     Nesting,
     Object,
     Payload,
+    Problem,
     RankPrivate,
     Tensor,
     check_geometry,
+    collected,
+    refuse_problems,
 )
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
@@ -31,20 +34,28 @@ from ema_ckpt.core.names import OTHER, part_role
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatBox, FlatPiece, find_flat, place_flat
-from ema_ckpt.formats.rank_files.names import absent_ranks, check_ranks, family_of, missing_error
-from ema_ckpt.formats.rank_files.sharded_tensors import ShardRef, read_subclass
+from ema_ckpt.formats.rank_files.names import (
+    absent_ranks,
+    check_ranks,
+    family_of,
+    missing_error,
+    missing_ranks,
+)
 from ema_ckpt.formats.rank_files.zero import TREE, model_file, read_zero
 from ema_ckpt.formats.torch_file.lenient import (
     LenientGlobals,
+    big_endian_refused,
     check_discarded,
-    check_supported,
-    is_tensor,
+    is_unread,
     load_inline,
     object_warnings,
+    refused,
+    refused_tensor,
     unsafe_within,
 )
-from ema_ckpt.formats.torch_file.reader import open_archive, read_leaves
-from ema_ckpt.formats.torch_zip.reader import Archive, Record
+from ema_ckpt.formats.torch_file.reader import Content, read_content, read_leaves
+from ema_ckpt.formats.torch_file.sharded_tensors import ShardRef, read_subclass
+from ema_ckpt.formats.torch_zip.reader import Record
 
 Path = tuple[str | int, ...]
 Ints = tuple[int, ...]
@@ -56,7 +67,7 @@ class _RankFile:
     """One file: its leaves by path, in stored order."""
 
     name: str
-    archive: Archive
+    content: Content
     leaves: Mapping[Path, object]
     nesting: Nesting
 
@@ -96,23 +107,41 @@ class _Reader:
         return load_inline(item)
 
 
-def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: str) -> Catalog:
+def open_rankfiles(
+    source: Files, names: tuple[str, ...], path: str, resolved: str, *, lenient: bool = False
+) -> Catalog:
     """Read the rank files `names` of the directory `source`; payloads are not read.
+
+    Args:
+        lenient: list missing ranks and files that cannot be read in `Catalog.problems`, and go on
+            with the others.
 
     Raises:
         SourceError: `incomplete` if ranks are missing, `unsupported` if the files do not say how
             their tensors belong together, and what reading a torch file may raise.
         UnsafeError: `unsafe-pickle` if unpickling a tensor would call anything unlisted.
     """
-    check_ranks(names, resolved)
-    files = [_read_file(source, name) for name in names]
-    merger = _Merger(files, resolved)
-    model = model_file(names, source.listing())
-    if model is not None:
-        names = (*names, model)
-        merger.add_zero(_read_file(source, model))
-    else:
-        merger.add_all()
+    problems: list[Problem] = []
+    files = _read_files(source, names, resolved, problems)
+    if not lenient or not files:
+        refuse_problems(problems)
+    world_size = max(missing_ranks(names)[0], len(names))
+    is_swapped = any(file.content.is_big_endian for file in files)
+    merger = _Merger(files, resolved, world_size, problems, is_swapped)
+    try:
+        model = model_file(names, source.listing())
+        if model is not None:
+            files = [*files, _read_file(source, model)]
+            merger.add_zero(files[-1])
+        else:
+            merger.add_all()
+    except SourceError as error:
+        if not lenient or error.code != "incomplete":
+            raise
+        problems.append(Problem.of(error))
+    if not lenient:
+        refuse_problems(problems)
+    sizes = {file.name: source.size(file.name) for file in files}
     return Catalog(
         path=path,
         resolved=resolved,
@@ -122,44 +151,35 @@ def open_rankfiles(source: Files, names: tuple[str, ...], path: str, resolved: s
         source=source,
         reader=_Reader(merger.boxes),
         nested=merger.nested,
-        world_size=len(files),
-        files={name: source.size(name) for name in names},
-        archives=frozenset(names),
+        world_size=merger.world_size,
+        files=dict.fromkeys(names, 0) | sizes,
         warnings=tuple(dict.fromkeys(merger.warnings)),
+        problems=tuple(problems),
+        archives=frozenset(file.name for file in files if file.content.is_zip),
         nesting=files[0].nesting,
         rank_private=tuple(merger.rank_private),
     )
 
 
+def _read_files(
+    source: Files, names: Sequence[str], where: str, problems: list[Problem]
+) -> list[_RankFile]:
+    """Read all files that can be read; list ranks without a file, and what is wrong with others."""
+    files: list[_RankFile] = []
+    with collected(problems):
+        check_ranks(names, where)
+    for name in names:
+        with collected(problems):
+            files.append(_read_file(source, name))
+    return files
+
+
 def _read_file(source: Files, name: str) -> _RankFile:
-    archive = open_archive(source, name)
     lenient = LenientGlobals(read_subclass)
-    leaves, nesting = read_leaves(
-        archive, lenient, lambda value: isinstance(value, ShardRef) or is_tensor(value)
-    )
-    for path, value in leaves:
-        check_supported(value, ".".join(map(str, path)), name)
+    content = read_content(source, name, lenient)
+    leaves, nesting = read_leaves(content)
     check_discarded(lenient.unsafe, [value for _, value in leaves], name)
-    return _RankFile(name, archive, dict(leaves), nesting)
-
-
-def _find_flat_pieces(files: Sequence[_RankFile]) -> dict[Path, list[FlatPiece]]:
-    """Find flattened tensors by the dictionary they lie in, which every rank must have."""
-    homes: dict[Path, list[FlatPiece]] = {}
-    for file in files:
-        for piece in find_flat(file.leaves, file.name):
-            homes.setdefault(piece.home, []).append(piece)
-    for home, pieces in homes.items():
-        if len(pieces) != len(files):
-            where = ".".join(map(str, home)) or "a flat piece"
-            message = f"{where} is in {len(pieces)} of {len(files)} rank files only"
-            raise SourceError("incomplete", message, file=files[0].name)
-        world_size = next((piece.world_size for piece in pieces if piece.world_size), len(files))
-        if world_size > len(files):
-            missing = absent_ranks([piece.rank for piece in pieces], world_size)
-            names = [file.name for file in files]
-            raise missing_error(missing, world_size, names, names[0])
-    return homes
+    return _RankFile(name, content, dict(leaves), nesting)
 
 
 @dataclass(slots=True)
@@ -168,6 +188,9 @@ class _Merger:
 
     files: Sequence[_RankFile]
     where: str
+    world_size: int
+    problems: list[Problem]
+    is_swapped: bool
     nested: bool = True
     tensors: list[Tensor] = field(default_factory=list)
     objects: list[Object] = field(default_factory=list)
@@ -176,7 +199,7 @@ class _Merger:
     warnings: list[Diagnostic] = field(default_factory=list)
 
     def add_all(self) -> None:
-        flat = _find_flat_pieces(self.files)
+        flat = self.find_flat_pieces()
         used = {path for pieces in flat.values() for piece in pieces for path in piece.used}
         paths: dict[Path, None] = {}
         for file in self.files:
@@ -185,24 +208,66 @@ class _Merger:
         for path in leaf_paths:
             self.add_leaf(path)
         for home, pieces in flat.items():
-            self.add_flat(home, pieces)
+            with collected(self.problems):
+                self.check_flat(home, pieces)
+                self.add_flat(home, pieces)
         self.nested = any(len(path) > 1 for path in leaf_paths) or any(flat)
 
+    def find_flat_pieces(self) -> dict[Path, list[FlatPiece]]:
+        """Find flattened tensors by the dictionary they lie in."""
+        homes: dict[Path, list[FlatPiece]] = {}
+        for file in self.files:
+            for piece in find_flat(file.leaves, file.name):
+                homes.setdefault(piece.home, []).append(piece)
+        return homes
+
+    def check_flat(self, home: Path, pieces: Sequence[FlatPiece]) -> None:
+        """Refuse pieces of some ranks: without the others nothing tells where they lie."""
+        if len(pieces) != self.world_size:
+            where = ".".join(map(str, home)) or "a flat piece"
+            message = f"{where} is in {len(pieces)} of {self.world_size} rank files only"
+            raise SourceError("incomplete", message, file=self.files[0].name)
+        recorded = next((piece.world_size for piece in pieces if piece.world_size), 0)
+        if recorded > len(pieces):
+            missing = absent_ranks([piece.rank for piece in pieces], recorded)
+            raise missing_error(missing, recorded, self.names, self.names[0])
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the files that were read."""
+        return [file.name for file in self.files]
+
     def add_leaf(self, path: Path) -> None:
-        """Put together what the files hold at one path."""
+        """Put together what the files hold at one path; list it if they do not say how."""
         name = ".".join(map(str, path))
         values = [(file, file.leaves[path]) for file in self.files if path in file.leaves]
+        for file, value in values:
+            if is_unread(value):
+                self.tensors.append(refused_tensor(path, value, file.name))
+                return
         kinds = {type(value) for _, value in values}
-        if kinds == {ShardRef}:
-            self.add_shards(name, path, cast("_Sharded", values))
-        elif kinds == {TensorRef}:
-            self.add_plain(name, path, cast("_Plain", values))
-        elif kinds & {ShardRef, TensorRef}:
-            file = values[0][0].name
-            message = f"{file}: {name!r} is a sharded tensor on some ranks only"
-            raise SourceError("unsupported", message, tensor=name, file=file)
+        if kinds & {ShardRef, TensorRef}:
+            self.add_tensor(name, path, values, kinds)
         else:
             self.add_object(name, path, values)
+
+    def add_tensor(
+        self, name: str, path: Path, values: Sequence[tuple[_RankFile, Any]], kinds: set[type]
+    ) -> None:
+        """Put a tensor together; one that the files do not say how to is listed and refused."""
+        try:
+            if kinds == {ShardRef}:
+                self.add_shards(name, path, values)
+            elif kinds == {TensorRef}:
+                self.add_plain(name, path, values)
+            else:
+                raise SourceError("unsupported", "it is a sharded tensor on some ranks only")
+        except SourceError as error:
+            if error.code != "unsupported":
+                raise
+            file, first = next(pair for pair in values if isinstance(pair[1], ShardRef | TensorRef))
+            refusal = Diagnostic(error.code, str(error))
+            self.tensors.append(refused(path, first.shape, first.dtype, file.name, refusal))
 
     def add_shards(self, name: str, path: Path, sharded: _Sharded) -> None:
         file, first = sharded[0][0].name, sharded[0][1]
@@ -211,10 +276,12 @@ class _Merger:
             remedy = "save with SHARDED_STATE_DICT or FULL_STATE_DICT"
             message = f"{file}: {problem} parameters in it are recorded nowhere; {remedy}"
             raise SourceError("unsupported", message, tensor=name, file=file)
-        if first.ranks > len(self.files):
-            missing = range(len(self.files), first.ranks)
-            names = [rank_file.name for rank_file in self.files]
-            raise missing_error(missing, first.ranks, names, self.where)
+        if first.ranks > self.world_size:
+            missing = range(self.world_size, first.ranks)
+            self.problems.append(
+                Problem.of(missing_error(missing, first.ranks, self.names, self.where))
+            )
+            self.world_size = first.ranks
         boxes = []
         for rank_file, ref in sharded:
             if (ref.shape, ref.dtype) != (first.shape, first.dtype):
@@ -325,7 +392,8 @@ class _Merger:
             chunks.append(Chunk(box.offsets, box.sizes, file, record.offset, record.nbytes))
             identity.append((file, record.name, start, strides))
         self.boxes[name] = boxes
-        self.tensors.append(Tensor(name, path, shape, dtype, tuple(chunks), tuple(identity)))
+        tensor = Tensor(name, path, shape, dtype, tuple(chunks), tuple(identity))
+        self.tensors.append(big_endian_refused(tensor) if self.is_swapped else tensor)
 
     def compare_replicas(self, name: str, boxes: Sequence[_StoredBox]) -> None:
         copies: dict[Box, object] = {}
@@ -340,7 +408,7 @@ class _Merger:
 
 
 def _stored_box(file: _RankFile, name: str, ref: TensorRef, box: Box, start: int) -> _StoredBox:
-    record = file.archive.storage(ref.storage.key, ref.storage.nbytes, name)
+    record = file.content.archive.storage(ref.storage.key, ref.storage.nbytes, name)
     return _StoredBox(box, record, file.name, start, ref.strides_in_storage())
 
 

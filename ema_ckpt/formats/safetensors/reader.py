@@ -1,19 +1,16 @@
-"""Read one safetensors file, or the shards of a Hugging Face index.
+"""Read safetensors: one file, the shards of a Hugging Face index, or the files of torch's ranks.
 
-A file is an unsigned 64-bit little-endian header length, a JSON header
-`{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}` padded with
-spaces, and a buffer that the tensors cover without hole or overlap
-(https://github.com/huggingface/safetensors#format).
+torch's HuggingFaceStorageWriter leaves `shard-R-model-i-of-n.safetensors` where each rank saves its
+own: every file says at which offsets its chunks begin in the whole tensors, and none how large
+these are or how many ranks there were
+(torch/distributed/checkpoint/hf_storage.py, `_hf_utils.py`).
 """
 
 from __future__ import annotations
 
-import struct
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from math import prod
-from typing import Any, NamedTuple, TypeGuard
 
 from ema_ckpt.core.catalog import (
     Catalog,
@@ -23,33 +20,20 @@ from ema_ckpt.core.catalog import (
     Nesting,
     Object,
     Payload,
+    Problem,
     Tensor,
     check_geometry,
+    refuse_problems,
 )
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.dtypes import DType, by_safetensors
 from ema_ckpt.core.errors import RefusedError, SourceError
-from ema_ckpt.core.text import counted, shown
+from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar
+from ema_ckpt.formats.safetensors.header import Shard, open_shard
+from ema_ckpt.formats.safetensors.index import check_names, names_by_file, open_indexed, read_index
 from ema_ckpt.formats.sidecar import Sidecar
-from ema_ckpt.storage.files import safe_name
 
-MAX_HEADER_NBYTES = 100_000_000
-LENGTH_NBYTES = 8
-METADATA = "__metadata__"
-# torch's HuggingFaceStorageWriter: the offsets at which each chunk of a file begins in its tensor.
-_SHARDING = "DCP_SHARDING_INFO"
-# Types of the format below one byte; a header that names one is sound, but nothing here reads it.
-_SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
-
-
-class _Shard(NamedTuple):
-    """One file's header: its tensors in stored order, its metadata, the size the file must have."""
-
-    file: str
-    nbytes: int
-    tensors: tuple[Tensor, ...]
-    metadata: Mapping[str, str]
+_RANK_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +47,10 @@ class SafetensorsReader:
     crcs: Mapping[Chunk, int]
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
-        chunk = tensor.chunks[0]
-        return (Payload(chunk.file, chunk.offset, chunk.nbytes, crc=self.crcs.get(chunk)),)
+        return tuple(
+            Payload(chunk.file, chunk.offset, chunk.nbytes, crc=self.crcs.get(chunk))
+            for chunk in tensor.chunks
+        )
 
     def load(self, item: Object) -> object:
         return item.inline
@@ -73,31 +59,31 @@ class SafetensorsReader:
 def open_safetensors(
     source: Files, names: tuple[str, ...], path: str, resolved: str, *, lenient: bool = False
 ) -> Catalog:
-    """Read the headers of one `.safetensors` file, or of all shards of an index.
+    """Read the headers of one `.safetensors` file, of all shards of an index, or of torch's ranks.
 
     Args:
-        names: the file, or the `*.index.json` file (anything after it is ignored).
-        lenient: turn a missing or short shard into a warning, as `inspect` does.
+        names: the file, or the `*.index.json` file, or the files of all ranks.
+        lenient: list what is wrong with files and index entries in `Catalog.problems`, and go on.
 
     Raises:
         SourceError: `bad-header`, `index-mismatch`, `missing-file`, `truncated-file`, `checksum`,
             `unsupported`.
         UnsafeError: `unsafe-path`.
     """
+    problems: list[Problem] = []
     warnings: list[Diagnostic] = []
     is_index = names[0].endswith(".json")
     if is_index:
-        shards, files = _open_index(source, names[0], lenient, warnings)
+        shards, files = _open_index(source, names[0], problems, warnings, lenient=lenient)
     else:
-        _refuse_ranks(names, resolved)
-        shards = [_open_shard(source, names[0], lenient, warnings)]
-        files = {names[0]: shards[0].nbytes}
+        shards, files = _open_files(source, names, problems, lenient=lenient)
+        warnings += _unseen_ranks(shards, resolved)
+    if not lenient:
+        refuse_problems(problems)
     content = _read_sidecar(source, shards, files, warnings)
-    if is_index and content.describes:
-        index = source.read(names[0], 0, source.size(names[0]))
-        if content.is_stale(names[0], crc32(index)):
-            content = Sidecar()
-            warnings.append(sidecar.stale(names[0]))
+    if is_index and _is_stale(content, source, names[0]):
+        content = Sidecar()
+        warnings.append(sidecar.stale(names[0]))
     if content.version > sidecar.VERSION:
         message = f"{resolved}: digests of version {content.version} are not known here"
         warnings.append(Diagnostic("unchecked", message))
@@ -108,7 +94,6 @@ def open_safetensors(
     ties = dict(content.ties) or _saved_ties(metadata, stored)
     tensors = _as_recorded(stored, content)
     digests = sidecar.digests_of(content, tensors, resolved)
-    crcs = {item.chunks[0]: digests[item.name] for item in tensors if item.name in digests}
     return Catalog(
         path=path,
         resolved=resolved,
@@ -116,11 +101,13 @@ def open_safetensors(
         tensors=tuple(tensors),
         objects=content.objects,
         source=source,
-        reader=SafetensorsReader(crcs),
+        reader=SafetensorsReader(_chunk_crcs(tensors, digests)),
         nested=content.nesting is not None,
+        world_size=max(_ranks(shards), default=None),
         files=files,
         digests=digests,
         warnings=tuple(warnings),
+        problems=tuple(problems),
         nesting=content.nesting or Nesting(),
         ties=ties,
         order=content.order,
@@ -128,26 +115,92 @@ def open_safetensors(
     )
 
 
-def _refuse_ranks(names: Sequence[str], where: str) -> None:
-    if len(names) > 1:
-        problem = "several ranks' files, as torch's HuggingFaceStorageWriter saves them"
-        remedy = "merge them with torch's consolidate_safetensors_files first"
-        raise SourceError("unsupported", f"{where}: {problem}; {remedy}")
+def _chunk_crcs(tensors: Iterable[Tensor], digests: Mapping[str, int]) -> dict[Chunk, int]:
+    """CRC-32 of each chunk that is a whole tensor: its digest."""
+    crcs: dict[Chunk, int] = {}
+    for tensor in tensors:
+        if tensor.name in digests and len(tensor.chunks) == 1:
+            crcs[tensor.chunks[0]] = digests[tensor.name]
+    return crcs
 
 
-def _merge(shards: Iterable[_Shard]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _is_stale(content: Sidecar, source: Files, index: str) -> bool:
+    """Whether the index has been written again since the sidecar beside it was made."""
+    if index not in content.describes:
+        return False
+    return content.is_stale(index, crc32(source.read(index, 0, source.size(index))))
+
+
+def _open_files(
+    source: Files, names: Sequence[str], problems: list[Problem], *, lenient: bool
+) -> tuple[list[Shard], dict[str, int]]:
+    """Open files without an index; where there are several, one that cannot be read is passed."""
+    shards: list[Shard] = []
+    files = dict.fromkeys(names, 0)
+    for name in names:
+        try:
+            shard = open_shard(source, name, lenient=lenient)
+        except SourceError as error:
+            if not lenient or len(names) == 1:
+                raise
+            problems.append(Problem.of(error))
+            continue
+        files[name] = shard.nbytes
+        shards.append(shard)
+    return shards, files
+
+
+def _merge(shards: Iterable[Shard]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Merge the tensors, by name, and the metadata of all shards."""
-    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, list[tuple[Tensor, Chunk]]] = {}
     metadata: dict[str, str] = {}
     for shard in shards:
-        tensors |= {tensor.name: tensor for tensor in shard.tensors}
+        for tensor in shard.tensors:
+            (chunk,) = tensor.chunks
+            corner = (shard.offsets or {}).get(tensor.name, chunk.offsets)
+            pieces.setdefault(tensor.name, []).append((tensor, chunk._replace(offsets=corner)))
         metadata |= shard.metadata
     metadata.pop(sidecar.KEY, None)
-    return tensors, metadata
+    return {name: _put_together(name, parts) for name, parts in pieces.items()}, metadata
+
+
+def _put_together(name: str, pieces: Sequence[tuple[Tensor, Chunk]]) -> Tensor:
+    """Put the chunks of a tensor together; it ends where the last of them does."""
+    first, _ = pieces[0]
+    for tensor, chunk in pieces[1:]:
+        if (tensor.dtype, len(tensor.shape)) != (first.dtype, len(first.shape)):
+            form, other = (f"{t.dtype.name} {list(t.shape)}" for t in (tensor, first))
+            message = f"{chunk.file}: tensor {name!r} is {form}, in {first.first_file} {other}"
+            raise SourceError("index-mismatch", message, tensor=name, file=chunk.file)
+    chunks = tuple(chunk for _, chunk in pieces)
+    ends = [[a + b for a, b in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    check_geometry(name, shape, first.dtype, chunks[0].file)
+    return replace(first, shape=shape, chunks=chunks)
+
+
+def _ranks(shards: Iterable[Shard]) -> set[int]:
+    """Ranks, from 1, that the names of files say, where the files say where their chunks begin."""
+    matches = [_RANK_SHARD.fullmatch(shard.file) for shard in shards if shard.offsets is not None]
+    return {int(match[1]) for match in matches if match}
+
+
+def _unseen_ranks(shards: Sequence[Shard], where: str) -> Iterable[Diagnostic]:
+    """Warn that files of further ranks, were there any, could not be missed."""
+    if all(shard.offsets is None for shard in shards):
+        return
+    ranks = _ranks(shards)
+    absent = sorted(set(range(1, max(ranks, default=1))) - ranks)
+    message = f"{where}: put together from {len(shards)} files of torch's HuggingFaceStorageWriter"
+    if absent:
+        message += f", none of which is of shard {', '.join(map(str, absent[:10]))}"
+    reason = "which record neither how many ranks saved nor the shapes of whole tensors"
+    remedy = "compare with the number of ranks of the run"
+    yield Diagnostic("unchecked", f"{message}, {reason}: missing last rows go unseen; {remedy}")
 
 
 def _read_sidecar(
-    source: Files, shards: list[_Shard], files: Mapping[str, int], warnings: list[Diagnostic]
+    source: Files, shards: list[Shard], files: Mapping[str, int], warnings: list[Diagnostic]
 ) -> Sidecar:
     """Read the sidecar in the one file, or the one beside the files if it is about one of them."""
     if len(files) == len(shards) == 1 and sidecar.KEY in shards[0].metadata:
@@ -208,187 +261,27 @@ def _saved_ties(metadata: Mapping[str, str], names: Mapping[str, Tensor]) -> dic
 
 
 def _open_index(
-    source: Files, index: str, lenient: bool, warnings: list[Diagnostic]
-) -> tuple[list[_Shard], dict[str, int]]:
-    weight_map, total = _read_index(source, index)
-    names_by_file: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
-        names_by_file.setdefault(file, set()).add(name)
-    shards: list[_Shard] = []
-    files: dict[str, int] = {}
-    for file, names in names_by_file.items():
-        files[file] = 0
-        try:
-            shard = _open_shard(source, file, lenient, warnings, indexed=True)
-        except SourceError as error:
-            if not lenient or error.code not in ("missing-file", "truncated-file"):
-                raise
-            message = f"{error}; it should hold {shown(sorted(names))}"
-            warnings.append(Diagnostic(error.code, message))
-            continue
-        _check_names(index, shard, names)
-        files[file] = shard.nbytes
-        shards.append(shard)
+    source: Files,
+    index: str,
+    problems: list[Problem],
+    warnings: list[Diagnostic],
+    *,
+    lenient: bool,
+) -> tuple[list[Shard], dict[str, int]]:
+    """Open every file that an index names, and list all that is wrong with any of them."""
+    weight_map, total = read_index(source, index)
+    expected = names_by_file(weight_map)
+    shards: list[Shard] = []
+    files = dict.fromkeys(expected, 0)
+    for file, names in expected.items():
+        with open_indexed(file, names, problems):
+            shard = open_shard(source, file, lenient=lenient)
+            problems += check_names(index, file, {tensor.name for tensor in shard.tensors}, names)
+            files[file] = shard.nbytes
+            shards.append(shard)
     stored = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
     # Indices that count tied tensors twice, or bytes of another dtype, are common: only a warning.
     if total not in (None, stored) and len(shards) == len(files):
         message = f"{index}: total_size is {total}, the shards hold {stored} bytes"
         warnings.append(Diagnostic("index-mismatch", message))
     return shards, files
-
-
-def _read_index(source: Files, index: str) -> tuple[dict[str, str], int | None]:
-    """Read the file of each name, and the total bytes if the index tells them."""
-    document = sidecar.load_json(source.read(index, 0, source.size(index)), index)
-    if not isinstance(document, dict):
-        document = {}
-    weight_map = document.get("weight_map")
-    if not _is_text_map(weight_map):
-        raise SourceError("bad-header", f"{index}: no weight_map from names to files", file=index)
-    for file in set(weight_map.values()):
-        safe_name(file)
-    metadata = document.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    # Some writers count in floats; what no count can be (1e999) is not compared.
-    is_count = isinstance(total, int | float) and 0 <= total < 2**63
-    return weight_map, int(total) if is_count else None  # type: ignore[arg-type]
-
-
-def _is_text_map(value: object) -> TypeGuard[dict[str, str]]:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-def _check_names(index: str, shard: _Shard, expected: set[str]) -> None:
-    names = {tensor.name for tensor in shard.tensors}
-    lacking, extra = sorted(expected - names), sorted(names - expected)
-    problems = [f"lacks {shown(lacking)}"] if lacking else []
-    if extra:
-        problems.append(f"holds {shown(extra)}, which the index places elsewhere or nowhere")
-    if problems:
-        message = f"{shard.file} {' and '.join(problems)}, against {index}"
-        tensor = (lacking + extra)[0]
-        raise SourceError("index-mismatch", message, tensor=tensor, file=shard.file)
-
-
-def _open_shard(
-    source: Files, file: str, lenient: bool, warnings: list[Diagnostic], *, indexed: bool = False
-) -> _Shard:
-    size = source.size(file)
-    header, start = _read_header(source, file, size)
-    metadata = _metadata(header.pop(METADATA, None), file, indexed=indexed)
-    tensors = tuple(_tensor(name, value, start, file) for name, value in header.items())
-    end = _end_of_buffer(tensors, start, file)
-    if size < end:
-        message = f"{file}: expected {end} bytes, found {size}: the file is truncated"
-        if not lenient:
-            raise SourceError("truncated-file", message, file=file)
-        warnings.append(Diagnostic("truncated-file", message))
-    if size > end:
-        extra = counted(size - end, "byte")
-        raise _bad_header(file, f"{extra} too many: the last tensor ends at {end}")
-    return _Shard(file, end, tensors, metadata)
-
-
-def _bad_header(file: str, problem: str, tensor: str | None = None) -> SourceError:
-    return SourceError("bad-header", f"{file}: {problem}", tensor=tensor, file=file)
-
-
-def _read_header(source: Files, file: str, size: int) -> tuple[dict[str, Any], int]:
-    """Parse the header; return it and the byte at which the buffer begins."""
-    if size < LENGTH_NBYTES:
-        message = f"{file}: {counted(size, 'byte')}, too few for a safetensors file"
-        raise SourceError("truncated-file", message, file=file)
-    first = source.read(file, 0, LENGTH_NBYTES)
-    (nbytes,) = struct.unpack("<Q", first)
-    if first == b"version ":
-        remedy = "fetch it with `git lfs pull`"
-        raise _bad_header(file, f"a Git LFS pointer and not the file itself; {remedy}")
-    if nbytes > MAX_HEADER_NBYTES:
-        limit = f"above the limit of {MAX_HEADER_NBYTES}"
-        raise _bad_header(file, f"not safetensors: its header of {nbytes} bytes is {limit}")
-    raw = source.read(file, LENGTH_NBYTES, nbytes)
-    if not raw.startswith(b"{"):
-        raise _bad_header(file, "the header does not begin with '{'")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _bad_header(file, f"the header is not UTF-8: {error}") from None
-    return sidecar.load_json(text, file), LENGTH_NBYTES + nbytes
-
-
-def _metadata(value: object, file: str, *, indexed: bool) -> dict[str, str]:
-    """Check `__metadata__`, and leave out the entries of torch's HuggingFaceStorageWriter."""
-    if value is None:
-        return {}
-    if not _is_text_map(value):
-        raise _bad_header(file, "__metadata__ is not a map from text to text")
-    if not all(map(sidecar.is_unicode, chain.from_iterable(value.items()))):
-        raise _bad_header(file, "__metadata__ is not valid Unicode")
-    sharding = value.pop(_SHARDING, None)
-    if sharding is not None and not (indexed and _begins_at_zero(sharding, file)):
-        problem = "only the rows of one rank, as torch's HuggingFaceStorageWriter saves them"
-        remedy = "merge the ranks with torch's consolidate_safetensors_files first"
-        message = f"{file}: holds {problem}; {remedy}, or save with the default writer"
-        raise SourceError("unsupported", message, file=file)
-    value.pop("DCP_VERSION", None)
-    return value
-
-
-def _begins_at_zero(text: str, file: str) -> bool:
-    """Whether each tensor begins in this file: it is whole then, if an index names no other."""
-    chunks = sidecar.load_json(text.encode(), file)
-    if not isinstance(chunks, dict):
-        return False
-    begin = [item.get("saved_offsets") for item in chunks.values() if isinstance(item, dict)]
-    return bool(begin) and all(isinstance(item, list) and not any(item) for item in begin)
-
-
-def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        problem = f"tensor {name!r} has not exactly dtype, shape and data_offsets"
-        raise _bad_header(file, problem, name)
-    if not sidecar.is_unicode(name):
-        raise _bad_header(file, f"the tensor name {name!r} is not valid Unicode", name)
-    dtype = _dtype(name, value["dtype"], file)
-    shape, span = value["shape"], value["data_offsets"]
-    if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
-        problem = f"tensor {name!r} has shape {shape!r} and data_offsets {span!r}"
-        raise _bad_header(file, problem, name)
-    check_geometry(name, tuple(shape), dtype, file)
-    begin, end = span
-    nbytes = prod(shape) * dtype.itemsize
-    if end - begin != nbytes:
-        problem = f"{dtype.name} {shape} takes {nbytes} bytes, its offsets span {end - begin}"
-        raise _bad_header(file, f"tensor {name!r}: {problem}", name)
-    chunk = Chunk((0,) * len(shape), tuple(shape), file, start + begin, nbytes)
-    return Tensor(name, (name,), tuple(shape), dtype, (chunk,))
-
-
-def _are_sizes(value: object) -> bool:
-    if not isinstance(value, list):
-        return False
-    return all(type(item) is int and 0 <= item < 2**63 for item in value)
-
-
-def _dtype(name: str, code: object, file: str) -> DType:
-    dtype = by_safetensors(code) if isinstance(code, str) else None
-    if dtype is not None:
-        return dtype
-    if code in _SUB_BYTE:
-        message = f"{file}: tensor {name!r} has the dtype {code}, which ema_ckpt does not read"
-        raise SourceError("unsupported", message, tensor=name, file=file)
-    raise _bad_header(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
-
-
-def _end_of_buffer(tensors: Iterable[Tensor], start: int, file: str) -> int:
-    """Check that the tensors cover the buffer without hole or overlap; return its last byte + 1."""
-    end = start
-    for tensor in sorted(tensors, key=lambda t: (t.chunks[0].offset, t.chunks[0].nbytes)):
-        chunk = tensor.chunks[0]
-        if chunk.offset != end:
-            overlaps = chunk.offset < end
-            problem = "overlaps the one before it" if overlaps else "leaves a hole before it"
-            where = f"begins at {chunk.offset - start}, expected {end - start}"
-            raise _bad_header(file, f"tensor {tensor.name!r} {problem}: it {where}", tensor.name)
-        end += chunk.nbytes
-    return end

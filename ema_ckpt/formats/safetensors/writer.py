@@ -21,8 +21,8 @@ from ema_ckpt.core.errors import TargetError
 from ema_ckpt.core.text import shown
 from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem
 from ema_ckpt.formats import sidecar
-from ema_ckpt.formats.safetensors import reader
-from ema_ckpt.formats.safetensors.reader import LENGTH_NBYTES, METADATA
+from ema_ckpt.formats.safetensors import header
+from ema_ckpt.formats.safetensors.header import FIELDS, LENGTH_NBYTES, METADATA
 
 _ALIGNMENT = 8
 # Keys of __metadata__ that mean something else than "this name is tied to that one".
@@ -49,11 +49,8 @@ class _Shard(NamedTuple):
         end = 0
         for tensor in self.tensors:
             begin, end = end, end + tensor.nbytes
-            entries[tensor.name] = {
-                "dtype": tensor.dtype.safetensors,
-                "shape": list(tensor.source.shape),
-                "data_offsets": [begin, end],
-            }
+            values = tensor.dtype.safetensors, list(tensor.source.shape), [begin, end]
+            entries[tensor.name] = dict(zip(FIELDS, values, strict=True))
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
         text += b" " * (-len(text) % _ALIGNMENT)
         return len(text).to_bytes(LENGTH_NBYTES, "little") + text
@@ -190,7 +187,7 @@ def lay_out(
         files = {"": tensors}
     else:
         overhead = len(json.dumps([dict(metadata), ties], ensure_ascii=False).encode())
-        max_header_nbytes = reader.MAX_HEADER_NBYTES - overhead - 64
+        max_header_nbytes = header.MAX_HEADER_NBYTES - overhead - 64
         groups = list(_split(tensors, max_shard_nbytes, max_header_nbytes))
         files = {f"{basename}.safetensors": tensors}
         if len(groups) > 1:
@@ -209,8 +206,8 @@ def lay_out(
         order,
     )
     header_nbytes = plan.starts[0] - LENGTH_NBYTES
-    if max_shard_nbytes is None and header_nbytes > reader.MAX_HEADER_NBYTES:
-        limit = f"above the limit of {reader.MAX_HEADER_NBYTES} of the format"
+    if max_shard_nbytes is None and header_nbytes > header.MAX_HEADER_NBYTES:
+        limit = f"above the limit of {header.MAX_HEADER_NBYTES} of the format"
         message = f"the header of one file would take {header_nbytes} bytes, {limit}"
         remedy = "write a directory, which is split into shards"
         raise TargetError("unsupported", f"{message}; {remedy}")

@@ -6,8 +6,11 @@ Such a part becomes an `Unreadable` that says why. Whoever needs its value raise
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeGuard
 
-from ema_ckpt.core.catalog import Diagnostic, Object
+from ema_ckpt.core.catalog import Chunk, Diagnostic, Object, Tensor, check_geometry
+from ema_ckpt.core.dtypes import DTYPES_BY_NAME, DType, is_dtype_name, unread
 from ema_ckpt.core.errors import SourceError, UnsafeError
 from ema_ckpt.core.text import counted
 from ema_ckpt.formats.pickle.safe_globals import (
@@ -20,12 +23,16 @@ from ema_ckpt.formats.pickle.safe_globals import (
     parts_of,
     within,
 )
-from ema_ckpt.formats.pickle.tensors import TensorRef
+from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 
+Ints = tuple[int, ...]
+Path = tuple[str | int, ...]
 ReadSubclass = Callable[[Global, tuple[object, ...]], object]
 _REBUILDERS = """
-    _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state
+    _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3
+    _rebuild_parameter _rebuild_parameter_with_state
     """.split()
+_MAX_ARGS = 64
 
 
 class Unreadable(Opaque):
@@ -117,17 +124,68 @@ def _rebuild_or_unreadable(named: Global, make: Maker) -> Maker:
     return rebuild
 
 
-def is_tensor(value: object) -> bool:
-    """Whether a value of a torch file is a tensor, or one in a form that is not read."""
-    return isinstance(value, TensorRef) or (
-        isinstance(value, Unreadable) and value.code == "unsupported"
-    )
+def is_unread(value: object) -> TypeGuard[Unreadable]:
+    """Whether a value of a torch file is a tensor in a form that is not read."""
+    return isinstance(value, Unreadable) and value.code == "unsupported"
 
 
-def check_supported(value: object, name: str, file: str) -> None:
-    """Raise SourceError `unsupported` if a value is a tensor in a form that is not read."""
-    if isinstance(value, Unreadable) and value.code == "unsupported":
-        raise value.error(f"tensor {name!r}", file, name)
+def refused_tensor(path: Path, value: Unreadable, file: str) -> Tensor:
+    """List a tensor in a form that is not read, so that only a verb that needs it refuses."""
+    shape, dtype = _recorded_form(value)
+    refusal = Diagnostic(value.code, f"{value.reason}; leave it out with --exclude")
+    return refused(path, shape, dtype, file, refusal)
+
+
+def refused(path: Path, shape: Ints, dtype: DType, file: str, refusal: Diagnostic) -> Tensor:
+    """List a tensor that cannot be read from `file`, and why."""
+    name = ".".join(map(str, path))
+    check_geometry(name, shape, dtype, file)
+    chunk = Chunk((0,) * len(shape), shape, file, 0, 0)
+    return Tensor(name, path, shape, dtype, (chunk,), refusal=refusal)
+
+
+def big_endian_refused(tensor: Tensor) -> Tensor:
+    """Refuse the numbers of several bytes that a big-endian machine wrote."""
+    if tensor.dtype.itemsize < 2 or tensor.refusal is not None:
+        return tensor
+    problem = "its numbers are big-endian, and their bytes are not swapped here"
+    remedy = "load it with torch and save it again, or leave it out with --exclude"
+    return replace(tensor, refusal=Diagnostic("unsupported", f"{problem}; {remedy}"))
+
+
+def _recorded_form(value: Unreadable) -> tuple[Ints, DType]:
+    """Shape and dtype that a tensor's constructor is given: the first size and the first dtype.
+
+    Where it is given no dtype, that of the last tensor (a sparse tensor's values follow its
+    indices).
+    """
+    parts = list(_in_order(value.args))
+    shapes = [part for part in parts if _is_shape(part)]
+    dtypes = [part.name for part in parts if isinstance(part, Global)]
+    named = [DTYPES_BY_NAME.get(name) or unread(name) for name in filter(is_dtype_name, dtypes)]
+    data = list(filter(None, map(_dtype_of, parts)))
+    return (*shapes, ())[0], (*named, *data[-1:], unread("unknown"))[0]
+
+
+def _dtype_of(part: object) -> DType | None:
+    if isinstance(part, TensorRef | StorageRef):
+        return part.dtype
+    if isinstance(part, Opaque) and part.name.endswith("Storage"):  # of quantized numbers
+        return unread(part.name.removesuffix("Storage").lower())
+    return None
+
+
+def _is_shape(value: object) -> TypeGuard[Ints]:
+    if not isinstance(value, tuple) or not 0 < len(value) <= _MAX_ARGS:
+        return False
+    return all(type(size) is int and 0 <= size < 2**40 for size in value)
+
+
+def _in_order(value: object, depth: int = 4) -> Iterator[object]:
+    yield value
+    if isinstance(value, tuple) and depth:
+        for part in value[:_MAX_ARGS]:
+            yield from _in_order(part, depth - 1)
 
 
 def object_warnings(name: str, value: object, file: str) -> Iterator[Diagnostic]:

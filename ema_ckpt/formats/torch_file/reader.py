@@ -1,16 +1,18 @@
-"""Read the zip form of `torch.save` (`.pt .pth .bin .ckpt`), without torch.
+"""Read files of `torch.save` (`.pt .pth .bin .ckpt`) and bare pickles, without torch.
 
-One pickle, `data.pkl`, holds everything but the storages, which are records `data/<key>` of their
-own; so several tensors can lie in one storage, with any strides. Files from before torch 1.6 are
-rejected by name.
+One pickle, `data.pkl` of a zip, holds everything but the storages, which are records `data/<key>`
+of their own; so several tensors can lie in one storage, with any strides. The forms that are no zip
+are read by `legacy.py` into the same records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from math import prod
+from typing import NamedTuple, TypeGuard, cast
 
+from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import (
     Catalog,
     Chunk,
@@ -23,42 +25,51 @@ from ema_ckpt.core.catalog import (
     check_geometry,
 )
 from ema_ckpt.core.errors import SourceError, UnsafeError, about
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.nesting import flatten
-from ema_ckpt.formats.pickle.safe_globals import Opaque
+from ema_ckpt.formats.pickle.arrays import Array
+from ema_ckpt.formats.pickle.safe_globals import Global, Opaque
 from ema_ckpt.formats.pickle.tensors import TensorRef, load_value
+from ema_ckpt.formats.torch_file.legacy import read_pickled
 from ema_ckpt.formats.torch_file.lenient import (
     LenientGlobals,
     Unreadable,
+    big_endian_refused,
     check_discarded,
-    check_supported,
-    is_tensor,
+    is_unread,
     load_inline,
     object_warnings,
+    refused,
+    refused_tensor,
 )
+from ema_ckpt.formats.torch_file.sharded_tensors import ShardRef, read_subclass
 from ema_ckpt.formats.torch_zip.reader import Archive, read_archive
 
 Path = tuple[str | int, ...]
+_Place = tuple[str, int, tuple[int, ...] | None]
+_Places = Sequence[_Place]
 
-# First bytes of other files than zips; the pickled number is torch's legacy MAGIC_NUMBER.
-_LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-_PICKLE_MAGICS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_AnyTensor = TensorRef | ShardRef | Array | Unreadable
+
+# Protocols 2 to 5, and 0 and 1 of a dict; files of torch before 1.6 among them.
+_PICKLE_MAGICS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"(dp", b"}q\0")
 
 
 @dataclass(frozen=True, slots=True)
 class TorchReader:
-    """Locates payloads by `Tensor.storage`: (file, key, first element, strides or None)."""
+    """Locates payloads by `Tensor.storage`: for each chunk key, first element, strides or None."""
 
     archive: Archive
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
-        """Locate the storage behind a tensor, and the tensor in it."""
-        file, key, start, strides = cast(
-            "tuple[str, str, int, tuple[int, ...] | None]", tensor.storage
-        )
-        record = self.archive.record(f"data/{key}")
-        return (Payload(file, record.offset, record.nbytes, strides, start, record.crc),)
+        """Locate the storage behind each chunk of a tensor, and the chunk in it."""
+        payloads = []
+        for key, start, strides in cast("_Places", (tensor.storage or ())[1:]):
+            record = self.archive.record(f"data/{key}")
+            place = Payload(self.archive.file, record.offset, record.nbytes, strides, start)
+            payloads.append(place._replace(crc=record.crc))
+        return tuple(payloads)
 
     def load(self, item: Object) -> object:
         """Return a value that was read along with the file. Raises as `load_inline`."""
@@ -77,26 +88,21 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
         UnsafeError: `unsafe-pickle` if unpickling a tensor would call anything unlisted.
     """
     file = names[0]
-    archive = open_archive(source, file)
-    lenient = LenientGlobals()
-    leaves, nesting = read_leaves(archive, lenient)
+    lenient = LenientGlobals(read_subclass)
+    content = read_content(source, file, lenient)
+    archive, (leaves, nesting) = content.archive, read_leaves(content)
     tensors: list[Tensor] = []
     objects: list[Object] = []
-    warnings: list[Diagnostic] = []
+    warnings = archive.warnings()
     for leaf_path, value in leaves:
-        name = ".".join(map(str, leaf_path))
-        if isinstance(value, TensorRef):
-            shape, key, strides = value.shape, value.storage.key, value.strides_in_storage()
-            check_geometry(name, shape, value.dtype, file)
-            record = archive.storage(key, value.storage.nbytes, name)
-            chunk = Chunk((0,) * len(shape), shape, file, record.offset, record.nbytes)
-            storage = (file, key, value.start, strides)
-            tensors.append(Tensor(name, leaf_path, shape, value.dtype, (chunk,), storage))
+        if is_tensor(value):
+            tensor = _tensor(archive, leaf_path, value)
+            tensors.append(big_endian_refused(tensor) if content.is_big_endian else tensor)
             continue
-        check_supported(value, name, file)
+        name = ".".join(map(str, leaf_path))
         warnings += object_warnings(name, value, file)
         objects.append(Object(name, leaf_path, file, inline=value, is_inline=True))
-    check_discarded(lenient.unsafe, [item.inline for item in objects], file)
+    check_discarded(lenient.unsafe, [value for _, value in leaves], file)
     return Catalog(
         path=path,
         resolved=resolved,
@@ -107,59 +113,80 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
         reader=TorchReader(archive),
         nested=any(len(leaf_path) > 1 for leaf_path, _ in leaves),
         files={file: source.size(file)},
-        archives=frozenset({file}),
         digests=_digests(archive, tensors),
         warnings=tuple(warnings),
+        archives=frozenset([file] if content.is_zip else ()),
         nesting=nesting,
         order=tuple([".".join(map(str, leaf_path)) for leaf_path, _ in leaves]),
     )
 
 
-def open_archive(source: Files, file: str) -> Archive:
-    """Read the directory of a torch file.
+def _tensor(archive: Archive, path: Path, value: _AnyTensor) -> Tensor:
+    """List a tensor, whole or one rank's piece of it, or one that is not read."""
+    file = archive.file
+    if isinstance(value, Array):
+        array = Global(value.module, value.name, None)
+        value = value.ref or Unreadable(array, "unsupported", value.reason, value.args)
+    if isinstance(value, Unreadable):
+        return refused_tensor(path, value, file)
+    name = ".".join(map(str, path))
+    shards = [(whole(value.shape), value)] if isinstance(value, TensorRef) else value.shards
+    check_geometry(name, value.shape, value.dtype, file)
+    if isinstance(value, ShardRef) and sum(box.numel for box, _ in shards) < prod(value.shape):
+        return refused(path, value.shape, value.dtype, file, _piece(value))
+    chunks: list[Chunk] = []
+    places: list[_Place] = []
+    for box, ref in shards:
+        record = archive.storage(ref.storage.key, ref.storage.nbytes, name)
+        chunks.append(Chunk(box.offsets, box.sizes, file, record.offset, record.nbytes))
+        places.append((ref.storage.key, ref.start, ref.strides_in_storage()))
+    return Tensor(name, path, value.shape, value.dtype, tuple(chunks), (file, *places))
+
+
+def _piece(ref: ShardRef) -> Diagnostic:
+    held = ", ".join(f"{list(box.sizes)} at {list(box.offsets)}" for box, _ in ref.shards)
+    problem = f"the file holds {held or 'no part'} of {list(ref.shape)}, what one rank has"
+    remedy = "put the files of all ranks into one directory and open that"
+    return Diagnostic("incomplete", f"{problem} of {counted(ref.ranks, 'rank')}; {remedy}")
+
+
+class Content(NamedTuple):
+    """What a torch file holds: the value of its pickle, of `nbytes` bytes, and its storages."""
+
+    root: object
+    archive: Archive
+    nbytes: int
+    is_big_endian: bool
+    is_zip: bool
+
+
+def read_content(source: Files, file: str, lenient: LenientGlobals) -> Content:
+    """Read the pickle and the directory of a torch file of any form.
 
     Raises:
-        SourceError: `unsupported` for old forms and programs, `bad-header`, `truncated-file`.
+        SourceError: `unsupported` for programs and forms that are not read, `bad-header`,
+            `unreadable`, `truncated-file`. UnsafeError: `unsafe-pickle`.
     """
     nbytes = source.size(file)
     if not nbytes:
         raise SourceError("truncated-file", f"{file}: the file is empty", file=file)
-    _check_magic(source.read(file, 0, min(nbytes, 512)), file)
-    archive = read_archive(source, file, 0, nbytes)
+    first = source.read(file, 0, min(nbytes, 512))
+    if first.startswith(b"PK"):
+        return _read_zip(read_archive(source, file, 0, nbytes), lenient)
+    if first.startswith(_PICKLE_MAGICS):
+        root, archive, nbytes, is_swapped = read_pickled(source, file, lenient)
+        return Content(root, archive, nbytes, is_swapped, is_zip=False)
+    raise _foreign(first, file)
+
+
+def _read_zip(archive: Archive, lenient: LenientGlobals) -> Content:
+    file = archive.file
     if "constants.pkl" in archive.records:
         message = f"{file}: a TorchScript program, not a checkpoint; save its state_dict()"
         raise SourceError("unsupported", message, file=file)
-    if "byteorder" in archive.records and archive.read("byteorder").strip() != b"little":
-        raise SourceError("unsupported", f"{file}: written on a big-endian machine", file=file)
-    return archive
-
-
-def _check_magic(first: bytes, file: str) -> None:
-    if first.startswith(b"PK"):
-        return
-    code, remedy = "unsupported", "load it with torch and save it again with torch.save"
-    if first[2:].startswith(_LEGACY_MAGIC):
-        problem = f"the form of torch.save before torch 1.6; {remedy}"
-    elif first[257:262] == b"ustar":
-        problem = f"the tar form of torch.save before torch 0.2; {remedy}"
-    elif first.startswith(_PICKLE_MAGICS):
-        problem = "a bare pickle, not a file of torch.save"
-    elif first.startswith(b"version https://git-lfs"):
-        code, problem = "bad-header", "a Git LFS pointer; fetch the file with `git lfs pull`"
-    else:
-        code, problem = "bad-header", "not a file of torch.save: it does not begin as a zip does"
-    raise SourceError(code, f"{file}: {problem}", file=file)
-
-
-def read_leaves(
-    archive: Archive, lenient: LenientGlobals, is_tensor: Callable[[object], bool] = is_tensor
-) -> tuple[list[tuple[Path, object]], Nesting]:
-    """Read all leaves of a torch file by path, in stored order, and how they nest.
-
-    Raises:
-        SourceError: `unsupported unreadable name-collision`. UnsafeError: `unsafe-pickle`.
-    """
-    file, data = archive.file, archive.read("data.pkl")
+    data, order = archive.read("data.pkl"), b"little"
+    if "byteorder" in archive.records:
+        order = archive.read("byteorder").strip()
     try:
         root = load_value(data, file, prepare=lenient.prepare)
     except UnsafeError:
@@ -168,11 +195,37 @@ def read_leaves(
         # A call of what an executor returned ends here; a strict reader names the executor.
         load_value(data, file)
         raise
+    return Content(root, archive, len(data), order != b"little", is_zip=True)
+
+
+def _foreign(first: bytes, file: str) -> SourceError:
+    code, remedy = "unsupported", "load it with torch and save it again with torch.save"
+    if first[257:262] == b"ustar":
+        problem = f"the tar form of torch.save before torch 0.2; {remedy}"
+    elif first.startswith(b"version https://git-lfs"):
+        code, problem = "bad-header", "a Git LFS pointer; fetch the file with `git lfs pull`"
+    else:
+        code, problem = "bad-header", "not a file of torch.save: it does not begin as a zip does"
+    return SourceError(code, f"{file}: {problem}", file=file)
+
+
+def is_tensor(value: object) -> TypeGuard[_AnyTensor]:
+    """Whether a value of a torch file is a tensor, sharded and unread ones included."""
+    return isinstance(value, TensorRef | ShardRef | Array) or is_unread(value)
+
+
+def read_leaves(content: Content) -> tuple[list[tuple[Path, object]], Nesting]:
+    """List all leaves of a torch file by path, in stored order, and how they nest.
+
+    Raises:
+        SourceError: `unsupported`, `name-collision`. UnsafeError: `unsafe-pickle`.
+    """
+    root, file = content.root, content.archive.file
     if isinstance(root, Unreadable):
         raise root.error("the checkpoint", file)
     if not isinstance(root, dict | list | tuple):
         kind, remedy = f"a {type(root).__name__}", ""
-        if isinstance(root, TensorRef):
+        if is_tensor(root):
             kind = "one bare tensor"
         elif isinstance(root, Opaque):
             kind, remedy = f"a pickled {root.module}.{root.name}", "; save its state_dict()"
@@ -180,7 +233,7 @@ def read_leaves(
         raise SourceError("unsupported", message, file=file)
     try:
         # Each thing that is stored takes a byte of the pickle at least.
-        leaves, nesting = flatten(root, is_tensor, len(data) + 64)
+        leaves, nesting = flatten(root, is_tensor, content.nbytes + 64)
     except SourceError as error:
         raise about(error, file=file) from None
     return [(path, value) for path, value in leaves if path], nesting

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ema_ckpt.core.catalog import Files
+from ema_ckpt.core.catalog import Diagnostic, Files
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.text import counted, shown
 
 LOCAL = struct.Struct("<4sHHHHHLLLHH")
 CENTRAL = struct.Struct("<4sHHHHHHLLLHHHHHLL")
@@ -25,6 +25,7 @@ END64 = struct.Struct("<4sQHHLLQQQQ")
 LOCATOR64 = struct.Struct("<4sLQL")
 LOCAL_CRC, CENTRAL_CRC = 14, 16  # byte of the checksum in these records
 MAX_U32, MAX_U16 = 0xFFFFFFFF, 0xFFFF
+_END_MAGIC = b"PK\5\6"
 _PEEK_NBYTES = 4096
 _MAX_DIRECTORY_NBYTES = 1 << 30
 
@@ -88,6 +89,15 @@ class Archive:
     file: str
     records: Mapping[str, Record]
     window: Window
+    trailing_nbytes: int = 0
+
+    def warnings(self) -> list[Diagnostic]:
+        """Warn of bytes after the end, which torch passes over and no checksum covers."""
+        if not self.trailing_nbytes:
+            return []
+        extra = counted(self.trailing_nbytes, "byte")
+        message = f"{self.file}: {extra} after the end of the archive: torch passes over them"
+        return [Diagnostic("unchecked", f"{message}; they are not read, nor written again")]
 
     def record(self, name: str) -> Record:
         """Return a record. Raises SourceError `bad-header` if there is none."""
@@ -128,6 +138,9 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
             twice included; `unsupported` for compressed or encrypted records; `truncated-file`.
     """
     window = Window(source, file, offset, nbytes)
+    end = _end_of_archive(window)
+    if end < nbytes:
+        window = Window(source, file, offset, end)
     _, entries = read_directory(window)
     folders = {entry.name.partition("/")[0] for entry in entries}
     if len(folders) > 1:
@@ -140,17 +153,30 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
             raise window.bad(f"the record {name!r} stands twice")
         start = offset + _data_start(window, entry)
         records[name] = Record(name, start, entry.nbytes, entry.crc if has_checksums else None)
-    return Archive(file, records, window)
+    return Archive(file, records, window, nbytes - end)
+
+
+def _end_of_archive(window: Window) -> int:
+    """Return where the end record ends; bytes may follow it, as torch's own reader allows.
+
+    Raises:
+        SourceError: `bad-header` if there is none, as where the file was cut.
+    """
+    if window.tail[-END.size :].startswith(_END_MAGIC):
+        return window.nbytes
+    nbytes = min(window.nbytes, END.size + MAX_U16)
+    tail = window.read(window.nbytes - nbytes, nbytes)
+    found = tail.rfind(_END_MAGIC, 0, max(nbytes - END.size + len(_END_MAGIC), 0))
+    if found < 0:
+        problem = "its end record is missing: it was cut short, or is no zip"
+        raise window.bad(problem)
+    return window.nbytes - nbytes + found + END.size
 
 
 def _directory_span(window: Window) -> tuple[int, int, int]:
     """Locate the central directory (zip64 followed): its start, size and number of entries."""
-    if window.nbytes < END.size:
-        raise window.bad("it is shorter than an empty zip")
     end_start = window.nbytes - END.size
-    magic, _, _, _, count, size, start, comment = END.unpack(window.read(end_start, END.size))
-    if magic != b"PK\5\6" or comment != 0:
-        raise window.bad("its end record is missing: not a zip, or truncated")
+    _, _, _, _, count, size, start, _ = END.unpack(window.read(end_start, END.size))
     if count == MAX_U16 or MAX_U32 in (size, start):
         locator = LOCATOR64.unpack(window.read(end_start - LOCATOR64.size, LOCATOR64.size))
         if locator[0] != b"PK\6\7":
@@ -201,7 +227,8 @@ def _zip64(window: Window, extra: bytes, fields: list[int]) -> list[int]:
     while position + 4 <= len(extra):
         tag, size = struct.unpack_from("<HH", extra, position)
         if tag == 1:
-            wide = iter(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
+            wide_bytes = extra[position + 4 : position + 4 + size]
+            wide = iter(struct.unpack_from(f"<{len(wide_bytes) // 8}Q", wide_bytes))
             return [next(wide, MAX_U32) if field == MAX_U32 else field for field in fields]
         position += 4 + size
     raise window.bad("a zip64 field is missing")

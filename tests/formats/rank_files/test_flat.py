@@ -102,8 +102,9 @@ def test_a_lost_piece_is_told(tmp_path: Path) -> None:
         tree = {"flat": piece, "names": list(SHAPES), "shapes": list(SHAPES.values())}
         torch.save(tree, tmp_path / f"ema_rank{rank}.pt")
     with pytest.raises(ema_ckpt.EmaCkptError, match="files missing") as caught:
-        ema_ckpt.inspect(tmp_path)
+        ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
     assert caught.value.code == "incomplete"
+    assert [w.code for w in ema_ckpt.inspect(tmp_path).warnings] == ["incomplete"]
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 3), (0, 3), (3, 0)])
@@ -122,5 +123,6 @@ def test_a_piece_alone_is_not_the_whole(tmp_path: Path, recorded: dict[str, int]
     torch.save({**tree, **recorded}, tmp_path / "ema_rank1.pt")
     for path in (tmp_path, tmp_path / "ema_rank1.pt"):
         with pytest.raises(ema_ckpt.EmaCkptError, match="missing") as caught:
-            ema_ckpt.inspect(path)
+            ema_ckpt.consolidate(path, tmp_path.parent / "out.pt")
         assert caught.value.code == "incomplete"
+        assert [w.code for w in ema_ckpt.inspect(path).warnings][-1:] == ["incomplete"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -116,9 +117,16 @@ def test_partitions_give_the_weights(tmp_path: Path, stage: int, world_size: int
 def test_what_is_missing_is_named(tmp_path: Path, lost: str) -> None:
     save(tmp_path, 2, 3)
     (tmp_path / lost).unlink()
-    with pytest.raises(ema_ckpt.EmaCkptError, match=r"3 ranks|mp_rank_00_model_states") as caught:
-        ema_ckpt.inspect(tmp_path)
+    expected = r"3 ranks|mp_rank_00_model_states"
+    with pytest.raises(ema_ckpt.EmaCkptError, match=expected) as caught:
+        ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
     assert caught.value.code == "incomplete"
+    (warning,) = ema_ckpt.inspect(tmp_path).warnings
+    assert warning.code == "incomplete"
+    assert re.search(expected, warning.message)
+    found = ema_ckpt.verify(tmp_path)
+    assert (found.status, found.problems[0].code) == ("damaged", "incomplete")
+    assert found.checked_bytes  # what is there
 
 
 def test_shapes_have_to_be_recorded(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ema_ckpt
 from ema_ckpt.core.catalog import Nesting, Object
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, UnsafeError
-from ema_ckpt.formats.safetensors import reader as format_module
+from ema_ckpt.formats.safetensors import header as format_module
 from ema_ckpt.formats.safetensors.reader import open_safetensors
 from ema_ckpt.formats.safetensors.writer import lay_out, refusal
 from ema_ckpt.storage.files import LocalFiles
@@ -341,7 +342,8 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BAD_HEADERS = {
     "not json": (raw_file(b"{nonsense}"), "bad-header"),
     "not an object": (raw_file(b"[]"), "bad-header"),
-    "leading space": (raw_file(b" {}"), "bad-header"),
+    "byte order mark": (raw_file(b"\xef\xbb\xbf{}"), "bad-header"),
+    "vertical tab": (raw_file(b"\x0b{}"), "bad-header"),
     "NaN": (raw_file(b'{"a": NaN}'), "bad-header"),
     "deep": (raw_file(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "bad-header"),
     "huge number": (raw_file(b'{"a":' + b"9" * 5000 + b"}"), "bad-header"),
@@ -378,7 +380,14 @@ BAD_HEADERS = {
     "seven bytes": (b"1234567", "truncated-file"),
     "header cut": (raw_file(b'{"a":', nbytes=500), "truncated-file"),
     "one byte short": (raw_file({"a": F32}, b"1234567"), "truncated-file"),
-    "one rank's rows": (raw_file({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}), "unsupported"),
+    "offsets of no tensor": (
+        raw_file({"a": F32, "__metadata__": {"DCP_SHARDING_INFO": "{}"}}, b"12345678"), "bad-header"),
+    "offsets of another rank": (
+        raw_file({"a": F32, "__metadata__": {"DCP_SHARDING_INFO": '{"a":{"saved_offsets":[0,0]}}'}},
+                 b"12345678"), "bad-header"),
+    "offsets beyond all bounds": (
+        raw_file({"a": F32, "__metadata__": {"DCP_SHARDING_INFO": f'{{"a":{{"saved_offsets":[{2**62}]}}}}'}},
+                 b"12345678"), "out-of-bounds"),
 }  # fmt: skip
 
 
@@ -542,10 +551,89 @@ def test_missing_and_short_shards_stop_all_but_a_lenient_reader(tmp_path):
     with pytest.raises(SourceError) as caught:
         open_index(tmp_path)
     assert (caught.value.code, caught.value.file) == ("missing-file", first.name)
+    for told in (first.name, "'t0'", second.name, "'t1'", "truncated"):
+        assert told in str(caught.value)
     catalog = open_index(tmp_path, lenient=True)
-    assert [warning.code for warning in catalog.warnings] == ["missing-file", "truncated-file"]
-    assert "'t0'" in catalog.warnings[0].message
+    assert [problem.code for problem in catalog.problems] == ["missing-file"]
+    assert "'t0'" in catalog.problems[0].message
     assert [tensor.name for tensor in catalog.tensors] == ["t1", "t2"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_every_entry_of_an_index_is_tried_whatever_was_found_before(tmp_path, kind):
+    """Two files away, one without its header or directory, one wrong entry: all are told, by every verb."""
+    names = [f"model-0000{i}-of-00005.{kind}" for i in range(1, 6)]
+    save = safetensors.torch.save_file if kind == "safetensors" else torch.save
+    for number, name in enumerate(names):
+        save({f"t{number}": torch.arange(3.0) + number}, tmp_path / name)
+    weight_map = {f"t{number}": name for number, name in enumerate(names)}
+    index = tmp_path / ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
+    document = {"metadata": {}, "weight_map": weight_map | {"not.there": names[4]}}
+    index.with_name(f"{index.name}.index.json").write_text(json.dumps(document))
+    (tmp_path / names[0]).unlink()
+    (tmp_path / names[2]).unlink()
+    os.truncate(tmp_path / names[3], 30)
+
+    found = ema_ckpt.verify(tmp_path)
+    assert found.status == "damaged"
+    told = {names[0]: "t0", names[2]: "t2", names[3]: "t3", names[4]: "not.there"}
+    assert {problem.file for problem in found.problems} == told.keys()
+    assert found.checked_bytes + found.unchecked_bytes >= 24  # of what is there
+    for file, name in told.items():
+        assert any(
+            file in problem.message and repr(name) in problem.message for problem in found.problems
+        )
+    for refused in (ema_ckpt.inspect, lambda path: ema_ckpt.consolidate(path, f"{path}.pt")):
+        with pytest.raises(SourceError) as caught:
+            refused(tmp_path)
+        message = str(caught.value)
+        assert all(file in message and repr(name) in message for file, name in told.items())
+
+    document["weight_map"] = weight_map
+    index.with_name(f"{index.name}.index.json").write_text(json.dumps(document))
+    listed = ema_ckpt.inspect(tmp_path)
+    assert [tensor.name for tensor in listed.tensors] == ["t1", "t4"]
+    assert {w.message.partition(":")[0] for w in listed.warnings} >= {names[0], names[2], names[3]}
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 2**40) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    spaces=st.tuples(*[st.text(" \n\t\r\x0b\0", max_size=2)] * 2),
+    fields=st.dictionaries(st.text(min_size=1, max_size=9), JSON_VALUES, max_size=2),
+    metadata=JSON_VALUES | st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
+)
+def test_headers_are_accepted_just_as_the_reference_does(tmp_path, spaces, fields, metadata):
+    """Spaces around the header, unknown fields in an entry, any `__metadata__`."""
+    header = {
+        "a": F32 | {k: v for k, v in fields.items() if k not in F32},
+        "__metadata__": metadata,
+    }
+    text = spaces[0] + json.dumps(header, ensure_ascii=False) + spaces[1]
+    data = raw_file(text.encode("utf-8", "surrogatepass"), b"12345678")
+    (tmp_path / "x.safetensors").write_bytes(data)
+    try:
+        expected = safetensors.torch.load(data)["a"]
+    except safetensors.SafetensorError:
+        expected = None
+    try:
+        found = read(open_one(tmp_path / "x.safetensors"), "a")
+    except SourceError as error:
+        assert expected is None, error
+        assert error.code == "bad-header"
+    else:
+        assert expected is not None
+        assert same(found, expected)
 
 
 def test_a_fifo_in_the_place_of_a_shard_is_refused_and_does_not_hang(tmp_path):

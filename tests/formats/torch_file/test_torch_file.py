@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import ema_ckpt
 from ema_ckpt.core.catalog import Nesting, Object
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, UnsafeError
 from ema_ckpt.formats.pickle.safe_globals import Opaque
@@ -234,9 +236,22 @@ def test_usual_trainer_values_are_plain(tmp_path):
     )
 
 
-def test_numpy_values_are_opaque_and_stop_nothing(tmp_path):
-    catalog = saved(tmp_path, {"w": torch.ones(1), "np": {"a": np.float64(2), "b": np.arange(3)}})
-    assert [warning.code for warning in catalog.warnings] == ["opaque", "opaque"]
+def test_numbers_of_numpy_are_plain_and_its_arrays_opaque(tmp_path):
+    numbers = [
+        np.float64(2),
+        np.float32(0.1),
+        np.float16(3),
+        np.int64(-5),
+        np.uint8(7),
+        np.bool_(1),
+    ]
+    odd = [np.array([1 + 2j])[0], np.str_("text"), np.datetime64(1, "s")]
+    catalog = saved(tmp_path, {"w": torch.ones(1), "n": numbers, "odd": odd, "array": np.arange(3)})
+    values = {item.name: item.inline for item in catalog.objects}
+    assert values["n"] == [number.item() for number in numbers]
+    assert [type(value) for value in values["n"]] == [float, float, float, int, int, bool]
+    told = [warning.message for warning in catalog.warnings if warning.code == "opaque"]
+    assert len(told) == 2 and "'odd'" in told[0] and "'array'" in told[1]
     assert len(catalog.tensors) == 1
 
 
@@ -376,7 +391,7 @@ def test_a_list_in_itself_ends(tmp_path):
 # --- refused forms and damage ------------------------------------------------------------------------------
 
 
-def test_distributed_tensors_are_refused_by_name(tmp_path):
+def test_distributed_tensors_are_read_where_one_file_has_all(tmp_path):
     script = (
         "import torch, torch.distributed as dist, sys, warnings\n"
         "warnings.simplefilter('ignore')\n"
@@ -390,34 +405,56 @@ def test_distributed_tensors_are_refused_by_name(tmp_path):
     )
     files = [tmp_path / "dtensor.pt", tmp_path / "sharded.pt"]
     subprocess.run([sys.executable, "-c", script, *map(str, files)], check=True, timeout=120)
-    for file, kind in zip(files, ["DTensor", "ShardedTensor"], strict=True):
-        with pytest.raises(SourceError, match=rf"'m\.w'.*{kind}") as caught:
-            opened(file)
-        assert (caught.value.code, caught.value.tensor) == ("unsupported", "m.w")
+    for file in files:
+        assert same(read(opened(file), "m.w"), torch.arange(6.0))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("kind", ["sparse", "meta", "conj", "quantized"])
-def test_tensors_without_plain_bytes_are_refused_by_name(tmp_path, kind):
-    tensor = {
-        "sparse": lambda: torch.eye(3).to_sparse(),
-        "meta": lambda: torch.empty(3, device="meta"),
-        "conj": lambda: torch.ones(3, dtype=torch.complex64).conj(),
-        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    }[kind]()
-    with pytest.raises(SourceError) as caught:
-        saved(tmp_path, {"m": {"w": tensor}})
-    # A quantized storage is refused before the tensor that it belongs to is known.
-    assert (caught.value.code, caught.value.tensor) == (
-        "unsupported",
-        None if kind == "quantized" else "m.w",
-    )
+def unread_tensors():
+    """Tensors that no format but a pickle of torch holds, and the shape and dtype of each."""
+    return {
+        "sparse": (torch.eye(3).to_sparse(), (3, 3), "float32"),
+        "csr": (torch.eye(3, dtype=torch.float64).to_sparse_csr(), (3, 3), "float64"),
+        "meta": (torch.empty(3, 2, device="meta"), (3, 2), "float32"),
+        "conj": (torch.ones(3, dtype=torch.complex64).conj(), (3,), "complex64"),
+        "quantized": (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), (3,), "qint8"),
+        "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), None, None),
+    }
 
 
-def test_legacy_files_are_refused_by_name(tmp_path):
-    with pytest.raises(SourceError, match=r"before torch 1\.6") as caught:
-        saved(tmp_path, {"w": torch.ones(1)}, _use_new_zipfile_serialization=False)
-    assert caught.value.code == "unsupported"
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:torch.quantize_per_tensor", "ignore:The Py")
+@pytest.mark.parametrize("place", ["model", "optimizer"])
+@pytest.mark.parametrize("kind", ["sparse", "csr", "meta", "conj", "quantized", "nested"])
+def test_a_tensor_that_is_not_read_stops_only_who_needs_it(tmp_path, kind, place):
+    tensor, shape, dtype = unread_tensors()[kind]
+    tree = {"model": {"v": torch.arange(6.0)}, "optimizer": {"state": {0: {"v": torch.ones(1)}}}}
+    tree[place]["w"] = tensor
+    source, out = tmp_path / "c.pt", tmp_path / "out.safetensors"
+    torch.save(tree, source)
+    listed = ema_ckpt.inspect(source)
+    assert [(w.code, f"'{place}.w'" in w.message) for w in listed.warnings] == [
+        ("unsupported", True)
+    ]
+    (entry,) = [item for item in listed.tensors if item.name == f"{place}.w"]
+    if shape is not None:
+        assert (entry.shape, entry.dtype) == (shape, dtype)
+    found = ema_ckpt.verify(source)
+    codes = [w.code for w in found.warnings]
+    assert (found.status, codes, found.problems) == ("unproven", ["unchecked", "unchecked"], ())
+    needs_it = [lambda: ema_ckpt.convert(source, tmp_path / "dcp")]
+    if place == "model":
+        needs_it.append(lambda: ema_ckpt.consolidate(source, out))
+    for call in needs_it:
+        with pytest.raises(SourceError) as caught:
+            call()
+        assert (caught.value.code, caught.value.tensor) == ("unsupported", f"{place}.w")
+        assert "--exclude" in str(caught.value)
+    ema_ckpt.convert(source, tmp_path / "dcp", exclude=[f"{place}.w"])
+    ema_ckpt.consolidate(source, out, exclude=["w"] if place == "model" else [])
+    assert list(load_file(out)) == ["v"]
+    with ema_ckpt.open(source) as ckpt:
+        assert torch.equal(ckpt["model.v"], torch.arange(6.0))
+        with pytest.raises(SourceError):
+            ckpt[f"{place}.w"]
 
 
 def fails(tmp_path: Path, data: bytes) -> str:
@@ -441,11 +478,44 @@ def test_other_files_are_refused_by_name(tmp_path):
     assert fails(tmp_path, (tmp_path / "c.pt").read_bytes()) == "unsupported"
 
 
-def test_big_endian_files_are_refused_by_name(tmp_path):
-    craft(tmp_path / "c.pt", b"\x80\x02}.", byteorder=b"big")
-    with pytest.raises(SourceError, match="big-endian") as caught:
-        opened(tmp_path / "c.pt")
+def test_big_endian_numbers_are_refused_where_they_are_needed(tmp_path):
+    torch.save({"w": torch.ones(2), "flags": torch.tensor([True, False])}, tmp_path / "c.pt")
+    data = (tmp_path / "c.pt").read_bytes()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(tmp_path / "c.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"big" if name.endswith("byteorder") else old.read(name))
+    assert [w.code for w in ema_ckpt.inspect(tmp_path / "c.pt").warnings] == ["unsupported"]
+    with pytest.raises(SourceError, match=r"'w'.*big-endian") as caught:
+        ema_ckpt.consolidate(tmp_path / "c.pt", tmp_path / "out.safetensors")
     assert caught.value.code == "unsupported"
+    ema_ckpt.consolidate(tmp_path / "c.pt", tmp_path / "out.safetensors", exclude=["w"])
+    expected = torch.load(tmp_path / "c.pt", weights_only=True)["flags"]
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["flags"], expected)
+
+
+@pytest.mark.parametrize("extra", [b"8 bytes.", b"PK\5\6", b"x" * 65000])
+def test_bytes_after_the_end_are_passed_over_as_torch_does(tmp_path, extra):
+    torch.save({"w": torch.arange(3000.0)}, tmp_path / "c.pt")
+    with open(tmp_path / "c.pt", "ab") as file:
+        file.write(extra)
+    expected = torch.load(tmp_path / "c.pt", weights_only=True)["w"]
+    catalog = opened(tmp_path / "c.pt")
+    assert same(read(catalog, "w"), expected)
+    assert [w.code for w in catalog.warnings] == ["unchecked"]
+    assert f"{len(extra):,} bytes after the end" in catalog.warnings[0].message
+    found = ema_ckpt.verify(tmp_path / "c.pt")
+    assert (found.status, [w.code for w in found.warnings]) == ("sound", ["unchecked"])
+
+
+def test_too_many_bytes_after_the_end_are_refused_as_torch_does(tmp_path):
+    torch.save({"w": torch.arange(3000.0)}, tmp_path / "c.pt")
+    with open(tmp_path / "c.pt", "ab") as file:
+        file.write(b"x" * 70000)
+    with pytest.raises(RuntimeError):
+        torch.load(tmp_path / "c.pt", weights_only=True)
+    with pytest.raises(SourceError) as caught:
+        opened(tmp_path / "c.pt")
+    assert caught.value.code == "bad-header"
 
 
 def test_every_truncation_is_an_error(tmp_path):

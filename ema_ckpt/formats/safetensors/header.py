@@ -1,0 +1,182 @@
+"""Read the header of a safetensors file, as strictly as the reference library does.
+
+A file is an unsigned 64-bit little-endian header length, a JSON header
+`{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {text: text}}` with spaces
+around it, and a buffer that the tensors cover without hole or overlap
+(https://github.com/huggingface/safetensors#format). An entry may have further fields, which mean
+nothing here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple, TypeGuard
+
+from ema_ckpt.core.catalog import Chunk, Files, Tensor, check_geometry
+from ema_ckpt.core.dtypes import DType, by_safetensors
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import counted
+from ema_ckpt.formats import sidecar
+
+MAX_HEADER_NBYTES = 100_000_000
+LENGTH_NBYTES = 8
+METADATA = "__metadata__"
+FIELDS = ("dtype", "shape", "data_offsets")
+# Types of the format below one byte; a header that names one is sound, but nothing here reads it.
+_SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
+# torch's HuggingFaceStorageWriter: the offsets at which each chunk of a file begins in its tensor.
+_SHARDING = "DCP_SHARDING_INFO"
+
+Ints = tuple[int, ...]
+
+
+class Shard(NamedTuple):
+    """One file's header: tensors in stored order, metadata, the size that the file must have.
+
+    `offsets` are the corners at which tensors begin in the whole ones, as torch's
+    HuggingFaceStorageWriter says; None if it says nothing.
+    """
+
+    file: str
+    nbytes: int
+    tensors: tuple[Tensor, ...]
+    metadata: Mapping[str, str]
+    offsets: Mapping[str, Ints] | None
+
+
+def open_shard(source: Files, file: str, *, lenient: bool = False) -> Shard:
+    """Read the header of one file; `lenient` passes over a buffer that is cut short.
+
+    Raises:
+        SourceError: `bad-header`, `missing-file`, `truncated-file`, `unsupported`.
+    """
+    size = source.size(file)
+    header, start = _read_header(source, file, size)
+    metadata = _metadata(header.pop(METADATA, None), file)
+    tensors = tuple(_tensor(name, value, start, file) for name, value in header.items())
+    end = _end_of_buffer(tensors, start, file)
+    if size < end and not lenient:
+        message = f"{file}: expected {end} bytes, found {size}: the file is truncated"
+        raise SourceError("truncated-file", message, file=file)
+    if size > end:
+        extra = counted(size - end, "byte")
+        raise _bad_header(file, f"{extra} too many: the last tensor ends at {end}")
+    offsets = _saved_offsets(metadata.pop(_SHARDING, None), tensors, file)
+    if offsets is not None:
+        metadata.pop("DCP_VERSION", None)
+    return Shard(file, end, tensors, metadata, offsets)
+
+
+def _bad_header(file: str, problem: str, tensor: str | None = None) -> SourceError:
+    return SourceError("bad-header", f"{file}: {problem}", tensor=tensor, file=file)
+
+
+def _read_header(source: Files, file: str, size: int) -> tuple[dict[str, Any], int]:
+    """Parse the header; return it and the byte at which the buffer begins."""
+    if size < LENGTH_NBYTES:
+        message = f"{file}: {counted(size, 'byte')}, too few for a safetensors file"
+        raise SourceError("truncated-file", message, file=file)
+    first = source.read(file, 0, LENGTH_NBYTES)
+    (nbytes,) = struct.unpack("<Q", first)
+    if first == b"version ":
+        remedy = "fetch it with `git lfs pull`"
+        raise _bad_header(file, f"a Git LFS pointer and not the file itself; {remedy}")
+    if nbytes > MAX_HEADER_NBYTES:
+        limit = f"above the limit of {MAX_HEADER_NBYTES}"
+        raise _bad_header(file, f"not safetensors: its header of {nbytes} bytes is {limit}")
+    raw = source.read(file, LENGTH_NBYTES, nbytes)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _bad_header(file, f"the header is not UTF-8: {error}") from None
+    header = sidecar.load_json(text, file)
+    if not isinstance(header, dict):
+        raise _bad_header(file, "the header is no map from names to tensors")
+    return header, LENGTH_NBYTES + nbytes
+
+
+def _metadata(value: object, file: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not is_text_map(value):
+        raise _bad_header(file, "__metadata__ is not a map from text to text")
+    if not all(map(sidecar.is_unicode, chain.from_iterable(value.items()))):
+        raise _bad_header(file, "__metadata__ is not valid Unicode")
+    return value
+
+
+def is_text_map(value: object) -> TypeGuard[dict[str, str]]:
+    """Whether a JSON value is a map from text to text."""
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _saved_offsets(
+    text: str | None, tensors: Iterable[Tensor], file: str
+) -> dict[str, Ints] | None:
+    """Read `{name: {"saved_offsets": [...]}}`, which must have an entry for every tensor."""
+    if text is None:
+        return None
+    recorded = sidecar.load_json(text, f"{file}: {_SHARDING}")
+    offsets: dict[str, Ints] = {}
+    for tensor in tensors:
+        entry = recorded.get(tensor.name) if isinstance(recorded, dict) else None
+        corner = entry.get("saved_offsets") if isinstance(entry, dict) else None
+        if not _are_sizes(corner) or len(corner) != len(tensor.shape):
+            problem = f"{_SHARDING} does not say where tensor {tensor.name!r} begins"
+            raise _bad_header(file, problem, tensor.name)
+        offsets[tensor.name] = tuple(corner)
+    return offsets
+
+
+def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
+    if not isinstance(value, dict) or not value.keys() >= set(FIELDS):
+        problem = f"tensor {name!r} lacks one of dtype, shape and data_offsets"
+        raise _bad_header(file, problem, name)
+    if not sidecar.is_unicode(name):
+        raise _bad_header(file, f"the tensor name {name!r} is not valid Unicode", name)
+    dtype = _dtype(name, value["dtype"], file)
+    shape, span = value["shape"], value["data_offsets"]
+    if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+        problem = f"tensor {name!r} has shape {shape!r} and data_offsets {span!r}"
+        raise _bad_header(file, problem, name)
+    check_geometry(name, tuple(shape), dtype, file)
+    begin, end = span
+    nbytes = prod(shape) * dtype.itemsize
+    if end - begin != nbytes:
+        problem = f"{dtype.name} {shape} takes {nbytes} bytes, its offsets span {end - begin}"
+        raise _bad_header(file, f"tensor {name!r}: {problem}", name)
+    chunk = Chunk((0,) * len(shape), tuple(shape), file, start + begin, nbytes)
+    return Tensor(name, (name,), tuple(shape), dtype, (chunk,))
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    if not isinstance(value, list):
+        return False
+    return all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _dtype(name: str, code: object, file: str) -> DType:
+    dtype = by_safetensors(code) if isinstance(code, str) else None
+    if dtype is not None:
+        return dtype
+    if code in _SUB_BYTE:
+        message = f"{file}: tensor {name!r} has the dtype {code}, which ema_ckpt does not read"
+        raise SourceError("unsupported", message, tensor=name, file=file)
+    raise _bad_header(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
+
+
+def _end_of_buffer(tensors: Iterable[Tensor], start: int, file: str) -> int:
+    """Check that the tensors cover the buffer without hole or overlap; return its last byte + 1."""
+    end = start
+    for tensor in sorted(tensors, key=lambda t: (t.chunks[0].offset, t.chunks[0].nbytes)):
+        chunk = tensor.chunks[0]
+        if chunk.offset != end:
+            overlaps = chunk.offset < end
+            problem = "overlaps the one before it" if overlaps else "leaves a hole before it"
+            where = f"begins at {chunk.offset - start}, expected {end - start}"
+            raise _bad_header(file, f"tensor {tensor.name!r} {problem}: it {where}", tensor.name)
+        end += chunk.nbytes
+    return end

@@ -1,0 +1,66 @@
+"""Read a Hugging Face index: `{"metadata": {"total_size"}, "weight_map": {name: file}}`.
+
+Its shards are safetensors files, or torch files of `pytorch_model.bin.index.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ema_ckpt.core.catalog import Files, Problem
+from ema_ckpt.core.errors import SourceError, about
+from ema_ckpt.core.text import shown
+from ema_ckpt.formats import sidecar
+from ema_ckpt.formats.safetensors.header import is_text_map
+from ema_ckpt.storage.files import safe_name
+
+
+def read_index(source: Files, index: str) -> tuple[dict[str, str], int | None]:
+    """Read the file of each name, and the total bytes if the index tells them.
+
+    Raises:
+        SourceError: `bad-header`. UnsafeError: `unsafe-path`.
+    """
+    document = sidecar.load_json(source.read(index, 0, source.size(index)), index)
+    if not isinstance(document, dict):
+        document = {}
+    weight_map = document.get("weight_map")
+    if not is_text_map(weight_map):
+        raise SourceError("bad-header", f"{index}: no weight_map from names to files", file=index)
+    for file in set(weight_map.values()):
+        safe_name(file)
+    metadata = document.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    # Some writers count in floats; what no count can be (1e999) is not compared.
+    is_count = isinstance(total, int | float) and 0 <= total < 2**63
+    return weight_map, int(total) if is_count else None  # type: ignore[arg-type]
+
+
+def names_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
+    """Names that each file should hold, files in the order of the index."""
+    names: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        names.setdefault(file, set()).add(name)
+    return names
+
+
+@contextmanager
+def open_indexed(file: str, names: set[str], problems: list[Problem]) -> Iterator[None]:
+    """Add the error of a file that cannot be opened to `problems`, with what it should hold."""
+    try:
+        yield
+    except SourceError as error:
+        held = f"it should hold {shown(sorted(names))}"
+        problems.append(Problem.of(about(error, file=file, remedy=held)))
+
+
+def check_names(index: str, file: str, found: set[str], expected: set[str]) -> Iterator[Problem]:
+    """Compare the names in a file with those that the index places there."""
+    lacking, extra = sorted(expected - found), sorted(found - expected)
+    problems = [f"lacks {shown(lacking)}"] if lacking else []
+    if extra:
+        problems.append(f"holds {shown(extra)}, which the index places elsewhere or nowhere")
+    if problems:
+        message = f"{file} {' and '.join(problems)}, against {index}"
+        yield Problem("index-mismatch", (lacking + extra)[0], file, message)

@@ -1,0 +1,189 @@
+"""Torch files of the form before 1.6, and bare pickles, against torch, NumPy and pickle themselves."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import ema_ckpt
+from ema_ckpt.core.errors import SourceError, UnsafeError
+
+BASE = torch.arange(24.0).reshape(4, 6)
+TENSORS = {
+    "whole": BASE,
+    "rows": BASE[1:3],
+    "transposed": BASE.t(),
+    "bf16": torch.arange(3, dtype=torch.bfloat16),
+    "fp8": torch.ones(4).to(torch.float8_e4m3fn),
+    "ints": torch.arange(5),
+    "empty": torch.empty(0, 3),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+}
+ARRAYS = {
+    "f4": np.arange(6, dtype="f4").reshape(2, 3),
+    "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "f2": np.ones(3, "f2"),
+    "ints": np.arange(4),
+    "flags": np.array([True, False]),
+    "scalar": np.array(2.5),
+    "none": np.empty((0, 2)),
+}
+
+
+def assert_holds(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with ema_ckpt.open(path) as ckpt:
+        for name, tensor in tensors.items():
+            found = ckpt[name]
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+            assert torch.equal(found.float(), tensor.detach().float()), name
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_the_form_before_torch_1_6(tmp_path: Path, protocol: int) -> None:
+    options = {"_use_new_zipfile_serialization": False, "pickle_protocol": protocol}
+    tree = {"model": TENSORS, "step": 7, "note": {"lr": np.float32(0.5)}}
+    torch.save(tree, tmp_path / "old.pt", **options)
+    assert_holds(tmp_path / "old.pt", {f"model.{name}": t for name, t in TENSORS.items()})
+    assert (found := ema_ckpt.verify(tmp_path / "old.pt")).status == "unproven"
+    assert not found.problems
+    ema_ckpt.convert(tmp_path / "old.pt", tmp_path / "new.pt")
+    loaded = torch.load(tmp_path / "new.pt", weights_only=True)
+    assert (loaded["step"], loaded["note"]) == (7, {"lr": 0.5})
+    for name, tensor in TENSORS.items():
+        assert torch.equal(loaded["model"][name].float(), tensor.detach().float()), name
+
+
+def test_pickles_longer_than_the_first_look(tmp_path: Path) -> None:
+    tree = {"w": torch.ones(2), "text": "x" * (3 << 20)}
+    torch.save(tree, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert_holds(tmp_path / "old.pt", {"w": torch.ones(2)})
+
+
+def test_old_files_as_the_first_torch_wrote_them(tmp_path: Path) -> None:
+    """`_rebuild_tensor` of four arguments, and facts of a big-endian machine."""
+    for little_endian in (True, False):
+        out = io.BytesIO()
+        for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": little_endian}):
+            pickle.dump(value, out, protocol=2)
+        tensor = b"ctorch._utils\n_rebuild_tensor\n((X\x07\0\0\0storagectorch\nFloatStorage\n"
+        tensor += b"X\x01\0\0\x000X\x03\0\0\0cpuK\x02NtQK\0K\x02\x85K\x01\x85tR"
+        out.write(b"\x80\x02}X\x01\0\0\0w" + tensor + b"s.")
+        pickle.dump(["0"], out, protocol=2)
+        out.write((2).to_bytes(8, "little") + np.array([1, 2], "f4").tobytes())
+        (tmp_path / "old.pt").write_bytes(out.getvalue())
+        if little_endian:
+            loaded = torch.load(tmp_path / "old.pt", weights_only=False)
+            assert_holds(tmp_path / "old.pt", {"w": loaded["w"]})
+    assert [w.code for w in ema_ckpt.inspect(tmp_path / "old.pt").warnings] == ["unsupported"]
+    with pytest.raises(SourceError, match=r"'w'.*big-endian"):
+        ema_ckpt.consolidate(tmp_path / "old.pt", tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_bare_pickles_of_arrays(tmp_path: Path, protocol: int) -> None:
+    tree = {"model": {**ARRAYS, "bf16": np.ones(3, ml_dtypes.bfloat16)}, "step": np.int64(3)}
+    (tmp_path / "arrays.pt").write_bytes(pickle.dumps(tree, protocol=protocol))
+    expected = {f"model.{name}": torch.from_numpy(np.array(a)) for name, a in ARRAYS.items()}
+    assert_holds(tmp_path / "arrays.pt", {**expected, "model.bf16": torch.ones(3).bfloat16()})
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_bare_pickles_of_tensors(tmp_path: Path, protocol: int) -> None:
+    (tmp_path / "tensors.pt").write_bytes(pickle.dumps({"model": TENSORS}, protocol=protocol))
+    assert_holds(tmp_path / "tensors.pt", {f"model.{name}": t for name, t in TENSORS.items()})
+
+
+ODD: dict[str, Callable[[], np.ndarray]] = {
+    "big-endian": lambda: np.array([1, 2], ">i4"),
+    "'O8'": lambda: np.array([{}]),
+    "'U3'": lambda: np.array(["abc"]),
+    "'M8'": lambda: np.array(["2020-01-01"], "M8[s]"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_arrays_of_other_things_are_refused_where_they_are_needed(
+    tmp_path: Path, kind: str
+) -> None:
+    source = tmp_path / "arrays.pt"
+    source.write_bytes(pickle.dumps({"w": ARRAYS["f4"], "odd": ODD[kind]()}, protocol=4))
+    (warning,) = ema_ckpt.inspect(source).warnings
+    assert warning.code == "unsupported" and "'odd'" in warning.message and kind in warning.message
+    with pytest.raises(SourceError, match="'odd'"):
+        ema_ckpt.consolidate(source, tmp_path / "out.pt")
+    ema_ckpt.consolidate(source, tmp_path / "out.pt", exclude=["odd"])
+
+
+def test_bytes_that_a_pickle_has_as_text_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    source = tmp_path / "arrays.pt"
+    source.write_bytes(pickle.dumps({"w": ARRAYS["f4"]}, protocol=2))
+    assert [w.code for w in ema_ckpt.inspect(source).warnings] == ["unsupported"]
+    with pytest.raises(SourceError, match="pickle it again with protocol 4"):
+        ema_ckpt.consolidate(source, tmp_path / "out.pt")
+    source.write_bytes(pickle.dumps({"w": torch.ones(2)}, protocol=2))
+    with pytest.raises(SourceError, match="pickle it again with protocol 4"):
+        ema_ckpt.inspect(source)
+
+
+class Hostile:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = str(marker)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        import os
+
+        return os.mkdir, (self.marker,)
+
+
+@pytest.mark.parametrize("form", ["legacy", "bare", "nested"])
+def test_nothing_in_them_runs(tmp_path: Path, form: str) -> None:
+    marker = tmp_path / "marker"
+    tree: object = {"w": torch.ones(2), "args": Hostile(marker)}
+    if form == "nested":  # a file of torch inside a pickle, as a storage is
+        inner = io.BytesIO()
+        torch.save(Hostile(marker), inner, _use_new_zipfile_serialization=False)
+
+        class Storage:
+            def __reduce__(self) -> tuple[object, ...]:
+                return torch.storage._load_from_bytes, (inner.getvalue(),)
+
+        tree = {"w": torch.ones(2), "s": Storage()}
+    if form == "legacy":
+        torch.save(tree, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    else:
+        (tmp_path / "x.pt").write_bytes(pickle.dumps(tree, protocol=4))
+    with pytest.raises((UnsafeError, SourceError)):
+        ema_ckpt.consolidate(tmp_path / "x.pt", tmp_path / "out.pt")
+    ema_ckpt_status = ema_ckpt.verify(tmp_path / "x.pt").status if form != "nested" else "damaged"
+    assert ema_ckpt_status == "damaged"
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("form", ["legacy", "tensors", "arrays"])
+def test_random_damage_gives_an_error_or_a_catalog(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "x.pt"
+    if form == "legacy":
+        torch.save(TENSORS, path, _use_new_zipfile_serialization=False)
+    else:
+        path.write_bytes(pickle.dumps(TENSORS if form == "tensors" else ARRAYS, protocol=4))
+    data, chance = path.read_bytes(), random.Random(0)
+    for _ in range(300):
+        image = bytearray(data[: chance.randrange(len(data))] if chance.random() < 0.3 else data)
+        for _ in range(chance.randrange(4)):
+            image[chance.randrange(len(image) or 1) : 1] = bytes([chance.randrange(256)])
+        path.write_bytes(image)
+        try:
+            ema_ckpt.inspect(path)
+            ema_ckpt.verify(path)
+        except ema_ckpt.EmaCkptError as error:
+            assert error.code != "internal"
