@@ -90,7 +90,7 @@ def test_every_page_is_reachable() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     """Of the site, and no other."""
-    listed = re.findall(r"^ +- .*: (\S+\.md)$", text_of(REPO / "mkdocs.yml"), re.MULTILINE)
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", text_of(REPO / ".mkdocs.yml"), re.MULTILINE)
     pages = (REPO / "docs").rglob("*.md")
     assert sorted(listed) == sorted(str(page.relative_to(REPO / "docs")) for page in pages)
 

@@ -9,6 +9,7 @@ import pytest
 
 import ema_ckpt
 
+pytestmark = pytest.mark.integration
 s3fs = pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")
 
