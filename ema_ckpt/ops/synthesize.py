@@ -121,7 +121,8 @@ def synthesize(
             scheme=scheme,
         )
         warnings += doubts
-        log_sum(opened_snapshots, factors)
+        if scheme is not None:
+            log_sum(opened_snapshots, factors)
         return _write(opened_snapshots, factors, output, options, warnings, started)
     finally:
         for snapshot in opened_snapshots:
