@@ -31,7 +31,7 @@ from ema_ckpt.core.names import (
 )
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor
-from ema_ckpt.state_dicts.ema_weights import POSITIONS
+from ema_ckpt.state_dicts.ema_weights import AVERAGED_MODEL, POSITIONS
 from ema_ckpt.state_dicts.tree import Tree, find_trees
 
 Path = tuple[str | int, ...]
@@ -212,6 +212,9 @@ def _full_rows(catalog: Catalog, trees: Sequence[Tree], *, strip: bool) -> Itera
 
 
 def _strips(tree: Tree) -> bool:
+    # Live weights in an average's place are known by the `module` that they lie below.
+    if tree.role == LIVE and tree.layout == AVERAGED_MODEL:
+        return False
     # Optimizer state names its parameters in `param_groups` too, which are values: both stay.
     return tree.role in (LIVE, EMA) or (tree.role == OTHER and tree_role(tree.name) is None)
 

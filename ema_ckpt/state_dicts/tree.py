@@ -51,7 +51,7 @@ class Tree:
         partner: of an EMA, the name of the live tree it averages, if one is beside it.
         live_prefix: of a part of an EMA, how the names of its weights begin in the live tree
             (`layers.0.`), else `""`.
-        layout: of an EMA, the layout its weights are stored in.
+        layout: of an EMA, and of live weights that are stored in its place, the layout.
         problem: why the weights cannot be named, or None.
         ordered: whether the tensors stand in the order of the state dict; safetensors files sort
             them.
@@ -130,7 +130,8 @@ def _plain_tree(group: Group, digests: Mapping[str, int]) -> Tree:
     is_exchanged = group.partner is not None and group.averages.layout == AVERAGED_MODEL
     settings = _settings(group, {}) if is_exchanged else {}
     named = {n: t for n, t in group.tensors.items() if n not in settings}
-    return Tree(group.name, role, tensors, objects, named, settings, ordered=ordered)
+    layout = AVERAGED_MODEL if is_exchanged else "*"
+    return Tree(group.name, role, tensors, objects, named, settings, layout=layout, ordered=ordered)
 
 
 def _average_tree(group: Group, others: Sequence[Tree], trained: Collection[str]) -> Tree:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.integration.table import PAGE, rows_of_page
+from tests.integration.table import rows_of_page
 
 HERE = Path(__file__).parent
 PINNED = dict(
-    line.split("==")
-    for line in Path(__file__).with_name("constraints.txt").read_text().split()
+    line.split("==") for line in Path(__file__).with_name("constraints.txt").read_text().split()
 )
 
 
