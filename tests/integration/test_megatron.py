@@ -90,7 +90,6 @@ def loads(folder: Path, checkpoint: Path) -> None:
     keep(gathered(model.sharded_state_dict()), folder / "loaded.pt")
 
 
-@pytest.mark.xfail(reason="planning classes in .metadata are refused")
 def test_dist_checkpointing(tmp_path: Path) -> None:
     with Row("megatron-core", "`dist_checkpointing.save`, GPT, tensor parallel on 2 ranks") as row:
         launcher.run(2, saves, tmp_path, timeout=180)

@@ -61,9 +61,6 @@ def loads(folder: Path) -> None:
     keep(dict(model.state_dict()), folder / "loaded.pt")
 
 
-@pytest.mark.xfail(
-    reason="`convert` drops `module.` as a prefix; what it writes has average and live weights exchanged"
-)
 def test_runner_with_ema_hook(tmp_path: Path) -> None:
     with Row("mmengine", "`Runner` with `EMAHook`") as row:
         launcher.run(1, trains, tmp_path, timeout=180)

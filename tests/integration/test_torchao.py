@@ -32,7 +32,6 @@ def saves(folder: Path) -> None:
     keep(model.state_dict(), folder / "whole.pt")
 
 
-@pytest.mark.xfail(reason="one tensor subclass refuses the whole file")
 def test_states_of_an_8_bit_optimizer(tmp_path: Path) -> None:
     with Row("torchao", "`AdamW8bit` beside plain weights, torch file") as row:
         launcher.run(1, saves, tmp_path, timeout=120)
@@ -76,7 +75,6 @@ def saves_quantised(folder: Path) -> None:
     keep(rest, folder / "rest.pt")
 
 
-@pytest.mark.xfail(reason="one tensor subclass refuses the whole file")
 def test_quantised_weights(tmp_path: Path) -> None:
     with Row("torchao", "int8 weights, torch file") as row, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -136,6 +136,9 @@ _ALLOWED: dict[tuple[str, str], Maker] = {
     (_OLD_METADATA, "TensorProperties"): _Properties,
     (_OLD_METADATA, "MEM_FORMAT_ENCODING"): lambda value: value,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
+    # Kinds of items in the ranks' plans, which Megatron-core keeps here (`all_local_plans`).
+    ("torch.distributed.checkpoint.planner", "WriteItemType"): lambda value: value,
+    ("torch.distributed.checkpoint.planner", "LoadItemType"): lambda value: value,
 }
 
 
@@ -160,6 +163,8 @@ def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
 def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
     prepare = Shortcuts(_Chunk, _Index, _Info, ItemPlace).prepare if fast else None
     root = loads(data, _ALLOWED, where=where, prepare=prepare)
+    if isinstance(root, Opaque):
+        root = _derived_root(root)
     if not isinstance(root, _Root):
         message = f"{where}: no DCP metadata in it (found {brief(root)})"
         raise SourceError("unreadable", message, file=where)
@@ -170,6 +175,17 @@ def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
         raise SourceError("unreadable", message, file=where) from None
     result.crc = crc32(data)
     return result
+
+
+def _derived_root(value: Opaque) -> Opaque | _Root:
+    """Read an instance of a class derived from `Metadata` by its fields; others stay unread."""
+    state = value.state
+    is_derived = isinstance(state, dict) and {"state_dict_metadata", "storage_data"} <= state.keys()
+    if value.called or not is_derived:
+        return value
+    root = _Root()
+    root.setstate(state)
+    return root
 
 
 def _metadata(fields: dict[str, object], where: str) -> Metadata:

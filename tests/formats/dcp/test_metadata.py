@@ -1,0 +1,89 @@
+"""`.metadata` of planners that keep more than torch does."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, SavePlan, WriteItem, WriteItemType
+
+import ema_ckpt
+from ema_ckpt import EmaCkptError
+from tests.checkpoints import save_dcp
+
+
+def rewritten(path: Path, change: Any) -> Path:
+    save_dcp(path, {"model": {"w": torch.arange(6.0)}})
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    (path / ".metadata").write_bytes(pickle.dumps(change(metadata)))
+    return path
+
+
+def with_plans(metadata: Any) -> Any:
+    # megatron-core 0.12 (`FileSystemWriterAsync`) keeps the plans of all ranks.
+    items = [
+        WriteItem(MetadataIndex("a"), WriteItemType.BYTE_IO),
+        WriteItem(MetadataIndex("w", torch.Size([0]), 0), WriteItemType.SHARD),
+    ]
+    metadata.all_local_plans = [SavePlan(items, storage_data={"a": 1}, planner_data={"w": ("w",)})]
+    metadata.kinds = [LoadItemType.TENSOR, BytesStorageMetadata()]
+    return metadata
+
+
+def derived(metadata: Any, name: str) -> Any:
+    """Make the root an instance of a class that no reader here can import."""
+    module = types.ModuleType("megatron_like")
+    sys.modules[module.__name__] = module
+
+    @dataclass
+    class Derived(Metadata):
+        mcore_data: dict[str, Any] = field(default_factory=dict)
+
+    Derived.__module__, Derived.__qualname__ = module.__name__, name
+    setattr(module, name, Derived)
+    return Derived(**vars(metadata), mcore_data={"w": {"shape": torch.Size([6])}})
+
+
+CHANGES = {
+    "the ranks' plans": with_plans,
+    "a derived class": lambda metadata: derived(metadata, "MCoreMetadata"),
+    "another derived class with plans": lambda metadata: with_plans(derived(metadata, "Mine")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_planning_classes_and_derived_roots_are_read(name: str, tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "c", CHANGES[name])
+    sys.modules.pop("megatron_like", None)
+    assert ema_ckpt.verify(path).status == "sound"
+    ema_ckpt.consolidate(path, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+class Calls:
+    def __reduce__(self) -> Any:
+        return (print, ("called",))
+
+
+def test_a_call_among_the_plans_is_still_unsafe(tmp_path: Path) -> None:
+    def change(metadata: Any) -> Any:
+        metadata.all_local_plans = [SavePlan([Calls()])]
+        return metadata
+
+    path = rewritten(tmp_path / "c", change)
+    with pytest.raises(EmaCkptError) as caught:
+        ema_ckpt.inspect(path)
+    assert caught.value.code == "unsafe-pickle"
+
+
+def test_an_instance_without_the_fields_is_no_metadata(tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "c", lambda metadata: SavePlan([]))
+    with pytest.raises(EmaCkptError, match="no DCP metadata"):
+        ema_ckpt.inspect(path)
