@@ -54,7 +54,7 @@ def call(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
         (["convert", TINY, "OUT.gguf"], "usage", ".gguf is the ending of a format"),
         (["convert", TINY, "missing/OUT.NPZ"], "usage", ".NPZ is the ending of a format"),
         (["convert", TINY, "OUT.zip"], "usage", "--to"),
-        (["reshard", TINY, "OUT", "--world-size", "0"], "usage", "1 or more"),
+        (["reshard", TINY, "OUT", "--world-size", "0"], "usage", "1 to 1048576"),
         (["convert", TINY, "OUT", "--to", "onnx"], "usage", "dcp, safetensors or pt"),
         (["convert", TINY, "OUT.pt", "--world-size", "2"], "usage", "DCP"),
     ],
