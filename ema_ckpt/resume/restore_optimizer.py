@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -152,7 +153,7 @@ class OptimizerRestorer(PartRestorer):
     def check_shape(self, fqn: str, name: str, entry: Tensor) -> None:
         """Refuse a moment that is that of another parameter, as by an odd order of positions."""
         shape = self.shards[fqn].shape
-        if name in MOMENTS and entry.shape != shape and name not in _FACTORED:
+        if name in MOMENTS and name not in _FACTORED and not _fits(shape, entry.shape):
             message = f"'optimizer.state.{fqn}.{name}' has shape {list(entry.shape)} there, and its"
             raise self.reader.refusal("index-mismatch", f"{message} parameter {list(shape)} here")
 
@@ -266,3 +267,11 @@ class OptimizerRestorer(PartRestorer):
         optimizer_state.set_options(self.optimizers, self.options)
         for handle in offloaded:
             handle.settle()
+
+
+def _fits(parameter: Sequence[int], moment: Sequence[int]) -> bool:
+    """Whether a moment is one number an element, one a row or column, or one in all (NovoGrad)."""
+    if not moment:
+        return True
+    same_rank = len(moment) == len(parameter)
+    return same_rank and all(n in (1, m) for n, m in zip(moment, parameter, strict=True))
