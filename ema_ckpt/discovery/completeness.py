@@ -112,4 +112,4 @@ def _changed_below(root: str, levels: int) -> bool:
 
 def _is_fresh(path: str) -> bool:
     changed = modified_at(path)
-    return changed is not None and time.time() - changed < _FRESH_SECONDS
+    return changed is not None and abs(time.time() - changed) < _FRESH_SECONDS

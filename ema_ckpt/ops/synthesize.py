@@ -190,10 +190,10 @@ def virtual_catalog(
         for name, inputs in named.items()
     )
     files = {}
-    warnings: list[Diagnostic] = []
+    warnings: dict[Diagnostic, None] = {}
     left_out: dict[str, None] = {}
     for snapshot in snapshots:
-        warnings += snapshot.catalog.warnings
+        warnings |= dict.fromkeys(snapshot.catalog.warnings)
         left_out |= dict.fromkeys(snapshot.catalog.left_out)
         for file, nbytes in snapshot.catalog.files.items():
             files[os.path.join(snapshot.catalog.source.root, file)] = nbytes

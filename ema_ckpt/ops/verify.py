@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import astuple
-from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -204,7 +203,8 @@ def averages(catalog: Catalog) -> Iterator[Diagnostic]:
     """Warn of averages that never moved or do not fit their model, as far as they can be read."""
     with suppress(SourceError, UsageError):  # the audit reports it
         trees = list_trees(catalog)
-        yield from chain(check_averages(catalog, trees), find_hidden(trees))
+        yield from find_hidden(trees)
+        yield from check_averages(catalog, trees)
 
 
 def _lists_its_files(catalog: Catalog) -> bool:

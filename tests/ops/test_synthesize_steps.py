@@ -171,3 +171,11 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "o").exists()
     finally:
         commands.close()
+
+
+def test_what_all_steps_say_is_said_once(run: Path, tmp_path: Path) -> None:
+    """Another checkpoint in the directory of each step is no word for each step, but one for each place."""
+    save_file(state(1), run / "step_400" / "adapter_model.safetensors")
+    path = run / "step_400"
+    result = ema_ckpt.synthesize([path, path], tmp_path / "o.safetensors", weights=[0.5, 0.5])
+    assert [w.code for w in result.warnings] == ["left-out", "not-averaged"]
