@@ -230,7 +230,8 @@ def shard_lines(tensors: tuple[TensorEntry, ...]) -> Iterator[str]:
         shape = f"{tensor.dtype} [cyan]{_dims(tensor.shape)}[/cyan]"
         yield f"{markup(tensor.name)} {shape}, [dim]{format_size(tensor.nbytes)}[/dim]"
         boxes = [(_dims(chunk.offsets), _dims(chunk.sizes)) for chunk in tensor.chunks]
-        at, size = (max(map(len, column), default=0) for column in zip(*boxes, strict=True))
+        at = max((len(offsets) for offsets, _ in boxes), default=0)
+        size = max((len(sizes) for _, sizes in boxes), default=0)
         for (offsets, sizes), chunk in zip(boxes, tensor.chunks, strict=True):
             where = f"{sizes.rjust(size)} at {offsets.rjust(at)}"
             yield f"    {where if tensor.shape else 'whole'}  {markup(chunk.file)}"
