@@ -36,6 +36,11 @@ class DType:
         return self.kind in ("float", "low")
 
     @property
+    def is_discrete(self) -> bool:
+        """Integers and bools, of which no average is made."""
+        return self.kind in ("int", "bool")
+
+    @property
     def part(self) -> DType:
         """Type of the two parts of a complex number; the type itself if it is not complex."""
         return DTYPES_BY_NAME[_COMPLEX_PARTS.get(self.name, self.name)]

@@ -25,7 +25,7 @@ from ema_ckpt.discovery.location import (
     join_located,
 )
 from ema_ckpt.discovery.step_names import split_suffix, step_order
-from ema_ckpt.formats.rank_files.names import check_ranks, families, family_of, is_lone
+from ema_ckpt.formats.rank_files.names import families, family_of, is_lone, refuse_missing_ranks
 from ema_ckpt.storage.directories import (
     Folder,
     base_name,
@@ -133,7 +133,7 @@ def _refuse_one_of_several(path: str, pattern: str, names: Sequence[str]) -> Non
         remedy = f"name the directory, or '{join(parent_of(path), pattern)}'"
         raise SourceError("incomplete", f"{problem}; {remedy}", file=name)
     if family_of(name) is not None:
-        check_ranks(names, join(parent_of(path), pattern))
+        refuse_missing_ranks(names, join(parent_of(path), pattern))
 
 
 # A directory.

@@ -37,7 +37,9 @@ class ComparedTrees:
     @property
     def has_floats(self) -> bool:
         """Whether any pair holds floating-point or complex elements."""
-        return any(_is_float(tensor) and tensor.numel for _, tensor, _ in self.pairing.pairs)
+        return any(
+            not tensor.dtype.is_discrete and tensor.numel for _, tensor, _ in self.pairing.pairs
+        )
 
 
 def find_all(compared: ComparedTrees) -> tuple[Diagnostic, ...]:
@@ -54,10 +56,6 @@ def find_all(compared: ComparedTrees) -> tuple[Diagnostic, ...]:
         findings += low_precision(side)
     findings += unpaired_names(compared)
     return tuple(dict.fromkeys(findings))  # both sides may be the same tree
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.dtype.kind not in ("int", "bool")
 
 
 def _where(side: Side) -> str:
@@ -93,7 +91,7 @@ def unrelated(compared: ComparedTrees) -> Iterator[Diagnostic]:
     a, b, pairing = compared.a, compared.b, compared.pairing
     shared = len(pairing.pairs) + len(pairing.mismatched)
     total = PairStats.total(
-        [compared.stats[name] for name, tensor, _ in pairing.pairs if _is_float(tensor)]
+        [compared.stats[name] for name, tensor, _ in pairing.pairs if not tensor.dtype.is_discrete]
     )
     norms = (total.aa * total.bb) ** 0.5 if total.aa > 0 and total.bb > 0 else 0.0
     if len(pairing.mismatched) > _UNRELATED_SHARE * shared:

@@ -161,7 +161,7 @@ def refuse_unsummable(tensors: Iterable[OutputTensor]) -> None:
     """
     for tensor in tensors:
         dtype = tensor.source.dtype
-        if not is_summed(tensor.source) and dtype.kind not in ("int", "bool"):
+        if not is_summed(tensor.source) and not dtype.is_discrete:
             hint = "leave it out with --exclude"
             message = f"tensor {tensor.name!r} is {dtype.name}, of which sums are not made; {hint}"
             raise UsageError("unsupported", message, tensor=tensor.name)

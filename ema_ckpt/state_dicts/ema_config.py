@@ -67,7 +67,7 @@ def read_ema_config(catalog: Catalog, tree: Tree, *, open_objects: bool = True) 
     counts = (_read_value(catalog, settings[n], open_objects) for n in COUNTERS if n in settings)
     # DistEMA counts its steps in the configuration.
     configured = raw.get("num_updates", raw.get("decay_steps"))
-    dtypes = {t.dtype.name for t in tree.named.values() if t.dtype.kind not in ("int", "bool")}
+    dtypes = {t.dtype.name for t in tree.named.values() if not t.dtype.is_discrete}
     return EmaConfig(
         num_updates=_as_count(next(filter(_is_count, counts), configured)),
         decay=float(decay) if _is_number(decay) else None,

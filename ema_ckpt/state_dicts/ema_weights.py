@@ -57,7 +57,7 @@ def is_setting(name: str, tensor: Tensor) -> bool:
 
 def is_weight(name: str, tensor: Tensor) -> bool:
     """Check whether a tensor is like a weight: no setting, no counter, no statistic of 0 dims."""
-    return _is_floating(tensor) and bool(tensor.shape) and not is_setting(name, tensor)
+    return not tensor.dtype.is_discrete and bool(tensor.shape) and not is_setting(name, tensor)
 
 
 def has_weight(tensors: Tensors) -> bool:
@@ -72,7 +72,7 @@ def weights_among(tensors: Tensors) -> dict[str, Tensor]:
 
 def floating_among(tensors: Tensors) -> dict[str, Tensor]:
     """Keep the tensors of an EMA tree that can have been averaged."""
-    return {name: t for name, t in weights_among(tensors).items() if _is_floating(t)}
+    return {name: t for name, t in weights_among(tensors).items() if not t.dtype.is_discrete}
 
 
 def inside(items: Mapping[str, _Value], prefix: str) -> dict[str, _Value]:
@@ -187,10 +187,6 @@ def _have_dots(names: Iterable[str]) -> bool:
     return "." in "".join(names)
 
 
-def _is_floating(tensor: Tensor) -> bool:
-    return tensor.dtype.kind not in ("int", "bool")
-
-
 def _restore_dots(tree: str, averages: Averages, live: Tensors) -> Averages:
     # LitEma registers its shadows as buffers, whose names must not hold a dot, and so drops them.
     names = averages.tensors.keys()
@@ -258,7 +254,7 @@ def _sort_by_shape(
 
 def _parameter_lists(live: Tensors, trained: Collection[str]) -> Iterator[tuple[str, ...]]:
     """List what the live parameters may be, in stored order: a state dict also holds buffers."""
-    floating = [name for name in live if _is_floating(live[name])]
+    floating = [name for name in live if not live[name].dtype.is_discrete]
     learned = [name for name in floating if name.rpartition(".")[2] not in _BUFFERS]
     stepped = filter(set(trained).__contains__, learned)
     for names in (learned, floating, list(stepped), list(live)):

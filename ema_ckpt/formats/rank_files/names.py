@@ -109,7 +109,7 @@ def is_lone(names: Sequence[str]) -> bool:
     return len(names) == 1 and family is not None and family.world_size is None
 
 
-def check_ranks(names: Sequence[str], where: str) -> None:
+def refuse_missing_ranks(names: Sequence[str], where: str) -> None:
     """Check that no rank is missing among one family's files. Raises SourceError `incomplete`."""
     world_size, missing = missing_ranks(names)
     if missing:

@@ -36,10 +36,10 @@ from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatBox, FlatPiece, find_flat, place_flat
 from ema_ckpt.formats.rank_files.names import (
     absent_ranks,
-    check_ranks,
     family_of,
     missing_error,
     missing_ranks,
+    refuse_missing_ranks,
 )
 from ema_ckpt.formats.rank_files.zero import TREE, model_file, read_zero
 from ema_ckpt.formats.torch_file.lenient import (
@@ -167,7 +167,7 @@ def _read_files(
     """Read all files that can be read; list ranks without a file, and what is wrong with others."""
     files: list[_RankFile] = []
     with collected(problems):
-        check_ranks(names, where)
+        refuse_missing_ranks(names, where)
     for name in names:
         with collected(problems):
             files.append(_read_file(source, name))
