@@ -210,6 +210,11 @@ class LocalFiles:
                 os.close(fd)
             self._open.clear()
 
+    def __del__(self) -> None:
+        # Where an error was raised in between, nobody may be left to close it.
+        if hasattr(self, "_lock"):
+            self.close()
+
 
 class RemoteFiles:
     """Files below an fsspec URL, through ranged reads."""

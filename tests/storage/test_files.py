@@ -168,3 +168,11 @@ def test_the_latest_step_behind_a_url_is_a_path_for_every_verb(
         assert ema_ckpt.verify(str(found)).status == "sound"
     filesystem.rm(f"/{tmp_path.name}/runs/step_2", recursive=True)
     assert str(ema_ckpt.latest(root)).endswith("step_1")
+
+
+def test_files_are_closed_where_an_error_leaves_nobody_to_close_them(fixtures: Path) -> None:
+    """`open` reads the file before it finds two names that join to one."""
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(SourceError, match="share the name"):
+        ema_ckpt.open(fixtures / "nasty" / "name-collision.pt")
+    assert set(os.listdir("/proc/self/fd")) <= before
