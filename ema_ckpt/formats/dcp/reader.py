@@ -253,31 +253,39 @@ class _Reader:
     def _payload(self, tensor: Tensor, chunk: Chunk) -> Payload:
         if 0 in chunk.sizes:
             return Payload(chunk.file, chunk.offset, 0)
-        payload = self._by_template(tensor, chunk) or self._parse_archive(tensor, chunk)
-        recorded = self._crcs.get((chunk.file, chunk.offset))
-        return payload if recorded is None else payload._replace(crc=recorded, is_recorded=True)
+        recognised = self.recognise(tensor, chunk)
+        return self._parse_archive(tensor, chunk) if recognised is None else recognised
 
-    def _by_template(self, tensor: Tensor, chunk: Chunk) -> Payload | None:
-        """Locate the payload if the item equals one of the same shape, data and CRC aside."""
+    def recognise(
+        self, tensor: Tensor, chunk: Chunk, item: memoryview | None = None
+    ) -> Payload | None:
         earlier = self._templates.get((chunk.nbytes, tensor.dtype.name, chunk.sizes))
-        if earlier is None or (chunk.file, chunk.offset) in self._transformed:
+        file, start = chunk.file, chunk.offset
+        if earlier is None or (file, start) in self._transformed:
             return None
         template, model = earlier
-        read, file, start = self._source.read, chunk.file, chunk.offset
-        if start + chunk.nbytes > self._source.size(file):
-            return None
-        head_nbytes, directory_start = len(template.head), template.directory_start
-        if chunk.nbytes <= _ONE_READ_NBYTES:
-            item = read(file, start, chunk.nbytes)
-            head, directory = item[:head_nbytes], item[directory_start:]
+        if item is None:
+            if start + chunk.nbytes > self._source.size(file):
+                return None
+            if chunk.nbytes <= _ONE_READ_NBYTES:
+                item = memoryview(self._source.read(file, start, chunk.nbytes))
+        if item is not None:
+            match = template.match(item[: template.start], item[template.stop :])
         else:
-            head = read(file, start, head_nbytes)
-            directory = read(file, start + directory_start, chunk.nbytes - directory_start)
-        crc = template.crc(directory) if head == template.head else None
-        if crc is None:
+            head = self._source.read(file, start, template.start)
+            tail_nbytes = chunk.nbytes - template.stop
+            tail = self._source.read(file, start + template.stop, tail_nbytes)
+            match = template.match(head, tail)
+        if match is None:
             return None
-        payload_start = start + head_nbytes
-        return Payload(file, payload_start, model.nbytes, model.strides, model.start, crc)
+        payload_start = start + template.start
+        payload = Payload(file, payload_start, model.nbytes, model.strides, model.start, match.crc)
+        return self._as_recorded(payload, chunk)
+
+    def _as_recorded(self, payload: Payload, chunk: Chunk) -> Payload:
+        """Return the payload with the CRC-32 that was recorded beside it, if one was."""
+        recorded = self._crcs.get((chunk.file, chunk.offset)) if self._crcs else None
+        return payload if recorded is None else payload._replace(crc=recorded, is_recorded=True)
 
     def _parse_archive(self, tensor: Tensor, chunk: Chunk) -> Payload:
         name, file = tensor.name, chunk.file
@@ -297,7 +305,7 @@ class _Reader:
         template = template_of(archive, stored.name)
         if template is not None:
             self._templates[chunk.nbytes, tensor.dtype.name, chunk.sizes] = (template, payload)
-        return payload
+        return self._as_recorded(payload, chunk)
 
     def load(self, item: Object) -> object:
         where = f"{item.file}: object {item.name!r}"
@@ -336,9 +344,9 @@ class _Reader:
 
     def _ref(self, archive: Archive) -> TensorRef:
         data = archive.read("data.pkl")
+        if "byteorder" in archive.records and archive.read("byteorder") != b"little":
+            raise SourceError("unsupported", f"{archive.file}: written on a big-endian machine")
         ref = self._pickles.get(data)
         if ref is None:
-            if "byteorder" in archive.records and archive.read("byteorder") != b"little":
-                raise SourceError("unsupported", f"{archive.file}: written on a big-endian machine")
             ref = self._pickles[data] = load_tensor(data, archive.file)
         return ref
