@@ -134,7 +134,7 @@ Made by `python docs/reference.py` from the commands themselves. `ema-ckpt help 
 | 0 | done |
 | 1 | not as asked: `verify` found damage, `diff --exit-code` found a difference |
 | 2 | trouble: wrong usage, unreadable, unsafe, incomplete, target exists, no space |
-| 3 | `verify` alone: the structure is right, some payload carries no checksum |
+| 3 | `verify` without `--quick`: the structure is right, some payload carries no checksum |
 | 70 | a bug of `ema-ckpt` |
 | 130, 143 | stopped by Ctrl-C, by SIGTERM |
 | 141 | what reads the output went away |

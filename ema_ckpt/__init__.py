@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ema_ckpt.ops.open import Checkpoint
     from ema_ckpt.ops.open import open_checkpoint as open  # noqa: A004 - as gzip.open: named by its module
     from ema_ckpt.ops.synthesize import synthesize
-    from ema_ckpt.ops.verify import verify
+    from ema_ckpt.ops.verify import check, verify
     from ema_ckpt.resume.restore import restore
     from ema_ckpt.resume.restore_phases import RestoreReport
     from ema_ckpt.resume.rng import rng_state
@@ -83,7 +83,7 @@ _MODULES = {
     "ema_ckpt.ops.diff": ("diff",),
     "ema_ckpt.ops.inspect": ("inspect",),
     "ema_ckpt.ops.synthesize": ("synthesize",),
-    "ema_ckpt.ops.verify": ("verify",),
+    "ema_ckpt.ops.verify": ("check", "verify"),
     "ema_ckpt.resume.restore": ("restore",),
     "ema_ckpt.resume.restore_phases": ("RestoreReport",),
     "ema_ckpt.resume.rng": ("rng_state",),
@@ -112,6 +112,7 @@ __all__ = [
     "Warmup",
     "Window",
     "__version__",
+    "check",
     "consolidate",
     "convert",
     "diff",

@@ -12,7 +12,7 @@ import ema_ckpt
 
 PACKAGE = Path(ema_ckpt.__file__).parent
 
-VERBS = {"consolidate", "convert", "diff", "inspect", "reshard", "synthesize", "verify"}
+VERBS = {"check", "consolidate", "convert", "diff", "inspect", "reshard", "synthesize", "verify"}
 ERRORS = {
     "EmaCkptError",
     "UsageError",

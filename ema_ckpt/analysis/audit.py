@@ -74,14 +74,19 @@ class Audit:
         payloads = self.payloads.get(tensor.name, ())
         return None if None in payloads else cast("tuple[Payload, ...]", payloads)
 
-    def digest(self, tensor: Tensor, payloads: Sequence[Payload], reader: BoxReader) -> int | None:
-        """Digest of a tensor, from CRC-32s of this pass if they suffice; None after an error."""
+    def digest(
+        self, tensor: Tensor, payloads: Sequence[Payload], reader: BoxReader | None
+    ) -> int | None:
+        """Digest of a tensor, from `crcs` if they suffice, else by `reader` if there is one.
+
+        None after an error.
+        """
         try:
             chunks = prove(tensor)
             digest = join_storage_crcs(
                 tensor, payloads, chunks, lambda p: self.crcs.get((p.file, p.offset))
             )
-            if digest is None:
+            if digest is None and reader is not None:
                 digest = compute_digest(locate(self.catalog, tensor, payloads), reader)
         except SourceError as error:
             self.error(error)
@@ -101,17 +106,17 @@ def audit_checkpoint(
 ) -> Audit:
     """Check everything but values; `progress` is called with the bytes that were read."""
     audit = Audit(catalog)
-    _check_files(audit)
-    _check_metadata(audit)
+    check_files(audit)
+    check_metadata(audit)
     _check_checksums(audit, Workers(threads), progress)
-    _load_objects(audit)
+    load_objects(audit)
     reader = BoxReader(_BLOCK_NBYTES)
-    _check_digests(audit, reader)
+    check_digests(audit, reader)
     _compare_replicas(audit, reader)
     return audit
 
 
-def _check_files(audit: Audit) -> None:
+def check_files(audit: Audit) -> None:
     """Check that every file is there and long enough; what the reader found of one is enough."""
     audit.problems |= dict.fromkeys(audit.catalog.problems)
     audit.damaged |= {problem.tensor for problem in audit.catalog.problems if problem.tensor}
@@ -157,7 +162,7 @@ def _report_truncated(audit: Audit, file: str, expected: int, spans: Spans) -> N
     audit.report("truncated-file", f"{message}; {remedy}", lost[0] if lost else None, file)
 
 
-def _check_metadata(audit: Audit) -> None:
+def check_metadata(audit: Audit) -> None:
     """Check names, what metadata contradicts, and that chunks cover each tensor once."""
     catalog = audit.catalog
     try:
@@ -211,8 +216,11 @@ def _describe(record: StoredRecord) -> str:
     return f"{record.owner!r}, {text}" if record.owner else text
 
 
-def _load_objects(audit: Audit) -> None:
+def load_objects(audit: Audit, most_nbytes: int | None = None) -> None:
+    """Read every object, or those of at most so many bytes."""
     for item in audit.catalog.objects:
+        if most_nbytes is not None and item.nbytes > most_nbytes:
+            continue
         if not item.is_inline:
             if not item.file:
                 audit.report("incomplete", f"object {item.name!r}: no file holds it", item.name)
@@ -231,15 +239,18 @@ def _load_objects(audit: Audit) -> None:
             audit.warn("opaque", f"{item.name!r} holds a {opaque}, unknown to ema_ckpt")
 
 
-def _check_digests(audit: Audit, reader: BoxReader) -> None:
-    """Compare the recorded digest of each tensor whose bytes are otherwise in order."""
+def check_digests(audit: Audit, reader: BoxReader | None) -> None:
+    """Compare the recorded digest of each tensor whose bytes are otherwise in order; without a
+    reader those whose digest follows from the checksums that are known.
+    """
     for tensor in audit.catalog.tensors:
         expected, payloads = audit.catalog.digests.get(tensor.name), audit.payloads_of(tensor)
         if expected is None or payloads is None or tensor.name in audit.damaged:
             continue
         digest = audit.digest(tensor, payloads, reader)
         if digest == expected:
-            audit.mark_checked(payloads)
+            if reader is not None:
+                audit.mark_checked(payloads)
         elif digest is not None:
             files = list(dict.fromkeys([payload.file for payload in payloads]))
             values = f"expected the digest crc32:{expected:08x}, found crc32:{digest:08x}"

@@ -62,15 +62,29 @@ class RecordList:
         self._listed: set[tuple[str, int]] = set()
         self._owners: dict[tuple[str, int], str] = {}
 
+    def locate_payloads(self) -> None:
+        """Locate the payload of every chunk, by headers alone."""
+        for tensor in self.catalog.tensors:
+            if tensor.refusal is None:
+                self.payloads[tensor.name] = self._locate(tensor)
+
     def listing(self) -> Iterator[StoredRecord]:
         """Yield all records, tensors first, in stored order; what several names share once."""
         for tensor in self.catalog.tensors:
             if tensor.refusal is None:
                 yield from self._tensor_records(tensor)
+        yield from self.object_records()
+        yield from self.file_records()
+
+    def object_records(self) -> Iterator[StoredRecord]:
+        """Yield the records of objects that lie in items of their own."""
         for item in self.catalog.objects:
             end = item.offset + item.nbytes
             if not item.is_inline and item.nbytes and self._is_there(item.file, end):
                 yield from self._item_records(item.name, item.file, item.offset, item.nbytes, True)
+
+    def file_records(self) -> Iterator[StoredRecord]:
+        """Yield the records of files that are archives as a whole."""
         for file in self.catalog.files:
             if file in self.catalog.archives and file in self._sizes:
                 has_objects = any(item.file == file for item in self.catalog.objects)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ema_ckpt.core.catalog import Diagnostic
-    from ema_ckpt.ops.results.verify import VerifyResult
+    from ema_ckpt.ops.results.verify import ManifestResult, VerifyResult
     from ema_ckpt.ops.results.write import WriteResult
 
 _UNLIMITED_COLUMNS = 100_000
@@ -134,14 +134,36 @@ def print_verified(result: VerifyResult, style: Style) -> None:
     hidden = len(result.problems) - _MAX_PROBLEMS
     if hidden > 0:
         print(f"… {counted(hidden, 'more problem', 'more problems')}, which --json lists")
+    colour = _VERDICT_COLOURS[result.status]
+    print(f"{_coloured(result.status, colour)}: {clean(_summary(result))}")
+
+
+def _summary(result: VerifyResult) -> str:
+    """Say what was compared, and what was not."""
+    from ema_ckpt.ops.results.verify import GateResult
+
+    gate = result if isinstance(result, GateResult) else None
+    is_quick = gate is not None and gate.quick
     checked = f"{format_size(result.checked_bytes)} of payload"
     if result.status == "damaged":
-        checked = f"{counted(len(result.problems), 'problem')}; {checked} were compared"
+        parts = [counted(len(result.problems), "problem")]
+        parts += [] if is_quick else [f"{checked} were compared"]
+    elif is_quick:
+        parts = ["files, sizes, headers and settings are right"]
     else:
-        checked += " match their checksums"
+        parts = [f"{checked} match their checksums"]
     if result.unchecked_bytes:
-        checked += f", {format_size(result.unchecked_bytes)} carry none"
-    print(f"{_coloured(result.status, _VERDICT_COLOURS[result.status])}: {checked}")
+        unchecked = format_size(result.unchecked_bytes)
+        parts.append(f"{unchecked} of payload not read" if is_quick else f"{unchecked} carry none")
+    if gate is not None and gate.manifest is not None:
+        parts.append(_told(gate.manifest))
+    return "; ".join(parts)
+
+
+def _told(manifest: ManifestResult) -> str:
+    files = counted(manifest.files, "file")
+    done = "listed in" if manifest.written else "match"
+    return f"{files} {done} {manifest.path}"
 
 
 def _coloured(text: str, colour: str) -> str:

@@ -102,6 +102,7 @@ class Payload(NamedTuple):
         crc: CRC-32 of the storage's bytes as the format records it, or None if it records none.
         is_recorded: whether `crc` comes from a record beside the format's own, made when the
             checkpoint was written.
+        own_crc: then the CRC-32 that the format itself records, or None.
     """
 
     file: str
@@ -111,6 +112,7 @@ class Payload(NamedTuple):
     start: int = 0
     crc: int | None = None
     is_recorded: bool = False
+    own_crc: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

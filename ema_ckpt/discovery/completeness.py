@@ -43,6 +43,24 @@ def check_complete(location: Location) -> Location:
         source.close()
 
 
+def with_metadata(location: Location) -> Location:
+    """Return `location` with the metadata of DCP checkpoints, as far as it can be read."""
+    if location.format == PARTS:
+        parts = tuple((name, with_metadata(part)) for name, part in location.parts)
+        return location._replace(parts=parts)
+    if location.format != DCP or location.metadata is not None:
+        return location
+    from ema_ckpt.formats.dcp.reader import read_metadata
+
+    source = open_files(location.root)
+    try:
+        return location._replace(metadata=read_metadata(source, location.names))
+    except SourceError:
+        return location  # who opens it will say so
+    finally:
+        source.close()
+
+
 def _check_dcp(source: Files, location: Location) -> Location:
     from ema_ckpt.formats.dcp.reader import read_metadata, required_files
 

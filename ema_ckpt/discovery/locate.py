@@ -30,6 +30,7 @@ from ema_ckpt.discovery.recognise import (
     locate_file,
     locate_pattern,
     loose_files,
+    refuse_record_alone,
 )
 from ema_ckpt.discovery.step_names import step_order
 from ema_ckpt.discovery.steps import (
@@ -182,7 +183,10 @@ def _in_directory(folder: Folder) -> Location | None:
     """Locate the checkpoint that a directory is, or the newest step of the run that it is."""
     location = locate_directory(folder)
     if location is None:
-        return _newest_step(folder)
+        step = _newest_step(folder)
+        if step is None:
+            refuse_record_alone(folder)
+        return step
     return (_newest_step(folder, location) if _may_be_misplaced(location) else None) or location
 
 

@@ -26,6 +26,7 @@ from ema_ckpt.discovery.location import (
 )
 from ema_ckpt.discovery.step_names import split_suffix, step_order
 from ema_ckpt.formats.rank_files.names import families, family_of, is_lone, refuse_missing_ranks
+from ema_ckpt.formats.sidecar import SIDECAR
 from ema_ckpt.storage.directories import (
     Folder,
     base_name,
@@ -320,5 +321,19 @@ def _part_in(root: str) -> Location | None:
     location = locate_directory(folder)
     if location is None:
         loose = loose_files(folder)
+        if not loose:
+            refuse_record_alone(folder)
         return loose[0] if len(loose) == 1 else None
     return location
+
+
+def refuse_record_alone(folder: Folder) -> None:
+    """Refuse a directory of which nothing is left but our record of the files that were there.
+
+    Raises:
+        SourceError: `missing-file`.
+    """
+    if SIDECAR in folder.files:
+        message = f"{folder.root}: {SIDECAR} is there without the checkpoint that it goes with"
+        remedy = f"copy the other files again, or delete {SIDECAR}"
+        raise SourceError("missing-file", f"{message}; {remedy}", file=folder.root)

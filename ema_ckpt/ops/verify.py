@@ -9,20 +9,29 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import astuple
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, cast
 
 from ema_ckpt.analysis.audit import Audit, audit_checkpoint
+from ema_ckpt.analysis.structure import audit_structure
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Problem
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Problem, refuse_problems
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.limits import parse_workers
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, shown
+from ema_ckpt.discovery.completeness import with_metadata
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import SAFETENSORS, TORCH, LeftOut, Location, is_index
 from ema_ckpt.discovery.opening import open_location
-from ema_ckpt.ops.results.verify import VerifyResult
+from ema_ckpt.ops.results.verify import GateResult, ManifestResult, VerifyResult
 from ema_ckpt.ops.verify_against import compare_with
+from ema_ckpt.ops.verify_manifest import (
+    check_manifest_path,
+    compare_manifest,
+    files_of,
+    write_manifest,
+)
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.runtime import executor
@@ -49,6 +58,9 @@ def verify(
     against: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
+    quick: bool = False,
+    manifest: str | os.PathLike[str] | None = None,
+    check: bool = False,
 ) -> VerifyResult:
     """Check structure, sizes, coverage and every stored checksum of a checkpoint.
 
@@ -62,6 +74,12 @@ def verify(
         threads: maximum number of workers; by default the usable processors, at most 8.
         progress: called with the bytes read since the last call. If it has a method `expect`, that
             is called first, with the bytes to come.
+        quick: read metadata, headers and objects of up to 64 KiB, and no payload. The result is a
+            `GateResult`; its status is never `sound` unless a manifest covers all payload.
+        manifest: a file of SHA-256 sums as `sha256sum` writes it, with names relative to the
+            checkpoint. One that is there is compared with the files; else it is written, if the
+            checkpoint is not damaged. The result is a `GateResult`.
+        check: refuse to write the manifest: it has to be there.
 
     Raises:
         EmaCkptError: if at `path` there is nothing, no checkpoint, one of a kind that is not
@@ -70,12 +88,20 @@ def verify(
             damage.
     """
     workers = parse_workers(threads)
-    report = _Report(os.fspath(path))
+    if quick and (values or against is not None):
+        raise UsageError("usage", "--quick reads no payload; leave out --values and --against")
+    if check and manifest is None:
+        raise UsageError("usage", "--check needs a --manifest FILE to check")
+    sums = None if manifest is None else check_manifest_path(manifest, check)
+    report = _Report(os.fspath(path), quick=quick, is_gate=sums is not None)
     for catalog, is_whole in report.open():
         try:
-            passes = 1 + values + (against is not None and is_whole)
-            executor.expect(progress, passes * payload_nbytes(catalog))
-            audit = audit_checkpoint(catalog, workers, progress)
+            if quick:
+                audit = audit_structure(catalog)
+            else:
+                passes = 1 + values + (against is not None and is_whole)
+                executor.expect(progress, passes * payload_nbytes(catalog))
+                audit = audit_checkpoint(catalog, workers, progress)
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
             report.warnings += stale_files(catalog)
             report.warnings += averages(catalog)
@@ -86,18 +112,44 @@ def verify(
             report.add(audit)
         finally:
             catalog.source.close()
+    if sums is not None:
+        report.compare_or_write(sums, Workers(workers), progress)
     return report.result()
+
+
+def check(path: str | os.PathLike[str]) -> GateResult:
+    """Refuse a checkpoint that is not whole, before a run resumes from it or it is copied on.
+
+    Checks what `verify --quick` does: structure, sizes, coverage, headers and settings, without
+    reading payload. Needs no torch.
+
+    Args:
+        path: a checkpoint, a directory that holds one, or an fsspec URL of either.
+
+    Returns:
+        The verdict, `unproven`, with its warnings: that payload is intact only `verify` can tell.
+
+    Raises:
+        EmaCkptError: the first problem by its code, with up to ten in the message; and as `verify`.
+    """
+    result = verify(path, quick=True)
+    refuse_problems(result.problems)
+    return cast("GateResult", result)
 
 
 class _Report:
     """Problems, warnings and counts of all parts of a checkpoint."""
 
-    def __init__(self, path: str) -> None:
-        self.path = self.resolved = path
+    def __init__(self, path: str, *, quick: bool = False, is_gate: bool = False) -> None:
+        self.path = self.resolved = self.root = path
+        self.quick = quick
+        self.is_gate = is_gate or quick
+        self.files: set[str] = set()  # all that belong to the checkpoint, relative to `root`
+        self.manifest: ManifestResult | None = None
         self.problems: dict[Problem, None] = {}
         self.warnings: list[Diagnostic] = []
         self.checked = 0
-        self.unchecked = 0
+        self.unchecked: dict[tuple[str, str], int] = {}  # bytes by a root and a file below it
         self.unproven: list[str] = []  # tensors of which some payload has no checksum
 
     def open(self) -> Iterator[tuple[Catalog, bool]]:
@@ -107,9 +159,12 @@ class _Report:
         except EmaCkptError as error:
             self.add_error(error)
             return
-        self.resolved = location.resolved
+        self.root, self.resolved = location.root, location.resolved
+        self.files.update(location.names)
         self.warnings += location.warnings
         bare = location._replace(left_out=(), warnings=())
+        if self.quick:  # metadata that is kept is not read twice
+            bare = with_metadata(bare)
         for catalog in self.open_parts(bare):
             yield catalog, catalog.resolved == location.resolved and not self.problems
         for item in location.left_out:
@@ -158,31 +213,60 @@ class _Report:
         self.problems |= audit.problems
         self.warnings += audit.warnings
         self.checked += sum(audit.checked.values())
-        self.unchecked += sum(audit.unchecked.values())
+        root = audit.catalog.source.root
+        self.files |= audit.sizes.keys()
+        for (file, _), nbytes in audit.unchecked.items():
+            self.unchecked[root, file] = self.unchecked.get((root, file), 0) + nbytes
         for name, payloads in audit.payloads.items():
             if any(p is not None and (p.file, p.offset) in audit.unchecked for p in payloads):
                 self.unproven.append(name)
 
+    def compare_or_write(
+        self, manifest: Path, workers: Workers, progress: Callable[[int], None] | None
+    ) -> None:
+        """Compare the files with the manifest, or write it; what matches needs no checksum."""
+        files = files_of(self.resolved, self.root, self.files, manifest)
+        if manifest.exists():
+            hashed = compare_manifest(files, manifest, workers, progress)
+        elif self.problems:
+            message = f"{manifest}: not written, because the checkpoint is damaged"
+            self.warnings.append(Diagnostic("unchecked", message))
+            return
+        else:
+            hashed = write_manifest(files, manifest, workers, progress)
+        self.manifest = hashed.result
+        self.problems |= dict.fromkeys(hashed.problems)
+        self.warnings += hashed.warnings
+        for place in list(self.unchecked):
+            if self.name_below(files.root, place) in hashed.matching:
+                self.checked += self.unchecked.pop(place)
+
+    def name_below(self, root: str, place: tuple[str, str]) -> str:
+        """Name of a file, given as another root and a name below it, relative to `root`."""
+        inner, file = place[0].removeprefix(root).strip("/"), place[1]
+        return f"{inner}/{file}" if inner else file
+
     def result(self) -> VerifyResult:
         """Return the verdict."""
-        status = "unproven" if self.unchecked else "sound"
+        unchecked = sum(self.unchecked.values())
+        status = "unproven" if unchecked else "sound"
         if self.problems:
             status = "damaged"
-        if self.unchecked:
-            payload = f"{counted(self.unchecked, 'byte')} of payload without a checksum"
+        if unchecked and not self.quick:
+            payload = f"{counted(unchecked, 'byte')} of payload without a checksum"
             names = f" ({shown(self.unproven)})" if self.unproven else ""
             message = f"{payload}{names} may be damaged without a trace"
             self.warnings.append(Diagnostic("unchecked", message))
-        problems, warnings = tuple(self.problems), tuple(dict.fromkeys(self.warnings))
-        return VerifyResult(
+        verdict = VerifyResult(
             path=self.path,
             resolved=self.resolved,
             status=status,
             checked_bytes=self.checked,
-            unchecked_bytes=self.unchecked,
-            problems=problems,
-            warnings=warnings,
+            unchecked_bytes=unchecked,
+            problems=tuple(self.problems),
+            warnings=tuple(dict.fromkeys(self.warnings)),
         )
+        return GateResult.of(verdict, self.quick, self.manifest) if self.is_gate else verdict
 
 
 def payload_nbytes(catalog: Catalog) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.storage.remote import ask, is_http, open_filesystem, split_query
+from ema_ckpt.storage.stage_names import is_stage_name
 
 
 class Folder(NamedTuple):
@@ -122,3 +123,26 @@ def modified_at(path: str) -> float | None:
         return os.stat(path).st_mtime
     except Exception:  # noqa: BLE001  # whatever a remote file system raises: it is unknown
         return None
+
+
+def walk_files(root: str) -> list[str]:
+    """Names of all files below a directory or URL, with `/`, sorted.
+
+    Stages of writers are left out, and directories behind symbolic links, which may lead anywhere.
+
+    Raises:
+        EmaCkptError: as `list_folder`.
+    """
+    found: list[str] = []
+    pending = [""]
+    while pending:
+        inner = pending.pop()
+        folder = list_folder(join(root, inner) if inner else root)
+        prefix = f"{inner}/" if inner else ""
+        found += [prefix + name for name in folder.files]
+        for name in folder.folders:
+            path = join(folder.root, name)
+            is_link = not is_url(root) and os.path.islink(path)
+            if not is_link and not is_stage_name(name):
+                pending.append(prefix + name)
+    return sorted(found)

@@ -80,11 +80,14 @@ def max_open_files() -> int:
     return 4096 if soft == resource.RLIM_INFINITY else min(max(soft // 8, 2), 4096)
 
 
-def open_files(root: str) -> Files:
-    """Open a local directory or an fsspec URL. Raises as `open_filesystem`."""
+def open_files(root: str, *, are_listed: bool = False) -> Files:
+    """Open a local directory or an fsspec URL. Raises as `open_filesystem`.
+
+    `are_listed`: only names that a listing gave are asked for, whatever letters they have.
+    """
     if is_url(root):
         return RemoteFiles(*open_filesystem(root), root)
-    return LocalFiles(root)
+    return LocalFiles(root, are_listed=are_listed)
 
 
 def _missing(name: str, root: str) -> SourceError:
@@ -115,8 +118,9 @@ class LocalFiles:
     another thread may be reading from.
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, *, are_listed: bool = False) -> None:
         self.root = str(root)
+        self._are_listed = are_listed
         self._open: dict[str, tuple[int, int, bool]] = {}
         self._sizes: dict[str, int] = {}
         self._limit = max_open_files()
@@ -136,7 +140,7 @@ class LocalFiles:
         return opened
 
     def _open_regular(self, name: str) -> tuple[int, int]:
-        path = os.path.join(self.root, safe_name(name))
+        path = os.path.join(self.root, name if self._are_listed else safe_name(name))
         try:
             # O_NONBLOCK: opening a FIFO must not wait for a writer.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

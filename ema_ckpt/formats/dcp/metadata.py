@@ -44,7 +44,7 @@ class TensorEntry(NamedTuple):
     chunks: tuple[tuple[Ints, Ints], ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Metadata:
     """The content of a `.metadata` file.
 

@@ -8,7 +8,8 @@ the bytes begin, are in the archive itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ema_ckpt.core.catalog import (
     Catalog,
@@ -98,9 +99,25 @@ def open_dcp(
         nesting=content.nesting or Nesting(),
         order=tuple(parts_by_name),
         unknown_entries=unknown_entries(parts),
-        # Read once more: only one verb needs them.
-        find_mismatches=lambda: find_mismatches(read_metadata(source, names), recorded),
+        find_mismatches=_mismatches(source, names, parts, recorded),
     )
+
+
+def _mismatches(
+    source: Files, names: Sequence[str], parts: Sequence[Metadata], recorded: Sequence[str]
+) -> Callable[[], Sequence[tuple[str, str]]]:
+    """Return the search for mismatches. Metadata that nobody keeps is read once more by then: it
+    takes much memory, and only one verb searches.
+    """
+    references = [weakref.ref(part) for part in parts]
+
+    def find() -> Sequence[tuple[str, str]]:
+        kept = [part for reference in references if (part := reference()) is not None]
+        if len(kept) < len(references):
+            kept = read_metadata(source, names)
+        return find_mismatches(kept, recorded)
+
+    return find
 
 
 def required_files(parts: Iterable[Metadata]) -> dict[str, int]:
@@ -285,7 +302,9 @@ class _Reader:
     def _as_recorded(self, payload: Payload, chunk: Chunk) -> Payload:
         """Return the payload with the CRC-32 that was recorded beside it, if one was."""
         recorded = self._crcs.get((chunk.file, chunk.offset)) if self._crcs else None
-        return payload if recorded is None else payload._replace(crc=recorded, is_recorded=True)
+        if recorded is None:
+            return payload
+        return payload._replace(crc=recorded, is_recorded=True, own_crc=payload.crc)
 
     def _parse_archive(self, tensor: Tensor, chunk: Chunk) -> Payload:
         name, file = tensor.name, chunk.file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ema_ckpt.core.catalog import Diagnostic, Problem
 from ema_ckpt.ops.results.places import hide_credentials
@@ -28,3 +28,37 @@ class VerifyResult:
 
     def __post_init__(self) -> None:
         hide_credentials(self, "path", "resolved")
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestResult:
+    """What became of a manifest.
+
+    Attributes:
+        path: the manifest. written: whether it was made; if not, files were compared with it.
+        files, nbytes: files that were listed or that match, and bytes that were hashed.
+    """
+
+    path: str
+    written: bool
+    files: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult(VerifyResult):
+    """Verdict of `verify` with `--quick` or `--manifest`, and of `check`.
+
+    Attributes:
+        quick: whether payload was left unread.
+        manifest: what became of the manifest, if one was given.
+    """
+
+    quick: bool
+    manifest: ManifestResult | None
+
+    @classmethod
+    def of(cls, verdict: VerifyResult, quick: bool, manifest: ManifestResult | None) -> GateResult:
+        """Make it of a plain verdict."""
+        shared = {field.name: getattr(verdict, field.name) for field in fields(verdict)}
+        return cls(**shared, quick=quick, manifest=manifest)
