@@ -88,10 +88,7 @@ def verify(
             damage.
     """
     workers = parse_workers(threads)
-    if quick and (values or against is not None):
-        raise UsageError("usage", "--quick reads no payload; leave out --values and --against")
-    if check and manifest is None:
-        raise UsageError("usage", "--check needs a --manifest FILE to check")
+    _check_options(quick, values or against is not None, manifest is not None, check)
     sums = None if manifest is None else check_manifest_path(manifest, check)
     report = _Report(os.fspath(path), quick=quick, is_gate=sums is not None)
     for catalog, is_whole in report.open():
@@ -99,22 +96,42 @@ def verify(
             if quick:
                 audit = audit_structure(catalog)
             else:
-                passes = 1 + values + (against is not None and is_whole)
-                executor.expect(progress, passes * payload_nbytes(catalog))
-                audit = audit_checkpoint(catalog, workers, progress)
+                source = against if is_whole else None
+                audit = _audit_payload(catalog, values, source, workers, progress)
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
             report.warnings += stale_files(catalog)
             report.warnings += averages(catalog)
-            if values:
-                scan_values(audit, workers, progress)
-            if against is not None and is_whole:
-                compare_with(audit, against, Workers(workers), progress)
             report.add(audit)
         finally:
             catalog.source.close()
     if sums is not None:
         report.compare_or_write(sums, Workers(workers), progress)
     return report.result()
+
+
+def _check_options(quick: bool, needs_payload: bool, has_manifest: bool, check: bool) -> None:
+    if quick and needs_payload:
+        raise UsageError("usage", "--quick reads no payload; leave out --values and --against")
+    if check and not has_manifest:
+        raise UsageError("usage", "--check needs a --manifest FILE to check")
+
+
+def _audit_payload(
+    catalog: Catalog,
+    values: bool,
+    against: str | os.PathLike[str] | None,
+    workers: int,
+    progress: Callable[[int], None] | None,
+) -> Audit:
+    """Read all payload, once more for its values, and once more to compare it with another's."""
+    passes = 1 + values + (against is not None)
+    executor.expect(progress, passes * payload_nbytes(catalog))
+    audit = audit_checkpoint(catalog, workers, progress)
+    if values:
+        scan_values(audit, workers, progress)
+    if against is not None:
+        compare_with(audit, against, Workers(workers), progress)
+    return audit
 
 
 def check(path: str | os.PathLike[str]) -> GateResult:
