@@ -105,13 +105,28 @@ def test_representations_are_short(tmp_path: Path, fixtures: Path) -> None:
             f"<Checkpoint {str(fixtures / 'tiny-lm')!r}: dcp, 107 tensors, "
             "trees 'model' (live), 'ema' (ema), 'optimizer' (optimizer)>"
         )
+    results = [
+        ema_ckpt.inspect(fixtures / "tiny-lm"),
+        ema_ckpt.diff(fixtures / "tiny-lm"),
+        ema_ckpt.verify(fixtures / "tiny-lm"),
+        ema_ckpt.consolidate(fixtures / "tiny-lm", tmp_path / "ema.pt", dry_run=True),
+    ]
+    for result in results:
+        assert len(repr(result)) < 700, repr(result)
+    assert "tensors=<107 items>" in repr(results[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert repr(ema_ckpt.offload_optimizer(optimizer)) == (
+        "<OffloadedOptimizer: AdamW, state of 0 parameters in host memory>"
+    )
 
 
 def test_the_manager_shows_what_is_for_users() -> None:
     import torch
 
     model = torch.nn.Linear(2, 2)
-    shown = {name for name in dir(ema_ckpt.ShardedEMA(model, 0.9)) if name[0] != "_"}
+    manager = ema_ckpt.ShardedEMA(model, 0.9)
+    shown = {name for name in dir(manager) if name[0] != "_"}
+    assert {name for name in vars(manager) if name[0] != "_"} == {"model"}  # nothing is hidden only
     assert shown == {
         "advance", "attach", "copy_to", "current_decay", "decay", "detach", "full_state_dict",
         "load_state_dict", "model", "nbytes", "nonfinite_events", "num_updates", "rebind", "reset",
@@ -120,6 +135,8 @@ def test_the_manager_shows_what_is_for_users() -> None:
     assert ema_ckpt.ShardedEMA(model, 0.9).decay == 0.9
     schedule = ema_ckpt.Warmup(0.99)
     assert ema_ckpt.ShardedEMA(model, schedule).decay == schedule
+    handle = ema_ckpt.offload_optimizer(torch.optim.AdamW(model.parameters()))
+    assert {name for name in dir(handle) if name[0] != "_"} == {"detach", "wait"}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

@@ -29,8 +29,6 @@ from ema_ckpt.ema.settings import Settings, Source, UpdateCounter, as_patterns
 from ema_ckpt.ema.shadows import Averages, current_buffers, fit, make_averages, seed
 from ema_ckpt.ema.swap_state import refuse_inside
 
-_INTERNAL = frozenset("settings counter averages attachment".split())
-
 
 class ShardedEMA:
     """A moving average of a model's parameters that costs each rank the size of its own shard.
@@ -73,7 +71,7 @@ class ShardedEMA:
         StateError: the model cannot be averaged as it is (on `meta`, placeholders of ZeRO stage 3).
     """
 
-    averages: Averages
+    _averages: Averages
 
     def __init__(
         self,
@@ -92,24 +90,24 @@ class ShardedEMA:
         source: Source | None = None,
         nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
     ) -> None:
-        self.settings = Settings(
+        self._settings = Settings(
             as_schedule(decay), every, dtype, compensate, rounding, seed, offload, shard_replicas,
             buffers, as_patterns(include), as_patterns(exclude) or (), source, nonfinite,
         )  # fmt: skip
-        self.settings.warn_of_lost_updates()
-        self.counter = UpdateCounter(self.settings.schedule, every)
+        self._settings.warn_of_lost_updates()
+        self._counter = UpdateCounter(self._settings.schedule, every)
         self.model = model
-        self._prepared = PreparedSteps(self.settings, self.counter)
+        self._prepared = PreparedSteps(self._settings, self._counter)
         self._events_reported = 0
         self._recording = Recording()
-        self.attachment: Attachment | None = None
+        self._attachment: Attachment | None = None
         self._saved_round: dict[str, Any] | None = None  # loaded, for optimizers attached later
         self._warned_of_two = False
         with PlainMode():
-            self._set_averages(make_averages(scan_model(model), self.settings))
+            self._set_averages(make_averages(scan_model(model), self._settings))
             if self._on_cuda and not offload:
                 # so that the first update may already be one inside a CUDA graph
-                self._prepared.prepare(self.averages, self._settle)
+                self._prepared.prepare(self._averages, self._settle)
 
     # Averaging
 
@@ -122,7 +120,7 @@ class ShardedEMA:
         Args:
             samples: of the global batch, the same on every rank; needed by schedules in samples.
         """
-        if self.attachment is not None and not self._warned_of_two:
+        if self._attachment is not None and not self._warned_of_two:
             self._warned_of_two = True
             warnings.warn(
                 "update() by hand beside attach(): steps count twice; call detach(), or leave one"
@@ -139,13 +137,13 @@ class ShardedEMA:
                 self._recording.add(self._prepared.steps)
                 return
             # An exception of a source is raised before the call is counted.
-            is_due = self.counter.is_due()
-            steps = self._prepared.prepare(self.averages, self._settle) if is_due else ()
-            weight = self.counter.count(samples)
+            is_due = self._counter.is_due()
+            steps = self._prepared.prepare(self._averages, self._settle) if is_due else ()
+            weight = self._counter.count(samples)
             if weight is not None:
                 for step in steps:
                     step(weight)
-                if self.settings.offload == "sync":
+                if self._settings.offload == "sync":
                     self.wait()
 
     def advance(self, samples: int | None = None) -> None:
@@ -157,7 +155,7 @@ class ShardedEMA:
         refuse_inside(self.model, "advance()")
         with PlainMode():
             self._recording.require()
-            weight = self.counter.count(samples)
+            weight = self._counter.count(samples)
             self._recording.advance(0.0 if weight is None else weight)
 
     def attach(
@@ -177,32 +175,32 @@ class ShardedEMA:
                 is averaged; or no `samples` to a schedule that counts them.
             StateError: the manager is attached already.
         """
-        self.counter.require_samples(samples)
-        if self.attachment is not None:
+        self._counter.require_samples(samples)
+        if self._attachment is not None:
             raise StateError("usage", "this manager is attached already; call detach() first")
-        if self.settings.schedule == Constant(1.0):
+        if self._settings.schedule == Constant(1.0):
             warnings.warn("attach() with decay=1.0: the average never moves", stacklevel=2)
         with PlainMode():
             self._follow()
 
         def averaged() -> set[int] | None:
-            if self.settings.source is not None:
+            if self._settings.source is not None:
                 return None
-            return {id(tracked.owner) for tracked in self.averages.tracked}
+            return {id(tracked.owner) for tracked in self._averages.tracked}
 
-        self.attachment = Attachment(
+        self._attachment = Attachment(
             optimizers,
             averaged,
             lambda: refuse_inside(self.model, "a step of the attached optimizer"),
             lambda: self._update(samples() if callable(samples) else samples),
         )
-        self.attachment.resume(self._saved_round)
+        self._attachment.resume(self._saved_round)
 
     def detach(self) -> None:
         """Undo `attach`."""
-        if self.attachment is not None:
-            self.attachment.remove()
-            self.attachment = self._saved_round = None
+        if self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = self._saved_round = None
 
     def reset(self) -> None:
         """Start again: with the live parameters, or those of `source`, and the counter at 0."""
@@ -210,9 +208,9 @@ class ShardedEMA:
         with PlainMode():
             self._follow()
             self._settle()
-            for shadow, tracked in zip(self.averages.shadows, self.averages.tracked, strict=True):
-                seed(shadow, tracked, self.settings.source)
-            self.counter.reset()
+            for shadow, tracked in zip(self._averages.shadows, self._averages.tracked, strict=True):
+                seed(shadow, tracked, self._settings.source)
+            self._counter.reset()
         self._saved_round = None
 
     def rebind(self, model: nn.Module) -> None:
@@ -224,7 +222,7 @@ class ShardedEMA:
         refuse_inside(self.model, "rebind()")
         with PlainMode():
             self._settle()
-            self._set_averages(fit(self.averages, scan_model(model), self.settings))
+            self._set_averages(fit(self._averages, scan_model(model), self._settings))
             self.model = model
 
     # Using the average
@@ -266,10 +264,10 @@ class ShardedEMA:
         refuse_inside(self.model, "load_state_dict()")
         with PlainMode():
             self._synchronise()
-            state.load(state_dict, self.averages, self.counter)
+            state.load(state_dict, self._averages, self._counter)
         self._saved_round = state.parse_config(state_dict.get("config")).get("attached")
-        if self.attachment is not None:
-            self.attachment.resume(self._saved_round)
+        if self._attachment is not None:
+            self._attachment.resume(self._saved_round)
 
     def full_state_dict(
         self, complete: bool = True, timeout: float = 300
@@ -294,13 +292,13 @@ class ShardedEMA:
             swap.warn_of_stalled(self, f"{call}()", 5)
             averaged = {
                 name: weights[shadow.shard.fqn]
-                for shadow in self.averages.shadows
+                for shadow in self._averages.shadows
                 for name in shadow.shard.names
                 if shadow.shard.fqn in weights
             }
             if model_shards is None:
                 only = {name: value for name, value in averaged.items() if name in weights}
-                return FullState(only, self.averages.tracked)
+                return FullState(only, self._averages.tracked)
             live = live_tree(model_shards)
             values = {name: averaged.get(name, value) for name, value in live.items()}
             return FullState(values, model_shards.parameters)
@@ -322,7 +320,7 @@ class ShardedEMA:
                 if host:
                     step.wait()
         if host:
-            averages = [shadow.average for shadow in self.averages.shadows]
+            averages = [shadow.average for shadow in self._averages.shadows]
             for device in {average.device for average in averages if average.is_cuda}:
                 torch.cuda.synchronize(device)
 
@@ -331,29 +329,29 @@ class ShardedEMA:
     @property
     def num_updates(self) -> int:
         """Calls so far, whatever `every` is."""
-        return self.counter.num_updates
+        return self._counter.num_updates
 
     @property
     def samples_seen(self) -> int:
         """Samples so far, as passed to the calls."""
-        return self.counter.samples_seen
+        return self._counter.samples_seen
 
     @property
     def decay(self) -> float | Schedule:
         """What the constructor was given: a constant decay, or a schedule."""
-        schedule = self.settings.schedule
+        schedule = self._settings.schedule
         return schedule.decay if isinstance(schedule, Constant) else schedule
 
     @property
     def current_decay(self) -> float:
         """The product of decays by which the average last moved; 1.0 before it first did."""
-        return self.counter.applied
+        return self._counter.applied
 
     @property
     def nbytes(self) -> int:
         """Bytes of the average and its residuals on this rank."""
         nbytes = 0
-        for shadow in self.averages.shadows:
+        for shadow in self._averages.shadows:
             nbytes += shadow.average.nbytes
             if shadow.residual is not None:
                 nbytes += shadow.residual.nbytes
@@ -377,7 +375,7 @@ class ShardedEMA:
         self._follow(thorough=True)
         self._settle()
         self._recording.check()
-        if self.settings.nonfinite != "raise":
+        if self._settings.nonfinite != "raise":
             return
         events = self.nonfinite_events
         if events > self._events_reported:
@@ -397,15 +395,15 @@ class ShardedEMA:
         detector = self._change_detector
         if not detector.unchanged() or (thorough and not detector.same_layout()):
             self._settle()
-            self._set_averages(fit(self.averages, scan_model(self.model), self.settings))
+            self._set_averages(fit(self._averages, scan_model(self.model), self._settings))
 
     def _settle(self) -> None:
         # Averages in host memory must come to rest before they are read or freed.
-        if self.settings.offload:
+        if self._settings.offload:
             self.wait(host=True)
 
     def _set_averages(self, averages: Averages) -> None:
-        self.averages = averages
+        self._averages = averages
         self._on_cuda = any(shadow.shard.local.is_cuda for shadow in averages.shadows)
         self._change_detector = ChangeDetector(averages.tracked, averages.module_links)
         self._prepared.discard()
@@ -417,14 +415,10 @@ class ShardedEMA:
             ' dcp.save({"model": ..., "ema": ema}), or put ema.state_dict() where you want it',
         )
 
-    def __dir__(self) -> list[str]:
-        # What other modules of the package use is not for users.
-        return [name for name in object.__dir__(self) if name not in _INTERNAL]
-
     def __repr__(self) -> str:
         return (
-            f"ShardedEMA({len(self.averages.shadows)} tensors, {self.nbytes} bytes on this rank,"
-            f" {self.settings.schedule}, {self.num_updates} updates)"
+            f"ShardedEMA({len(self._averages.shadows)} tensors, {self.nbytes} bytes on this rank,"
+            f" {self._settings.schedule}, {self.num_updates} updates)"
         )
 
 
@@ -463,10 +457,10 @@ def state_of(
     refuse_inside(ema.model, "state_dict()")
     with PlainMode():
         ema._synchronise()
-        if ema.averages.live_buffers:
+        if ema._averages.live_buffers:
             # A forward may have exchanged them.
             model_shards = model_shards or scan_model(ema.model)
-            buffers = current_buffers(ema.averages, model_shards)
-            ema.averages = replace(ema.averages, live_buffers=buffers)
-        attached = None if ema.attachment is None else ema.attachment.unfinished_round()
-        return state.tree(ema.averages, ema.counter, ema.settings, as_tensor, attached)
+            buffers = current_buffers(ema._averages, model_shards)
+            ema._averages = replace(ema._averages, live_buffers=buffers)
+        attached = None if ema._attachment is None else ema._attachment.unfinished_round()
+        return state.tree(ema._averages, ema._counter, ema._settings, as_tensor, attached)

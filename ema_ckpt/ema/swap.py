@@ -34,9 +34,9 @@ class AveragedModel(Protocol):
     """A model and its averages, as `ShardedEMA` has them."""
 
     model: nn.Module
-    averages: Averages
-    counter: UpdateCounter
-    attachment: Attachment | None
+    _averages: Averages
+    _counter: UpdateCounter
+    _attachment: Attachment | None
 
     def _follow(self) -> None:
         """Fit `averages` to the model's present tensors."""
@@ -50,12 +50,12 @@ def swapped(ema: AveragedModel, timeout: float) -> Iterator[None]:
     """Put the averages into the model for a block; see `ShardedEMA.swap`."""
     with PlainMode():
         failure = _failure_of(lambda: _synchronise(ema, "swap()"))
-        meet_replicas(ema.averages.shadows, "swap()", timeout, failure)
+        meet_replicas(ema._averages.shadows, "swap()", timeout, failure)
         _warn(ema)
         reshard(ema.model)
         ema._follow()
-        backups = _put_averages(ema.averages)
-        marks = mark_swapped(ema.averages.tracked)
+        backups = _put_averages(ema._averages)
+        marks = mark_swapped(ema._averages.tracked)
     try:
         yield
     finally:
@@ -69,7 +69,7 @@ def swapped(ema: AveragedModel, timeout: float) -> Iterator[None]:
             finally:
                 # Where that fails, the averages at least come back from the memory that the model
                 # has left.
-                _put_back(ema.averages, backups)
+                _put_back(ema._averages, backups)
             torch.clear_autocast_cache()
 
 
@@ -78,7 +78,7 @@ def copy_to(ema: AveragedModel, module: nn.Module, timeout: float) -> None:
     targets: dict[Shadow, list[Shard]] = {}
     with PlainMode():
         failure = _failure_of(lambda: targets.update(_targets(ema, module)))
-        meet_replicas(ema.averages.shadows, "copy_to()", timeout, failure)
+        meet_replicas(ema._averages.shadows, "copy_to()", timeout, failure)
         warn_of_stalled(ema, "copy_to()", 3)
         for number in range(max(map(len, targets.values()))):
             locals_ = {
@@ -108,7 +108,7 @@ def _targets(ema: AveragedModel, module: nn.Module) -> Mapping[Shadow, list[Shar
     reshard(module)
     tracked = scan_model(module).by_name()
     targets: dict[Shadow, list[Shard]] = {}
-    for shadow in ema.averages.shadows:
+    for shadow in ema._averages.shadows:
         shards = [tracked[name].shard for name in shadow.shard.names if name in tracked]
         targets[shadow] = list(dict.fromkeys(shards))
     _refuse_targets(targets)
@@ -195,18 +195,18 @@ def warn_of_stalled(ema: AveragedModel, call: str, stacklevel: int, *, fresh: bo
 
     `fresh`: also before the first update.
     """
-    reason = None if ema.attachment is None else ema.attachment.stalled()
-    if reason is None and not ema.counter.has_moved and (fresh or ema.counter.num_updates):
-        reason = ema.counter.stalled()
+    reason = None if ema._attachment is None else ema._attachment.stalled()
+    if reason is None and not ema._counter.has_moved and (fresh or ema._counter.num_updates):
+        reason = ema._counter.stalled()
     if reason is not None:
         warnings.warn(f"ema-stalled: {call}: {reason}", stacklevel=stacklevel + 1)
 
 
 def _warn(ema: AveragedModel) -> None:
     warn_of_stalled(ema, "swap()", 5)
-    updates = ema.counter.num_updates
-    has_moved = ema.counter.has_moved and ema.counter.applied > 0
-    if updates >= _MANY_UPDATES and has_moved and _equals_live(ema.averages):
+    updates = ema._counter.num_updates
+    has_moved = ema._counter.has_moved and ema._counter.applied > 0
+    if updates >= _MANY_UPDATES and has_moved and _equals_live(ema._averages):
         warnings.warn(
             f"after {updates} updates the average equals the live weights in every element: do the"
             " weights that the optimizer steps reach it?",

@@ -98,7 +98,7 @@ class SteppedTensor:
         if value.shape != shard.shape or not value.shape:
             return torch.zeros(value.shape, dtype=value.dtype, device=self.tensor.device)
         offloaded = handle_of(self.optimizer)
-        zeros_like = torch.zeros_like if offloaded is None else offloaded.zeros
+        zeros_like = torch.zeros_like if offloaded is None else offloaded._zeros
         return zeros_like(self.tensor, dtype=value.dtype).requires_grad_(False)
 
     def allocate(self, state: Mapping[str, Mapping[str, Any]], *, step_on_device: bool) -> None:

@@ -37,7 +37,7 @@ def agree_on_averages(managers: Mapping[str, ShardedEMA], ranks: Channel, call: 
 
 
 def _facts(manager: ShardedEMA) -> dict[str, Any]:
-    settings = manager.settings
+    settings = manager._settings
     names = ("every", "dtype", "compensate", "rounding", "seed", "buffers", "nonfinite")
     shown_settings = {name: str(getattr(settings, name)) for name in names}
     return {

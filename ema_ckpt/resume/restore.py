@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,9 +128,18 @@ def restore(
     findings = Findings(notes=said)
     for restorer in restorers:
         findings.merge(restorer.findings)
-    for warning in findings.warnings:
-        warnings.warn(warning, stacklevel=2)
+    _warn(findings.warnings, ranks)
     return findings.report(readers[0])
+
+
+def _warn(found: Sequence[str], ranks: Channel) -> None:
+    """Issue each warning once: on the lowest rank that found it."""
+    said: set[str] = set()
+    for lower in ranks.exchange(list(found))[: ranks.rank]:
+        said.update(lower)
+    for warning in found:
+        if warning not in said:
+            warnings.warn(warning, stacklevel=3)
 
 
 def check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:

@@ -91,7 +91,7 @@ class EmaRestorer(PartRestorer):
                 f" {shown(self.reader.tree_names)}. Pass ema_path=, or missing_ema='seed' to start"
                 " from the restored live weights",
             )
-        shadows = self.manager.averages.shadows
+        shadows = self.manager._averages.shadows
         self.findings.seeded += [f"{label}.weights.{shadow.shard.fqn}" for shadow in shadows]
         start = "they start from the restored live weights"
         self.findings.warnings.append(f"{path} holds no averages {label!r}: {start}")
@@ -117,7 +117,7 @@ class EmaRestorer(PartRestorer):
             self.findings.notes.append(
                 f"{name} was {saved!r} in the saved run and is {now!r} here, which counts"
             )
-        schedule = self.manager.settings.schedule
+        schedule = self.manager._settings.schedule
         if recorded.num_updates is None and schedule.kind in ("warmup", "power-function"):
             self.findings.notes.append(
                 f"{self.reader.path} does not tell how many updates its averages have had:"
@@ -166,7 +166,7 @@ class EmaRestorer(PartRestorer):
         values = self.state.get(part, {})
         targets: list[Target] = []
         names: set[str] = set()
-        for shadow in self.manager.averages.shadows:
+        for shadow in self.manager._averages.shadows:
             shard = shadow.shard
             if shard.fqn in values:
                 targets.append((shard, local_shards(values[shard.fqn])))
@@ -203,11 +203,11 @@ class EmaRestorer(PartRestorer):
             self.manager.reset()
             return
         missing = {shard.fqn for shard, _ in self.weights.missing}
-        averages = self.manager.averages
+        averages = self.manager._averages
         with torch.no_grad():
             for shadow, tracked in zip(averages.shadows, averages.tracked, strict=True):
                 if shadow.shard.fqn in missing:
-                    seed(shadow, tracked, self.manager.settings.source)
+                    seed(shadow, tracked, self.manager._settings.source)
 
 
 def name_by_model(tree: Tree, model: ModelShards, *, ordered: bool) -> Mapping[str, Tensor]:

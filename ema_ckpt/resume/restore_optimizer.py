@@ -266,7 +266,7 @@ class OptimizerRestorer(PartRestorer):
             optimizer_state.begin_missing(self.optimizers)
         optimizer_state.set_options(self.optimizers, self.options)
         for handle in offloaded:
-            handle.settle()
+            handle._settle()
 
 
 def _fits(parameter: Sequence[int], moment: Sequence[int]) -> bool:

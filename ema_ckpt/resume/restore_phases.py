@@ -15,7 +15,7 @@ from ema_ckpt.comm.channel import Channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.names import canonical
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.ema.model.live_tree import tensor_names
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards, Shard
@@ -189,10 +189,14 @@ class RestoreReport:
     warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        kinds = "loaded missing unexpected seeded filled renamed changed_settings warnings".split()
-        counts = [(len(getattr(self, kind)), kind.replace("_", " ")) for kind in kinds]
-        told = ", ".join(f"{count} {kind}" for count, kind in counts if count)
-        return f"<RestoreReport of {str(self.path)!r}: {told or 'nothing loaded'}>"
+        kinds = "loaded missing unexpected seeded filled renamed".split()
+        counts = [(len(getattr(self, kind)), kind) for kind in kinds]
+        told = [f"{count} {kind}" for count, kind in counts if count]
+        if self.changed_settings:
+            told.append(counted(len(self.changed_settings), "changed setting"))
+        if self.warnings:
+            told.append(counted(len(self.warnings), "warning"))
+        return f"<RestoreReport of {str(self.path)!r}: {', '.join(told) or 'nothing loaded'}>"
 
 
 @dataclass(slots=True, eq=False)

@@ -46,7 +46,7 @@ def close_to_whole(
     ema: ShardedEMA, model: nn.Module, start: dict[str, torch.Tensor], decay: float
 ) -> None:
     live, average = whole_live(model), whole_average(ema)
-    names = {shadow.shard.fqn for shadow in ema.averages.shadows}
+    names = {shadow.shard.fqn for shadow in ema._averages.shadows}
     assert names
     for name in names:
         assert torch.equal(average[name], start[name].lerp(live[name], 1 - decay)), name
@@ -212,7 +212,7 @@ def same_bits_split_or_not() -> list[list[int]]:
                 shown = whole_live(model)
             assert all(
                 torch.equal(shown[shadow.shard.fqn], kept[shadow.shard.fqn])
-                for shadow in ema.averages.shadows
+                for shadow in ema._averages.shadows
             )
         measured.append([split.nbytes, whole.nbytes])
     return measured
@@ -233,7 +233,7 @@ def never_split() -> None:
     ema = ShardedEMA(
         DistributedDataParallel(model, find_unused_parameters=True), 0.5, buffers="average"
     )
-    whole = {shadow.shard.fqn for shadow in ema.averages.shadows if not shadow.is_split}
+    whole = {shadow.shard.fqn for shadow in ema._averages.shadows if not shadow.is_split}
     assert whole == {"enter.bias", "scale", "mean"}
 
 
@@ -335,7 +335,7 @@ def replicas_of_one() -> None:
     ):
         model = wrap()
         ema = ShardedEMA(model, 0.9, shard_replicas=True)
-        assert not any(shadow.is_split for shadow in ema.averages.shadows)
+        assert not any(shadow.is_split for shadow in ema._averages.shadows)
         start = whole_average(ema)
         shake(model)
         ema.update()
@@ -410,7 +410,7 @@ def masters_of_flat_parameters(wraps: list[Callable[[], nn.Module]]) -> None:
             shown = whole_live(model)
         assert all(
             torch.equal(shown[shadow.shard.fqn], expected[shadow.shard.fqn].bfloat16())
-            for shadow in plain.averages.shadows
+            for shadow in plain._averages.shadows
         )
         for own, master in zip(model.parameters(), masters, strict=True):
             assert torch.equal(optimizer.state[own]["master_param"], master)
@@ -421,12 +421,12 @@ def sources_of_flat_parameters() -> None:
     model = flat(strategy=ShardingStrategy.FULL_SHARD, original=False)()
     start = {name: tensor + 1 for name, tensor in whole_live(model).items()}
     whole = ShardedEMA(model, 0.9, source=lambda _, param: param.detach() + 1)
-    pieces = {shadow.shard.fqn: shadow.shard.local + 1 for shadow in whole.averages.shadows}
+    pieces = {shadow.shard.fqn: shadow.shard.local + 1 for shadow in whole._averages.shadows}
     for ema in (whole, ShardedEMA(model, 0.9, source=lambda fqn, _: pieces[fqn])):
         average = whole_average(ema)
         assert all(
             torch.equal(average[shadow.shard.fqn], start[shadow.shard.fqn])
-            for shadow in ema.averages.shadows
+            for shadow in ema._averages.shadows
         )
     with pytest.raises(StateError, match=r"of the flat parameter's shard of \d+ elements"):
         ShardedEMA(model, source=lambda _, param: torch.zeros(param.numel() + 1))

@@ -92,7 +92,7 @@ def by_hand(parent: str, names: list[str]) -> None:
         one.train(STEPS)
         expected = truth(family_of(name), STEPS)
         state = one.ema.state_dict()
-        for shadow in one.ema.averages.shadows:
+        for shadow in one.ema._averages.shadows:
             fqn, kind = shadow.shard.fqn, expected_kind(name, shadow)
             assert type(state["weights"][fqn]) is kind, (
                 f"{name} {fqn}: {type(state['weights'][fqn])} is not {kind}"
@@ -103,7 +103,7 @@ def by_hand(parent: str, names: list[str]) -> None:
         path = Path(parent, f"{name}.w{dist.get_world_size()}")
         saving = dcp.async_save({"ema": one.ema}, checkpoint_id=path)
         with torch.no_grad():
-            for shadow in one.ema.averages.shadows:
+            for shadow in one.ema._averages.shadows:
                 shadow.average.fill_(-1.0)
         saving.result()
         fresh = start(LAYOUTS[dist.get_world_size()][name], blank=True)

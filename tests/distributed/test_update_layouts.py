@@ -150,7 +150,7 @@ def check_ddp_around_tensor_parallel() -> list[Any]:
         ema.update()
         for name, parameter in trained.items():
             expected[name].lerp_(parameter.detach(), 1 - DECAY)
-    assert all(shadow.is_split for shadow in ema.averages.shadows)
+    assert all(shadow.is_split for shadow in ema._averages.shadows)
     live = {name: parameter.detach().clone() for name, parameter in trained.items()}
     with ema.swap():
         for name, parameter in trained.items():

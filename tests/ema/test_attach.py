@@ -25,7 +25,7 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
 
 
 def shadows(ema: ShardedEMA) -> list[torch.Tensor]:
-    return [shadow.average.clone() for shadow in ema.averages.shadows]
+    return [shadow.average.clone() for shadow in ema._averages.shadows]
 
 
 def test_one_update_per_step_not_per_micro_batch() -> None:

@@ -246,10 +246,10 @@ def test_one_bad_step_is_counted_and_leaves_the_average_finite(nonfinite: Any) -
             kept = model[0].weight.clone()
             if step == 5:
                 model[0].weight.fill_(torch.nan)
-            before = ema.averages.shadows[0].average.clone()
+            before = ema._averages.shadows[0].average.clone()
             ema.update()
             if step == 5:
-                assert torch.equal(ema.averages.shadows[0].average, before)
+                assert torch.equal(ema._averages.shadows[0].average, before)
                 assert ema.num_updates == 5
             model[0].weight.copy_(kept)
     assert ema.nonfinite_events == 1
@@ -341,12 +341,12 @@ def test_include_and_exclude_cross_dots_and_know_all_names_of_a_tied_tensor() ->
     )
     model["head"].weight = model["embed"].weight
     model["norm"].requires_grad_(False)
-    assert [s.shard.fqn for s in ShardedEMA(model).averages.shadows] == ["embed.weight"]
-    assert [s.shard.fqn for s in ShardedEMA(model, include="head*").averages.shadows] == [
+    assert [s.shard.fqn for s in ShardedEMA(model)._averages.shadows] == ["embed.weight"]
+    assert [s.shard.fqn for s in ShardedEMA(model, include="head*")._averages.shadows] == [
         "embed.weight"
     ]
     included = ShardedEMA(model, include=["*"], exclude="norm.b*")
-    assert [s.shard.fqn for s in included.averages.shadows] == ["embed.weight", "norm.weight"]
+    assert [s.shard.fqn for s in included._averages.shadows] == ["embed.weight", "norm.weight"]
     assert json.loads(included.state_dict()["config"])["tied"] == {"embed.weight": ["head.weight"]}
 
 
@@ -455,7 +455,7 @@ def test_names_are_those_of_torch_whatever_wraps_the_model() -> None:
 
 def test_a_module_that_is_called_module_keeps_its_name() -> None:
     model = nn.ModuleDict({"module": nn.Linear(1, 1), "_orig_mod": nn.Linear(1, 1)})
-    assert [s.shard.fqn for s in ShardedEMA(model).averages.shadows] == list(
+    assert [s.shard.fqn for s in ShardedEMA(model)._averages.shadows] == list(
         dict(model.named_parameters())
     )
 
@@ -523,12 +523,12 @@ def test_a_changed_model_raises_and_nothing_moves(
     model = network()
     ema = ShardedEMA(model, 0.5)
     before = copy.deepcopy(ema.state_dict()["weights"])
-    averages = [shadow.average for shadow in ema.averages.shadows]
+    averages = [shadow.average for shadow in ema._averages.shadows]
     change(model)
     with pytest.raises(StateError, match=words):
         ema.update()
     assert ema.num_updates == 0
-    for shadow, average in zip(ema.averages.shadows, averages, strict=True):
+    for shadow, average in zip(ema._averages.shadows, averages, strict=True):
         assert torch.equal(before[shadow.shard.fqn], average)
 
 
@@ -628,7 +628,7 @@ def test_nothing_is_made_under_inference_mode() -> None:
         ema.update()
         with ema.swap():
             model(torch.randn(2, 3))
-    assert not any(shadow.average.is_inference() for shadow in ema.averages.shadows)
+    assert not any(shadow.average.is_inference() for shadow in ema._averages.shadows)
     model(torch.randn(4, 3)).sum().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     ema.update()
@@ -705,7 +705,7 @@ def test_the_state_aliases_the_average_and_loads_from_whole_tensors() -> None:
     assert state["num_updates"].dtype is torch.int64
     assert state["num_updates"].dim() == 0
     state["weights"]["0.weight"].fill_(7.0)
-    assert ema.averages.shadows[0].average.eq(7.0).all()
+    assert ema._averages.shadows[0].average.eq(7.0).all()
     other = ShardedEMA(network(), 0.5)
     other.load_state_dict(state | {"config": json.loads(state["config"])})
     assert torch.equal(average(other, "0.weight"), state["weights"]["0.weight"])
@@ -846,13 +846,13 @@ def test_bytes_on_this_rank() -> None:
 def test_a_state_without_its_counter_changes_nothing() -> None:
     model = nn.Linear(2, 2)
     ema, other = ShardedEMA(model, 0.5), ShardedEMA(nn.Linear(2, 2), 0.5)
-    before = [shadow.average.clone() for shadow in ema.averages.shadows]
+    before = [shadow.average.clone() for shadow in ema._averages.shadows]
     state = {name: value for name, value in other.state_dict().items() if name != "num_updates"}
     with pytest.raises(StateError, match="num_updates"):
         ema.load_state_dict(state)
     assert all(
         torch.equal(shadow.average, kept)
-        for shadow, kept in zip(ema.averages.shadows, before, strict=True)
+        for shadow, kept in zip(ema._averages.shadows, before, strict=True)
     )
 
 

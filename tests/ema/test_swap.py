@@ -31,7 +31,7 @@ def bits(model: nn.Module) -> list[torch.Tensor]:
 
 
 def shadows(ema: ShardedEMA) -> list[torch.Tensor]:
-    return [shadow.average.clone() for shadow in ema.averages.shadows]
+    return [shadow.average.clone() for shadow in ema._averages.shadows]
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -219,12 +219,12 @@ def test_averages_survive_a_change_of_dtype_inside() -> None:
     with torch.no_grad():
         model.weight.add_(1)
     ema.update()
-    before = [shadow.average.clone() for shadow in ema.averages.shadows]
+    before = [shadow.average.clone() for shadow in ema._averages.shadows]
     with pytest.raises(StateError), ema.swap():
         model.bfloat16()
     assert all(
         torch.equal(shadow.average, kept)
-        for shadow, kept in zip(ema.averages.shadows, before, strict=True)
+        for shadow, kept in zip(ema._averages.shadows, before, strict=True)
     )
 
 

@@ -96,7 +96,7 @@ def test_a_manager_refuses_what_it_would_average(kind: str) -> None:
     tensor = quiet(UNREADABLE[kind][0])
     model.register_parameter("odd", nn.Parameter(tensor, requires_grad=False))
     model.register_parameter("even", nn.Parameter(torch.ones(2)))
-    assert len(ShardedEMA(model).averages.shadows) == 1
+    assert len(ShardedEMA(model)._averages.shadows) == 1
     if kind != "quantised":  # it is no floating point type, and not averaged
         with pytest.raises(StateError, match=r"'odd' .*no reader"):
             ShardedEMA(model, include="*")

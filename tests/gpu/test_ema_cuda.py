@@ -53,7 +53,7 @@ def test_bits_are_those_of_torchs_foreach_lerp(dtype: torch.dtype, weight: float
         torch._foreach_lerp_(
             expected, [p.detach().float() for p in model.parameters()], 1.0 - (1 - weight)
         )
-    for shadow, tensor in zip(ema.averages.shadows, expected, strict=True):
+    for shadow, tensor in zip(ema._averages.shadows, expected, strict=True):
         assert torch.equal(shadow.average, tensor)
 
 
@@ -91,7 +91,7 @@ def test_bad_values_are_counted_on_the_device() -> None:
     assert ema.nonfinite_events == 1
     with pytest.raises(StateError, match="not finite in 1 updates"):
         ema.state_dict()
-    assert all(torch.isfinite(shadow.average).all() for shadow in ema.averages.shadows)
+    assert all(torch.isfinite(shadow.average).all() for shadow in ema._averages.shadows)
 
 
 def check_swap(model: nn.Module, ema: ShardedEMA) -> None:
@@ -132,11 +132,11 @@ def test_fsdp2(reshard: bool, offload: bool) -> None:
         model(torch.randn(8, 64, device="cuda")).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        live = [held.shard.local for held in ema.averages.tracked]
+        live = [held.shard.local for held in ema._averages.tracked]
         torch._foreach_lerp_(expected, live, 1 - 0.9)
         with torch.no_grad():
             model(torch.randn(8, 64, device="cuda"))
-    for shadow, tensor in zip(ema.averages.shadows, expected, strict=True):
+    for shadow, tensor in zip(ema._averages.shadows, expected, strict=True):
         assert shadow.average.device == shadow.shard.local.device
         assert torch.equal(shadow.average, tensor)
     check_swap(model, ema)
@@ -148,7 +148,7 @@ def test_a_model_that_moves_takes_its_average_along() -> None:
     model.cuda()
     shake(model, 0)
     ema.update()
-    assert all(shadow.average.is_cuda for shadow in ema.averages.shadows)
+    assert all(shadow.average.is_cuda for shadow in ema._averages.shadows)
 
 
 def test_scratch_for_other_dtypes_is_bounded() -> None:

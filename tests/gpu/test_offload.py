@@ -79,7 +79,7 @@ def test_bits_are_those_of_the_device(
             model.weights[3].data[5, 5] = torch.nan
         plain.update()
         away.update()
-    assert all(shadow.average.is_pinned() for shadow in away.averages.shadows)
+    assert all(shadow.average.is_pinned() for shadow in away._averages.shadows)
     assert _equal(away, plain)
     assert away.nonfinite_events == plain.nonfinite_events == int(bool(options.get("nonfinite")))
     if options.get("compensate"):
@@ -205,7 +205,7 @@ def test_the_average_follows_a_model_to_the_device() -> None:
         _noise(model, seed)
         plain.update()
         away.update()
-    assert all(shadow.average.is_pinned() for shadow in away.averages.shadows)
+    assert all(shadow.average.is_pinned() for shadow in away._averages.shadows)
     assert _equal(away, plain)
 
 
@@ -216,7 +216,7 @@ def test_memory_is_of_the_size_asked_for_and_given_back() -> None:
     away = ShardedEMA(model, DECAY, offload=True)
     away.update()
     away.wait(host=True)
-    slab = away.averages.shadows[0].average.untyped_storage().nbytes()
+    slab = away._averages.shadows[0].average.untyped_storage().nbytes()
     assert slab < away.nbytes + 64 * 4 * len(LARGE)
     assert torch.cuda.memory_allocated() - held <= 4 << 20
     away.update()

@@ -44,12 +44,14 @@ def _wrapped(kind: str) -> nn.Module:
 
 
 def _live(ema: ShardedEMA) -> list[torch.Tensor]:
-    return [live_part(shadow, shadow.shard.local).detach().cpu() for shadow in ema.averages.shadows]
+    return [
+        live_part(shadow, shadow.shard.local).detach().cpu() for shadow in ema._averages.shadows
+    ]
 
 
 def _shadows(ema: ShardedEMA) -> list[torch.Tensor]:
     ema.wait(host=True)
-    return [shadow.average.detach().cpu().clone() for shadow in ema.averages.shadows]
+    return [shadow.average.detach().cpu().clone() for shadow in ema._averages.shadows]
 
 
 def _train(

@@ -127,7 +127,7 @@ def fabric_trains(folder: Path, kind: str) -> None:
             net = Net(first)
             model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
         follower.begin(model, [optimizer])
-        assert {shadow.shard.fqn for shadow in follower.ema.averages.shadows} == {
+        assert {shadow.shard.fqn for shadow in follower.ema._averages.shadows} == {
             name for name, _ in Net().named_parameters()
         }
         for number in range(first, STEPS):

@@ -96,7 +96,7 @@ def test_int8_weights_of_torchao_are_refused(tmp_path: Path) -> None:
         save(tmp_path / "c", model=model)
     with pytest.raises(EmaCkptError, match=r"'0\.weight' is of the class torchao\."):
         ShardedEMA(model, include="*")
-    assert len(ShardedEMA(model).averages.shadows) == 3
+    assert len(ShardedEMA(model)._averages.shadows) == 3
     assert not list(tmp_path.iterdir())
 
 

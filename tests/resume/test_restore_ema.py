@@ -219,7 +219,7 @@ def test_residuals_of_complex_parameters_travel(tmp_path: Path) -> None:
     models = [nn.Linear(3, 2, bias=False, dtype=torch.complex64) for _ in range(2)]
     one, other = (ShardedEMA(model, 0.999, compensate=True) for model in models)
     drift(models[0], one, range(5))
-    assert one.averages.shadows[0].residual.imag.any()  # type: ignore[union-attr]
+    assert one._averages.shadows[0].residual.imag.any()  # type: ignore[union-attr]
     path = save(tmp_path / "c", model=models[0], ema=one)
     restore(path, model=models[1], ema=other)
     for model, ema in zip(models, (one, other), strict=True):

@@ -22,6 +22,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
 from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.text import counted
 from ema_ckpt.ema.optimizer_offload.state_slabs import (
     Chunk,
     OffloadedState,
@@ -107,24 +108,28 @@ class OffloadedOptimizer:
         _renew_note(optimizer)
         setattr(optimizer, _HANDLE, self)
         before: Any = lambda _: self.wait()  # noqa: E731
-        after: Any = lambda _: self.settle()  # noqa: E731
+        after: Any = lambda _: self._settle()  # noqa: E731
         self._hooks = [
             optimizer.register_state_dict_pre_hook(before),
             optimizer.register_load_state_dict_post_hook(after),
         ]
-        self.settle()
+        self._settle()
+
+    def __repr__(self) -> str:
+        moved = counted(len(self._state.slab_of), "parameter")
+        return f"<OffloadedOptimizer: {self._class.__name__}, state of {moved} in host memory>"
 
     def wait(self) -> None:
         """Return once host memory holds the results of the last step."""
         self._state.wait()
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Move state to host memory that is not there, as loaded from a checkpoint."""
         self._state.settle()
 
     @staticmethod
-    def zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Make state of a parameter in host memory, to be filled and then adopted by `settle`."""
+    def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Make state of a parameter in host memory, to be filled and then adopted by `_settle`."""
         return host_state_like(param, torch.zeros(local_of(param).shape, dtype=dtype))
 
     def detach(self) -> None:
@@ -132,7 +137,7 @@ class OffloadedOptimizer:
         optimizer = self._optimizer
         if handle_of(optimizer) is not self:
             return
-        self.settle()
+        self._settle()
         self._state.release()
         for hook in self._hooks:
             hook.remove()
@@ -140,11 +145,11 @@ class OffloadedOptimizer:
         optimizer.__class__ = self._class
         _renew_note(optimizer)
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """Step the optimizer, chunk by chunk."""
         self._check()
         if not self._state.is_whole():
-            self.settle()
+            self._settle()
         for group in self._optimizer.param_groups:
             live = [param for param in group["params"] if param.grad is not None]
             self._step_group(live, _step_options(group, live))
@@ -282,7 +287,7 @@ def _offloaded_class(kind: type[Optimizer]) -> type[Optimizer]:
         if closure is not None:
             raise _refusal("step() with a closure is not supported")
         handle: OffloadedOptimizer = getattr(self, _HANDLE)
-        handle.step()
+        handle._step()
 
     def refuse(self: Optimizer, protocol: int) -> None:
         del self, protocol

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.results.places import hide_credentials
+from ema_ckpt.ops.results.short_repr import short_repr
 
 if TYPE_CHECKING:
     from ema_ckpt.analysis.compare import PairStats
@@ -91,6 +92,8 @@ class DiffResult(_PairStatsSlot):
     tensors: tuple[DiffTensor, ...]
     summary: DiffSummary
     findings: tuple[Diagnostic, ...]
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         hide_credentials(self, "a", "b", "resolved_a", "resolved_b")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.results.places import hide_credentials
+from ema_ckpt.ops.results.short_repr import short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class InspectResult:
     objects: tuple[ObjectEntry, ...]
     ema: Mapping[str, Mapping[str, object]]
     warnings: tuple[Diagnostic, ...]
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         hide_credentials(self, "path", "resolved")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from ema_ckpt.core.catalog import Diagnostic, Problem
 from ema_ckpt.ops.results.places import hide_credentials
+from ema_ckpt.ops.results.short_repr import short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class VerifyResult:
     unchecked_bytes: int
     problems: tuple[Problem, ...]
     warnings: tuple[Diagnostic, ...]
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         hide_credentials(self, "path", "resolved")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ema_ckpt.core.catalog import Diagnostic, Tensor
 from ema_ckpt.ops.results.places import hide_credentials
+from ema_ckpt.ops.results.short_repr import short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class WriteResult:
     skipped: tuple[Skipped, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     dry_run: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         hide_credentials(self, "source", "resolved", "target")
