@@ -264,7 +264,6 @@ ABOVE_LIMIT = {
     "resume.save.save": 14,
     "formats.safetensors.reader.open_safetensors": 15,
     "ema.attach._follow": 19,
-    "formats.sidecar.dump": 23,
 }
 
 

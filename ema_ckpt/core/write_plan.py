@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ema_ckpt.core.box import Box
-from ema_ckpt.core.catalog import Object, Tensor
+from ema_ckpt.core.catalog import Diagnostic, Object, Tensor
 from ema_ckpt.core.dtypes import DType
 
 _COALESCED_NBYTES = 64 << 10
@@ -85,6 +85,11 @@ class WritePlan(Protocol):
     @property
     def items(self) -> Sequence[WriteItem]:
         """Every payload to write."""
+        ...
+
+    @property
+    def warnings(self) -> Sequence[Diagnostic]:
+        """What the output will lack."""
         ...
 
     def header_bytes(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple
@@ -65,10 +65,14 @@ class Digest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """A parsed document. `version` is 0 if there is none; above `VERSION` all else is unread."""
+    """A parsed document. `version` is 0 if there is none; above `VERSION` all else is unread.
+
+    `sequence` are the tensors in the order of the state dict, with a digest or without.
+    """
 
     version: int = 0
     digests: Mapping[str, Digest] = field(default_factory=dict)
+    sequence: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     paths: Mapping[str, Path] = field(default_factory=dict)
     nesting: Nesting | None = None
@@ -114,7 +118,7 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON")
 
 
-def dump(
+def make_document(
     tensors: Iterable[OutputTensor],
     digests: Mapping[str, int],
     *,
@@ -127,14 +131,14 @@ def dump(
     has_paths: bool = False,
     describes: Mapping[str, int] | None = None,
     chunks: Mapping[str, Sequence[tuple[int, int]]] | None = None,
-) -> str:
-    """Write the document for `tensors`; digests not known yet are zeros of the same width.
+) -> dict[str, Any]:
+    """Make the document for `tensors`; digests not known yet are zeros of the same width.
 
     With `tied_paths` of dropped names, a reader lists these again, as the same bytes under two
     names. `order` is that of all names in the state dict, if it matters. With `has_paths`, the
     format itself keeps the paths. `chunks` are offset and CRC-32 of each item, by file.
     """
-    tensors = list(tensors)
+    tensors, ties = list(tensors), dict(ties or {})
     document: dict[str, Any] = {
         "version": VERSION,
         "digests": {tensor.name: _digest(tensor, digests) for tensor in tensors},
@@ -142,41 +146,62 @@ def dump(
     if files:
         document["files"] = list(files)
     if nesting is not None:
-        if not has_paths:
-            # Tuples become lists in JSON.
-            paths = {item.name: item.path for item in tensors if item.path != (item.name,)}
-            document["paths"] = paths | dict(tied_paths or {})
-        if not has_paths or nesting.keys or nesting.tuples:
-            document |= _dump_nesting(nesting)
-    encoded = [
-        {"name": item.name, "path": item.path, "value": encode(item.inline)} for item in objects
-    ]
-    if encoded:
-        document["objects"] = encoded
-    if ties:
-        document["ties"] = dict(ties)
-    names = [*document["digests"], *(ties or {}), *(item["name"] for item in encoded)]
-    if order and list(order) != names:
-        document["order"] = list(order)
-    if describes:
-        document["describes"] = {file: _crc_text(crc) for file, crc in describes.items()}
-    if chunks:
-        document["chunks"] = {
-            file: [(offset, _crc_text(crc)) for offset, crc in items]
-            for file, items in chunks.items()
-        }
-    return _as_text(document)
+        document |= _dump_nesting(nesting, tensors, tied_paths or {}, has_paths)
+    encoded = _dump_objects(objects)
+    names = [*document["digests"], *ties, *(item["name"] for item in encoded)]
+    further = {
+        "objects": encoded,
+        "ties": ties,
+        "order": [] if list(order) == names else list(order),
+        "describes": _crc_texts(describes or {}),
+        "chunks": _dump_chunks(chunks or {}),
+    }
+    return document | {key: value for key, value in further.items() if value}
 
 
-def _as_text(document: object) -> str:
+def _dump_objects(objects: Iterable[Object]) -> list[dict[str, Any]]:
+    dumped: list[dict[str, Any]] = []
+    for item in objects:
+        dumped.append({"name": item.name, "path": item.path, "value": encode(item.inline)})
+    return dumped
+
+
+def _dump_chunks(
+    chunks: Mapping[str, Sequence[tuple[int, int]]],
+) -> dict[str, list[tuple[int, str]]]:
+    dumped: dict[str, list[tuple[int, str]]] = {}
+    for file, items in chunks.items():
+        dumped[file] = [(offset, _crc_text(crc)) for offset, crc in items]
+    return dumped
+
+
+def _crc_texts(crcs: Mapping[str, int]) -> dict[str, str]:
+    return {name: _crc_text(crc) for name, crc in crcs.items()}
+
+
+def dump(document: object) -> str:
+    """Write a document, in UTF-8 where that can be."""
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A name in a DCP may be no Unicode, which UTF-8 cannot write and an escape can.
     return text if is_unicode(text) else json.dumps(document, separators=(",", ":"))
 
 
-def _dump_nesting(nesting: Nesting) -> dict[str, object]:
+def _dump_nesting(
+    nesting: Nesting,
+    tensors: Iterable[OutputTensor],
+    tied_paths: Mapping[str, Path],
+    has_paths: bool,
+) -> dict[str, object]:
+    """Return paths, where the format does not keep them, and what paths lack."""
+    found: dict[str, object] = {}
+    if not has_paths:
+        # Tuples become lists in JSON.
+        paths = {item.name: item.path for item in tensors if item.path != (item.name,)}
+        found["paths"] = paths | dict(tied_paths)
+    elif not nesting.keys and not nesting.tuples:
+        return found
     keys = [[path, encode(key)] for path, key in nesting.keys.items()]
-    return {"keys": keys, "tuples": sorted(nesting.tuples, key=repr)}
+    return found | {"keys": keys, "tuples": sorted(nesting.tuples, key=repr)}
 
 
 def _digest(tensor: OutputTensor, digests: Mapping[str, int]) -> dict[str, object]:
@@ -199,8 +224,17 @@ def parse(text: str | bytes, file: str) -> Sidecar:
     Raises:
         SourceError: `bad-header` if this package did not write it so.
     """
-    document = load_json(text, file)
+    return parse_document(lambda: load_json(text, file), file)
+
+
+def parse_document(load: Callable[[], Any], file: str) -> Sidecar:
+    """Parse what `load` returns; it may fail as a damaged document does.
+
+    Raises:
+        SourceError: `bad-header` if this package did not write it so.
+    """
     try:
+        document = load()
         return _parse_document(document, file)
     except SourceError as error:
         raise about(error, file=file) from None
@@ -227,6 +261,7 @@ def _parse_document(document: Any, file: str) -> Sidecar:
     return Sidecar(
         version=VERSION,
         digests=digests,
+        sequence=tuple(map(_text, document.get("sequence", digests))),
         files=tuple(map(_text, document.get("files", ()))),
         paths={name: _path(parts, limit) for name, parts in document.get("paths", {}).items()},
         nesting=_nesting(document, limit) if "keys" in document else None,

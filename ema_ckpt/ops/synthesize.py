@@ -230,6 +230,10 @@ class _CheckedPlan:
     def items(self) -> Sequence[WriteItem]:
         return self.inner.items
 
+    @property
+    def warnings(self) -> Sequence[Diagnostic]:
+        return self.inner.warnings
+
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
     ) -> Iterator[HeaderBytes]:

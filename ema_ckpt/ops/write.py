@@ -250,7 +250,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         filled=job.filled,
         ties=job.ties,
         skipped=tuple(job.skipped),
-        warnings=tuple(job.warnings),
+        warnings=(*job.warnings, *job.plan.warnings),
         dry_run=options.dry_run,
     )
 

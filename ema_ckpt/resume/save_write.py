@@ -161,14 +161,14 @@ def _write_metadata(root: Path, name: str, listing: GlobalListing, rows: Iterabl
             outputs.append(OutputTensor(fqn, path, Tensor(fqn, path, shape, dtype, ()), dtype))
     places = {fqn: tuple(written) for fqn, written in items.items()}
     metadata = dump_metadata(entries, places, listing.paths, name, str(uuid.uuid4()))
-    text = sidecar.dump(
+    document = sidecar.make_document(
         outputs,
         digests,
         files=[_METADATA_NAME],
         describes={_METADATA_NAME: crc32(metadata)},
         chunks=dict(sorted(chunks.items())),
     )
-    (root / sidecar.SIDECAR).write_text(text, encoding="utf-8")
+    (root / sidecar.SIDECAR).write_text(sidecar.dump(document), encoding="utf-8")
     (root / _METADATA_NAME).write_bytes(metadata)
 
 

@@ -83,7 +83,7 @@ def test_a_damaged_record_is_refused_with_the_remedy(case):
 def test_the_size_of_a_record_is_known_before_any_checksum():
     tensors = entries({"a": torch.ones(2), "ü": torch.ones(3, 4)})
     sizes = {
-        len(sidecar.dump(tensors, {"a": crc, "ü": 2**32 - 1 - crc}))
+        len(sidecar.dump(sidecar.make_document(tensors, {"a": crc, "ü": 2**32 - 1 - crc})))
         for crc in (0, 1, 0xFFFFFFFF, 0x10000000)
     }
     assert len(sizes) == 1
@@ -91,7 +91,12 @@ def test_the_size_of_a_record_is_known_before_any_checksum():
 
 def test_a_record_is_read_back():
     content = sidecar.parse(
-        sidecar.dump(entries({"a": torch.ones(2)}), {"a": 7}, files=["x"], ties={"b": "a"}), "f"
+        sidecar.dump(
+            sidecar.make_document(
+                entries({"a": torch.ones(2)}), {"a": 7}, files=["x"], ties={"b": "a"}
+            )
+        ),
+        "f",
     )
     assert content.digests == {"a": sidecar.Digest(7, "float32", (2,))}
     assert (content.files, content.ties, content.nesting, content.objects) == (
@@ -104,5 +109,5 @@ def test_a_record_is_read_back():
 
 def test_a_place_in_a_list_may_be_beyond_the_number_of_entries():
     chosen = [entry("l.70", torch.ones(1), ("l", 70))]
-    content = sidecar.parse(sidecar.dump(chosen, {}, nesting=Nesting()), "f")
+    content = sidecar.parse(sidecar.dump(sidecar.make_document(chosen, {}, nesting=Nesting())), "f")
     assert content.paths == {"l.70": ("l", 70)}

@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from ema_ckpt.core.box import Box, row_major_strides, split_rows, whole
-from ema_ckpt.core.catalog import Files, Ints, Nesting, Object, Path
+from ema_ckpt.core.catalog import Diagnostic, Files, Ints, Nesting, Object, Path
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
@@ -67,6 +67,7 @@ class DcpWritePlan:
     source: Files
     tensors: Sequence[OutputTensor]
     nesting: Nesting
+    warnings: Sequence[Diagnostic] = ()
 
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
@@ -162,7 +163,7 @@ def _sidecar(
     metadata: bytes,
     chunks: Chunks,
 ) -> bytes:
-    text = sidecar.dump(
+    document = sidecar.make_document(
         tensors,
         digests,
         files=[METADATA_NAME],
@@ -171,7 +172,7 @@ def _sidecar(
         describes={METADATA_NAME: crc32(metadata)},
         chunks=chunks,
     )
-    return text.encode("utf-8")
+    return sidecar.dump(document).encode("utf-8")
 
 
 def _in_order(

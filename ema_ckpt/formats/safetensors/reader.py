@@ -29,6 +29,7 @@ from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import RefusedError, SourceError
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar
+from ema_ckpt.formats.safetensors.compact_record import Entry, crc_of, expand, is_compact
 from ema_ckpt.formats.safetensors.header import Shard, open_shard
 from ema_ckpt.formats.safetensors.index import check_names, names_by_file, open_indexed, read_index
 from ema_ckpt.formats.sidecar import Sidecar
@@ -204,7 +205,7 @@ def _read_sidecar(
 ) -> Sidecar:
     """Read the sidecar in the one file, or the one beside the files if it is about one of them."""
     if len(files) == len(shards) == 1 and sidecar.KEY in shards[0].metadata:
-        return sidecar.parse(shards[0].metadata[sidecar.KEY], shards[0].file)
+        return _parse_own(shards[0], warnings)
     try:
         content = sidecar.read(source)
     except RefusedError as error:
@@ -217,6 +218,21 @@ def _read_sidecar(
     return content if files.keys() & set(content.files) else Sidecar()
 
 
+def _parse_own(shard: Shard, warnings: list[Diagnostic]) -> Sidecar:
+    """Parse the record in a file's own header, in either form."""
+    text, file = shard.metadata[sidecar.KEY], shard.file
+    document = sidecar.load_json(text, file)
+    if not is_compact(document):
+        return sidecar.parse_document(lambda: document, file)
+    entries = [Entry(t.name, t.dtype.name, t.shape) for t in shard.tensors]
+    if document.get("header") != crc_of(entries):
+        message = f"{file}: its record is ignored, as its header was written again since"
+        remedy = "write the file again with ema_ckpt to have digests"
+        warnings.append(Diagnostic("stale-file", f"{message}; {remedy}"))
+        return Sidecar()
+    return sidecar.parse_document(lambda: expand(document, entries), file)
+
+
 def _check_none_lost(content: Sidecar, names: Mapping[str, Tensor], where: str) -> None:
     lost = sorted(content.digests.keys() - names.keys())
     if lost:
@@ -226,10 +242,10 @@ def _check_none_lost(content: Sidecar, names: Mapping[str, Tensor], where: str) 
 
 def _as_recorded(stored: dict[str, Tensor], content: Sidecar) -> list[Tensor]:
     """Restore order and paths, and list tensors again under names that were dropped as tied."""
-    if content.digests.keys() >= stored.keys():
+    if set(content.sequence) >= stored.keys():
         # A file is ordered by element size; averages without names are paired with parameters in
         # the model's order.
-        stored = {name: stored[name] for name in content.digests if name in stored}
+        stored = {name: stored[name] for name in content.sequence if name in stored}
     if content.nesting is None and not content.ties:
         return list(stored.values())
     shared = set(content.ties.values())

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from ema_ckpt.core.box import whole
-from ema_ckpt.core.catalog import Nesting, Object, Path
+from ema_ckpt.core.catalog import Diagnostic, Nesting, Object, Path
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
@@ -22,9 +22,19 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.safetensors import header
+from ema_ckpt.formats.safetensors.compact_record import Entry, compact
 from ema_ckpt.formats.safetensors.header import FIELDS, LENGTH_NBYTES, METADATA
 
 _ALIGNMENT = 8
+# How the record of one file is written, and what it lacks then: the first that fits is taken.
+PLAIN, COMPACT, NO_DIGESTS, NAMES_ONLY, BARE = "plain", "compact", "no-digests", "names", "bare"
+_LOST = {
+    PLAIN: "",
+    COMPACT: "",
+    NO_DIGESTS: "digests",
+    NAMES_ONLY: "digests, nesting, plain objects and the order of names",
+    BARE: "digests, nesting, plain objects, the order of names and the mark of the format",
+}
 # Keys of __metadata__ that mean something else than "this name is tied to that one".
 _RESERVED = ("format", sidecar.KEY)
 # Bytes of a tensor in a header beside its name, dtype and shape, with the longest offsets possible.
@@ -45,7 +55,8 @@ class _Shard(NamedTuple):
 
     def header(self, own: Mapping[str, str]) -> bytes:
         """Encode length, JSON and padding: all that comes before the buffer."""
-        entries: dict[str, object] = {METADATA: {**self.metadata, **own}}
+        metadata = {**self.metadata, **own}
+        entries: dict[str, object] = {METADATA: metadata} if metadata else {}
         end = 0
         for tensor in self.tensors:
             begin, end = end, end + tensor.nbytes
@@ -71,6 +82,17 @@ class SafetensorsWritePlan:
     ties: Mapping[str, str]
     tied_paths: Mapping[str, Path]
     order: Sequence[str]
+    form: str = PLAIN
+
+    @property
+    def warnings(self) -> Sequence[Diagnostic]:
+        """What does not fit into the header beside the names."""
+        lost = _LOST[self.form]
+        if not lost:
+            return ()
+        limit = f"the limit of the format is {header.MAX_HEADER_NBYTES} bytes"
+        message = f"the header of {len(self.tensors)} names has no room for {lost} ({limit})"
+        return (Diagnostic("unchecked", f"{message}; write a directory to keep them"),)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -102,9 +124,17 @@ class SafetensorsWritePlan:
         yield from self._beside(digests)
 
     def _header(self, shard: _Shard, digests: Mapping[str, int]) -> bytes:
-        if shard.file:
+        if self.form == BARE:
+            metadata = {key: text for key, text in shard.metadata.items() if key != "format"}
+            return shard._replace(metadata=metadata).header({})
+        if shard.file or self.form == NAMES_ONLY:
             return shard.header({})
-        return shard.header({sidecar.KEY: self._sidecar(digests, ())})
+        document = self._document(digests, ())
+        if self.form == PLAIN:
+            return shard.header({sidecar.KEY: sidecar.dump(document)})
+        entries = [Entry(t.name, t.dtype.name, t.source.shape) for t in shard.tensors]
+        text = compact(document, entries, has_digests=self.form == COMPACT)
+        return shard.header({sidecar.KEY: text})
 
     def _beside(self, digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
         """Yield the sidecar and then the index, which makes the directory complete."""
@@ -115,7 +145,7 @@ class SafetensorsWritePlan:
         if self.index:
             index = self._index_bytes()
             describes = {self.index: crc32(index)}
-        text = self._sidecar(digests, files, describes)
+        text = sidecar.dump(self._document(digests, files, describes))
         yield HeaderBytes(sidecar.SIDECAR, 0, text.encode("utf-8"))
         if self.index:
             yield HeaderBytes(self.index, 0, index)
@@ -128,13 +158,13 @@ class SafetensorsWritePlan:
         }
         return (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode("utf-8")
 
-    def _sidecar(
+    def _document(
         self,
         digests: Mapping[str, int],
         files: Sequence[str],
         describes: Mapping[str, int] | None = None,
-    ) -> str:
-        return sidecar.dump(
+    ) -> dict[str, object]:
+        return sidecar.make_document(
             self.tensors,
             digests,
             files=files,
@@ -205,13 +235,25 @@ def lay_out(
         tied_paths or {},
         order,
     )
-    header_nbytes = plan.starts[0] - LENGTH_NBYTES
-    if max_shard_nbytes is None and header_nbytes > header.MAX_HEADER_NBYTES:
-        limit = f"above the limit of {header.MAX_HEADER_NBYTES} of the format"
-        message = f"the header of one file would take {header_nbytes} bytes, {limit}"
-        remedy = "write a directory, which is split into shards"
-        raise TargetError("unsupported", f"{message}; {remedy}")
-    return plan
+    return _fitted(plan) if max_shard_nbytes is None else plan
+
+
+def _fitted(plan: SafetensorsWritePlan) -> SafetensorsWritePlan:
+    """Choose the first form of the record with which the header of the one file is not too long.
+
+    Raises:
+        TargetError: `unsupported` if the names alone are.
+    """
+    header_nbytes = 0
+    for form in _LOST:
+        plan = replace(plan, form=form)
+        header_nbytes = plan.starts[0] - LENGTH_NBYTES
+        if header_nbytes <= header.MAX_HEADER_NBYTES:
+            return plan
+    limit = f"above the limit of {header.MAX_HEADER_NBYTES} of the format"
+    message = f"the header of one file would take {header_nbytes} bytes, {limit}"
+    remedy = "write a directory, which is split into shards"
+    raise TargetError("unsupported", f"{message}; {remedy}")
 
 
 def _shard(

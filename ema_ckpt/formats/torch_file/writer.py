@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ema_ckpt.core.box import row_major_strides, whole
-from ema_ckpt.core.catalog import Nesting, Object
+from ema_ckpt.core.catalog import Diagnostic, Nesting, Object
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem, keep_first
@@ -34,6 +34,7 @@ class TorchWritePlan:
     stored: tuple[OutputTensor, ...]
     owner: Mapping[str, str]
     pickle: bytes
+    warnings: Sequence[Diagnostic] = ()
 
     @cached_property
     def _zip(self) -> ZipLayout:
@@ -71,7 +72,8 @@ class TorchWritePlan:
 
     def _sidecar(self, digests: Mapping[str, int]) -> bytes:
         complete = {tensor.name: digests.get(self.owner[tensor.name], 0) for tensor in self.tensors}
-        return sidecar.dump(self.tensors, complete).encode("utf-8")
+        document = sidecar.make_document(self.tensors, complete)
+        return sidecar.dump(document).encode("utf-8")
 
 
 def lay_out(
