@@ -160,10 +160,9 @@ def make_document(
 
 
 def _dump_objects(objects: Iterable[Object]) -> list[dict[str, Any]]:
-    dumped: list[dict[str, Any]] = []
-    for item in objects:
-        dumped.append({"name": item.name, "path": item.path, "value": encode(item.inline)})
-    return dumped
+    return [
+        {"name": item.name, "path": item.path, "value": encode(item.inline)} for item in objects
+    ]
 
 
 def _dump_chunks(
