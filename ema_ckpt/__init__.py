@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from ema_ckpt.resume.restore_phases import RestoreReport
     from ema_ckpt.resume.rng import rng_state
     from ema_ckpt.resume.save import save
+    from ema_ckpt.state_dicts.rules.rule_file import load_rules
+    from ema_ckpt.state_dicts.rules.rules import Rules
 
 _MODULES = {
     "ema_ckpt.ema.schedules": (
@@ -88,6 +90,8 @@ _MODULES = {
     "ema_ckpt.resume.restore_phases": ("RestoreReport",),
     "ema_ckpt.resume.rng": ("rng_state",),
     "ema_ckpt.resume.save": ("save",),
+    "ema_ckpt.state_dicts.rules.rule_file": ("load_rules",),
+    "ema_ckpt.state_dicts.rules.rules": ("Rules",),
 }
 _NEED_TORCH = ("ema_ckpt.ema.", "ema_ckpt.resume.")
 _RENAMED = {"open": "open_checkpoint"}
@@ -103,6 +107,7 @@ __all__ = [
     "OffloadedOptimizer",
     "PowerFunction",
     "RestoreReport",
+    "Rules",
     "ShardedEMA",
     "SourceError",
     "StateError",
@@ -118,6 +123,7 @@ __all__ = [
     "diff",
     "inspect",
     "latest",
+    "load_rules",
     "master_weights",
     "offload_optimizer",
     "open",

@@ -27,7 +27,7 @@ TRAINING = {
     "HalfLife", "HalfLifeFraction", "OffloadedOptimizer", "PowerFunction", "RestoreReport", "ShardedEMA",
     "Warmup", "Window", "latest", "master_weights", "offload_optimizer", "restore", "rng_state", "save",
 }  # fmt: skip
-PUBLIC = VERBS | ERRORS | TRAINING | {"Checkpoint", "__version__", "open"}
+PUBLIC = VERBS | ERRORS | TRAINING | {"Checkpoint", "Rules", "__version__", "load_rules", "open"}
 
 MODULES = sorted(
     ".".join(("ema_ckpt", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(

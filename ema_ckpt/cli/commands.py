@@ -19,6 +19,7 @@ from ema_ckpt.cli.shared_options import (
     distributed,
     general,
     path_argument,
+    ruled,
     tree_option,
     writer,
 )
@@ -290,6 +291,7 @@ def diff_command(path: str, other: str | None, top: int, exit_code: bool, **opti
     help="SHA-256 of the files, as sha256sum writes it: compared if FILE is there, else written.",
 )
 @click.option("--check", is_flag=True, help="The manifest has to be there; it is not written.")
+@ruled
 @click.option("--threads", type=int, metavar="N", help=_THREADS)
 @general
 def verify_command(path: str, **options: Any) -> int:

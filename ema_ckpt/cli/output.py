@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ema_ckpt.core.catalog import Diagnostic
     from ema_ckpt.ops.results.verify import ManifestResult, VerifyResult
-    from ema_ckpt.ops.results.write import WriteResult
+    from ema_ckpt.ops.results.write import AppliedRules, WriteResult
 
 _UNLIMITED_COLUMNS = 100_000
 _MAX_PROBLEMS = 40
@@ -88,13 +88,29 @@ def print_written(result: WriteResult, style: Style) -> None:
 
 def print_changes(result: WriteResult) -> None:
     """Print what was renamed, filled, tied and skipped: the first of each, and a count."""
-    renamed = [f"renamed {before} -> {after}" for before, after in result.renamed.items()]
+    by_rules = [] if result.rules is None else list(rule_lines(result.rules))
+    told = set() if result.rules is None else {n for c in result.rules.changes for n in c.before}
+    renamed = [f"renamed {a} -> {b}" for a, b in result.renamed.items() if a not in told]
     ties = [f"tied {dropped} -> {kept}, stored once" for dropped, kept in result.ties.items()]
     filled = [f"filled {name} from the live tree" for name in result.filled]
     skipped = [f"skipped {item.name}: {item.reason}" for item in result.skipped]
-    for lines in (renamed, ties, filled, skipped):
+    for lines in (by_rules, renamed, ties, filled, skipped):
         for line in _first(lines):
             print(_fitted(clean(line), sys.stdout))
+
+
+def rule_lines(rules: AppliedRules) -> Iterator[str]:
+    """Yield what became of what by rules; of many names the first and the last."""
+    for change in rules.changes:
+        yield f"rules {_few(change.before)} -> {_few(change.after)}"
+
+
+def _few(names: Sequence[str]) -> str:
+    if not names:
+        return "a constant"
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]}, … {counted(len(names) - 2, 'name')} …, {names[-1]}"
 
 
 def warning_lines(warnings: Sequence[Diagnostic]) -> Iterator[str]:

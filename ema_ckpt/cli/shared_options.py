@@ -16,7 +16,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 COMPLETION_VARIABLE = "_EMA_CKPT_COMPLETE"
 """Set by a shell's script when it asks for words, to `bash_complete` and the like."""
 
-_LIST_OPTIONS = ("--match", "--exclude", "--rename", "--keep-dtype")
+_LIST_OPTIONS = ("--match", "--exclude", "--rename", "--keep-dtype", "--rule-values")
 _OPTIONAL_VALUE = ("--fill",)
 
 
@@ -102,6 +102,32 @@ def tree_option(flag: str = "--tree", metavar: str = "T", **settings: Any) -> De
     return click.option(flag, metavar=metavar, shell_complete=complete_tree, **settings)
 
 
+def ruled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of commands that take rules for names and layouts."""
+    option = click.option
+    rules = "Change names and layouts by the rules of FILE, or of one that is shipped, by its name."
+    values = "Numbers that the rules leave open. Repeatable."
+    options: list[Decorator] = [
+        option("--rules", metavar="FILE", shell_complete=complete_rules, help=rules),
+        option("--rule-values", multiple=True, metavar="NAME=N", help=values),
+        option("--inverse", is_flag=True, help="Apply the inverse of the rules."),
+    ]
+    return _decorate(function, options)
+
+
+def complete_rules(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete the name of shipped rules, or a path."""
+    from click.shell_completion import CompletionItem
+
+    from ema_ckpt.state_dicts.rules.rule_file import shipped_names
+
+    words = [name for name in shipped_names() if name.startswith(incomplete)]
+    paths = click.Path().shell_complete(ctx, param, incomplete)
+    return [*map(CompletionItem, words), *paths]
+
+
 def general(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of every command."""
     option = click.option
@@ -142,6 +168,7 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="GLOB",
             help="Do not cast matching names. Repeatable.",
         ),
+        ruled,
         option("--threads", type=int, metavar="N", help=threads),
         option("--max-memory", metavar="SIZE", help="Bytes of buffers in flight. Default: 16MiB."),
         option("--dry-run", is_flag=True, help="Make every check and print what would be written."),

@@ -16,13 +16,13 @@ from ema_ckpt.core.text import counted, parse_size, shown
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects, unsupported_metadata
 from ema_ckpt.ops.results.write import Skipped, WriteResult
+from ema_ckpt.ops.rule_changes import listed, rule_one
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, plan_for
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
-from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 from ema_ckpt.storage.files import is_file_name
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
@@ -64,34 +64,32 @@ def consolidate(
     form = "pt" if destination.suffix in TORCH_SUFFIXES else "safetensors"
     output = Output(destination, form, max_shard_nbytes=shard_nbytes, basename=basename)
     with opened(path) as opened_catalog:
-        catalog = with_dropped(opened_catalog) if options.expand_ties else opened_catalog
+        catalog = listed(opened_catalog, options)
         trees = list_trees(catalog)
         catalog = warn_of_hidden(catalog, trees)
-        if tree is None:
-            given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
-            command = suggested_command("consolidate", path, out)
-            flags = suggested_options(given, consolidate.__kwdefaults__)
-            picked = default_tree(trees, command, catalog.resolved, flags)
-        else:
-            picked = find_tree(trees, tree, catalog.resolved)
-            if picked.role == OPTIMIZER:
-                command = suggested_command("convert", path, out)
-                command += suggested_options({"tree": tree, **args})
-                message = "an optimizer's state is no state dict of a model"
-                raise UsageError("usage", f"--tree {tree}: {message}; `{command}` takes it whole")
+        given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
+        picked = _pick(catalog, trees, tree, suggested_command("consolidate", path, out), given)
         whole = with_tied_names(catalog, picked)
         live = live_of(trees, whole)
         fill_from = _fill_tree(catalog, trees, whole, live, fill)
         filled = {} if fill_from is None else missing_weights(whole, fill_from)
-        selection = select_tree(whole, options.selection, filled or None)
+        ruled = rule_one(options.rules, catalog, whole, filled)
+        catalog = ruled.catalog
+        selection = select_tree(ruled.tree, options.selection, ruled.filled or None)
+        renamed, rules = ruled.changed_names(selection)
         skipped = [
+            *ruled.skipped,
             *unknown_objects(catalog),
             *(Skipped.tensor(tensor, tensor.name, "not averaged") for tensor in picked.left_out),
             *unsupported_metadata(catalog, selection.entries, output.format),
         ]
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in selection.entries))
-        warnings = [*catalog.warnings, *ema_warnings(catalog, whole, live, filled)]
+        warnings = [
+            *catalog.warnings,
+            *ema_warnings(catalog, whole, live, filled),
+            *ruled.warnings,
+        ]
         plan, ties = plan_for(output, catalog, selection.entries, expand_ties=options.expand_ties)
         job = PlannedWrite(
             catalog,
@@ -101,13 +99,39 @@ def consolidate(
             started,
             source=catalog.path,
             tree=picked.name,
-            renamed=selection.renamed,
+            renamed=renamed,
+            rules=rules,
             filled=selection.filled,
             ties=ties,
             skipped=skipped,
             warnings=warnings,
         )
         return finish(job, options)
+
+
+def _pick(
+    catalog: Catalog,
+    trees: Sequence[Tree],
+    name: str | None,
+    command: str,
+    given: Mapping[str, object],
+) -> Tree:
+    """Return the tree to write; `command` and the options `given` are for messages.
+
+    Raises:
+        UsageError: `ambiguous-tree unknown-tree`; `usage` for an optimizer's.
+    """
+    if name is None:
+        flags = suggested_options(given, consolidate.__kwdefaults__)
+        return default_tree(trees, command, catalog.resolved, flags)
+    picked = find_tree(trees, name, catalog.resolved)
+    if picked.role == OPTIMIZER:
+        shared = {key: value for key, value in given.items() if key in WriterArgs.__annotations__}
+        instead = command.replace(" consolidate ", " convert ", 1)
+        instead += suggested_options({"tree": name, **shared})
+        message = "an optimizer's state is no state dict of a model"
+        raise UsageError("usage", f"--tree {name}: {message}; `{instead}` takes it whole")
+    return picked
 
 
 def _check_basename(basename: str) -> None:

@@ -17,10 +17,10 @@ from ema_ckpt.formats.nesting import moved
 from ema_ckpt.ops.files_beside import needed_files
 from ema_ckpt.ops.object_plan import left_out, plan_objects, rank_keyed, refuse_skipped
 from ema_ckpt.ops.results.write import Skipped, WriteResult
+from ema_ckpt.ops.rule_changes import listed, rule_all
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
 from ema_ckpt.state_dicts.selection import select_all
-from ema_ckpt.state_dicts.ties import with_dropped
-from ema_ckpt.state_dicts.tree import Tree, list_trees
+from ema_ckpt.state_dicts.tree import Tree
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
 from ema_ckpt.writing.preflight import check_sources
 
@@ -98,20 +98,22 @@ def _transfer(
     """Write all trees, or those of `tree`; `strip` drops wrapper prefixes."""
     started = time.perf_counter()
     with opened(path) as opened_catalog:
-        catalog = with_dropped(opened_catalog) if options.expand_ties else opened_catalog
-        trees = list_trees(catalog)
+        ruled = rule_all(options.rules, listed(opened_catalog, options))
+        catalog, trees = ruled.catalog, ruled.trees
         selection = select_all(catalog, trees, options.selection, tree, strip=strip)
         objects = plan_objects(catalog, selection.objects, output.format)
+        renamed, rules = ruled.changed_names(selection)
         tensors, unfit = _fitting(selection.entries, output.form)
         copied = needed_files(catalog, output.format, output.is_directory)
         skipped = [
+            *ruled.skipped,
             *objects.skipped,
             *unfit,
             *left_out(catalog, tensors, output.form, copied),
         ]
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in tensors))
-        warnings = [*catalog.warnings, *objects.warnings]
+        warnings = [*catalog.warnings, *ruled.warnings, *objects.warnings]
         split: list[bool] = []
         if output.form == "dcp":
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]
@@ -133,7 +135,8 @@ def _transfer(
             tensors,
             started,
             source=catalog.path,
-            renamed=selection.renamed,
+            renamed=renamed,
+            rules=rules,
             ties=ties,
             copied=copied,
             skipped=skipped,
@@ -184,8 +187,9 @@ def split_rows(
 
     def is_cut(tensor: Tensor) -> bool:
         # Copies of one box, as replicas leave them in rank files, do not cut a tensor.
-        if len({(chunk.offsets, chunk.sizes) for chunk in tensor.chunks}) > 1:
-            return True
+        for source in catalog.made_from.get(tensor.name, (tensor,)):
+            if len({(chunk.offsets, chunk.sizes) for chunk in source.chunks}) > 1:
+                return True
         if not is_whole or not tensor.dtype.is_floating or id(tensor) in settings:
             return False
         tree = owner.get(id(tensor))

@@ -16,7 +16,8 @@ from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import HeaderBytes, WriteItem, WritePlan
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects
-from ema_ckpt.ops.results.write import Skipped, WriteResult
+from ema_ckpt.ops.results.write import WriteResult
+from ema_ckpt.ops.rule_changes import rule_one
 from ema_ckpt.ops.suggest import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,
@@ -142,10 +143,13 @@ def _write(
     last = snapshots[-1].tree
     named = {tensor.name: tensor for tensor in catalog.tensors}
     average = Tree(last.name, last.role, catalog.tensors, named=named)
-    selection = select_tree(average, options.selection)
+    ruled = rule_one(options.rules, catalog, average)
+    catalog = ruled.catalog
+    selection = select_tree(ruled.tree, options.selection)
+    renamed, rules = ruled.changed_names(selection)
     refuse_unsummable(selection.entries)
-    warnings += copied_integers(selection.entries, snapshots[-1])
-    skipped: dict[Skipped, None] = {}
+    warnings += [*copied_integers(selection.entries, snapshots[-1]), *ruled.warnings]
+    skipped = dict.fromkeys(ruled.skipped)
     for snapshot in snapshots:
         check_sources(snapshot.catalog, snapshot.tree.weights.values())
         skipped |= dict.fromkeys(unknown_objects(snapshot.catalog))
@@ -162,7 +166,8 @@ def _write(
         source=", ".join(dict.fromkeys(snapshot.catalog.path for snapshot in snapshots)),
         resolved=resolved,
         tree=", ".join(dict.fromkeys(snapshot.tree.name for snapshot in snapshots)),
-        renamed=selection.renamed,
+        renamed=renamed,
+        rules=rules,
         skipped=list(skipped),
         warnings=[*catalog.warnings, *warnings],
         read_paths=local_paths(resolved),

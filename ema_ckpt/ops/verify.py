@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from math import prod
@@ -25,7 +25,7 @@ from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import SAFETENSORS, TORCH, LeftOut, Location, is_index
 from ema_ckpt.discovery.opening import open_location
 from ema_ckpt.ops.results.verify import GateResult, ManifestResult, VerifyResult
-from ema_ckpt.ops.verify_against import compare_with
+from ema_ckpt.ops.verify_against import Origin, compare_with
 from ema_ckpt.ops.verify_manifest import (
     check_manifest_path,
     compare_manifest,
@@ -38,6 +38,8 @@ from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.state_dicts.ema_health import check_averages
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
+from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
+from ema_ckpt.state_dicts.rules.rules import Rules
 from ema_ckpt.state_dicts.tree import list_trees
 from ema_ckpt.storage.directories import join, list_folder
 
@@ -61,6 +63,9 @@ def verify(
     quick: bool = False,
     manifest: str | os.PathLike[str] | None = None,
     check: bool = False,
+    rules: str | os.PathLike[str] | Rules | None = None,
+    rule_values: Sequence[str] | Mapping[str, int] = (),
+    inverse: bool = False,
 ) -> VerifyResult:
     """Check structure, sizes, coverage and every stored checksum of a checkpoint.
 
@@ -80,6 +85,8 @@ def verify(
             checkpoint. One that is there is compared with the files; else it is written, if the
             checkpoint is not damaged. The result is a `GateResult`.
         check: refuse to write the manifest: it has to be there.
+        rules, rule_values, inverse: with `against`: the rules by which this checkpoint was made
+            from that one, as the writing verbs take them.
 
     Raises:
         EmaCkptError: if at `path` there is nothing, no checkpoint, one of a kind that is not
@@ -91,12 +98,13 @@ def verify(
     _check_options(quick, values or against is not None, manifest is not None, check)
     sums = None if manifest is None else check_manifest_path(manifest, check)
     report = _Report(os.fspath(path), quick=quick, is_gate=sums is not None)
+    origin = _origin(against, chosen_rules(rules, rule_values, inverse=inverse))
     for catalog, is_whole in report.open():
         try:
             if quick:
                 audit = audit_structure(catalog)
             else:
-                source = against if is_whole else None
+                source = origin if is_whole else None
                 audit = _audit_payload(catalog, values, source, workers, progress)
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
             report.warnings += stale_files(catalog)
@@ -116,21 +124,29 @@ def _check_options(quick: bool, needs_payload: bool, has_manifest: bool, check: 
         raise UsageError("usage", "--check needs a --manifest FILE to check")
 
 
+def _origin(path: str | os.PathLike[str] | None, rules: Rules | None) -> Origin | None:
+    if path is not None:
+        return Origin(path, rules)
+    if rules is not None:
+        raise UsageError("usage", "--rules goes with --against, the checkpoint that they change")
+    return None
+
+
 def _audit_payload(
     catalog: Catalog,
     values: bool,
-    against: str | os.PathLike[str] | None,
+    origin: Origin | None,
     workers: int,
     progress: Callable[[int], None] | None,
 ) -> Audit:
     """Read all payload, once more for its values, and once more to compare it with another's."""
-    passes = 1 + values + (against is not None)
+    passes = 1 + values + (origin is not None)
     executor.expect(progress, passes * payload_nbytes(catalog))
     audit = audit_checkpoint(catalog, workers, progress)
     if values:
         scan_values(audit, workers, progress)
-    if against is not None:
-        compare_with(audit, against, Workers(workers), progress)
+    if origin is not None:
+        compare_with(audit, origin, Workers(workers), progress)
     return audit
 
 

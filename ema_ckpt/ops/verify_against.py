@@ -26,30 +26,44 @@ from ema_ckpt.reading.digests import compute_digest, recorded_digest
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.state_dicts.ema_config import with_tied_names
+from ema_ckpt.state_dicts.rules.ruled_catalog import apply_rules, list_ties
+from ema_ckpt.state_dicts.rules.rules import Rules
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees
 
 _BLOCK_NBYTES = 512 << 10
 
 
+class Origin(NamedTuple):
+    """The checkpoint that another was made from, and the rules by which, if there were any."""
+
+    path: str | os.PathLike[str]
+    rules: Rules | None = None
+
+
 def compare_with(
     audit: Audit,
-    source: str | os.PathLike[str],
+    origin: Origin,
     workers: Workers,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Report every tensor that `source` does not have, bit for bit or after its cast.
+    """Report every tensor that `origin` does not have, bit for bit or after its cast.
 
-    `progress` is called with the bytes of `source` that are done.
+    `progress` is called with the bytes of `origin` that are done.
 
     Raises:
-        EmaCkptError: if `source` cannot be read.
+        EmaCkptError: if `origin` cannot be read, or its rules do not fit it.
     """
-    origin = open_catalog(source)
+    catalog = open_catalog(origin.path)
     try:
-        _Comparison(audit, with_dropped(origin), workers).run(progress)
+        whole = with_dropped(catalog) if origin.rules is None else list_ties(catalog)
+        trees = list_trees(whole)
+        if origin.rules is not None:
+            ruled = apply_rules(origin.rules, whole, trees)
+            whole, trees = ruled.catalog, ruled.trees
+        _Comparison(audit, whole, trees, workers).run(progress)
     finally:
-        origin.source.close()
+        catalog.source.close()
 
 
 class _Naming(NamedTuple):
@@ -138,11 +152,13 @@ class _OriginDigests:
 class _Comparison:
     """Comparison of an audited checkpoint with its source."""
 
-    def __init__(self, audit: Audit, origin: Catalog, workers: Workers) -> None:
+    def __init__(
+        self, audit: Audit, origin: Catalog, trees: Sequence[Tree], workers: Workers
+    ) -> None:
         self.audit = audit
         self.tensors = {tensor.name: tensor for tensor in audit.catalog.tensors}
         self.origin = origin
-        self.origin_trees = list_trees(origin)
+        self.origin_trees = trees
         self.reader = BoxReader(_BLOCK_NBYTES)
         self.workers = workers
         self.origin_digests = _OriginDigests(origin)

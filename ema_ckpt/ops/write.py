@@ -19,7 +19,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.files_beside import copy_files
 from ema_ckpt.ops.object_plan import header_text, refuse_left_out
-from ema_ckpt.ops.results.write import FileEntry, Skipped, WriteResult
+from ema_ckpt.ops.results.write import AppliedRules, FileEntry, Skipped, WriteResult
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.engine import run
@@ -197,6 +197,7 @@ class PlannedWrite:
     resolved: tuple[str, ...] = ()
     tree: str | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    rules: AppliedRules | None = None
     filled: tuple[str, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
     copied: Mapping[str, int] = field(default_factory=dict)
@@ -252,6 +253,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         skipped=tuple(job.skipped),
         warnings=(*job.warnings, *job.plan.warnings),
         dry_run=options.dry_run,
+        rules=job.rules,
     )
 
 
@@ -331,6 +333,7 @@ def identity_of(job: PlannedWrite, stamps: Mapping[str, str]) -> dict[str, str]:
     source, plan = hashlib.sha256(), hashlib.sha256()
     for file, stamp in stamps.items():
         source.update(f"{file}\0{stamp}\0".encode("utf-8", "surrogatepass"))
+    plan.update(job.catalog.rules.encode())
     for item in job.plan.items:
         tensor = item.output
         names = f"{tensor.name}\0{tensor.source.name}\0{tensor.dtype.name}"

@@ -25,6 +25,8 @@ from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.state_dicts.ema_config import swap_marks
 from ema_ckpt.state_dicts.ema_weights import has_weight
+from ema_ckpt.state_dicts.rules.ruled_catalog import apply_rules, list_ties
+from ema_ckpt.state_dicts.rules.rules import Rules
 from ema_ckpt.state_dicts.tree import Tree, list_trees
 from ema_ckpt.storage.directories import join
 
@@ -37,23 +39,41 @@ _DEPTH = 3  # dictionaries around an optimizer's state: a list, a class' name, a
 class CheckpointReader:
     """Reader of one opened checkpoint; storages that are read whole are compared with their CRC-32.
 
+    Args:
+        rules: for the names and layouts of its weights.
+
     Attributes:
         path: the checkpoint as messages name it.
         trees: its trees, in stored order. tree_names: their names.
         by_role: its trees by role and name.
+        rule_notes: what is to be said of the rules.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rules: Rules | None = None) -> None:
         self.catalog = open_catalog(path)
         self.path = self.catalog.resolved
         self.trees = list_trees(self.catalog)
         self.tree_names = [tree.name for tree in self.trees]
+        self.rule_notes: list[str] = []
+        if rules is not None:
+            self._apply(rules)
         self.by_role: dict[str, dict[str, Tree]] = defaultdict(dict)
         for tree in self.trees:
             self.by_role[tree.role][tree.name] = tree
         self._companions: list[CheckpointReader] = []
         verifier = ChecksumVerifier(self.catalog.source, enabled=True)
         self._boxes = BoxReader(_BLOCK_NBYTES, verifier)
+
+    def _apply(self, rules: Rules) -> None:
+        """Let rules make of the checkpoint what is restored."""
+        try:
+            listed = list_ties(self.catalog)
+            ruled = apply_rules(rules, listed, list_trees(listed))
+        except BaseException:
+            self.catalog.source.close()
+            raise
+        self.catalog, self.trees = ruled.catalog, ruled.trees
+        self.rule_notes = [warning.message for warning in ruled.warnings]
 
     def close(self) -> None:
         """Close the files of the checkpoint, and of what was opened beside it."""

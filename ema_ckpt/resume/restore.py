@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,9 +29,11 @@ from ema_ckpt.resume.restore_model import ModelRestorer
 from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
 from ema_ckpt.resume.restore_phases import Findings, RestoreContext, Restorer, RestoreReport
 from ema_ckpt.resume.save_async import wait_for_background_save
+from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA
+    from ema_ckpt.state_dicts.rules.rules import Rules
 
 _CALL = "restore"
 
@@ -46,6 +49,7 @@ def restore(
     strict: bool = True,
     missing_ema: Literal["error", "seed"] = "error",
     timeout: float = 300,
+    rules: str | os.PathLike[str] | Rules | None = None,
 ) -> RestoreReport:
     """Continue from a checkpoint, whatever layout and world size wrote it; collective.
 
@@ -68,6 +72,9 @@ def restore(
         missing_ema: `"seed"`: where there are no averages at all, they become the restored live
             weights and the counter 0.
         timeout: seconds to wait for the other ranks to call `restore` too.
+        rules: a file of rules for the names and layouts of weights and averages in the checkpoint,
+            the name of one that comes with the package, or what `load_rules` returned. Optimizers
+            are not restored through rules.
 
     Raises:
         CollectiveError: `rank-failed`: a rank did not come or died.
@@ -75,8 +82,7 @@ def restore(
             the checkpoint.
         StateError: inside `swap()`.
     """
-    if missing_ema not in ("error", "seed"):
-        raise UsageError("usage", f"missing_ema is 'error' or 'seed'; found {missing_ema!r}")
+    _check_arguments(missing_ema, rules, optimizer)
     meet(_CALL, timeout)
     wait_for_background_save()
     ranks = open_channel("save")
@@ -92,10 +98,8 @@ def restore(
     with ExitStack() as stack:
         chosen, said = choose_checkpoints((path, ema_path), ranks, _CALL)
 
-        def open_readers() -> list[CheckpointReader]:
-            return [stack.enter_context(closing(CheckpointReader(one))) for one in chosen]
-
-        readers = run_on_all_ranks(ranks, _CALL, open_readers)
+        opening = partial(_open_readers, stack, chosen, rules)
+        readers = run_on_all_ranks(ranks, _CALL, opening)
         check_same_content(readers, ranks)
         context = RestoreContext.scan(model, strict, ranks, _CALL)
         run_on_all_ranks(ranks, _CALL, lambda: refuse_unnamed(extra, _CALL))
@@ -125,7 +129,7 @@ def restore(
         run_on_all_ranks(ranks, _CALL, lambda: reshard(model))
         run_phase(lambda restorer: restorer.write())
         run_phase(lambda restorer: restorer.finish())
-    findings = Findings(notes=said)
+    findings = Findings(notes=[*said, *readers[0].rule_notes])
     for restorer in restorers:
         findings.merge(restorer.findings)
     _warn(findings.warnings, ranks)
@@ -142,14 +146,30 @@ def _warn(found: Sequence[str], ranks: Channel) -> None:
             warnings.warn(warning, stacklevel=3)
 
 
+def _check_arguments(missing_ema: str, rules: object, optimizer: object) -> None:
+    if missing_ema not in ("error", "seed"):
+        raise UsageError("usage", f"missing_ema is 'error' or 'seed'; found {missing_ema!r}")
+    if rules is not None and optimizer is not None:
+        message = "restore: optimizer state is not carried through rules; leave out `optimizer`"
+        raise UsageError("usage", message)
+
+
+def _open_readers(
+    stack: ExitStack, paths: Sequence[str], rules: str | os.PathLike[str] | Rules | None
+) -> list[CheckpointReader]:
+    """Open checkpoints, to be closed with `stack`; rules are read once, before any of them."""
+    chosen = chosen_rules(rules)
+    return [stack.enter_context(closing(CheckpointReader(path, chosen))) for path in paths]
+
+
 def check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:
     """Refuse ranks that read different checkpoints: a new step may have come in between."""
     mine = []
     for reader in readers:
         catalog = reader.catalog
-        mine.append([reader.path, len(catalog.tensors), catalog.files])
+        mine.append([reader.path, len(catalog.tensors), catalog.files, catalog.rules])
     everyone = ranks.exchange(mine)
-    names = sorted({" and ".join(path for path, _, _ in one) for one in everyone})
+    names = sorted({" and ".join(path for path, *_ in one) for one in everyone})
     if len(names) > 1:
         raise UsageError("usage", f"restore: the ranks name different checkpoints: {shown(names)}")
     if any(one != everyone[0] for one in everyone):

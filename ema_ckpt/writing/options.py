@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from ema_ckpt.core.limits import MIN_BUDGET_NBYTES, default_budget, parse_budget, parse_workers
+from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
 from ema_ckpt.state_dicts.selection import SelectionOptions, options
+
+if TYPE_CHECKING:
+    import os
+
+    from ema_ckpt.state_dicts.rules.rules import Rules
 
 _BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
@@ -20,6 +26,10 @@ class WriterArgs(TypedDict, total=False):
         match, exclude, keep_dtype: globs on names as they are written.
         rename: `OLD=NEW` prefixes, or a mapping.
         dtype: `keep`, `fp32`, `bf16` or `fp16`, for floating-point tensors of live and EMA trees.
+        rules: a file of rules for names and layouts, the name of one that comes with the package,
+            or what `load_rules` returned. They come before everything else.
+        rule_values: numbers that the file leaves open, as `NAME=NUMBER` or a mapping.
+        inverse: apply the inverse of the rules.
         threads: maximum number of workers; by default the usable processors, at most 8.
         max_memory: bytes of buffers in flight, a number or `16MiB`.
         dry_run: make every check, write nothing.
@@ -39,6 +49,9 @@ class WriterArgs(TypedDict, total=False):
     rename: Sequence[str] | Mapping[str, str]
     dtype: str
     keep_dtype: Sequence[str]
+    rules: str | os.PathLike[str] | Rules | None
+    rule_values: Sequence[str] | Mapping[str, int]
+    inverse: bool
     threads: int | None
     max_memory: int | str | None
     dry_run: bool
@@ -57,6 +70,7 @@ class WriteOptions:
     """Options of a writing verb; `budget_nbytes` None means the default for the source."""
 
     selection: SelectionOptions = field(default_factory=SelectionOptions)
+    rules: Rules | None = None
     threads: int = 2
     budget_nbytes: int | None = None
     dry_run: bool = False
@@ -81,6 +95,9 @@ class WriteOptions:
         if unknown:
             raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
         return cls(
+            rules=chosen_rules(
+                args.get("rules"), args.get("rule_values", ()), inverse=args.get("inverse", False)
+            ),
             threads=parse_workers(args.get("threads")),
             budget_nbytes=parse_budget(args.get("max_memory")),
             selection=options(

@@ -33,12 +33,30 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class RuleChange:
+    """Names that rules took together, and the names that became of them."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedRules:
+    """What a file of rules did; `inverse` if it led back."""
+
+    file: str
+    inverse: bool
+    changes: tuple[RuleChange, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WriteResult:
     """What a writing verb wrote, or with `dry_run` would write; `nbytes` is payload.
 
     Attributes:
         source: what was named. resolved: the checkpoint that it stood for; of `synthesize` one for
             each snapshot.
+        rules: what rules did; without rules None, and no field of the JSON.
     """
 
     source: str
@@ -56,6 +74,7 @@ class WriteResult:
     skipped: tuple[Skipped, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     dry_run: bool = False
+    rules: AppliedRules | None = field(default=None, metadata={"json": "if set"})
 
     __repr__ = short_repr
 

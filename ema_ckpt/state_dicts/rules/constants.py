@@ -1,0 +1,129 @@
+"""Tensors of one value: a file in memory that holds one element, read with strides of 0."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from ema_ckpt.core.box import whole
+from ema_ckpt.core.catalog import Chunk, Files, Ints, Payload, Tensor, check_geometry
+from ema_ckpt.core.dtypes import DType
+from ema_ckpt.core.errors import UsageError
+
+_CODES = {
+    "float64": "<d",
+    "float32": "<f",
+    "float16": "<e",
+    "int64": "<q",
+    "int32": "<i",
+    "int16": "<h",
+    "int8": "<b",
+    "uint8": "<B",
+    "bool": "<?",
+}
+_PREFIX = "\0constant:"  # no file of a checkpoint can have such a name
+
+
+def constant_tensor(name: str, shape: Ints, dtype: DType, value: float) -> Tensor:
+    """Return a tensor whose elements all are `value`; its chunk lies in a file in memory.
+
+    Raises:
+        UsageError: `usage` for a value that the type does not hold.
+    """
+    check_geometry(name, shape, dtype, "rules")
+    data = encode(value, dtype)
+    box = whole(shape)
+    chunk = Chunk(box.offsets, box.sizes, _PREFIX + data.hex(), 0, len(data))
+    return Tensor(name, (name,), shape, dtype, (chunk,))
+
+
+def encode(value: float, dtype: DType) -> bytes:
+    """Return one element as it is stored.
+
+    Raises:
+        UsageError: `usage` for a value that the type does not hold.
+    """
+    exact = value if dtype.kind == "float" else int(value)
+    try:
+        if exact != value and not math.isnan(value):
+            raise ValueError
+        if dtype.name == "bfloat16":
+            (bits,) = struct.unpack("<I", struct.pack("<f", exact))
+            return struct.pack("<H", _rounded_half(bits))
+        return struct.pack(_CODES[dtype.name], exact)
+    except (KeyError, ValueError, OverflowError, struct.error):
+        raise UsageError("usage", f"constant {value} is no value of {dtype.name}") from None
+
+
+def _rounded_half(bits: int) -> int:
+    """Round the bits of a float32 to its upper half, to nearest, ties to even; NaN stays NaN."""
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return bits >> 16 | 0x40
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+def constant_payload(tensor: Tensor) -> tuple[Payload, ...] | None:
+    """Return where the bytes of a constant are, or None for any other tensor."""
+    if not tensor.chunks or not tensor.chunks[0].file.startswith(_PREFIX):
+        return None
+    chunk = tensor.chunks[0]
+    return (Payload(chunk.file, 0, chunk.nbytes, (0,) * len(tensor.shape)),)
+
+
+class FilesWithConstants:
+    """The files of a checkpoint, and those in memory that constants are read from."""
+
+    def __init__(self, inner: Files) -> None:
+        self._inner = inner
+        self.root = inner.root
+
+    def size(self, name: str) -> int:
+        data = _constant(name)
+        return self._inner.size(name) if data is None else len(data)
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        data = _constant(name)
+        if data is None:
+            return self._inner.read(name, offset, nbytes)
+        return data[offset : offset + nbytes]
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        data = _constant(name)
+        if data is None:
+            self._inner.read_into(name, offset, buffer)
+        else:
+            buffer[:] = data[offset : offset + len(buffer)]
+
+    def listing(self) -> list[str]:
+        return self._inner.listing()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _ComputedFilesWithConstants(FilesWithConstants):
+    """The same where the files are computed as they are read, and find out things on the way."""
+
+    def dump_state(self) -> object:
+        return self._computed.dump_state()
+
+    def merge_state(self, dumped: Any) -> None:
+        self._computed.merge_state(dumped)
+
+    def reset_state(self) -> None:
+        self._computed.reset_state()
+
+    @property
+    def _computed(self) -> Any:
+        return self._inner
+
+
+def with_constants(files: Files) -> Files:
+    """Return the files of a checkpoint, and beside them those that constants are read from."""
+    kind = _ComputedFilesWithConstants if hasattr(files, "dump_state") else FilesWithConstants
+    return kind(files)
+
+
+def _constant(name: str) -> bytes | None:
+    return bytes.fromhex(name[len(_PREFIX) :]) if name.startswith(_PREFIX) else None

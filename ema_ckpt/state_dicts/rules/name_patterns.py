@@ -1,0 +1,138 @@
+"""Patterns of names: literal text with placeholders, `layers.{layer}.{part:gate|up}.weight`.
+
+A placeholder without an expression stands for one component of a dotted name. The same pattern
+takes a name apart and puts one together, so that the two sides of a rule can change places.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ema_ckpt.core.errors import UsageError
+
+Fields = Mapping[str, str]
+"""What the placeholders of a pattern stand for in one name."""
+
+COMPONENT = "[^.]+"
+NUMBER = "0|[1-9][0-9]?[0-9]?[0-9]?[0-9]?[0-9]?"
+"""What a placeholder stands for that is stacked: the index of one member."""
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]*))?\}")
+_MAX_WIDE = 3  # placeholders that cross dots; a name is searched once more for each
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """A parsed pattern.
+
+    Attributes:
+        text: as it was written. expressions: of each placeholder, if it has one.
+        literals: the text before, between and after the placeholders, whose names are `order`.
+    """
+
+    text: str
+    order: tuple[str, ...]
+    literals: tuple[str, ...]
+    expressions: Mapping[str, str]
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of its placeholders."""
+        return frozenset(self.order)
+
+    def format(self, fields: Fields) -> str:
+        """Return the name in which the placeholders stand for `fields`."""
+        parts = [self.literals[0]]
+        for name, literal in zip(self.order, self.literals[1:], strict=True):
+            parts += [fields[name], literal]
+        return "".join(parts)
+
+    def shown(self, fields: Fields) -> str:
+        """Return the pattern with what is known of its placeholders filled in."""
+        return self.format({name: fields.get(name, f"{{{name}}}") for name in self.order})
+
+    def matcher(self, expressions: Mapping[str, str]) -> Matcher:
+        """Return what takes names apart, with the expressions of all patterns of a rule."""
+        return Matcher(self, expressions)
+
+
+class Matcher:
+    """Takes names apart. A name that lacks the pattern's first or last text costs a comparison."""
+
+    def __init__(self, pattern: NamePattern, expressions: Mapping[str, str]) -> None:
+        self.pattern = pattern
+        self._head, self._tail = pattern.literals[0], pattern.literals[-1]
+        parts, seen = [re.escape(self._head)], set[str]()
+        for name, literal in zip(pattern.order, pattern.literals[1:], strict=True):
+            group = f"(?P={name})" if name in seen else f"(?P<{name}>{expressions[name]})"
+            parts += [group, re.escape(literal)]
+            seen.add(name)
+        self._match = re.compile("".join(parts), re.DOTALL).fullmatch
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Return what the placeholders stand for in `name`, or None if it does not fit."""
+        if not name.startswith(self._head) or not name.endswith(self._tail):
+            return None
+        found = self._match(name)
+        return None if found is None else found.groupdict()
+
+
+def parse_pattern(text: str) -> NamePattern:
+    """Parse a pattern.
+
+    Raises:
+        UsageError: `usage` for braces that are no placeholder, an expression with parentheses or
+            back references, one that is no regular expression, or too many that cross dots.
+    """
+    order, literals, expressions = [], [], dict[str, str]()
+    end = 0
+    for found in _PLACEHOLDER.finditer(text):
+        name, expression = found.groups()
+        literals.append(text[end : found.start()])
+        order.append(name)
+        if expression is not None and expressions.setdefault(name, expression) != expression:
+            raise UsageError("usage", f"{text!r} gives {{{name}}} two expressions")
+        end = found.end()
+    literals.append(text[end:])
+    for literal in literals:
+        if "{" in literal or "}" in literal:
+            message = (
+                f"{text!r} has a brace that is no placeholder; write {{name}} or {{name:REGEX}}"
+            )
+            raise UsageError("usage", message)
+    for name, expression in expressions.items():
+        _check_expression(text, name, expression)
+    return NamePattern(text, tuple(order), tuple(literals), expressions)
+
+
+def check_width(patterns: Sequence[NamePattern], expressions: Mapping[str, str]) -> None:
+    """Refuse patterns that a long name could keep busy for minutes.
+
+    Raises:
+        UsageError: `usage` for more than three placeholders that cross dots.
+    """
+    for pattern in patterns:
+        wide = 0
+        for name in dict.fromkeys(pattern.order):
+            wide += re.fullmatch(expressions[name], ".", re.DOTALL) is not None
+        if wide > _MAX_WIDE:
+            message = f"{pattern.text!r} has {wide} placeholders that cross dots"
+            raise UsageError("usage", f"{message}; at most {_MAX_WIDE} are allowed")
+
+
+def _check_expression(text: str, name: str, expression: str) -> None:
+    """Without groups nothing can be repeated inside a repetition, which could take for ever."""
+    reason = ""
+    if "(" in expression or ")" in expression:
+        reason = "parentheses are not allowed"
+    elif re.search(r"\\[1-9]", expression):
+        reason = "back references are not allowed"
+    else:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            reason = str(error)
+    if reason:
+        raise UsageError("usage", f"{text!r}: {{{name}:{expression}}}: {reason}")

@@ -1,0 +1,240 @@
+"""Rules applied to one tree of weights: its tensors under new names, in new layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ema_ckpt.core.catalog import Path, Tensor
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.names import canonical
+from ema_ckpt.state_dicts.ema_weights import inside
+from ema_ckpt.state_dicts.rules.rules import ConstantRule, Item, Rules, StateDict
+from ema_ckpt.state_dicts.rules.views import StoredViews
+from ema_ckpt.state_dicts.tree import Tree
+
+_RESIDUALS = "residual."
+_EMA_PARAMS = ".ema_params"
+
+
+class Place(NamedTuple):
+    """What is around a weight's name: text before and after it, and the parts of its path.
+
+    `nested` are the elements that the name itself consists of; empty where nothing nests.
+    """
+
+    before: str
+    after: str
+    head: Path = ()
+    nested: Path = ()
+    tail: Path = ()
+
+    def name(self, fqn: str) -> str:
+        """Return the full name of a weight called `fqn` at this place."""
+        return f"{self.before}{fqn}{self.after}"
+
+    def path(self, fqn: str) -> Path:
+        """Return the path of a weight called `fqn` at this place, nested as the one there is."""
+        if not self.nested:
+            return (self.name(fqn),)
+        if len(self.nested) == 1 or any("." in str(part) for part in self.nested):
+            return (*self.head, fqn, *self.tail)
+        parts: list[str | int] = [*fqn.split(".")]
+        for index, old in enumerate(self.nested[: len(parts)]):
+            if str(old) != parts[index]:
+                break
+            parts[index] = old  # an index of a list stays a number
+        return (*self.head, *parts, *self.tail)
+
+
+def place_of(key: str, tensor: Tensor) -> Place | None:
+    """Return the place of a weight called `key` in its tree; None if it is stored under another.
+
+    Averages that are known by their positions, or by names without dots, have no place for a name.
+    """
+    full, after = tensor.name, ""
+    if full.endswith(_EMA_PARAMS) and not key.endswith(_EMA_PARAMS):
+        full, after = full[: -len(_EMA_PARAMS)], _EMA_PARAMS
+    before = full[: len(full) - len(key)]
+    if before + key != full or not f".{before}".endswith("."):
+        return None
+    tail = 1 if after else 0
+    start, reached = 0, 0
+    while reached < len(before) and start < len(tensor.path):
+        reached += len(str(tensor.path[start])) + 1
+        start += 1
+    nested = tensor.path[start : len(tensor.path) - tail]
+    if reached != len(before) or ".".join(map(str, nested)) != key:
+        return Place(before, after)
+    return Place(before, after, tensor.path[:start], nested, tensor.path[len(tensor.path) - tail :])
+
+
+@dataclass(slots=True)
+class RuledTree:
+    """A tree that rules were applied to.
+
+    Attributes:
+        replaced: what stands in the place of each tensor that rules took, by its full name.
+        added: tensors that come from none.
+        sources: the tensors that each one that rules made comes from, by its full name.
+        origins: their names inside the tree, by that of what was made.
+        moved: the stored names of tensors that are as they were, by their new full names.
+        dropped: names and tensors that are left out, with the number of the rule.
+        tied: other names of averages that are stored once, by the name that is stored.
+    """
+
+    tree: Tree
+    replaced: dict[str, list[Tensor]] = field(default_factory=dict)
+    added: list[Tensor] = field(default_factory=list)
+    sources: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    moved: dict[str, str] = field(default_factory=dict)
+    dropped: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)
+    inexact: dict[int, str] = field(default_factory=dict)
+    tied: dict[str, list[str]] = field(default_factory=dict)
+
+
+def apply_to_tree(
+    rules: Rules,
+    tree: Tree,
+    views: StoredViews,
+    tied: Mapping[str, str],
+    *,
+    keeps_places: bool,
+) -> RuledTree:
+    """Apply rules to the weights of a tree, and to what goes with them name by name.
+
+    Args:
+        tied: further names of weights that are stored once, each with the stored name.
+        keeps_places: full names and paths matter; without it only names inside the tree do.
+
+    Raises:
+        UsageError: as rules raise.
+        SourceError: `unsupported` if the tree's weights cannot be named.
+    """
+    weights = dict(tree.weights)
+    weights |= {other: weights[name] for other, name in tied.items()}
+    work = _TreeWork(tree, weights, set(tied), views, keeps_places)
+    work.apply(rules)
+    result = work.result
+    residuals = inside({tensor.name: tensor for tensor in tree.tensors}, _residuals_of(tree))
+    if residuals and result.used:
+        # A constant has no rounding error that would be kept beside it.
+        mapped = tuple([rule for rule in rules.rules if not isinstance(rule, ConstantRule)])
+        beside = _TreeWork(tree, residuals, set(), views, keeps_places)
+        beside.apply(replace(rules, rules=mapped))
+        result.replaced |= beside.result.replaced
+        result.sources |= beside.result.sources
+        result.moved |= beside.result.moved
+    tensors: list[Tensor] = []
+    for tensor in tree.tensors:
+        tensors += result.replaced.get(tensor.name, [tensor])
+    result.tree = replace(tree, tensors=(*tensors, *result.added), named=work.named)
+    return result
+
+
+def _residuals_of(tree: Tree) -> str:
+    return f"{tree.name}.{_RESIDUALS}".removeprefix(".")
+
+
+class _TreeWork:
+    """Weights of one tree by name, and what rules make of them."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        weights: Mapping[str, Tensor],
+        aliases: set[str],
+        views: StoredViews,
+        keeps_places: bool,
+    ) -> None:
+        self.result = RuledTree(tree)
+        self.named: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._keys: dict[str, str] = {}  # as stored, by the name without wrapper prefixes
+        for key, tensor in weights.items():
+            name = canonical(key)
+            name = key if name in self._keys else name
+            self._keys[name], self._weights[name] = key, tensor
+        self._aliases = aliases
+        self._views = views
+        self._keeps_places = keeps_places
+
+    def apply(self, rules: Rules) -> None:
+        """Apply the rules, and note what became of every weight."""
+        result = self.result
+        state = rules.apply(self._weights)
+        result.used, result.inexact = state.used, state.inexact
+        for name, number in state.dropped:
+            result.dropped.append((name, self._weights[name], number))
+        kept = self._aliased(state)
+        stays: set[str] = set()
+        for name, item in state.items.items():
+            if name in kept:
+                continue
+            if name not in state.origins:
+                self.named[self._keys[name]] = self._weights[name]
+                stays.add(self._weights[name].name)
+                continue
+            self._add(name, item, state.origins[name])
+        for name, tensor in self._weights.items():
+            gone = name not in state.items or name in state.origins
+            if gone and tensor.name not in stays:
+                result.replaced.setdefault(tensor.name, [])
+
+    def _aliased(self, state: StateDict) -> set[str]:
+        """Find names that still stand for what another name stands for; note them as tied."""
+        if not self._aliases:
+            return set()
+        owners: dict[str, str] = {}  # by the full name of what is stored
+        for name in state.items:
+            for origin in state.origins_of(name):
+                if origin not in self._aliases:
+                    owners.setdefault(self._weights[origin].name, name)
+        tied: set[str] = set()
+        for name, item in state.items.items():
+            origins = state.origins_of(name)
+            if len(origins) != 1 or origins[0] not in self._aliases:
+                continue
+            owner = owners.get(self._weights[origins[0]].name)
+            if owner is not None and state.items[owner] == item:
+                self.result.tied.setdefault(owner, []).append(name)
+                tied.add(name)
+        return tied
+
+    def _add(self, name: str, item: Item, origins: Sequence[str]) -> None:
+        place = self._place(origins)
+        full, path = place.name(name), place.path(name)
+        sources = [self._weights[origin] for origin in origins]
+        result = self.result
+        if isinstance(item, Tensor):
+            tensor = replace(item, name=full, path=path)
+            result.moved[full] = item.name
+        else:
+            tensor = self._views.add(item, full, path)
+        result.sources[full] = tuple(sources)
+        result.origins[name] = tuple(origins)
+        self.named[name] = tensor
+        if sources:
+            result.replaced.setdefault(sources[0].name, []).append(tensor)
+        else:
+            result.added.append(tensor)
+
+    def _place(self, origins: Sequence[str]) -> Place:
+        """Return where the first of some weights is; that of any weight if there are none."""
+        models = origins or list(self._weights)[:1]
+        for model in models:
+            place = place_of(self._keys[model], self._weights[model])
+            if place is not None:
+                return place
+        tree = self.result.tree
+        if self._keeps_places and models:
+            stored = self._weights[models[0]].name
+            message = (
+                f"tree {tree.name!r} stores {models[0]!r} as {stored!r}, where no other name fits"
+            )
+            remedy = f"consolidate --tree {tree.name} takes rules"
+            raise SourceError("unsupported", f"{message}; {remedy}", tensor=stored)
+        return Place(f"{tree.name}." if tree.name else "", "")

@@ -1,0 +1,288 @@
+"""Rules in the writing verbs and in `verify --against`: names, layouts, what is refused and what is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ema_ckpt import EmaCkptError, consolidate, convert, load_rules, reshard, synthesize, verify
+from ema_ckpt.cli.main import main
+from tests.checkpoints import save_dcp
+
+EXPERTS = """
+[[rule]]
+from = ["{p:.*}.experts.{e}.w1.weight", "{p:.*}.experts.{e}.w3.weight"]
+to = "{p}.experts.gate_up"
+steps = [{ stack = "e" }, { concatenate = 1 }]
+
+[[rule]]
+from = "{p:.*}.experts.{e}.w2.weight"
+to = "{p}.experts.down"
+steps = [{ stack = "e" }, { transpose = [1, 2] }]
+"""
+
+
+def rules_file(folder: Path, text: str = EXPERTS) -> Path:
+    file = folder / "rules.toml"
+    file.write_text(text)
+    return file
+
+
+def experts(seed: int = 0, members: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    named = {"embed.weight": torch.randn(5, 4, generator=generator)}
+    for layer in range(2):
+        for expert in range(members):
+            for name, shape in (("w1", (6, 4)), ("w2", (4, 6)), ("w3", (6, 4))):
+                full = f"layers.{layer}.experts.{expert}.{name}.weight"
+                named[full] = torch.randn(shape, generator=generator)
+    return named
+
+
+def fused(named: dict[str, torch.Tensor], members: int = 3) -> dict[str, torch.Tensor]:
+    """What torch makes of the experts."""
+    made = {"embed.weight": named["embed.weight"]}
+    for layer in range(2):
+        stacked = {}
+        for name in ("w1", "w2", "w3"):
+            parts = [named[f"layers.{layer}.experts.{e}.{name}.weight"] for e in range(members)]
+            stacked[name] = torch.stack(parts)
+        made[f"layers.{layer}.experts.gate_up"] = torch.cat([stacked["w1"], stacked["w3"]], 1)
+        made[f"layers.{layer}.experts.down"] = stacked["w2"].transpose(1, 2)
+    return made
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def training(folder: Path, tied: bool = False) -> Path:
+    """A DCP checkpoint of live weights, their average, and an optimizer."""
+    config: dict[str, object] = {"version": 1, "decay": 0.9}
+    if tied:
+        config["tied"] = {"embed.weight": ["head.weight"]}
+    live = experts(1)
+    state = {name: {"exp_avg": torch.zeros_like(value)} for name, value in live.items()}
+    tree = {
+        "model": live,
+        "ema": {
+            "weights": experts(2),
+            "num_updates": torch.tensor(4),
+            "samples_seen": torch.tensor(0),
+            "config": json.dumps(config),
+        },
+        "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": list(live)}]},
+    }
+    return save_dcp(folder / "run", tree)
+
+
+def test_consolidate_takes_rules(tmp_path: Path) -> None:
+    run, rules = training(tmp_path), rules_file(tmp_path)
+    out = tmp_path / "ema.safetensors"
+    result = consolidate(run, out, rules=rules)
+    assert same(load_file(out), fused(experts(2)))
+    assert result.renamed["layers.1.experts.2.w3.weight"] == "layers.1.experts.gate_up"
+    assert result.rules is not None
+    assert len(result.rules.changes) == 4
+    assert verify(out, against=run, rules=rules).status == "sound"
+    assert verify(out, against=run).status == "damaged"
+
+
+def test_convert_takes_rules_to_every_weight_tree(tmp_path: Path) -> None:
+    run, rules = training(tmp_path), rules_file(tmp_path)
+    result = convert(run, tmp_path / "all.pt", rules=load_rules(rules))
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert same(loaded["model"], fused(experts(1)))
+    assert same(loaded["ema"]["weights"], fused(experts(2)))
+    assert loaded["ema"]["num_updates"] == 4
+    assert "optimizer" not in loaded
+    reasons = {item.reason for item in result.skipped}
+    assert reasons == {"optimizer state is not carried through rules"}
+    assert any(item.name.startswith("optimizer.state.") for item in result.skipped)
+    with pytest.raises(EmaCkptError, match=r"--strict: .* would be left out: 'optimizer"):
+        convert(run, tmp_path / "strict.pt", rules=rules, strict=True)
+
+
+def test_the_inverse_leads_back_through_every_format(tmp_path: Path) -> None:
+    run, rules = training(tmp_path), rules_file(tmp_path)
+    source = tmp_path / "model.safetensors"
+    consolidate(run, source, tree="model")
+    for name in ("a.safetensors", "a.pt", "hf", "dcp"):
+        there, back = tmp_path / name, tmp_path / f"back-{name}.safetensors"
+        form = {"hf": "safetensors", "dcp": "dcp"}.get(name)
+        convert(source, there, to=form, rules=rules)
+        convert(there, back, rules=rules, inverse=True)
+        assert same(load_file(back), experts(1))
+        assert verify(there, against=source, rules=rules).status == "sound"
+        assert verify(back, against=there, rules=rules, inverse=True).status == "sound"
+
+
+def test_reshard_cuts_what_was_cut(tmp_path: Path) -> None:
+    run, rules = training(tmp_path), rules_file(tmp_path)
+    reshard(run, tmp_path / "on-3", 3, rules=rules)
+    consolidate(tmp_path / "on-3", tmp_path / "ema.safetensors")
+    assert same(load_file(tmp_path / "ema.safetensors"), fused(experts(2)))
+    sizes = [(tmp_path / "on-3" / f"__{rank}_0.distcp").stat().st_size for rank in range(3)]
+    assert min(sizes) > 0.5 * max(sizes)
+
+
+def test_synthesize_takes_rules(tmp_path: Path) -> None:
+    rules = rules_file(
+        tmp_path, EXPERTS + "[[rule]]\nconstant = 2\nto = 'bias'\nlike = 'embed.weight'\n"
+    )
+    paths = []
+    for seed in range(2):
+        paths.append(tmp_path / f"{seed}.safetensors")
+        save_file(experts(seed), paths[-1])
+    synthesize(paths, tmp_path / "mean.safetensors", tree="", weights=(0.25, 0.75), rules=rules)
+    mean = {n: torch.lerp(experts(0)[n].double(), experts(1)[n].double(), 0.75) for n in experts()}
+    found = load_file(tmp_path / "mean.safetensors")
+    assert torch.equal(found.pop("bias"), torch.full((5, 4), 2.0))
+    for name, value in fused(mean).items():
+        assert torch.allclose(found[name].double(), value, atol=1e-7)
+
+
+def test_casts_and_names_come_after_rules(tmp_path: Path) -> None:
+    run, rules = training(tmp_path), rules_file(tmp_path)
+    out = tmp_path / "out.safetensors"
+    result = consolidate(
+        run, out, rules=rules, match="*.experts.*", exclude="*.1.*", keep_dtype="*.down", dtype="bf16",
+        rename=["layers=blocks"],
+    )  # fmt: skip
+    found = load_file(out)
+    expected = fused(experts(2))
+    assert found.keys() == {"blocks.0.experts.gate_up", "blocks.0.experts.down"}
+    assert torch.equal(found["blocks.0.experts.down"], expected["layers.0.experts.down"])
+    assert torch.equal(
+        found["blocks.0.experts.gate_up"], expected["layers.0.experts.gate_up"].bfloat16()
+    )
+    assert result.renamed["layers.0.experts.0.w2.weight"] == "blocks.0.experts.down"
+    assert not any(name.startswith("layers.1") for name in result.renamed)
+
+
+def test_a_group_takes_filled_members(tmp_path: Path) -> None:
+    averages = {n: t for n, t in experts(2).items() if not n.endswith("w3.weight")}
+    tree = {"model": experts(1), "ema": {"weights": averages, "num_updates": torch.tensor(1)}}
+    run, rules = save_dcp(tmp_path / "run", tree), rules_file(tmp_path)
+    with pytest.raises(
+        EmaCkptError, match=r"rule 1: .*3 of 3 members are missing: '.*\.w3\.weight'"
+    ) as found:
+        consolidate(run, tmp_path / "a.safetensors", rules=rules)
+    assert found.value.code == "incomplete"
+    result = consolidate(run, tmp_path / "a.safetensors", rules=rules, fill=True)
+    mixed = {n: averages.get(n, t) for n, t in experts(1).items()}
+    assert same(load_file(tmp_path / "a.safetensors"), fused(mixed))
+    assert set(result.filled) == {f"layers.{layer}.experts.gate_up" for layer in range(2)}
+
+
+def test_tied_names_are_renamed_too(tmp_path: Path) -> None:
+    run = training(tmp_path, tied=True)
+    text = "[[rule]]\nfrom = 'embed.weight'\nto = 'wte'\n[[rule]]\nfrom = 'head.weight'\nto = 'out'\noptional = true\n"
+    rules = rules_file(tmp_path, text)
+    reshard(run, tmp_path / "renamed", 1, rules=rules)
+    consolidate(tmp_path / "renamed", tmp_path / "later.safetensors")
+    consolidate(run, tmp_path / "at-once.safetensors", rules=rules)
+    later = load_file(tmp_path / "later.safetensors")
+    assert torch.equal(later["wte"], experts(2)["embed.weight"])
+    assert torch.equal(later["out"], later["wte"])
+    assert same(later, load_file(tmp_path / "at-once.safetensors"))
+
+
+WRONG = {
+    "[[rule]]\nfrom = 'nothing'\nto = 'b'": ("empty-selection", "rule 1 (nothing -> b) fits no name"),
+    "[[rule]]\nfrom = 'a.{x}'\nto = 'b.{x}'\noptional = true": ("empty-selection", "fits no name"),
+    "[[rule]]\nfrom = 'embed.weight'\nto = 'layers.0.experts.0.w1.weight'": ("name-collision", "two tensors"),
+    "[[rule]]\nfrom = 'layers.{l}.{r:.*}'\nto = 'all.{r}'\none_way = true": ("name-collision", "two tensors"),
+    "[[rule]]\nfrom = ['embed.weight', 'embed.bias']\nto = ['a', 'b']": ("incomplete", "'embed.bias' is missing"),
+    "[[rule]]\nfrom = ['layers.0.experts.0.w1.weight', 'embed.weight']\nto = 'a'\n"
+    "steps = [{ concatenate = 1 }]": ("usage", "shapes do not fit"),
+    "[[rule]]\nfrom = 'embed.weight'\nto = ['a', 'b']\nsteps = [{ split = 0 }]": ("usage", "does not divide"),
+    "[[rule]]\nfrom = 'embed.weight'\nto = 'a'\nsteps = [{ transpose = [0, 2] }]": ("usage", "no axis 2"),
+    "[[rule]]\nfrom = 'embed.weight'\nto = 'a'\nsteps = [{ unflatten = 0, sizes = [2, -1] }]": ("usage", "is not"),
+    "[[rule]]\nfrom = 'layers.{l}.experts.{e}.w1.weight'\nto = 'l.{l}'\n"
+    "steps = [{ stack = 'e', count = 4 }]": ("incomplete", "1 of 4 members are missing"),
+    "[[rule]]\nfrom = 'layers.{l}.experts.{e}.w1.weight'\nto = 'l.{l}'\n"
+    "steps = [{ stack = 'e', count = 2 }]": ("usage", "count = 2"),
+    "[[rule]]\nconstant = 1\nto = 'embed.weight'\nshape = [2]\ndtype = 'int8'": ("name-collision", "two tensors"),
+    "[[rule]]\nconstant = 1.5\nto = 'a'\nshape = [2]\ndtype = 'int8'": ("usage", "1.5 is no value of int8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_does_not_fit_is_refused(text: str, tmp_path: Path) -> None:
+    save_file(experts(), tmp_path / "a.safetensors")
+    file, (code, message) = rules_file(tmp_path, text), WRONG[text]
+    with pytest.raises(EmaCkptError) as found:
+        convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules=file)
+    assert (found.value.code, message in str(found.value)) == (code, True), str(found.value)
+    assert str(file) in str(found.value)
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_a_missing_member_is_named(tmp_path: Path) -> None:
+    named = experts(members=8)
+    del named["layers.1.experts.3.w1.weight"]
+    save_file(named, tmp_path / "a.safetensors")
+    with pytest.raises(
+        EmaCkptError, match=r"1 of 8 members are missing: 'layers\.1\.experts\.3\.w1\.weight'"
+    ):
+        convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules=rules_file(tmp_path))
+
+
+def test_an_inverse_that_takes_too_much_is_said(tmp_path: Path) -> None:
+    save_file({"a.gamma": torch.ones(2), "b.weight": torch.ones(3)}, tmp_path / "a.safetensors")
+    text = "[[rule]]\nfrom = '{n:.*}.gamma'\nto = '{n}.weight'\n"
+    result = convert(
+        tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules=rules_file(tmp_path, text)
+    )
+    assert [warning.code for warning in result.warnings if warning.code == "one-way"] == ["one-way"]
+    assert "'b.weight'" in next(w.message for w in result.warnings if w.code == "one-way")
+    marked = rules_file(tmp_path, f"{text}one_way = true")
+    result = convert(tmp_path / "a.safetensors", tmp_path / "c.safetensors", rules=marked)
+    assert not [warning for warning in result.warnings if warning.code == "one-way"]
+
+
+def test_dropped_and_constant_tensors(tmp_path: Path) -> None:
+    save_file(experts(), tmp_path / "a.safetensors")
+    text = "[[rule]]\ndrop = 'layers.{r:.*}'\n[[rule]]\nconstant = -1.5\nto = 'e.bias'\nlike = 'embed.weight'\ndtype = 'bfloat16'\nshape = [3]\n"
+    text = text.replace("to = 'e.bias'\nlike = 'embed.weight'", "to = 'e.bias'")
+    result = convert(
+        tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules=rules_file(tmp_path, text)
+    )
+    found = load_file(tmp_path / "b.safetensors")
+    assert torch.equal(found.pop("e.bias"), torch.full((3,), -1.5, dtype=torch.bfloat16))
+    assert same(found, {"embed.weight": experts()["embed.weight"]})
+    dropped = {item.name for item in result.skipped}
+    assert dropped == experts().keys() - {"embed.weight"}
+    assert all("dropped by rule 1 of" in item.reason for item in result.skipped)
+
+
+def exit_code(argv: list[str]) -> object:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    return ended.value.code
+
+
+def test_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file(experts(), tmp_path / "a.safetensors")
+    call = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--rules"]
+    assert exit_code([*call, str(rules_file(tmp_path)), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "rules layers.0.experts.0.w2.weight, layers.0.experts.1.w2.weight, layers.0.experts.2.w2.weight -> layers.0.experts.down"
+        in out
+    )
+    assert not (tmp_path / "b.safetensors").exists()
+    assert exit_code([*call, str(rules_file(tmp_path)), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["rules"]["changes"][0].keys() == {"before", "after"}
+    assert exit_code(["convert", call[1], str(tmp_path / "c.safetensors"), "--json"]) == 0
+    assert "rules" not in json.loads(capsys.readouterr().out)
+    assert exit_code(["verify", call[1], "--rules", str(rules_file(tmp_path))]) == 2
+    assert "--rules goes with --against" in capsys.readouterr().err
+    assert exit_code(["convert", call[1], str(tmp_path / "c.pt"), "--inverse"]) == 2
+    assert "--inverse goes with --rules" in capsys.readouterr().err
