@@ -179,6 +179,22 @@ def codes_of(package: Path) -> set[str]:
     return found
 
 
+def test_each_yes_of_the_comparison_has_its_test() -> None:
+    """In our column, the second, and every test that is linked is there."""
+    page = text_of(REPO / "docs" / "about" / "comparison.md")
+    shown = dict(re.findall(r'^\[(\w+)\]: \.\./\.\./\S+ "(.*)"$', page, re.MULTILINE))
+    used = set()
+    for row in re.findall(r"^\| .*", page.partition("## Averages")[2], re.MULTILINE):
+        ours = row.split(" | ")[1]
+        used |= set(re.findall(r"\]\[(\w+)\]", ours))
+        assert "yes" not in re.sub(r"\[yes\]\[\w+\]", "", ours), row
+    assert used == set(shown)
+    assert len(used) > 30
+    for path, name in (test.split("::") for test in shown.values()):
+        assert f"]: ../../{path} " in page
+        assert re.search(rf"^def {name}\(", text_of(REPO / path), re.MULTILINE), (path, name)
+
+
 def test_everything_has_help() -> None:
     for name, command in cli.commands.items():
         assert command.help, name

@@ -237,7 +237,7 @@ def convert_command(src: str, dst: str, **options: Any) -> None:
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
 @click.option("--html", type=click.Path(), metavar="FILE", help="Also write a self-contained page.")
 @click.option("--threads", type=int, metavar="N", help=_THREADS)
-@click.option("--max-memory", metavar="SIZE", help="Bytes of buffers in flight. Default: 16MiB.")
+@click.option("--max-memory", metavar="SIZE", help="Memory for buffers. Default: 16MiB.")
 @general
 def diff_command(path: str, other: str | None, top: int, exit_code: bool, **options: Any) -> int:
     """Compare an EMA with its live weights, or two checkpoints, tensor by tensor."""
@@ -436,11 +436,11 @@ class _StderrHandler(logging.Handler):
     """Print each record of the library's logger as one line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from ema_ckpt.cli.output import clean
+        from ema_ckpt.cli.output import clean, fitted
         from ema_ckpt.cli.progress import clear_line
 
         clear_line()
-        print(clean(record.getMessage()), file=sys.stderr)
+        print(fitted(clean(record.getMessage()), sys.stderr), file=sys.stderr)
 
 
 def run(argv: list[str]) -> int:

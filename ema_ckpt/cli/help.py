@@ -60,11 +60,16 @@ class VerbCommand(Command):
                 formatter.write_dl(padded)
 
     def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples, one a line, never wrapped: they are to be copied."""
-        if self.examples:
-            with formatter.section("Examples"):
-                for example in self.examples:
-                    formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+        """Write the examples."""
+        write_examples(formatter, self.examples)
+
+
+def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
+    """Write examples, one a line, never wrapped: they are to be copied."""
+    if examples:
+        with formatter.section("Examples"):
+            for example in examples:
+                formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
 
 
 def grouped_options(
@@ -81,6 +86,20 @@ def grouped_options(
 
 class VerbGroup(click.Group):
     """Group that lists its commands as they were defined, and names the nearest for a wrong one."""
+
+    examples = (
+        "ema-ckpt inspect RUN",
+        "ema-ckpt consolidate RUN ema.safetensors",
+        "ema-ckpt help consolidate",
+    )
+
+    def format_epilog(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, and what RUN stands for."""
+        write_examples(formatter, self.examples)
+        formatter.write_paragraph()
+        formatter.write_text(
+            "RUN is a checkpoint, or a directory of steps: the newest complete one is read."
+        )
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - as click calls it
         """Return names in the order of definition: looking first, writing then."""

@@ -60,6 +60,8 @@ def _print_head(console: Console, result: InspectResult) -> None:
     console.print(tree_table(result))
     for name, settings in result.ema.items():
         recorded = {key: value for key, value in settings.items() if value is not None}
+        if recorded.get("schedule") == {"kind": "constant", "decay": recorded.get("decay")}:
+            recorded["schedule"] = "constant"
         text = ", ".join(f"{key} {_setting(value)}" for key, value in recorded.items())
         text = markup(text) or "no settings recorded"
         console.print(f"EMA {markup(repr(name))}: {text}")
@@ -203,7 +205,7 @@ def _totals(tensors: Sequence[TensorEntry], shapes: bool = False) -> str:
     counts = Counter(_dims(tensor.shape).replace(" ", "") for tensor in tensors).most_common()
     shown = [f"{count} of [cyan]{shape}[/cyan]" for shape, count in counts[:_MAX_SHAPES]]
     if len(counts) > _MAX_SHAPES:
-        shown.append(counted(len(counts) - _MAX_SHAPES, "other shape"))
+        shown.append(f"{sum(count for _, count in counts[_MAX_SHAPES:])} of other shapes")
     return f"{text}: {', '.join(shown)}"
 
 

@@ -171,11 +171,11 @@ def _of_the_machine(error: OSError | MemoryError) -> tuple[str, str] | None:
 
 def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:
     """Print an error as one line on stderr, and with `--json` as a document on stdout."""
-    from ema_ckpt.cli.output import clean
+    from ema_ckpt.cli.output import clean, fitted
 
     line = clean(message)
     with contextlib.suppress(OSError):  # stderr is closed; the exit code still reports
-        print(f"Error: {line}", file=sys.stderr)
+        print(fitted(f"Error: {line}", sys.stderr), file=sys.stderr)
     if "--json" in argv:
         import json
 

@@ -64,7 +64,7 @@ def print_result(result: object, style: Style, warnings: Sequence[Diagnostic] = 
     """Print warnings to stderr, and with `--json` the result as one JSON document."""
     if not style.quiet:
         for line in warning_lines(warnings):
-            print(_fitted(line, sys.stderr), file=sys.stderr)
+            print(fitted(line, sys.stderr), file=sys.stderr)
     if style.json:
         from ema_ckpt.ops.results.as_json import as_json
 
@@ -96,7 +96,7 @@ def print_changes(result: WriteResult) -> None:
     skipped = [f"skipped {item.name}: {item.reason}" for item in result.skipped]
     for lines in (by_rules, renamed, ties, filled, skipped):
         for line in _first(lines):
-            print(_fitted(clean(line), sys.stdout))
+            print(fitted(clean(line), sys.stdout))
 
 
 def rule_lines(rules: AppliedRules) -> Iterator[str]:
@@ -132,11 +132,16 @@ def _first(lines: Sequence[str]) -> list[str]:
     return [*lines[:_MAX_LINES], f"… {hidden} more {word}, which --json lists"]
 
 
-def _fitted(line: str, stream: TextIO) -> str:
-    """Break a line between words where a terminal would break it anywhere."""
+def fitted(line: str, stream: TextIO) -> str:
+    """Break a line between words where a terminal would break it anywhere.
+
+    Not one with a command in backquotes, which is to be copied as it is.
+    """
     from ema_ckpt.cli.name_columns import wrap
 
-    return wrap(line, get_terminal_size().columns) if stream.isatty() else line
+    if "`" in line or not stream.isatty():
+        return line
+    return wrap(line, get_terminal_size().columns)
 
 
 def print_verified(result: VerifyResult, style: Style) -> None:
@@ -145,7 +150,7 @@ def print_verified(result: VerifyResult, style: Style) -> None:
     if not style.talks:
         return
     for problem in result.problems[:_MAX_PROBLEMS]:
-        line = _fitted(f"{problem.code}: {clean(problem.message)}", sys.stdout)
+        line = fitted(f"{problem.code}: {clean(problem.message)}", sys.stdout)
         print(_coloured(problem.code, "31") + line.removeprefix(problem.code))
     hidden = len(result.problems) - _MAX_PROBLEMS
     if hidden > 0:

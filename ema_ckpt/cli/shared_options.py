@@ -170,7 +170,7 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         ruled,
         option("--threads", type=int, metavar="N", help=threads),
-        option("--max-memory", metavar="SIZE", help="Bytes of buffers in flight. Default: 16MiB."),
+        option("--max-memory", metavar="SIZE", help="Memory for buffers. Default: 16MiB."),
         option("--dry-run", is_flag=True, help="Make every check and print what would be written."),
         option("--no-verify", is_flag=True, help="Do not compare checksums stored in the source."),
         option("--no-fsync", is_flag=True, help="Skip fsync (faster; not crash-safe)."),

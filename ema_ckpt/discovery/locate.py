@@ -40,7 +40,7 @@ from ema_ckpt.discovery.steps import (
     steps_beside,
     steps_between,
 )
-from ema_ckpt.storage.directories import Folder, base_name, is_folder, join
+from ema_ckpt.storage.directories import Folder, base_name, is_folder, join, parent_of
 from ema_ckpt.storage.files import is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import find_interrupted_switch
 
@@ -174,9 +174,26 @@ def _interrupted_switch(path: str) -> Location:
             hint = " (a URL loses a slash when it becomes a Path: pass it as text)"
         elif steps := steps_beside(path):
             hint = f"; the steps there are {shown(steps)}"
+        elif near := _nearest_beside(path):
+            hint = f"; did you mean {near!r}?"
         raise SourceError("not-found", f"{path}: no such file or directory{hint}", file=path)
     note = f"{path} was being replaced when its writer died; reading the complete new checkpoint in"
     return locate_checkpoint(str(stage))._replace(note=f"{note} {stage}")
+
+
+def _nearest_beside(path: str) -> str | None:
+    """Return the path whose name looks most like that of `path`, of those beside it on disk."""
+    from difflib import get_close_matches
+
+    parent = parent_of(path)
+    if is_url(path) or not is_folder(parent):
+        return None
+    try:
+        listed = list_directory(parent)
+    except EmaCkptError:  # what is missing is the news, not that a directory cannot be read
+        return None
+    near = get_close_matches(base_name(path), [*listed.folders, *listed.files], n=1, cutoff=0.7)
+    return os.path.join(os.path.dirname(path.rstrip("/")), near[0]) if near else None
 
 
 def _in_directory(folder: Folder) -> Location | None:

@@ -55,7 +55,7 @@ def diff(
         rtol, atol: an element has changed if |a − b| > atol + rtol·|b|, or is infinite.
         html: a file to write a self-contained page to.
         threads: maximum number of workers; by default the usable processors, at most 8.
-        max_memory: bytes of buffers in flight.
+        max_memory: bytes of memory for buffers.
         progress: called with the bytes read of both sides since the last call. If it has a method
             `expect`, that is called first, with the bytes to come.
 
@@ -85,14 +85,14 @@ def diff(
         executor.run(comparison, [comparison.jobs()], pool, progress)
         is_pair = other is None or against is not None
         result = _result(ComparedTrees(a, b, pairing, comparison.statistics(), is_pair))
+        if html is not None:
+            from ema_ckpt.ops.diff_html import write_page
+
+            write_page(html, result, a, b, pairing)
+        return result
     finally:
         a.catalog.source.close()
         b.catalog.source.close()
-    if html is not None:
-        from ema_ckpt.ops.diff_html import write_page
-
-        write_page(html, result, (a.catalog, b.catalog))
-    return result
 
 
 def fit_workers(nbytes: int, threads: int, budget: int, remote: bool) -> tuple[Workers, int]:

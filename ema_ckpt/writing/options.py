@@ -31,7 +31,7 @@ class WriterArgs(TypedDict, total=False):
         rule_values: numbers that the file leaves open, as `NAME=NUMBER` or a mapping.
         inverse: apply the inverse of the rules.
         threads: maximum number of workers; by default the usable processors, at most 8.
-        max_memory: bytes of buffers in flight, a number or `16MiB`.
+        max_memory: bytes of memory for buffers, a number or `16MiB`.
         dry_run: make every check, write nothing.
         no_verify: do not compare checksums stored in the source.
         no_fsync: skip fsync (faster; not crash-safe).

@@ -104,6 +104,7 @@ def test_a_path_below_a_tree_has_totals_of_its_own(
             "Warmup(decay=0.9999, inv_gamma=1.0, power=0.6667)",
         ),
         ({"kind": "constant", "decay": 0.99999987}, "Constant(decay=0.99999987)"),
+        ({"kind": "constant", "decay": 0.9}, "constant"),
         ({"kind": "half-life", "n": 2000, "unit": "samples"}, "HalfLife(n=2000, unit='samples')"),
         ({"kind": "power-function", "sigma_rel": 0.05}, "PowerFunction(sigma_rel=0.05)"),
         ({"kind": ["odd\x1b"], "n": float("nan")}, "['odd\\x1b'](n=nan)"),
@@ -164,7 +165,7 @@ def test_shapes_of_many_tensors_are_counted(
     lines = drawn(capsys, torch_at(tmp_path / "run.pt", {"model": model}))
     (line,) = [line for line in lines if "layers" in line]
     assert line.endswith(
-        "48 tensors, 2.02 kB: 8 of 3×1, 8 of 3×2, 8 of 3×3, 8 of 3×4, 2 other shapes"
+        "48 tensors, 2.02 kB: 8 of 3×1, 8 of 3×2, 8 of 3×3, 8 of 3×4, 16 of other shapes"
     )
 
 

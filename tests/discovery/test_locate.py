@@ -655,3 +655,14 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         locate_checkpoint(str(tmp_path / "weights"))
     with pytest.raises(SourceError, match=r"no such file or directory$"):
         locate_checkpoint(str(tmp_path / "nowhere" / "step_600"))
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "weights.safetensors").touch()
+    (tmp_path / "pretraining").mkdir()
+    for typed, near in [
+        ("weihgts.safetensors", "weights.safetensors"),
+        ("pretrainig/", "pretraining"),
+    ]:
+        with pytest.raises(SourceError, match=rf"; did you mean '{tmp_path}/{near}'\?$"):
+            locate_checkpoint(f"{tmp_path}/{typed}")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ema_ckpt import TargetError, diff
+from ema_ckpt import TargetError, __version__, diff
 from ema_ckpt.cli.commands import run
 from tests.checkpoints import safetensors_at
 
@@ -33,7 +33,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "input", "br"):
+        if tag not in ("meta", "input", "br", "wbr"):
             self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
@@ -77,11 +77,15 @@ def test_every_tensor_is_a_row_with_its_numbers(written: Path, fixtures: Path) -
     rows = {row[0]: row for row in Page(written.read_text(encoding="utf-8")).rows[1:]}
     assert set(rows) == {entry.name for entry in result.tensors}
     for entry in result.tensors:
-        assert rows[entry.name][1:4] == [
-            f"{entry.numel:,}",
-            f"{entry.rel_l2:.3g}",
-            f"{entry.max_abs:.3g}",
-        ]
+        assert rows[entry.name][1:3] == [f"{entry.rel_l2:.3g}", f"{entry.max_abs:.3g}"]
+        assert rows[entry.name][7:] == [f"{entry.numel:,}"]  # no columns of NaN where there is none
+    assert rows["lm_head.weight"][6] == "95 × 64"
+
+
+def test_it_tells_what_it_was_made_of_and_by(written: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    assert ", num_updates 300, decay 0.98, dtype float32<br>" in text
+    assert re.search(rf">ema_ckpt {re.escape(__version__)}, \d{{4}}-\d\d-\d\d \d\d:\d\d UTC<", text)
 
 
 def test_charts_show_all_tensors(written: Path, fixtures: Path) -> None:
@@ -102,7 +106,9 @@ def test_names_and_undefined_numbers_do_no_harm(tmp_path: Path) -> None:
     text = (tmp_path / "p.html").read_text(encoding="utf-8")
     page = Page(text)
     assert sum(tag == "script" for tag, _ in page.tags) == 1
-    assert page.rows[1][:3] == ["<script>alert(1)</script>\\x07\"'&", "2", "–"]
+    assert page.rows[1][:2] == ["<script>alert(1)</script>\\x07\"'&", "–"]
+    assert page.rows[0][-4:] == ["NaN a", "NaN b", "Inf a", "Inf b"]
+    assert page.rows[1][6:] == ["2", "2", "1", "0", "0", "0"]
     assert "non-finite" in text
     assert "1 name only in b" in text
 
@@ -209,7 +215,7 @@ const buttons = document.querySelectorAll("#tensors button");
 log.push(["start", names()]);
 buttons[0].click(); log.push(["name up", names()]);
 buttons[0].click(); log.push(["name down", names()]);
-buttons[1].click(); log.push(["elements", [...document.querySelectorAll("#tensors tbody tr")].map(r => r.cells[1].dataset.value)]);
+buttons[7].click(); log.push(["elements", [...document.querySelectorAll("#tensors tbody tr")].map(r => r.cells[7].dataset.value)]);
 const field = document.querySelector("#filter");
 field.value = "LM_HEAD"; field.dispatchEvent(new Event("input")); log.push(["filter", names()]);
 const chart = document.querySelector("svg").getBoundingClientRect();

@@ -10,33 +10,31 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from ema_ckpt import __version__
 from ema_ckpt.core.catalog import Catalog
-from ema_ckpt.core.errors import TargetError, UsageError
+from ema_ckpt.core.errors import EmaCkptError, TargetError, UsageError
+from ema_ckpt.core.names import EMA
 from ema_ckpt.core.text import counted
 from ema_ckpt.ops.diff_html.charts import curves, depth_chart, histogram
+from ema_ckpt.ops.diff_pairing import Pairing, Side
 from ema_ckpt.ops.results.diff import DiffResult, DiffTensor
+from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.preflight import check_place, resolve_target
 
 # Nothing may be loaded from anywhere, whatever a tensor is called.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _COLUMNS = (
-    ("tensor", "text"),
-    ("elements", "number"),
-    ("rel L2", "number"),
-    ("max |a−b|", "number"),
-    ("mean |a−b|", "number"),
-    ("1 − cosine", "number"),
-    ("changed", "number"),
-    ("NaN a", "number"),
-    ("NaN b", "number"),
-    ("Inf a", "number"),
-    ("Inf b", "number"),
-)
+    "rel L2", "max |a−b|", "mean |a−b|", "1 − cosine", "changed", "shape", "elements",
+)  # fmt: skip
+_NON_FINITE_COLUMNS = ("NaN a", "NaN b", "Inf a", "Inf b")
+_SETTINGS = ("num_updates", "decay", "dtype")
 
 
 def check_page(path: str | os.PathLike[str], sources: Sequence[Catalog]) -> Path:
@@ -72,27 +70,54 @@ def _local_files(source: Catalog) -> Iterator[os.stat_result]:
                 yield os.stat(os.path.join(root, name))
 
 
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What the page tells of the two sides beside the result: shapes by name, settings of EMAs."""
+
+    shapes: Mapping[str, Sequence[int]]
+    settings: tuple[str, str]
+
+    @classmethod
+    def of(cls, a: Side, b: Side, pairing: Pairing) -> Sides:
+        """Describe both sides; settings that cannot be read are left out."""
+        shapes = {name: tensor.shape for name, tensor, _ in pairing.pairs}
+        return cls(shapes, (_settings_of(a), _settings_of(b)))
+
+
+def _settings_of(side: Side) -> str:
+    """Return counter, decay and dtype of an EMA as text; nothing for another tree."""
+    if side.tree.role != EMA:
+        return ""
+    try:
+        config = read_ema_config(side.catalog, side.tree)
+    except EmaCkptError:
+        return ""
+    values = [(name, getattr(config, name)) for name in _SETTINGS]
+    return "".join(f", {name} {value}" for name, value in values if value is not None)
+
+
 def write_page(
-    path: str | os.PathLike[str], result: DiffResult, sources: Sequence[Catalog]
+    path: str | os.PathLike[str], result: DiffResult, a: Side, b: Side, pairing: Pairing
 ) -> None:
     """Write the page, replacing one that is there.
 
     Raises:
         TargetError: `usage` if it cannot be written, and as `check_page`.
     """
-    target = check_page(path, sources)
+    target = check_page(path, (a.catalog, b.catalog))
+    text = page(result, Sides.of(a, b, pairing))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".ema-ckpt-page-", dir=target.parent) as folder:
             draft = Path(folder, "page")
-            draft.write_text(page(result), encoding="utf-8")
+            draft.write_text(text, encoding="utf-8")
             os.replace(draft, target)
     except OSError as error:
         message = f"--html {target}: cannot be written: {error.strerror}"
         raise TargetError("usage", message) from None
 
 
-def page(result: DiffResult) -> str:
+def page(result: DiffResult, sides: Sides) -> str:
     """Return the whole document."""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
@@ -103,11 +128,12 @@ def page(result: DiffResult) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>",
         f"<h1>{title}</h1>",
-        *summary_section(result),
+        *summary_section(result, sides),
         *findings_section(result),
         *charts_section(result),
         *unpaired_section(result),
-        *table_section(result),
+        *table_section(result, sides),
+        f'<p class="quiet">ema_ckpt {__version__}, {_now()}</p>',
         f"</main>\n<script>{script}</script>\n</body>\n</html>\n",
     ]
     return "\n".join(parts)
@@ -125,13 +151,18 @@ def _number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.3g}"
 
 
-def summary_section(result: DiffResult) -> Iterator[str]:
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def summary_section(result: DiffResult, sides: Sides) -> Iterator[str]:
     """Yield the sides and the numbers over all tensors."""
     summary = result.summary
     numel = sum(tensor.numel for tensor in result.tensors)
     a, b = (_text(repr(tree)) for tree in (result.tree_a, result.tree_b))
-    yield f'<p class="sides"><b>a</b> tree {a} of {_text(result.resolved_a)}<br>'
-    yield f"<b>b</b> tree {b} of {_text(result.resolved_b)}</p>"
+    of_a, of_b = map(_text, sides.settings)
+    yield f'<p class="sides"><b>a</b> tree {a} of {_text(result.resolved_a)}{of_a}<br>'
+    yield f"<b>b</b> tree {b} of {_text(result.resolved_b)}{of_b}</p>"
     tiles = (
         ("relative L2", _number(summary.rel_l2)),
         ("max |a−b|", _number(summary.max_abs)),
@@ -161,10 +192,11 @@ def charts_section(result: DiffResult) -> Iterator[str]:
     """Yield the histogram and the curves over depth."""
     distribution = histogram(result.tensors)
     if distribution:
-        yield f"<section><h2>Tensors by relative L2</h2>\n{distribution}</section>"
+        yield "<section><h2>Tensors by relative L2</h2>"
+        yield f'<div class="scroll">{distribution}</div></section>'
     lines = curves(result.tensors)
     if lines:
-        yield f"<section><h2>Over depth</h2>\n{depth_chart(lines)}"
+        yield f'<section><h2>Over depth</h2>\n<div class="scroll">{depth_chart(lines)}</div>'
         legend = ""
         for number, curve in enumerate(lines):
             legend += f'<li><i class="s{number}"></i>{_text(curve.label)}</li>'
@@ -185,39 +217,46 @@ def unpaired_section(result: DiffResult) -> Iterator[str]:
             yield f"<details><summary>{title}</summary><ul>{items}</ul></details>"
 
 
-def table_section(result: DiffResult) -> Iterator[str]:
-    """Yield the table of tensors, largest relative L2 first."""
+def table_section(result: DiffResult, sides: Sides) -> Iterator[str]:
+    """Yield the table of tensors, largest relative L2 first; counts of NaN and Inf if there are."""
+    has_non_finite = any(any(_non_finite(tensor)) for tensor in result.tensors)
+    columns = [*_COLUMNS, *(_NON_FINITE_COLUMNS if has_non_finite else ())]
     yield "<section><h2>Tensors</h2>"
     field = '<input id="filter" type="search" placeholder="part of a name">'
     yield f'<p><label>Filter {field}</label> <span id="count"></span></p>'
     yield '<div class="scroll"><table id="tensors"><thead><tr>'
-    for column, (name, kind) in enumerate(_COLUMNS):
+    for column, name in enumerate(["tensor", *columns]):
+        kind = "text" if name == "tensor" else "number"
         button = f'<button data-column="{column}" data-kind="{kind}">{name}</button>'
         yield f'<th scope="col" aria-sort="none">{button}</th>'
     yield "</tr></thead><tbody>"
-    yield from map(
-        table_row,
-        sorted(
-            result.tensors,
-            key=lambda t: math.inf if math.isnan(t.rel_l2) else t.rel_l2,
-            reverse=True,
-        ),
-    )
+    for tensor in sorted(result.tensors, key=_rank, reverse=True):
+        yield table_row(tensor, sides.shapes[tensor.name], has_non_finite)
     yield "</tbody></table></div></section>"
 
 
-def table_row(tensor: DiffTensor) -> str:
+def _rank(tensor: DiffTensor) -> float:
+    return math.inf if math.isnan(tensor.rel_l2) else tensor.rel_l2
+
+
+def _non_finite(tensor: DiffTensor) -> tuple[int, int, int, int]:
+    return (tensor.nan_a, tensor.nan_b, tensor.inf_a, tensor.inf_b)
+
+
+def table_row(tensor: DiffTensor, shape: Sequence[int], has_non_finite: bool) -> str:
     """Return the row of one tensor."""
     share = tensor.changed / tensor.numel if tensor.numel else 0.0
     distances = (tensor.rel_l2, tensor.max_abs, tensor.mean_abs, 1 - tensor.cosine)
-    counts = (tensor.nan_a, tensor.nan_b, tensor.inf_a, tensor.inf_b)
-    numbers = [
-        (tensor.numel, f"{tensor.numel:,}"),
+    numbers: list[tuple[float, str]] = [
         *((value, _number(value)) for value in distances),
         (share, f"{share:.1%}"),
-        *((count, str(count)) for count in counts),
+        (len(shape), " × ".join(map(str, shape)) or "scalar"),
+        (tensor.numel, f"{tensor.numel:,}"),
     ]
+    if has_non_finite:
+        numbers += [(count, str(count)) for count in _non_finite(tensor)]
     cells = ""
     for value, text in numbers:
         cells += f'<td data-value="{"" if math.isnan(value) else repr(value)}">{text}</td>'
-    return f'<tr><th scope="row">{_text(tensor.name)}</th>{cells}</tr>'
+    name = _text(tensor.name).replace(".", ".<wbr>")  # where a narrow screen may break it
+    return f'<tr><th scope="row">{name}</th>{cells}</tr>'

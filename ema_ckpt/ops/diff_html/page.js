@@ -25,5 +25,5 @@ function show() {
 for (const button of document.querySelectorAll("#tensors button"))
   button.addEventListener("click", () => sort(Number(button.dataset.column), button.dataset.kind));
 filter.addEventListener("input", show);
-heads[2].setAttribute("aria-sort", "descending");
+heads[1].setAttribute("aria-sort", "descending");
 show();
