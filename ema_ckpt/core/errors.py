@@ -59,7 +59,7 @@ class UnsafeError(SourceError):
 class AccessError(EmaCkptError):
     """A machine or a server failed, or refused, while the checkpoint was read.
 
-    It says nothing of the checkpoint and is no `SourceError`: what goes on after damage ends here.
+    This says nothing about the checkpoint, so it is no `SourceError`.
     """
 
 

@@ -100,7 +100,8 @@ def latest(parent: str | os.PathLike[str], incomplete: str = "raise") -> Path | 
     Args:
         parent: a directory of steps, or a checkpoint.
         incomplete: what to do if there are steps and none is complete: `"raise"`, or `"ignore"` to
-            return None, as if there were none. A script that starts anew would write over them.
+            return None, as if there were none. A script that then starts from the beginning would
+            overwrite them.
 
     Returns:
         A path, or text for a URL; None if there is neither a checkpoint nor a step.

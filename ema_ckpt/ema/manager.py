@@ -31,7 +31,7 @@ from ema_ckpt.ema.swap_state import refuse_inside
 
 
 class ShardedEMA:
-    """A moving average of a model's parameters that costs each rank the size of its own shard.
+    """A moving average of a model's parameters, of which each rank holds its own shard.
 
     Works on plain modules, DDP, FSDP1, FSDP2, HSDP, tensor parallelism and mixes, compiled or not.
     Updates run no collective and no host synchronisation.
@@ -45,26 +45,26 @@ class ShardedEMA:
         model: the module that is trained, wrapped or not.
         decay: β as a number, or a schedule: `Warmup`, `PowerFunction`, `HalfLife`,
             `HalfLifeFraction`, `Window`.
-        every: move the average only at each `every`-th call, by the product of the decays.
+        every: update the average only at every n-th call, with the product of the decays.
         dtype: of the average.
-        compensate: carry a bfloat16 residual beside each float32 average, so that no update rounds
-            away; complex64 beside complex averages.
-        rounding: `"nearest"`, or for bfloat16 averages `"stochastic"`: the bits drawn depend on
-            `seed`, the number of the call and the element, not on how the model is cut.
-        offload: keep the average in pinned host memory; True lets it move while training goes on
-            (`wait` says what that asks for), `"sync"` makes later work on the device wait. Without
-            CUDA it changes nothing.
+        compensate: keep a bfloat16 residual beside each float32 average, so that small updates are
+            not lost to rounding; complex64 beside complex averages.
+        rounding: `"nearest"`, or for bfloat16 averages `"stochastic"`: the random bits depend on
+            `seed`, the number of the call and the element, not on the layout.
+        offload: keep the average in pinned host memory. With True it is updated in parallel with
+            training (see `wait`); with `"sync"` later work on the device waits. No effect without
+            CUDA.
         shard_replicas: divide the average over the replicas that a wrapper declares (DDP, HSDP,
-            hybrid FSDP). None does so where there are any.
+            hybrid FSDP). None: do so if there are any.
         buffers: `"copy"` saves the live buffers with the average, `"average"` averages floating
             ones, `"skip"` leaves them out.
         include: globs over canonical names; None takes the parameters that require gradients.
-        exclude: globs of what is left out after that, buffers too.
-        source: `source(fqn, param)` gives the tensor to average instead of `param`, of its local
-            shape, or None. FSDP1 without original parameters has one flat `param` for many names:
-            of a tensor in its local shape this name's piece is averaged.
-        nonfinite: `"skip"` keeps the average of an element whose new value would not be finite,
-            `"raise"` does so and raises at the next call that synchronises.
+        exclude: globs of names that are then left out, buffers included.
+        source: `source(fqn, param)` returns the tensor to average instead of `param`, of its local
+            shape, or None. Under FSDP1 with `use_orig_params=False`, `param` is one flat parameter
+            for many names; of a tensor of its shape the piece of this name is averaged.
+        nonfinite: `"skip"` leaves an element unchanged whose new value would not be finite;
+            `"raise"` does so and raises an error at the next call that synchronises.
 
     Raises:
         UsageError: settings that do not go together, or match nothing.
@@ -112,7 +112,7 @@ class ShardedEMA:
     # Averaging
 
     def update(self, samples: int | None = None) -> None:
-        """Count one step of the optimizer and move the average. No collective, no host sync.
+        """Count one optimizer step and update the average. No collective, no host synchronisation.
 
         While a CUDA graph is captured the arithmetic is recorded and nothing is counted: see
         `advance`.
@@ -163,11 +163,11 @@ class ShardedEMA:
     ) -> None:
         """Update automatically, once each of `optimizers` has stepped since the last update.
 
-        Steps that a loss scaler skips do not count, nor does the dummy step by which torch makes
-        the state of a fresh optimizer. `samples` is a number, or a function that gives it at each
+        Steps that a loss scaler skips do not count, nor does the dummy step by which torch creates
+        the state of a new optimizer. `samples` is a number, or a function that returns it at each
         update.
 
-        Wrappers and containers of optimizers are followed inside, and an update runs after the
+        In wrappers and containers the inner optimizers are found; an update runs after the
         outermost step.
 
         Raises:
@@ -214,7 +214,7 @@ class ShardedEMA:
         self._saved_round = None
 
     def rebind(self, model: nn.Module) -> None:
-        """Continue with another module of the same parameters: a late wrapper, or a replacement.
+        """Continue with another module of the same parameters: a later wrapper, or a replacement.
 
         Raises:
             StateError: a parameter is missing there, or has another shape or dtype.
@@ -238,7 +238,7 @@ class ShardedEMA:
         return swap.swapped(self, timeout)
 
     def copy_to(self, module: nn.Module, timeout: float = 300) -> None:
-        """Write the average into the parameters of a module cut like this one, in their dtype.
+        """Write the average into the parameters of a module of the same layout, in their dtype.
 
         Collective where replicas divide the average, as `swap` is. A tied tensor's average goes to
         every parameter that has one of its names.
@@ -274,8 +274,8 @@ class ShardedEMA:
     ) -> dict[str, torch.Tensor]:
         """Return whole tensors on rank 0 (`{}` elsewhere), `complete` with the rest of the model.
 
-        Collective. Where ranks have other layers, as the stages of a pipeline do, it is the union
-        in the order of ranks.
+        Collective. If ranks hold different layers, as stages of a pipeline do, it is their union in
+        the order of ranks.
 
         Raises:
             StateError: `name-collision`: a name has other shapes or values on ranks that are no
@@ -328,7 +328,7 @@ class ShardedEMA:
 
     @property
     def num_updates(self) -> int:
-        """Calls so far, whatever `every` is."""
+        """Number of calls so far, independent of `every`."""
         return self._counter.num_updates
 
     @property
@@ -344,7 +344,7 @@ class ShardedEMA:
 
     @property
     def current_decay(self) -> float:
-        """The product of decays by which the average last moved; 1.0 before it first did."""
+        """The product of decays of the last update; 1.0 before the first."""
         return self._counter.applied
 
     @property
@@ -359,7 +359,7 @@ class ShardedEMA:
 
     @property
     def nonfinite_events(self) -> int:
-        """Updates that kept an element here, its new value not finite. Waits for the device."""
+        """Updates on this rank that left an element unchanged. Waits for the device."""
         self.wait()
         return sum(int(count) for count in self._prepared.nonfinite_counts.values())
 

@@ -105,7 +105,7 @@ class PowerFunction:
 
 @dataclass(frozen=True, slots=True)
 class HalfLife:
-    """β = 0.5^(1/n): what a parameter added to the average n updates ago counts half.
+    """β = 0.5^(1/n): the contribution of n updates ago counts half.
 
     In samples β = 0.5^(samples/n) for a call with `samples` of them, whatever the batch size is.
     """

@@ -151,7 +151,7 @@ def _audit_payload(
 
 
 def check(path: str | os.PathLike[str]) -> GateResult:
-    """Refuse a checkpoint that is not whole, before a run resumes from it or it is copied on.
+    """Raise an error for an incomplete checkpoint, before a run resumes from it or it is copied.
 
     Checks what `verify --quick` does: structure, sizes, coverage, headers and settings, without
     reading payload. Needs no torch.

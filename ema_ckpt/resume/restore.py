@@ -51,12 +51,11 @@ def restore(
     timeout: float = 300,
     rules: str | os.PathLike[str] | Rules | None = None,
 ) -> RestoreReport:
-    """Continue from a checkpoint, whatever layout and world size wrote it; collective.
+    """Continue from a checkpoint of any layout and world size; collective.
 
     All names, shapes and dtypes are compared and all data is read on every rank before anything is
-    written; a failure leaves every value as it was. Then averages are written from their own
-    weights, then live weights, then optimizers. Host memory for what this rank restores is needed
-    meanwhile.
+    written; a failure changes no value. Then averages are written, then live weights, then
+    optimizers. This needs host memory for all that this rank restores.
 
     Args:
         path: a checkpoint of any format, or a directory of steps, of which the newest complete one

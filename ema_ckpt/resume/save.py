@@ -78,23 +78,24 @@ def save(
     check_replicas: bool = False,
     timeout: float = 300,
 ) -> Path | Future[Path]:
-    """Write a checkpoint directory that is complete or not there; collective.
+    """Write a checkpoint directory, completely or not at all; collective.
 
-    It holds the trees `model`, `ema`, `optimizer` (in torch's nested form) and `extra`, as far as
-    they are given, and plain `torch.distributed.checkpoint.load` reads it. What several ranks hold
-    is written once, as the lowest of them has it; parameters that no wrapper keeps equal, buffers
-    and `extra` are compared, and a warning names those in which ranks differ.
+    It holds those of the trees `model`, `ema`, `optimizer` (in torch's nested form) and `extra`
+    that are given, and plain `torch.distributed.checkpoint.load` reads it. A value that several
+    ranks hold is written once, by the lowest of them; parameters that no wrapper keeps equal,
+    buffers and `extra` are compared, and a warning names those that differ.
 
     Args:
         path: the directory to make; its parent is made if it is missing.
         ema: one manager, or several by name, which become `ema.<name>`.
         optimizer: one or several.
-        extra: by name, what `restore` unpickles: plain values, tensors, NumPy's arrays and scalars,
-            paths and times; of objects with `state_dict()` that is taken.
+        extra: by name, what `restore` can read: plain values, tensors, NumPy arrays and scalars,
+            paths and times; of an object with `state_dict()`, its state.
         async_save: return once every byte to be written is staged on the host, with a future of the
             path. A second save waits for the first, and so does the end of the process.
         overwrite: replace a checkpoint at `path`; the old one stays until the new one is complete.
-        check_replicas: compare what is held by several ranks, and warn by name of what differs.
+        check_replicas: compare values that several ranks hold, and warn by name of those that
+            differ.
         timeout: seconds to wait for the other ranks to call `save` too.
 
     Returns:

@@ -91,7 +91,7 @@ class OffloadedOptimizer:
     """An optimizer whose state is in host memory; made by `offload_optimizer`.
 
     `optimizer.state_dict()`, `ema_ckpt.save` and `ema_ckpt.restore` wait for the last step's copies
-    by themselves; whoever reads `optimizer.state` on his own calls `wait()` first.
+    by themselves; call `wait()` before you read `optimizer.state` yourself.
     """
 
     def __init__(self, optimizer: Optimizer, slot_nbytes: int) -> None:
