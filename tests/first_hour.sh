@@ -7,8 +7,10 @@
 # Needs a package index. Prints how long each part took. With DIRECTORY the environments in it are used again.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+case ${1:-} in -*) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;; esac
 work=${1:-$(mktemp -d -t first-hour.XXXXXX)}
-mkdir -p "$work" && cd "$work"
+mkdir -p "$work"
+cd "$work"
 [ $# -gt 0 ] || trap 'rm -rf "$work"' EXIT
 export NO_COLOR=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 unset PYTHONPATH
