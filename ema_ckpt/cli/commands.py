@@ -261,9 +261,7 @@ def diff_command(path: str, other: str | None, top: int, exit_code: bool, **opti
     cls=VerbCommand,
     examples=(
         "ema-ckpt verify RUN",
-        "ema-ckpt verify RUN --values",
-        "ema-ckpt verify RUN --quick && torchrun train.py",
-        "ema-ckpt verify RUN --manifest RUN.sha256",
+        "ema-ckpt verify RUN --quick --manifest RUN.sha256",
         "ema-ckpt verify ema.safetensors --against RUN",
     ),
 )
