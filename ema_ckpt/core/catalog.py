@@ -134,10 +134,12 @@ class Tensor:
     chunks: tuple[Chunk, ...]
     storage: tuple[object, ...] | None = None
     refusal: Diagnostic | None = None
-    # Set by `coverage.prove`, which several stages call for the same tensor.
+    # Set by `coverage.prove`, which several stages call for the same tensor, and by
+    # `coverage.between_rows`.
     proven_chunks: tuple[int, ...] | None = field(
         default=None, init=False, compare=False, repr=False
     )
+    tallest_chunk: int | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def numel(self) -> int:

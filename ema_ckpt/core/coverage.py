@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
@@ -10,12 +12,14 @@ from ema_ckpt.core.catalog import Chunk, Tensor
 from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.core.text import counted, shown
 
+_FEW = 16
+
 
 def prove(tensor: Tensor) -> tuple[int, ...]:
     """Check bounds, overlap and volume; return the indices of the chunks to read.
 
     These are the chunks that hold elements, the first of each box (equal boxes are replicas, not
-    overlap), in row order if they are rows.
+    overlap), ordered by their first row.
 
     Raises:
         SourceError: `out-of-bounds`, `overlap`, `hole` or `incomplete`, naming the tensor, or its
@@ -25,8 +29,28 @@ def prove(tensor: Tensor) -> tuple[int, ...]:
         error = SourceError(tensor.refusal.code, tensor.refusal.message)
         raise about(error, tensor=tensor.name, file=tensor.first_file)
     if tensor.proven_chunks is None:
-        object.__setattr__(tensor, "proven_chunks", tuple(_prove(tensor)))
+        indices = _prove(tensor)
+        if tensor.shape:
+            indices.sort(key=lambda index: tensor.chunks[index].offsets[0])
+        object.__setattr__(tensor, "proven_chunks", tuple(indices))
     return tensor.proven_chunks or ()
+
+
+def between_rows(tensor: Tensor, proven: Sequence[int], first: int, stop: int) -> Sequence[int]:
+    """Return those of the proven chunks that may hold something of rows [first, stop).
+
+    Found by bisection: each of many pieces that are written takes few of many that are stored.
+    """
+    if len(proven) < _FEW or not tensor.shape:
+        return proven
+    chunks = tensor.chunks
+    if tensor.tallest_chunk is None:
+        tallest = max([chunk.sizes[0] for chunk in chunks])
+        object.__setattr__(tensor, "tallest_chunk", tallest)
+    lowest = first - (tensor.tallest_chunk or 0) + 1
+    start = bisect_left(proven, lowest, key=lambda index: chunks[index].offsets[0])
+    end = bisect_left(proven, stop, start, key=lambda index: chunks[index].offsets[0])
+    return proven[start:end]
 
 
 def _prove(tensor: Tensor) -> list[int]:

@@ -35,6 +35,13 @@ class OutputTensor(NamedTuple):
         """Whether values change on the way."""
         return self.dtype != self.source.dtype
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether its bytes are copied as they are: stored as rows, and not cast."""
+        if self.casts:
+            return False
+        return all(chunk.sizes[1:] == self.source.shape[1:] for chunk in self.source.chunks)
+
 
 class OutputObject(NamedTuple):
     """An object to write: its new name and path, and where it comes from."""
@@ -56,14 +63,6 @@ class WriteItem(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the item in the dtype that is written."""
         return self.box.numel * self.output.dtype.itemsize
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether its bytes are copied as they are: stored as rows, and not cast."""
-        source = self.output.source
-        if self.output.casts:
-            return False
-        return all(chunk.sizes[1:] == source.shape[1:] for chunk in source.chunks)
 
 
 class HeaderBytes(NamedTuple):

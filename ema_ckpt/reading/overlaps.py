@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.box import Box, intersect, is_contiguous_in, linear, row_major_strides, whole
 from ema_ckpt.core.catalog import Payload, Tensor
+from ema_ckpt.core.coverage import between_rows
 
 # numpy types of the same size as an element: bytes are moved, never interpreted.
 UNITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
@@ -48,10 +49,10 @@ class ByteRange(NamedTuple):
 def find_overlaps(
     tensor: Tensor, payloads: Sequence[Payload], chunks: Sequence[int], box: Box
 ) -> list[Overlap]:
-    """Overlaps of `box` with the chunks of the given indices, empty ones left out."""
+    """Overlaps of `box` with the chunks of the given indices, as proven; empty ones left out."""
     overlaps = []
     first, stop = (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
-    for index in chunks:
+    for index in between_rows(tensor, chunks, first, stop):
         chunk, payload = tensor.chunks[index], payloads[index]
         if chunk.sizes and (chunk.offsets[0] >= stop or chunk.offsets[0] + chunk.sizes[0] <= first):
             continue  # most are other rows

@@ -155,13 +155,16 @@ class Schedule:
         threads = self._options.threads
         if self.is_remote:
             return Workers(threads)
-        reads = sum(len(item.output.source.chunks) for item in self.items)
+        outputs = {item.output.name: item.output for item in self.items}
+        # An item is read in one piece, and in one more for each chunk that begins inside it.
+        reads = len(self.items) + sum(len(output.source.chunks) for output in outputs.values())
         if sum(item.nbytes for item in self.items) < reads * _WORTH_NBYTES:
             return Workers(1)
         if not any(item.output.casts for item in self.items):
             threads = min(threads, _WORKERS_PER_FILE * self._files)
         # Assembled from columns, or cast: the work that waits for the interpreter's lock.
-        nbytes = sum(item.nbytes for item in self.items if not item.is_moved)
+        moved = {name for name, output in outputs.items() if output.is_moved}
+        nbytes = sum(item.nbytes for item in self.items if item.output.name not in moved)
         if threads > 1 and nbytes >= executor.LEAST_FORKED_NBYTES:
             # Child processes share what is imported before. numpy may start threads, which forbid
             # children.
