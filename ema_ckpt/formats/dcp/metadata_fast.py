@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Ints
-from ema_ckpt.formats.pickle.machine import UNBUILT, Machine
+from ema_ckpt.formats.pickle.machine import Machine
 from ema_ckpt.formats.pickle.safe_globals import Global
 
 _REF = rb"(h.|j....)"
@@ -20,14 +22,32 @@ _ONE = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
 _INT = rb"(" + _ONE + rb")"
 # As many numbers as their tuple's opcode takes: TUPLE1, TUPLE2, TUPLE3, or MARK ... TUPLE.
 _INTS = rb"(%b\x85|%b{2}\x86|%b{3}\x87|\(%b+t)" % ((_ONE,) * 4)
-_SIZE = _REF + rb"(?:" + _INTS + rb"\x94\x85\x94R\x94)?"
-_OPEN = rb"\)\x81\x94\}\x94\("  # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK
-_CHUNK = re.compile(_OPEN + _REF + _SIZE + _REF + _SIZE + rb"ub", re.DOTALL)
-_HEAD = re.compile(_OPEN + _REF, re.DOTALL)
-_INDEX_TAIL = re.compile(_REF + rb"(?:K.|M..|J....|N)" + _REF + _SIZE + rb"ub", re.DOTALL)
-_INFO_TAIL = re.compile(_REF + _INT + _REF + _INT + rb"ub", re.DOTALL)
-_FRESH = (UNBUILT, UNBUILT)  # an instance and its dict
-_SIZE_STEPS = (UNBUILT, UNBUILT)  # the two tuples inside a `torch.Size`
+_COUNT = rb"(?:K.|M..|J....|N)"
+_OPENED = b")\x81\x94}\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK
+_SIZED = b"\x94\x85\x94R\x94"  # after the numbers of a `torch.Size`
+_BUILT = b"ub"
+_SIZE = _REF + rb"(?:" + _INTS + re.escape(_SIZED) + rb")?"
+_TEXT = rb"(?:" + _REF + rb"|\x8c(.))"  # a text is read by its length
+_CHUNK = re.compile(re.escape(_OPENED) + _REF + _SIZE + _REF + _SIZE + _BUILT, re.DOTALL)
+_HEAD = re.compile(re.escape(_OPENED) + _REF + _TEXT, re.DOTALL)
+_INDEX_TAIL = re.compile(_REF + _COUNT + _REF + _SIZE + _BUILT, re.DOTALL)
+_INFO_TAIL = re.compile(_REF + _INT + _REF + _INT + _BUILT, re.DOTALL)
+_INSTANCE_COUNT = 2  # memoized objects of an instance: itself and its dict
+_SIZE_COUNT = 3  # of a `torch.Size`: its numbers, the tuple around them, itself
+
+Form = tuple[bytes, ...]
+"""Opcodes of an instance that recur in others: they refer to its fields' names and to `Size`."""
+
+Reader = Callable[[Machine], "Form | None"]
+"""Reads one instance; None if it is not as expected. An empty form tells nothing of others."""
+
+
+class _Class(NamedTuple):
+    """A class with a reader, and the opcode that pushes it."""
+
+    ref: bytes
+    named: Global
+    reader: Reader
 
 
 class Shortcuts:
@@ -40,23 +60,117 @@ class Shortcuts:
     def __init__(
         self, chunk: object, index: object, place: object, make_place: Callable[..., object]
     ) -> None:
-        self._readers = {chunk: self._chunk, index: self._index, place: self._place}
+        self._readers: dict[object, Reader] = {
+            chunk: self._chunk,
+            index: self._index,
+            place: self._place,
+        }
         self._make_place = make_place
+        self._classes: dict[bytes, _Class] = {}
+        self._rows: dict[tuple[bytes, ...], re.Pattern[bytes]] = {}
         self._refs: dict[bytes, object] = {}
         self._ints: dict[bytes, Ints] = {}
+        self._tuples: dict[bytes, Ints] = {}
         self._texts: dict[str, str] = {}
         # Field names that were looked up and are right, by class: they recur in every instance.
         self._checked: set[tuple[object, ...]] = set()
 
     def prepare(self, loaded: Global) -> None:
         """Attach the shortcut of a class that the pickle has just named."""
-        loaded.shortcut = self._readers.get(loaded.make)
+        reader = self._readers.get(loaded.make)
+        if reader is not None:
+            loaded.shortcut = partial(self._read_row, loaded, reader)
+
+    def _read_row(self, named: Global, reader: Reader, machine: Machine) -> None:
+        """Read an instance of the class that was just pushed, and all that follow it in a row."""
+        current = _Class(self._ref_before(machine, named), named, reader)
+        if current.ref:
+            self._classes[current.ref] = current
+        index_form: Form = ()
+        while (form := current.reader(machine)) is not None:
+            following = self._following(machine)
+            if following is not None and form:
+                if current.reader == following.reader == self._chunk:
+                    self._read_chunks(machine, current.ref, form)
+                elif index_form and following.reader == self._index:
+                    self._read_items(machine, (following.ref, *index_form, current.ref, *form))
+                following = self._following(machine)
+            if following is None:
+                return
+            index_form = form if current.reader == self._index else ()
+            current = following
+            machine.pos += len(current.ref)
+            machine.stack.append(current.named)
+
+    def _ref_before(self, machine: Machine, named: Global) -> bytes:
+        """Return the opcode, just before this position, that pushed a class; empty if in doubt."""
+        for opcode, nbytes in ((b"h", 2), (b"j", 5)):
+            ref = machine.data[machine.pos - nbytes : machine.pos]
+            if ref[:1] == opcode and self._ref(machine, ref) is named:
+                return ref
+        return b""
+
+    def _following(self, machine: Machine) -> _Class | None:
+        """Return the class that the next opcode pushes, if it has a reader."""
+        pos = machine.pos
+        nbytes = 2 if machine.data[pos : pos + 1] == b"h" else 5
+        return self._classes.get(machine.data[pos : pos + nbytes])
+
+    def _row(self, *parts: bytes) -> re.Pattern[bytes]:
+        """Return the expression of instances alike: literal opcodes, and expressions, in turn."""
+        row = self._rows.get(parts)
+        if row is None:
+            texts = [part if index % 2 else re.escape(part) for index, part in enumerate(parts)]
+            row = self._rows[parts] = re.compile(b"".join(texts), re.DOTALL)
+        return row
+
+    def _read_chunks(self, machine: Machine, ref: bytes, form: Form) -> None:
+        """Read chunks that differ from the one before in numbers alone."""
+        key, size, key2, size2 = form
+        opened = ref + _OPENED + key + size
+        row = self._row(opened, _INTS, _SIZED + key2 + size2, _INTS, _SIZED + _BUILT)
+        data, pos, count, tuples = machine.data, machine.pos, machine.count, self._tuples
+        memo, numbers, push = machine.memo, machine.skipping(), machine.stack.append
+        while match := row.match(data, pos):
+            run, run2 = match.groups()
+            pair = tuples.get(run) or self._tuple(run), tuples.get(run2) or self._tuple(run2)
+            push(pair)
+            memo += pair
+            numbers.extend((count + 4, count + 7))
+            count += 8
+            pos = match.end()
+        machine.pos, machine.count = pos, count
+
+    def _read_items(self, machine: Machine, form: Form) -> None:
+        """Read indices and places that differ from those before in names and numbers alone."""
+        index_ref, key, key2, key3, size, place_ref, key4, key5, key6 = form
+        second = _SIZED + _BUILT + place_ref + _OPENED + key4
+        opened = index_ref + _OPENED + key
+        row = self._row(
+            *(opened, _REF, key2, _COUNT, key3 + size, _INTS),
+            *(second, _REF, key5, _INT, key6, _INT, _BUILT),
+        )
+        data, pos, count, tuples = machine.data, machine.pos, machine.count, self._tuples
+        memo, numbers, stack = machine.memo, machine.skipping(), machine.stack
+        while match := row.match(data, pos):
+            name_ref, run, file_ref, run2, run3 = match.groups()
+            name, file = self._ref(machine, name_ref), self._ref(machine, file_ref)
+            (offset,), (nbytes,) = self._numbers(run2), self._numbers(run3)
+            if name.__class__ is not str or file.__class__ is not str or min(offset, nbytes) < 0:
+                break
+            offsets = tuples.get(run) or self._tuple(run)
+            stack += ((name, offsets), self._make_place(file, offset, nbytes))
+            memo.append(offsets)
+            numbers.append(count + 4)
+            count += 7
+            pos = match.end()
+        machine.pos, machine.count = pos, count
 
     def _ref(self, machine: Machine, ref: bytes) -> object:
         value = self._refs.get(ref)
         if value is None:
             index = ref[1] if len(ref) == 2 else struct.unpack_from("<I", ref, 1)[0]
-            value = machine.memo[index] if index < len(machine.memo) else None
+            value = machine.recall(index) if index < machine.count else None
             if isinstance(value, str | Global | tuple):
                 self._refs[ref] = value
         return value
@@ -69,102 +183,115 @@ class Shortcuts:
 
     def _tuple(self, run: bytes) -> Ints:
         """Decode the numbers of a tuple, given with the tuple's opcodes around them."""
-        return self._numbers(run[1:-1] if run[:1] == b"(" else run[:-1])
+        numbers = self._tuples.get(run)
+        if numbers is None:
+            inner = run[1:-1] if run[:1] == b"(" else run[:-1]
+            numbers = self._tuples[run] = tuple(_decode_ints(inner))
+        return numbers
 
-    def _size(
-        self, machine: Machine, ref: bytes, run: bytes | None, memo: list[object]
-    ) -> Ints | None:
+    def _size(self, machine: Machine, ref: bytes, run: bytes | None, memo: _Memo) -> Ints | None:
         value = self._ref(machine, ref)
         if run is None:
             return value if isinstance(value, tuple) else None
         if value.__class__ is not Global or value.name != "Size":
             return None
         numbers = self._tuple(run)
-        memo += (UNBUILT, UNBUILT, numbers)
+        memo.add_size(numbers)
         return numbers
 
-    def _chunk(self, machine: Machine) -> bool:
+    def _chunk(self, machine: Machine) -> Form | None:
         match = _CHUNK.match(machine.data, machine.pos)
         if match is None:
-            return False
+            return None
         key, ref, run, key2, ref2, run2 = match.groups()
-        keys = ("chunk", key, ref, key2, ref2)
-        if keys in self._checked and run and run2:
-            pair = self._tuple(run), self._tuple(run2)
-            steps = (*_FRESH, *_SIZE_STEPS, pair[0], *_SIZE_STEPS, pair[1])
-            return _accept(machine, pair, steps, match.end())
-        memo: list[object] = [UNBUILT, UNBUILT]
-        if self._ref(machine, key) != "offsets" or self._ref(machine, key2) != "sizes":
-            return False
+        memo = _Memo()
         offsets = self._size(machine, ref, run, memo)
         sizes = self._size(machine, ref2, run2, memo)
         if offsets is None or sizes is None:
-            return False
-        if run and run2:
-            self._checked.add(keys)
-        return _accept(machine, (offsets, sizes), memo, match.end())
+            return None
+        form: Form = (key, ref, key2, ref2)
+        if not self._are_named(machine, ("offsets", "sizes"), key, key2):
+            return None
+        machine.replace_top((offsets, sizes), match.end(), memo.count, memo.kept)
+        return form if run and run2 else ()
 
-    def _text(self, machine: Machine, pos: int, memo: list[object]) -> tuple[str | None, int]:
-        """Read a text at `pos`, in full or by reference; return it and the next position."""
-        data = machine.data
-        if data[pos] == 0x8C:
-            end = pos + 2 + data[pos + 1]
-            text = data[pos + 2 : end].decode("utf-8", "surrogatepass")
-            text = self._texts.setdefault(text, text)
-            memo.append(text)
-            return (text, end + 1) if data[end : end + 1] == b"\x94" else (None, end)
-        nbytes = {0x68: 2, 0x6A: 5}.get(data[pos], 0)
-        value = self._ref(machine, data[pos : pos + nbytes]) if nbytes else None
-        return (value if isinstance(value, str) else None), pos + nbytes
+    def _are_named(self, machine: Machine, names: tuple[str, ...], *refs: bytes) -> bool:
+        """Whether opcodes refer to the fields that are expected, in this order."""
+        if (names, refs) not in self._checked:
+            if [self._ref(machine, ref) for ref in refs] != list(names):
+                return False
+            self._checked.add((names, refs))
+        return True
 
-    def _index(self, machine: Machine) -> bool:
+    def _text(self, machine: Machine, head: re.Match[bytes], memo: _Memo) -> tuple[str | None, int]:
+        """Read the text after a head, in full or by reference; return it and the next position."""
+        ref, length = head[2], head[3]
+        if ref is not None:
+            value = self._ref(machine, ref)
+            return (value if isinstance(value, str) else None), head.end()
+        data, pos = machine.data, head.end()
+        end = pos + length[0]
+        text = data[pos:end].decode("utf-8", "surrogatepass")
+        text = self._texts.setdefault(text, text)
+        memo.add(text)
+        return (text, end + 1) if data[end : end + 1] == b"\x94" else (None, end)
+
+    def _index(self, machine: Machine) -> Form | None:
         head = _HEAD.match(machine.data, machine.pos)
         if head is None:
-            return False
-        memo: list[object] = [UNBUILT, UNBUILT]
-        name, pos = self._text(machine, head.end(), memo)
+            return None
+        memo = _Memo()
+        name, pos = self._text(machine, head, memo)
         tail = _INDEX_TAIL.match(machine.data, pos)
         if name is None or tail is None:
-            return False
+            return None
         key, (key2, key3, ref, run) = head[1], tail.groups()
-        keys = ("index", key, key2, key3, ref)
-        if keys in self._checked and run:
-            offsets: Ints | None = self._tuple(run)
-            memo += (*_SIZE_STEPS, offsets)
-            return _accept(machine, (name, offsets), memo, tail.end())
         offsets = self._size(machine, ref, run, memo)
-        names = [self._ref(machine, ref) for ref in (key, key2, key3)]
-        if offsets is None or names != ["fqn", "index", "offset"]:
-            return False
-        if run:
-            self._checked.add(keys)
-        return _accept(machine, (name, offsets), memo, tail.end())
+        if offsets is None:
+            return None
+        if not self._are_named(machine, ("fqn", "index", "offset"), key, key2, key3):
+            return None
+        machine.replace_top((name, offsets), tail.end(), memo.count, memo.kept)
+        return (key, key2, key3, ref) if run else ()
 
-    def _place(self, machine: Machine) -> bool:
+    def _place(self, machine: Machine) -> Form | None:
         head = _HEAD.match(machine.data, machine.pos)
         if head is None:
-            return False
-        memo: list[object] = [UNBUILT, UNBUILT]
-        name, pos = self._text(machine, head.end(), memo)
+            return None
+        memo = _Memo()
+        file, pos = self._text(machine, head, memo)
         tail = _INFO_TAIL.match(machine.data, pos)
-        if name is None or tail is None:
-            return False
-        keys = (head[1], tail[1], tail[3])
-        if keys not in self._checked:
-            if [self._ref(machine, key) for key in keys] != ["relative_path", "offset", "length"]:
-                return False
-            self._checked.add(keys)
-        (offset,), (nbytes,) = self._numbers(tail[2]), self._numbers(tail[4])
+        if file is None or tail is None:
+            return None
+        key, (key2, run, key3, run2) = head[1], tail.groups()
+        if not self._are_named(machine, ("relative_path", "offset", "length"), key, key2, key3):
+            return None
+        (offset,), (nbytes,) = self._numbers(run), self._numbers(run2)
         if offset < 0 or nbytes < 0:
-            return False
-        return _accept(machine, self._make_place(name, offset, nbytes), memo, tail.end())
+            return None
+        place = self._make_place(file, offset, nbytes)
+        machine.replace_top(place, tail.end(), memo.count, memo.kept)
+        return key, key2, key3
 
 
-def _accept(machine: Machine, value: object, memo: Sequence[object], end: int) -> bool:
-    machine.stack[-1] = value
-    machine.memo += memo
-    machine.pos = end
-    return True
+class _Memo:
+    """Memoized objects of an instance: how many there are, and those that are built."""
+
+    __slots__ = ("count", "kept")
+
+    def __init__(self) -> None:
+        self.count = _INSTANCE_COUNT
+        self.kept: list[tuple[int, object]] = []
+
+    def add(self, value: object) -> None:
+        """Add an object that is built."""
+        self.kept.append((self.count, value))
+        self.count += 1
+
+    def add_size(self, numbers: Ints) -> None:
+        """Add the three objects of a `torch.Size`; the last of them may be needed again."""
+        self.count += _SIZE_COUNT
+        self.kept.append((self.count - 1, numbers))
 
 
 def _decode_ints(run: bytes) -> list[int]:

@@ -8,15 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from typing import cast
 
 from ema_ckpt.core.catalog import Ints, Path
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.formats.pickle.safe_globals import Global
-from ema_ckpt.formats.pickle.writer import Call, Instance, Pairs, PickleWriter
+from ema_ckpt.formats.pickle.writer import (
+    Call,
+    Encoded,
+    Instance,
+    Listed,
+    Pairs,
+    PickleWriter,
+    encode_int,
+)
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_CHUNK = (_METADATA, "ChunkStorageMetadata")
+_INDEX = (_METADATA, "MetadataIndex")
+_INFO = (_FILESYSTEM, "_StorageInfo")
+_SIZE = ("torch", "Size")
+# Opcodes of the frequent instances: from the class to the first field, and behind the numbers of a
+# `torch.Size`. Eight, five and two objects are memoized in a chunk, an index and a place.
+_OPENED = b")\x81\x94}\x94("
+_SIZED = b"\x94\x85\x94R\x94"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +81,31 @@ def dump_metadata(
         "load_id": None,
         "modules": [],
     }
+    writer = PickleWriter(4)
     fields = {
-        "state_dict_metadata": Pairs(partial(_entries, entries, items)),
+        "state_dict_metadata": Pairs(partial(_entries, entries, items, writer)),
         "planner_data": Pairs(paths.items),
-        "storage_data": Pairs(partial(_storage_data, entries, items)),
+        "storage_data": Pairs(partial(_storage_data, entries, items, writer)),
         "storage_meta": Instance(_METADATA, "StorageMeta", storage_meta),
         "version": "1.0.0",
     }
-    writer = PickleWriter(4)
     writer.write(Instance(_METADATA, "Metadata", fields))
     return bytes(writer.out + b".")
 
 
-def _entries(entries: Entries, items: Items) -> Iterator[tuple[str, Instance]]:
+def _entries(
+    entries: Entries, items: Items, writer: PickleWriter
+) -> Iterator[tuple[str, Instance]]:
     for name, tensor in entries.items():
         if tensor is None:
             yield name, Instance(_METADATA, "BytesStorageMetadata")
         else:
-            yield name, _tensor_entry(tensor, items[name])
+            yield name, _tensor_entry(tensor, items[name], writer)
 
 
-def _tensor_entry(tensor: StoredTensor, items: Sequence[StoredItem]) -> Instance:
+def _tensor_entry(
+    tensor: StoredTensor, items: Sequence[StoredItem], writer: PickleWriter
+) -> Instance:
     properties = (
         Global("torch", tensor.dtype.name, None),
         Call("torch.serialization", "_get_layout", ("torch.strided",)),
@@ -92,28 +113,80 @@ def _tensor_entry(tensor: StoredTensor, items: Sequence[StoredItem]) -> Instance
         Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,)),
         False,
     )
-    chunks = []
-    for item in items:
-        chunk = {"offsets": _size(item.offsets or ()), "sizes": _size(item.sizes)}
-        chunks.append(Instance(_METADATA, "ChunkStorageMetadata", chunk))
     fields = {
         "properties": Instance(_METADATA, "TensorProperties", properties),
         "size": _size(tensor.shape),
-        "chunks": chunks,
+        "chunks": Listed(partial(_chunks, items, writer)),
     }
     return Instance(_METADATA, "TensorStorageMetadata", fields)
 
 
-def _size(numbers: Ints) -> Call:
-    return Call("torch", "Size", (numbers,))
+def _chunks(items: Sequence[StoredItem], writer: PickleWriter) -> Iterator[Instance | Encoded]:
+    """Yield the chunks of a tensor; the first of all is written as any other object is."""
+    opcodes: list[bytes] | None = None
+    for item in items:
+        opcodes = opcodes or _references(writer, _CHUNK, "offsets", "sizes", _SIZE)
+        if opcodes is None or not item.offsets:
+            chunk = {"offsets": _size(item.offsets or ()), "sizes": _size(item.sizes)}
+            yield Instance(*_CHUNK, chunk)
+            continue
+        named, offsets, sizes, size = opcodes
+        first = named + _OPENED + offsets + size + _encode_numbers(item.offsets) + _SIZED
+        yield Encoded(first + sizes + size + _encode_numbers(item.sizes) + _SIZED + b"ub", 8)
 
 
-def _storage_data(entries: Entries, items: Items) -> Iterator[tuple[Instance, Instance]]:
+def _storage_data(
+    entries: Entries, items: Items, writer: PickleWriter
+) -> Iterator[tuple[Instance | Encoded, Instance | Encoded]]:
+    """Yield where each item lies: an index, and a place in a file."""
+    index: list[bytes] | None = None
+    place: list[bytes] | None = None
     for name in entries:
+        name_ref = writer.reference(name) or b""
         for number, item in enumerate(items[name]):
-            index: dict[str, object] = {"fqn": name, "offset": None, "index": None}
-            if item.offsets is not None:
-                index = {"fqn": name, "index": number, "offset": _size(item.offsets)}
-            info = {"relative_path": item.file, "offset": item.offset, "length": item.nbytes}
-            key = Instance(_METADATA, "MetadataIndex", index)
-            yield key, Instance(_FILESYSTEM, "_StorageInfo", info)
+            index = index or _references(writer, _INDEX, "fqn", "index", "offset", _SIZE)
+            place = place or _references(writer, _INFO, "relative_path", "offset", "length")
+            file_ref = writer.reference(item.file)
+            if index is None or place is None or file_ref is None or not item.offsets:
+                yield _index(name, number, item), _info(item)
+                continue
+            named, fqn, number_ref, offset, size = index
+            first = named + _OPENED + fqn + name_ref + number_ref + encode_int(number)
+            numbers = _encode_numbers(item.offsets) + _SIZED
+            named, path, start, length = place
+            second = named + _OPENED + path + file_ref + start + encode_int(item.offset)
+            yield (
+                Encoded(first + offset + size + numbers + b"ub", 5),
+                Encoded(second + length + encode_int(item.nbytes) + b"ub", 2),
+            )
+
+
+def _index(name: str, number: int, item: StoredItem) -> Instance:
+    index: dict[str, object] = {"fqn": name, "offset": None, "index": None}
+    if item.offsets is not None:
+        index = {"fqn": name, "index": number, "offset": _size(item.offsets)}
+    return Instance(*_INDEX, index)
+
+
+def _info(item: StoredItem) -> Instance:
+    info = {"relative_path": item.file, "offset": item.offset, "length": item.nbytes}
+    return Instance(*_INFO, info)
+
+
+def _size(numbers: Ints) -> Call:
+    return Call(*_SIZE, (numbers,))
+
+
+def _references(writer: PickleWriter, *keys: object) -> list[bytes] | None:
+    """Return the opcodes that refer to texts and globals, once all have been written."""
+    found = [writer.reference(key) for key in keys]
+    return None if None in found else cast("list[bytes]", found)
+
+
+@lru_cache(maxsize=1 << 16)
+def _encode_numbers(numbers: Ints) -> bytes:
+    """Return the opcodes of a tuple of numbers, without that which memoizes it."""
+    opcodes = b"".join([encode_int(number) for number in numbers])
+    if len(numbers) > 3:
+        return b"(" + opcodes + b"t"
+    return opcodes + (b"\x85", b"\x86", b"\x87")[len(numbers) - 1]

@@ -10,7 +10,9 @@ https://docs.python.org/3/library/pickletools.html
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -21,7 +23,6 @@ from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacem
 Allowed = Mapping[tuple[str, str], Maker]
 MARK = object()  # on the stack: where a tuple, list or dict begins
 _MERSENNE = (1 << 61) - 1  # Python's hashes of numbers are remainders by this prime
-UNBUILT = object()  # in the memo: an object that a shortcut has skipped
 
 
 class LocatedBytes(bytes):
@@ -36,10 +37,14 @@ class LocatedByteArray(bytearray):
     position: int
 
 
+UNBUILT = object()  # stands for an object that a shortcut has left out
+
+
 class Machine:
     """The state of one interpretation: data, position, stack, memo.
 
-    `memo` is a list, for real pickles number their objects in order. Indices far ahead go to
+    `memo` is a list, for real pickles number their objects in order: `count` so far. Where a
+    shortcut has left out some, `numbers` has those that are there. Indices far ahead go to
     `sparse`, so that a huge index costs no memory.
     """
 
@@ -55,6 +60,8 @@ class Machine:
         self.pos = 0
         self.stack: list[object] = []
         self.memo: list[object] = []
+        self.count = 0
+        self.numbers: array[int] | None = None
         self.sparse: dict[int, object] = {}
         self.allowed = allowed
         self.persistent = persistent
@@ -105,9 +112,12 @@ class Machine:
     def put(self, index: int) -> None:
         """Memoize the top of the stack under `index`."""
         top = self.stack[-1]
-        if index == len(self.memo):
+        if index == self.count:
             self.memo.append(top)
-        elif index < len(self.memo):
+            if self.numbers is not None:
+                self.numbers.append(index)
+            self.count += 1
+        elif index < self.count:
             if self.prepare is not None:  # shortcuts remember what entries meant
                 raise _ShortcutMissedError
             self.memo[index] = top
@@ -116,12 +126,45 @@ class Machine:
 
     def get(self, index: int) -> None:
         """Push a memoized object; try the shortcut of a global."""
-        value = self.memo[index] if index < len(self.memo) else self.sparse[index]
+        value = self.recall(index)
         if value is UNBUILT:
             raise _ShortcutMissedError
         self.stack.append(value)
         if value.__class__ is Global and value.shortcut is not None:
             value.shortcut(self)
+
+    def recall(self, index: int) -> object:
+        """Return a memoized object, or `UNBUILT` where a shortcut has left one out."""
+        if index >= self.count:
+            return self.sparse[index]
+        if self.numbers is None:
+            return self.memo[index]
+        place = bisect_left(self.numbers, index)
+        if place == len(self.numbers) or self.numbers[place] != index:
+            return UNBUILT
+        return self.memo[place]
+
+    def skipping(self) -> array[int]:
+        """Return `numbers`, which the memo needs from now on."""
+        if self.numbers is None:
+            self.numbers = array("q", range(len(self.memo)))
+        return self.numbers
+
+    def replace_top(
+        self, value: object, end: int, count: int, kept: Iterable[tuple[int, object]]
+    ) -> None:
+        """Put `value` in place of a class whose instance ends at `end`, for a shortcut.
+
+        The instance has `count` memoized objects, of which `kept` are built, each with its number
+        among them.
+        """
+        numbers = self.skipping()
+        for number, item in kept:
+            numbers.append(self.count + number)
+            self.memo.append(item)
+        self.stack[-1] = value
+        self.pos = end
+        self.count += count
 
     def find_global(self, module: str, name: str) -> Global:
         """Return the one `Global` of that name."""
@@ -347,7 +390,7 @@ def _unknown(machine: Machine) -> NoReturn:
 _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"\x80": _proto,
     b"\x95": lambda m: m.read(8),  # FRAME
-    b"\x94": lambda m: m.put(len(m.memo)),
+    b"\x94": lambda m: m.put(m.count),
     b"q": lambda m: m.put(_U1(m)),
     b"r": lambda m: m.put(_U4(m)),
     b"p": lambda m: m.put(int(m.read_line())),

@@ -123,7 +123,7 @@ class Global:
         self.module = module
         self.name = name
         self.make = make
-        self.shortcut: Callable[[Any], bool] | None = None
+        self.shortcut: Callable[[Any], None] | None = None
 
     def __repr__(self) -> str:
         return f"<global {self.module}.{self.name}>"

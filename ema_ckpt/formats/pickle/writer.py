@@ -43,6 +43,19 @@ class Pairs(NamedTuple):
     items: Callable[[], Iterable[tuple[object, object]]]
 
 
+class Listed(NamedTuple):
+    """A list whose items are produced while they are written."""
+
+    items: Callable[[], Iterable[object]]
+
+
+class Encoded(NamedTuple):
+    """Opcodes of one object, and how many objects they memoize."""
+
+    data: bytes
+    memoized: int
+
+
 def dumps(root: object) -> bytes:
     """Write the protocol 2 pickle of plain values and containers, with `TensorRef`s in them.
 
@@ -53,6 +66,20 @@ def dumps(root: object) -> bytes:
     writer = PickleWriter(2)
     writer.write(root)
     return bytes(writer.out + b".")
+
+
+def encode_int(value: int) -> bytes:
+    """Return the opcode of an integer. Raises TypeError above 255 bytes."""
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if 0 <= value < 65536:
+        return _U2.pack(b"M", value)
+    if -(2**31) <= value < 2**31:
+        return _I4.pack(b"J", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    if len(data) > 255:
+        raise TypeError("an integer of more than 255 bytes cannot be written")
+    return b"\x8a%c" % len(data) + data
 
 
 def is_plain(value: object) -> bool:
@@ -82,17 +109,7 @@ class PickleWriter:
         _WRITERS[value.__class__](self, value, depth + 1)
 
     def _int(self, value: int, _depth: int = 0) -> None:
-        if 0 <= value < 256:
-            self.out += b"K%c" % value
-        elif 0 <= value < 65536:
-            self.out += _U2.pack(b"M", value)
-        elif -(2**31) <= value < 2**31:
-            self.out += _I4.pack(b"J", value)
-        else:
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            if len(data) > 255:
-                raise TypeError("an integer of more than 255 bytes cannot be written")
-            self.out += b"\x8a%c" % len(data) + data
+        self.out += encode_int(value)
 
     def _str(self, text: str, _depth: int = 0, *, repeats: bool = False) -> None:
         memoized = repeats or self._memoizes_all
@@ -131,6 +148,18 @@ class PickleWriter:
         self.out += b"("
         self._items(value, depth)
         self.out += b"e"
+
+    def _listed(self, value: Listed, depth: int) -> None:
+        self.out += b"]"
+        self._memoize()
+        self.out += b"("
+        for item in value.items():
+            _WRITERS[item.__class__](self, item, depth + 1)
+        self.out += b"e"
+
+    def _encoded(self, value: Encoded, _depth: int) -> None:
+        self.out += value.data
+        self._count += value.memoized
 
     def _pairs(self, value: dict[object, object] | Pairs, depth: int) -> None:
         self.out += b"}"
@@ -200,12 +229,19 @@ class PickleWriter:
             self.out += f"c{module}\n{name}\n".encode()
         self._memoize((module, name))
 
-    def _recall(self, key: object) -> bool:
-        """Refer to what was memoized as `key`; False if nothing was."""
+    def reference(self, key: object) -> bytes | None:
+        """Return the opcode that refers to a text, or to (module, name) of a global, if written."""
         index = self._memo.get(key)
         if index is None:
+            return None
+        return b"h%c" % index if index < 256 else _U4.pack(b"j", index)
+
+    def _recall(self, key: object) -> bool:
+        """Refer to what was memoized as `key`; False if nothing was."""
+        opcode = self.reference(key)
+        if opcode is None:
             return False
-        self.out += b"h%c" % index if index < 256 else _U4.pack(b"j", index)
+        self.out += opcode
         return True
 
     def _memoize(self, key: object = None) -> None:
@@ -245,6 +281,8 @@ _WRITERS = _Writers(
         list: PickleWriter._list,
         dict: PickleWriter._pairs,
         Pairs: PickleWriter._pairs,
+        Listed: PickleWriter._listed,
+        Encoded: PickleWriter._encoded,
         Call: PickleWriter._call,
         Instance: PickleWriter._instance,
         Global: PickleWriter._dtype,
