@@ -6,7 +6,7 @@ are cut into segments that any worker may take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Payload, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.write_plan import WriteItem, WritePlan
+from ema_ckpt.core.write_plan import OutputTensor, WriteItem, WritePlan
 from ema_ckpt.reading.box_reader import LocatedBox, locate_box
 from ema_ckpt.reading.cast import import_all
 from ema_ckpt.reading.overlaps import RowBlocks
@@ -156,20 +156,22 @@ class Schedule:
         if self.is_remote:
             return Workers(threads)
         outputs = {item.output.name: item.output for item in self.items}
-        # An item is read in one piece, and in one more for each chunk that begins inside it.
-        reads = len(self.items) + sum(len(output.source.chunks) for output in outputs.values())
-        if sum(item.nbytes for item in self.items) < reads * _WORTH_NBYTES:
+        if sum(item.nbytes for item in self.items) < self._reads(outputs) * _WORTH_NBYTES:
             return Workers(1)
         if not any(item.output.casts for item in self.items):
             threads = min(threads, _WORKERS_PER_FILE * self._files)
         # Assembled from columns, or cast: the work that waits for the interpreter's lock.
-        moved = {name for name, output in outputs.items() if output.is_moved}
-        nbytes = sum(item.nbytes for item in self.items if item.output.name not in moved)
+        moved = {name: output.is_moved for name, output in outputs.items()}
+        nbytes = sum(item.nbytes for item in self.items if not moved[item.output.name])
         if threads > 1 and nbytes >= executor.LEAST_FORKED_NBYTES:
             # Child processes share what is imported before. numpy may start threads, which forbid
             # children.
             import_all((item.output.source.dtype, item.output.dtype) for item in self.items)
         return Workers.fit(threads, nbytes, self._options.budget(self.is_remote), _CHILD_NBYTES)
+
+    def _reads(self, outputs: Mapping[str, OutputTensor]) -> int:
+        """Count reads: one for each item, and one more for each chunk that begins inside one."""
+        return len(self.items) + sum(len(output.source.chunks) for output in outputs.values())
 
     def nbytes(self, ranks: int, finished: Iterable[Range]) -> int:
         """Return the bytes that one of so many ranks will write, if those ranges are there."""

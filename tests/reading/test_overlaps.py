@@ -13,7 +13,9 @@ from ema_ckpt.reading.overlaps import find_overlaps
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=60), st.data())
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=60), st.data()
+)
 def test_bisection_finds_what_a_full_search_finds(
     cuts: list[tuple[int, int]], data: st.DataObject
 ) -> None:

@@ -129,8 +129,8 @@ class Shortcuts:
         key, size, key2, size2 = form
         opened = ref + _OPENED + key + size
         row = self._row(opened, _INTS, _SIZED + key2 + size2, _INTS, _SIZED + _BUILT)
-        data, pos, count, tuples = machine.data, machine.pos, machine.count, self._tuples
-        memo, numbers, push = machine.memo, machine.skipping(), machine.stack.append
+        data, pos, count, tuples = machine.data, machine.pos, machine.memo.count, self._tuples
+        memo, numbers, push = machine.memo.items, machine.memo.skip(), machine.stack.append
         while match := row.match(data, pos):
             run, run2 = match.groups()
             pair = tuples.get(run) or self._tuple(run), tuples.get(run2) or self._tuple(run2)
@@ -139,7 +139,7 @@ class Shortcuts:
             numbers.extend((count + 4, count + 7))
             count += 8
             pos = match.end()
-        machine.pos, machine.count = pos, count
+        machine.pos, machine.memo.count = pos, count
 
     def _read_items(self, machine: Machine, form: Form) -> None:
         """Read indices and places that differ from those before in names and numbers alone."""
@@ -150,8 +150,8 @@ class Shortcuts:
             *(opened, _REF, key2, _COUNT, key3 + size, _INTS),
             *(second, _REF, key5, _INT, key6, _INT, _BUILT),
         )
-        data, pos, count, tuples = machine.data, machine.pos, machine.count, self._tuples
-        memo, numbers, stack = machine.memo, machine.skipping(), machine.stack
+        data, pos, count, tuples = machine.data, machine.pos, machine.memo.count, self._tuples
+        memo, numbers, stack = machine.memo.items, machine.memo.skip(), machine.stack
         while match := row.match(data, pos):
             name_ref, run, file_ref, run2, run3 = match.groups()
             name, file = self._ref(machine, name_ref), self._ref(machine, file_ref)
@@ -164,13 +164,13 @@ class Shortcuts:
             numbers.append(count + 4)
             count += 7
             pos = match.end()
-        machine.pos, machine.count = pos, count
+        machine.pos, machine.memo.count = pos, count
 
     def _ref(self, machine: Machine, ref: bytes) -> object:
         value = self._refs.get(ref)
         if value is None:
             index = ref[1] if len(ref) == 2 else struct.unpack_from("<I", ref, 1)[0]
-            value = machine.recall(index) if index < machine.count else None
+            value = machine.memo.get(index) if index < machine.memo.count else None
             if isinstance(value, str | Global | tuple):
                 self._refs[ref] = value
         return value

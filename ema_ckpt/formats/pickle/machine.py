@@ -10,14 +10,13 @@ https://docs.python.org/3/library/pickletools.html
 from __future__ import annotations
 
 import struct
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
+from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement, is_executor
 
 Allowed = Mapping[tuple[str, str], Maker]
@@ -37,16 +36,8 @@ class LocatedByteArray(bytearray):
     position: int
 
 
-UNBUILT = object()  # stands for an object that a shortcut has left out
-
-
 class Machine:
-    """The state of one interpretation: data, position, stack, memo.
-
-    `memo` is a list, for real pickles number their objects in order: `count` so far. Where a
-    shortcut has left out some, `numbers` has those that are there. Indices far ahead go to
-    `sparse`, so that a huge index costs no memory.
-    """
+    """The state of one interpretation: data, position, stack, memo."""
 
     def __init__(
         self,
@@ -59,10 +50,7 @@ class Machine:
         self.data = data
         self.pos = 0
         self.stack: list[object] = []
-        self.memo: list[object] = []
-        self.count = 0
-        self.numbers: array[int] | None = None
-        self.sparse: dict[int, object] = {}
+        self.memo = Memo()
         self.allowed = allowed
         self.persistent = persistent
         self.strict = strict
@@ -112,43 +100,19 @@ class Machine:
     def put(self, index: int) -> None:
         """Memoize the top of the stack under `index`."""
         top = self.stack[-1]
-        if index == self.count:
-            self.memo.append(top)
-            if self.numbers is not None:
-                self.numbers.append(index)
-            self.count += 1
-        elif index < self.count:
+        if not self.memo.put(index, top):
             if self.prepare is not None:  # shortcuts remember what entries meant
                 raise _ShortcutMissedError
-            self.memo[index] = top
-        else:
-            self.sparse[index] = top
+            self.memo.replace(index, top)
 
     def get(self, index: int) -> None:
         """Push a memoized object; try the shortcut of a global."""
-        value = self.recall(index)
+        value = self.memo.get(index)
         if value is UNBUILT:
             raise _ShortcutMissedError
         self.stack.append(value)
         if value.__class__ is Global and value.shortcut is not None:
             value.shortcut(self)
-
-    def recall(self, index: int) -> object:
-        """Return a memoized object, or `UNBUILT` where a shortcut has left one out."""
-        if index >= self.count:
-            return self.sparse[index]
-        if self.numbers is None:
-            return self.memo[index]
-        place = bisect_left(self.numbers, index)
-        if place == len(self.numbers) or self.numbers[place] != index:
-            return UNBUILT
-        return self.memo[place]
-
-    def skipping(self) -> array[int]:
-        """Return `numbers`, which the memo needs from now on."""
-        if self.numbers is None:
-            self.numbers = array("q", range(len(self.memo)))
-        return self.numbers
 
     def replace_top(
         self, value: object, end: int, count: int, kept: Iterable[tuple[int, object]]
@@ -158,13 +122,9 @@ class Machine:
         The instance has `count` memoized objects, of which `kept` are built, each with its number
         among them.
         """
-        numbers = self.skipping()
-        for number, item in kept:
-            numbers.append(self.count + number)
-            self.memo.append(item)
+        self.memo.skip_to(count, kept)
         self.stack[-1] = value
         self.pos = end
-        self.count += count
 
     def find_global(self, module: str, name: str) -> Global:
         """Return the one `Global` of that name."""
@@ -390,7 +350,7 @@ def _unknown(machine: Machine) -> NoReturn:
 _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"\x80": _proto,
     b"\x95": lambda m: m.read(8),  # FRAME
-    b"\x94": lambda m: m.put(m.count),
+    b"\x94": lambda m: m.put(m.memo.count),
     b"q": lambda m: m.put(_U1(m)),
     b"r": lambda m: m.put(_U4(m)),
     b"p": lambda m: m.put(int(m.read_line())),

@@ -1,0 +1,69 @@
+"""The memo of a pickle: objects by the numbers under which opcodes store and fetch them."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable
+
+UNBUILT = object()  # stands for an object that a shortcut has left out
+
+
+class Memo:
+    """Objects in the order of their numbers, for real pickles number theirs in order.
+
+    Attributes:
+        count: numbers given so far.
+        items: the objects that are built. Where a shortcut has left out some, `numbers` has those
+            of the others.
+    """
+
+    __slots__ = ("_sparse", "count", "items", "numbers")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.items: list[object] = []
+        self.numbers: array[int] | None = None
+        self._sparse: dict[int, object] = {}  # far ahead: a huge number costs no memory
+
+    def put(self, number: int, value: object) -> bool:
+        """Store an object; False if there is one of that number, which stays."""
+        if number < self.count:
+            return False
+        if number > self.count:
+            self._sparse[number] = value
+            return True
+        self.items.append(value)
+        if self.numbers is not None:
+            self.numbers.append(number)
+        self.count += 1
+        return True
+
+    def replace(self, number: int, value: object) -> None:
+        """Store an object in the place of another; not where a shortcut has left out some."""
+        self.items[number] = value
+
+    def get(self, number: int) -> object:
+        """Return an object, or `UNBUILT`. Raises KeyError if there is none of that number."""
+        if number >= self.count:
+            return self._sparse[number]
+        if self.numbers is None:
+            return self.items[number]
+        place = bisect_left(self.numbers, number)
+        if place == len(self.numbers) or self.numbers[place] != number:
+            return UNBUILT
+        return self.items[place]
+
+    def skip(self) -> array[int]:
+        """Return `numbers`, which are needed from now on."""
+        if self.numbers is None:
+            self.numbers = array("q", range(len(self.items)))
+        return self.numbers
+
+    def skip_to(self, count: int, kept: Iterable[tuple[int, object]]) -> None:
+        """Give `count` numbers at once, of which only those of `kept` have an object."""
+        numbers = self.skip()
+        for number, value in kept:
+            numbers.append(self.count + number)
+            self.items.append(value)
+        self.count += count
