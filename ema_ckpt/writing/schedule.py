@@ -161,13 +161,17 @@ class Schedule:
         if not any(item.output.casts for item in self.items):
             threads = min(threads, _WORKERS_PER_FILE * self._files)
         # Assembled from columns, or cast: the work that waits for the interpreter's lock.
-        moved = {name: output.is_moved for name, output in outputs.items()}
-        nbytes = sum(item.nbytes for item in self.items if not moved[item.output.name])
+        nbytes = self._nbytes_to_assemble(outputs)
         if threads > 1 and nbytes >= executor.LEAST_FORKED_NBYTES:
             # Child processes share what is imported before. numpy may start threads, which forbid
             # children.
             import_all((item.output.source.dtype, item.output.dtype) for item in self.items)
         return Workers.fit(threads, nbytes, self._options.budget(self.is_remote), _CHILD_NBYTES)
+
+    def _nbytes_to_assemble(self, outputs: Mapping[str, OutputTensor]) -> int:
+        """Count bytes of items that are not copied as they are."""
+        moved = {name: output.is_moved for name, output in outputs.items()}
+        return sum(item.nbytes for item in self.items if not moved[item.output.name])
 
     def _reads(self, outputs: Mapping[str, OutputTensor]) -> int:
         """Count reads: one for each item, and one more for each chunk that begins inside one."""
