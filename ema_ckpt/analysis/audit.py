@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from ema_ckpt.analysis.checksum_pass import checksum_all
+from ema_ckpt.analysis.checksum_pass import ChecksumPass
+from ema_ckpt.analysis.items import ItemList
 from ema_ckpt.analysis.records import RecordList, StoredRecord
 from ema_ckpt.core.catalog import Catalog, Chunk, Diagnostic, Object, Payload, Problem, Tensor
 from ema_ckpt.core.coverage import prove
@@ -19,7 +20,6 @@ from ema_ckpt.formats.pickle.safe_globals import opaque_within
 from ema_ckpt.formats.sidecar import OTHER_BYTES
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.digests import compute_digest, explain_mismatch, join_storage_crcs
-from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.state_dicts.tree import list_trees
 
 _BLOCK_NBYTES = 512 << 10
@@ -33,22 +33,25 @@ class Audit:
     """Findings about one checkpoint, in the order in which they were made.
 
     Attributes:
-        checked, unchecked: bytes of payload by place, with a checksum and without.
-        crcs: CRC-32 of every payload that was read, by place.
+        checked: bytes of payload with a checksum. unchecked: of those without, by place.
+        crcs: CRC-32 of every payload that has no checksum or another one, by place; None of one
+            that could not be read.
         damaged: tensors with a problem.
         sizes: bytes of every file that is there.
-        payloads: those of each tensor's chunks; None for one that could not be located.
+        payloads: those of each tensor's chunks; None for one that could not be located. Those of
+            tensors that consist of `items` are there.
     """
 
     catalog: Catalog
     problems: dict[Problem, None] = field(default_factory=dict)
     warnings: list[Diagnostic] = field(default_factory=list)
-    checked: dict[Place, int] = field(default_factory=dict)
+    checked: int = 0
     unchecked: dict[Place, int] = field(default_factory=dict)
-    crcs: dict[Place, int] = field(default_factory=dict)
+    crcs: dict[Place, int | None] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
     payloads: dict[str, tuple[Payload | None, ...]] = field(default_factory=dict)
+    items: ItemList | None = None
 
     def report(
         self, code: str, message: str, tensor: str | None = None, file: str | None = None
@@ -71,8 +74,27 @@ class Audit:
 
     def payloads_of(self, tensor: Tensor) -> tuple[Payload, ...] | None:
         """Payloads of the tensor's chunks, or None if one could not be located."""
-        payloads = self.payloads.get(tensor.name, ())
+        payloads = self.located(tensor)
         return None if None in payloads else cast("tuple[Payload, ...]", payloads)
+
+    def located(self, tensor: Tensor) -> tuple[Payload | None, ...]:
+        """Payloads of the tensor's chunks; None for one that could not be located."""
+        payloads = self.items.payloads(tensor) if self.items is not None else None
+        return self.payloads.get(tensor.name, ()) if payloads is None else payloads
+
+    def crc_of(self, payload: Payload) -> int | None:
+        """CRC-32 of a payload's bytes, or None if they could not be read."""
+        return self.crcs.get((payload.file, payload.offset), payload.crc)
+
+    def unproven(self) -> list[str]:
+        """Names of tensors of which some payload has no checksum."""
+        names: list[str] = []
+        for tensor in self.catalog.tensors if self.unchecked else ():
+            for payload in self.located(tensor):
+                if payload is not None and (payload.file, payload.offset) in self.unchecked:
+                    names.append(tensor.name)
+                    break
+        return names
 
     def digest(
         self, tensor: Tensor, payloads: Sequence[Payload], reader: BoxReader | None
@@ -83,9 +105,7 @@ class Audit:
         """
         try:
             chunks = prove(tensor)
-            digest = join_storage_crcs(
-                tensor, payloads, chunks, lambda p: self.crcs.get((p.file, p.offset))
-            )
+            digest = join_storage_crcs(tensor, payloads, chunks, self.crc_of)
             if digest is None and reader is not None:
                 digest = compute_digest(locate(self.catalog, tensor, payloads), reader)
         except SourceError as error:
@@ -97,8 +117,7 @@ class Audit:
         """Count payloads as checked."""
         for payload in payloads:
             nbytes = self.unchecked.pop((payload.file, payload.offset), None)
-            if nbytes is not None:
-                self.checked[payload.file, payload.offset] = nbytes
+            self.checked += nbytes or 0
 
 
 def audit_checkpoint(
@@ -108,7 +127,7 @@ def audit_checkpoint(
     audit = Audit(catalog)
     check_files(audit)
     check_metadata(audit)
-    _check_checksums(audit, Workers(threads), progress)
+    _check_checksums(audit, threads, progress)
     load_objects(audit)
     reader = BoxReader(_BLOCK_NBYTES)
     check_digests(audit, reader)
@@ -121,33 +140,31 @@ def check_files(audit: Audit) -> None:
     audit.problems |= dict.fromkeys(audit.catalog.problems)
     audit.damaged |= {problem.tensor for problem in audit.catalog.problems if problem.tensor}
     told = {problem.file for problem in audit.catalog.problems}
-    spans = _file_spans(audit.catalog)
     for file, expected in audit.catalog.files.items():
-        inside = spans.get(file, {})
         try:
             size = audit.sizes[file] = audit.catalog.source.size(file)
         except SourceError as error:
             if file not in told:
+                inside = _spans_in(audit.catalog, file)
                 held = f"it holds {shown(list(inside))}" if inside else ""
                 audit.error(about(error, tensor=next(iter(inside), None), remedy=held))
             continue
         if size < expected and file not in told:
-            _report_truncated(audit, file, expected, inside)
+            _report_truncated(audit, file, expected, _spans_in(audit.catalog, file))
 
 
-def _file_spans(catalog: Catalog) -> dict[str, Spans]:
-    """For each file the tensors and objects in it, with the span of their last chunk there."""
+def _spans_in(catalog: Catalog, file: str) -> Spans:
+    """Return the tensors and objects in a file, with the span of their last chunk there."""
     items: list[tuple[str, Chunk | Object]] = []
     for tensor in catalog.tensors:
-        items += [(tensor.name, chunk) for chunk in tensor.chunks]
-    items += [(item.name, item) for item in catalog.objects if not item.is_inline]
-    files: dict[str, Spans] = {}
+        items += [(tensor.name, chunk) for chunk in tensor.chunks if chunk.file == file]
+    items += [(one.name, one) for one in catalog.objects if not one.is_inline and one.file == file]
+    spans: Spans = {}
     for name, item in items:
-        spans = files.setdefault(item.file, {})
         end = item.offset + item.nbytes
         if name not in spans or end > spans[name][1]:
             spans[name] = (item.offset, end)
-    return files
+    return spans
 
 
 def _report_truncated(audit: Audit, file: str, expected: int, spans: Spans) -> None:
@@ -183,32 +200,47 @@ def check_metadata(audit: Audit) -> None:
                 audit.unchecked[tensor.name, -1] = tensor.nbytes or 1
 
 
-def _check_checksums(
-    audit: Audit, workers: Workers, progress: Callable[[int], None] | None
-) -> None:
-    """Read every stored record once and compare its CRC-32."""
-
-    def on_error(error: EmaCkptError, nbytes: int) -> None:
+def _check_checksums(audit: Audit, threads: int, progress: Callable[[int], None] | None) -> None:
+    """Read everything stored once and compare it with its CRC-32."""
+    failures: list[tuple[EmaCkptError, int]] = []
+    records = RecordList(audit.catalog, audit.sizes, lambda *failure: failures.append(failure))
+    audit.items = items = ItemList(audit.catalog, audit.sizes)
+    work = ChecksumPass(audit.catalog, items, records.listing())
+    audit.payloads = records.payloads
+    work.run(threads, progress)
+    found = work.found
+    for error, nbytes in [(one.error, one.nbytes) for one in found.failures] + failures:
         if error.code == "unsupported":
             audit.unchecked[error.file or "", len(audit.unchecked)] = nbytes
         audit.error(error)
+    audit.checked += found.checked_nbytes
+    for number, crc in found.bare.items():
+        payload = items.payload(number)
+        if payload is not None:
+            audit.crcs[payload.file, payload.offset] = crc
+            audit.unchecked[payload.file, payload.offset] = payload.nbytes
+    for record, result in work.checked():
+        _add_record(audit, record, result)
 
-    records = RecordList(audit.catalog, audit.sizes, on_error)
-    audit.payloads = records.payloads
-    for record, crc in checksum_all(audit.catalog.source, records.listing(), workers, progress):
-        owner, file = record.owner or None, record.file
-        if isinstance(crc, SourceError):
-            audit.report(crc.code, f"{crc} ({_describe(record)})", owner, file)
-            continue
-        if record.is_payload:
-            audit.crcs[record.key] = crc
-            counts = audit.unchecked if record.crc is None else audit.checked
-            counts[record.key] = record.nbytes
-        if record.crc is not None and crc != record.crc:
-            cause = OTHER_BYTES if record.is_recorded else "the file is damaged"
-            message = f"expected CRC-32 {record.crc:08x}, found {crc:08x}: {cause}"
-            message = f"{file}: {_describe(record)}: {message}; use another copy"
-            audit.report("checksum", message, owner, file)
+
+def _add_record(audit: Audit, record: StoredRecord, crc: int | EmaCkptError) -> None:
+    """Add the CRC-32 of a record that was read, or the error of reading it."""
+    owner, file = record.owner or None, record.file
+    if record.is_payload:
+        audit.crcs[record.key] = None if isinstance(crc, EmaCkptError) else crc
+    if isinstance(crc, EmaCkptError):
+        audit.report(crc.code, f"{crc} ({_describe(record)})", owner, file)
+        return
+    if record.is_payload:
+        if record.crc is None:
+            audit.unchecked[record.key] = record.nbytes
+        else:
+            audit.checked += record.nbytes
+    if record.crc is not None and crc != record.crc:
+        cause = OTHER_BYTES if record.is_recorded else "the file is damaged"
+        message = f"expected CRC-32 {record.crc:08x}, found {crc:08x}: {cause}"
+        message = f"{file}: {_describe(record)}: {message}; use another copy"
+        audit.report("checksum", message, owner, file)
 
 
 def _describe(record: StoredRecord) -> str:
@@ -262,8 +294,10 @@ def check_digests(audit: Audit, reader: BoxReader | None) -> None:
 def _compare_replicas(audit: Audit, reader: BoxReader) -> None:
     """Compare chunks that hold the same elements."""
     for tensor in audit.catalog.tensors:
+        if tensor.name in audit.damaged or not _has_replicas(tensor):
+            continue
         payloads = audit.payloads_of(tensor)
-        if not payloads or tensor.name in audit.damaged:
+        if not payloads:
             continue
         replicas: dict[tuple[object, object], list[int]] = {}
         for index, chunk in enumerate(tensor.chunks):
@@ -272,6 +306,12 @@ def _compare_replicas(audit: Audit, reader: BoxReader) -> None:
         for indices in replicas.values():
             if len(indices) > 1:
                 _compare_chunks(audit, tensor, payloads, indices, reader)
+
+
+def _has_replicas(tensor: Tensor) -> bool:
+    """Whether several chunks hold the same elements."""
+    filled = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
+    return tensor.proven_chunks is None or len(filled) > len(tensor.proven_chunks)
 
 
 def _compare_chunks(

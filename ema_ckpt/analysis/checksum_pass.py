@@ -1,17 +1,19 @@
-"""CRC-32 of stored records, read in large pieces; errors are results."""
+"""CRC-32 of everything stored, read in large pieces; errors are results."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
+from ema_ckpt.analysis.item_checker import ItemChecker
+from ema_ckpt.analysis.item_findings import ItemFindings, dump_error, load_error
+from ema_ckpt.analysis.items import ItemList, ItemPart, ItemRun
 from ema_ckpt.analysis.records import StoredRecord
-from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.reading.checksum_verifier import Interval, join_crcs, range_crc
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
@@ -23,6 +25,7 @@ _REMOTE_BLOCK_NBYTES = 8 << 20
 _SEGMENT_NBYTES = 32 << 20
 _BATCH_NBYTES = 4 << 20
 _MAX_BATCH = 256
+_SECONDS_PER_BYTE, _SECONDS_PER_PIECE = 0.3e-9, 10e-6  # of one worker
 
 
 class _ReadRange(NamedTuple):
@@ -48,48 +51,63 @@ class _Result(NamedTuple):
     """The CRC-32 of part of a record, or an error of reading it."""
 
     number: int
-    record: StoredRecord
     interval: Interval | None
-    error: SourceError | None = None
+    error: EmaCkptError | None = None
 
 
-def checksum_all(
-    source: Files,
-    records: Iterable[StoredRecord],
-    workers: Workers,
-    on_progress: Callable[[int], None] | None = None,
-) -> Iterator[tuple[StoredRecord, int | SourceError]]:
-    """Read every record once; yield records with their CRC-32, or with an error of reading them.
+CheckJob = _ReadRanges | ItemRun | ItemPart
 
-    Small records of archives whose checksum matches are not yielded. `on_progress` is called with
-    bytes of payload.
+
+class ChecksumPass:
+    """The work of reading every item and every other record once.
+
+    Attributes:
+        items: the items, and where their payloads are.
+        found: what was found of items.
     """
-    work = _ChecksumPass(source)
-    executor.run(work, [work.jobs(records)], workers, on_progress)
-    work.results.sort(key=attrgetter("number"))
-    for _, group in groupby(work.results, key=attrgetter("number")):
-        results = list(group)
-        record = results[0].record
-        for result in results:
-            if result.error is not None:
-                yield record, result.error
-        crc = join_crcs([r.interval for r in results if r.interval is not None], record.nbytes)
-        if crc is not None:
-            yield record, crc
 
+    def __init__(self, catalog: Catalog, items: ItemList, records: Iterable[StoredRecord]) -> None:
+        self.items = items
+        self.found = ItemFindings()
+        self._catalog = catalog
+        self._is_remote = is_url(catalog.source.root)
+        self._records = list(records)
+        self._results: list[_Result] = []
 
-class _ChecksumPass:
-    """The work of a pass."""
+    def run(self, threads: int, on_progress: Callable[[int], None] | None) -> None:
+        """Read everything; `on_progress` is called with bytes of payload."""
+        streams = [*self.items.jobs(), self._jobs()]
+        executor.run(self, streams, self._workers(threads), on_progress)
+        self._checker().finish()
+        self.found.failures.sort(key=attrgetter("number"))
+        self.found.records.sort(key=attrgetter("number", "place"))
+        self._results.sort(key=attrgetter("number"))
 
-    def __init__(self, source: Files) -> None:
-        self.results: list[_Result] = []
-        self._source = source
+    def checked(self) -> Iterator[tuple[StoredRecord, int | EmaCkptError]]:
+        """Yield records with their CRC-32, or with an error of reading them, in stored order.
 
-    def jobs(self, records: Iterable[StoredRecord]) -> Iterator[_ReadRanges]:
+        What matches its checksum is not yielded, but for payloads that are no items.
+        """
+        for checked in self.found.records:
+            if checked.error is not None:
+                yield checked.record, checked.error
+            elif checked.crc is not None:
+                yield checked.record, checked.crc
+        for number, group in groupby(self._results, key=attrgetter("number")):
+            results, record = list(group), self._records[number]
+            for result in results:
+                if result.error is not None:
+                    yield record, result.error
+            intervals = [one.interval for one in results if one.interval is not None]
+            crc = join_crcs(intervals, record.nbytes)
+            if crc is not None:
+                yield record, crc
+
+    def _jobs(self) -> Iterator[_ReadRanges]:
         """Cut large records into several jobs, and put small ones together."""
         batch: list[_ReadRange] = []
         total = 0
-        for number, record in enumerate(records):
+        for number, record in enumerate(self._records):
             if record.nbytes > _SEGMENT_NBYTES:
                 for start in range(0, record.nbytes, _SEGMENT_NBYTES):
                     stop = min(start + _SEGMENT_NBYTES, record.nbytes)
@@ -103,40 +121,61 @@ class _ChecksumPass:
         if batch:
             yield _ReadRanges(batch)
 
-    def start_worker(self) -> Callable[[_ReadRanges], int]:
-        is_remote = is_url(self._source.root)
-        block = buffer(_REMOTE_BLOCK_NBYTES if is_remote else _BLOCK_NBYTES)
+    def _workers(self, threads: int) -> Workers:
+        if self._is_remote:
+            return Workers(threads)
+        pieces, nbytes = self.items.totals()
+        for record in self._records:
+            pieces, nbytes = pieces + 1, nbytes + record.nbytes
+        return Workers.fit(threads, nbytes * _SECONDS_PER_BYTE, pieces * _SECONDS_PER_PIECE)
 
-        def read(job: _ReadRanges) -> int:
-            for number, record, start, stop in job.ranges:
-                nbytes = stop - start
-                try:
-                    offset = record.offset + start
-                    crc = range_crc(self._source, record.file, offset, nbytes, block)
-                except SourceError as error:
-                    self.results.append(_Result(number, record, None, error))
-                    continue
-                if record.is_payload or nbytes < record.nbytes or crc != record.crc:
-                    self.results.append(_Result(number, record, (start, nbytes, crc)))
-            return sum(part.stop - part.start for part in job.ranges if part.record.is_payload)
+    def _block(self) -> memoryview:
+        return buffer(_REMOTE_BLOCK_NBYTES if self._is_remote else _BLOCK_NBYTES)
 
-        return read
+    def _checker(self, block: memoryview | None = None) -> ItemChecker:
+        return ItemChecker(self._catalog, self.items, self.found, block or self._block())
+
+    def start_worker(self) -> Callable[[CheckJob], int]:
+        block = self._block()
+        checker = self._checker(block)
+
+        def check(job: CheckJob) -> int:
+            if isinstance(job, ItemRun):
+                return checker.check_run(job)
+            if isinstance(job, ItemPart):
+                return checker.check_part(job)
+            return self._read(job, block)
+
+        return check
+
+    def _read(self, job: _ReadRanges, block: memoryview) -> int:
+        source = self._catalog.source
+        for number, record, start, stop in job.ranges:
+            nbytes = stop - start
+            try:
+                crc = range_crc(source, record.file, record.offset + start, nbytes, block)
+            except SourceError as error:
+                self._results.append(_Result(number, None, error))
+                continue
+            if record.is_payload or nbytes < record.nbytes or crc != record.crc:
+                self._results.append(_Result(number, (start, nbytes, crc)))
+        return sum(part.stop - part.start for part in job.ranges if part.record.is_payload)
 
     def dump(self) -> bytes:
-        rows = []
-        for number, record, interval, error in self.results:
-            failure = error and [error.code, str(error), error.tensor, error.file]
-            rows.append([number, astuple(record), interval, failure])
-        return dump_json(rows)
+        results = []
+        for number, interval, error in self._results:
+            results.append([number, interval, dump_error(error)])
+        return dump_json([self.items.dump(), self.found.dump(), results])
 
     def merge(self, dumped: bytes) -> None:
-        for number, fields, interval, failure in json.loads(dumped):
-            error = None
-            if failure:
-                code, message, tensor, file = failure
-                error = SourceError(code, message, tensor=tensor, file=file)
+        items, found, results = json.loads(dumped)
+        self.items.merge(items)
+        self.found.merge(found)
+        for number, interval, error in results:
             place = interval and (interval[0], interval[1], interval[2])
-            self.results.append(_Result(number, StoredRecord(*fields), place, error))
+            self._results.append(_Result(number, place, error and load_error(error)))
 
     def reset(self) -> None:
-        self.results.clear()
+        self._results.clear()
+        self.found.reset()
+        self.items.forget()

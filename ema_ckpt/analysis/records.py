@@ -1,7 +1,7 @@
 """List every stored record of a checkpoint that has, or could have, a checksum.
 
-A DCP item is a whole archive: its small records count like its payload. A torch file is one
-archive. Elsewhere payloads lie bare.
+A torch file is one archive. Elsewhere payloads lie bare, but for those that are items of DCP:
+`items.py` finds the tensors' ones, and here are the objects'.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ema_ckpt.core.catalog import Catalog, Chunk, Payload, Tensor
+from ema_ckpt.core.catalog import Catalog, Chunk, Files, Payload, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.formats.torch_zip.reader import read_archive
+
+OnError = Callable[[EmaCkptError, int], None]
+"""Gets what could not be located, and its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +44,48 @@ class StoredRecord:
         return self.file, self.offset
 
 
+def archive_records(
+    source: Files,
+    file: str,
+    offset: int,
+    nbytes: int,
+    owner_of: Callable[[int], str],
+    has_objects: bool,
+    on_error: OnError,
+) -> Iterator[StoredRecord]:
+    """Yield the records of an archive.
+
+    Args:
+        owner_of: tells whom the record at an offset of the file belongs to.
+        has_objects: whether `data.pkl` counts as payload: it holds values, not just places.
+    """
+    owner = owner_of(offset) or None
+    try:
+        archive = read_archive(source, file, offset, nbytes)
+    except SourceError as error:
+        kind = "object" if has_objects else "tensor"
+        on_error(about(error, tensor=owner, file=file, kind=kind), nbytes)
+        return
+    if not archive.is_torchs():
+        place = f"in the archive at byte {archive.window.offset}"
+        message = f"{file}: no record 'version' {place}, which torch refuses to load"
+        on_error(SourceError("bad-header", message, tensor=owner, file=file), 0)
+    payloads = ("data.pkl",) if has_objects else ()
+    for record in archive.records.values():
+        if record.nbytes:
+            is_payload = record.name.startswith("data/") or record.name in payloads
+            place_and_crc = file, record.offset, record.nbytes, record.crc
+            yield StoredRecord(owner_of(record.offset), record.name, *place_and_crc, is_payload)
+
+
 class RecordList:
-    """Lists stored records; what cannot be located goes to `on_error` with its bytes.
+    """Lists stored records; what cannot be located goes to `on_error`.
 
     Attributes:
         payloads: those of each tensor's chunks, once listed; None for one that was not located.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        sizes: Mapping[str, int],
-        on_error: Callable[[EmaCkptError, int], None],
-    ) -> None:
+    def __init__(self, catalog: Catalog, sizes: Mapping[str, int], on_error: OnError) -> None:
         """`sizes` has the bytes of every file that is there; what reaches beyond is left out."""
         self.catalog = catalog
         self.payloads: dict[str, tuple[Payload | None, ...]] = {}
@@ -70,8 +102,9 @@ class RecordList:
 
     def listing(self) -> Iterator[StoredRecord]:
         """Yield all records, tensors first, in stored order; what several names share once."""
-        for tensor in self.catalog.tensors:
-            if tensor.refusal is None:
+        catalog = self.catalog
+        for tensor in catalog.tensors:
+            if tensor.refusal is None and not consists_of_items(catalog, tensor):
                 yield from self._tensor_records(tensor)
         yield from self.object_records()
         yield from self.file_records()
@@ -79,36 +112,32 @@ class RecordList:
     def object_records(self) -> Iterator[StoredRecord]:
         """Yield the records of objects that lie in items of their own."""
         for item in self.catalog.objects:
-            end = item.offset + item.nbytes
-            if not item.is_inline and item.nbytes and self._is_there(item.file, end):
-                yield from self._item_records(item.name, item.file, item.offset, item.nbytes, True)
+            key, end = (item.file, item.offset), item.offset + item.nbytes
+            if item.is_inline or not item.nbytes or not self._is_there(item.file, end):
+                continue
+            if key not in self._listed:
+                self._listed.add(key)
+                yield from self._archive_records(*key, item.nbytes, item.name, True)
 
     def file_records(self) -> Iterator[StoredRecord]:
         """Yield the records of files that are archives as a whole."""
         for file in self.catalog.files:
             if file in self.catalog.archives and file in self._sizes:
                 has_objects = any(item.file == file for item in self.catalog.objects)
-                yield from self._archive_records(None, file, 0, self._sizes[file], has_objects)
+                yield from self._archive_records(file, 0, self._sizes[file], None, has_objects)
 
     def _is_there(self, file: str, end: int) -> bool:
         return bool(file) and end <= self._sizes.get(file, -1)
 
     def _tensor_records(self, tensor: Tensor) -> Iterator[StoredRecord]:
         payloads = self.payloads[tensor.name] = self._locate(tensor)
-        for chunk, payload in zip(tensor.chunks, payloads, strict=True):
-            if payload is None or not (payload.nbytes or chunk.nbytes):
+        for payload in payloads:
+            if payload is None or not payload.nbytes:
                 continue
             key = (payload.file, payload.offset)
             if payload.file in self.catalog.archives:
                 self._owners.setdefault(key, tensor.name)
-            elif (payload.offset, payload.nbytes) != (chunk.offset, chunk.nbytes):
-                for record in self._item_records(
-                    tensor.name, chunk.file, chunk.offset, chunk.nbytes, False
-                ):
-                    # What was recorded beside the archive outranks its own checksum.
-                    is_its = record.key == key and payload.is_recorded
-                    yield replace(record, crc=payload.crc, is_recorded=True) if is_its else record
-            elif key not in self._listed and payload.nbytes:
+            elif key not in self._listed:
                 self._listed.add(key)
                 yield StoredRecord(tensor.name, "", *key, payload.nbytes, payload.crc, True)
 
@@ -136,36 +165,22 @@ class RecordList:
     def _report(self, error: SourceError, tensor: str, chunk: Chunk) -> None:
         self._on_error(about(error, tensor=tensor, file=chunk.file), chunk.nbytes)
 
-    def _item_records(
-        self, owner: str, file: str, offset: int, nbytes: int, is_object: bool
-    ) -> Iterator[StoredRecord]:
-        """Yield the records of a DCP item, once."""
-        if (file, offset) not in self._listed:
-            self._listed.add((file, offset))
-            yield from self._archive_records(owner, file, offset, nbytes, is_object)
-
     def _archive_records(
-        self, owner: str | None, file: str, offset: int, nbytes: int, has_objects: bool
+        self, file: str, offset: int, nbytes: int, owner: str | None, has_objects: bool
     ) -> Iterator[StoredRecord]:
-        """Yield the records of an archive; without `owner` each belongs to the tensor stored there.
+        """Yield an archive's records; without `owner` each belongs to the tensor stored there."""
 
-        With `has_objects`, `data.pkl` counts as payload: it holds values, not just places.
-        """
-        try:
-            archive = read_archive(self.catalog.source, file, offset, nbytes)
-        except SourceError as error:
-            kind = "object" if has_objects else "tensor"
-            self._on_error(about(error, tensor=owner, file=file, kind=kind), nbytes)
-            return
-        if not archive.is_torchs():
-            place = f"in the archive at byte {archive.window.offset}"
-            message = f"{file}: no record 'version' {place}, which torch refuses to load"
-            self._on_error(SourceError("bad-header", message, tensor=owner, file=file), 0)
-        payloads = ("data.pkl",) if has_objects else ()
-        for record in archive.records.values():
-            if record.nbytes:
-                name = self._owners.get((file, record.offset), "") if owner is None else owner
-                is_payload = record.name.startswith("data/") or record.name in payloads
-                yield StoredRecord(
-                    name, record.name, file, record.offset, record.nbytes, record.crc, is_payload
-                )
+        def owner_of(place: int) -> str:
+            return self._owners.get((file, place), "") if owner is None else owner
+
+        source = self.catalog.source
+        yield from archive_records(
+            source, file, offset, nbytes, owner_of, has_objects, self._on_error
+        )
+
+
+def consists_of_items(catalog: Catalog, tensor: Tensor) -> bool:
+    """Whether the tensor's chunks are archives of their own."""
+    if not catalog.item_files:
+        return False
+    return any(chunk.file in catalog.item_files for chunk in tensor.chunks)

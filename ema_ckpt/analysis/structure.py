@@ -54,9 +54,9 @@ def _check_headers(audit: Audit) -> None:
 
 def _note_checksum(audit: Audit, name: str, payload: Payload) -> None:
     found = payload.own_crc if payload.is_recorded else payload.crc
+    audit.crcs[payload.file, payload.offset] = found
     if found is None:
         return
-    audit.crcs[payload.file, payload.offset] = found
     if payload.is_recorded and found != payload.crc:
         values = f"expected CRC-32 {payload.crc:08x}, its header says {found:08x}"
         message = f"{payload.file}: {name!r}: {values}: {OTHER_BYTES}; use another copy"

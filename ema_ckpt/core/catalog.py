@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.display import displayed
@@ -113,6 +113,18 @@ class Payload(NamedTuple):
     crc: int | None = None
     is_recorded: bool = False
     own_crc: int | None = None
+
+
+class ItemKind(NamedTuple):
+    """What chunks have in common whose archives, written by one program, are of one shape.
+
+    Attributes:
+        nbytes: of the archive. dtype: name of the element type. sizes: of the chunk, in elements.
+    """
+
+    nbytes: int
+    dtype: str
+    sizes: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +255,23 @@ class Reader(Protocol):
         ...
 
 
+@runtime_checkable
+class ItemReader(Protocol):
+    """A reader of files in which each chunk is an archive of its own (`Catalog.item_files`)."""
+
+    def recognise(
+        self, kind: ItemKind, file: str, offset: int, item: memoryview | None = None
+    ) -> Payload | None:
+        """Locate the payload of an archive that is like an earlier one; None if it is not.
+
+        Of one that is recognised everything but the payload is whole.
+
+        Args:
+            item: the archive's bytes, where they have been read.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """A checkpoint opened: tensors and objects in stored order, and how to get at their bytes.
@@ -254,6 +283,8 @@ class Catalog:
             are told by name.
         files: every data file the metadata names, with the least size it must have.
         archives: those of `files` that are torch archives as a whole, whatever their endings.
+        item_files: those in which each chunk's span is a torch archive; `reader` is then an
+            `ItemReader`.
         digests: recorded CRC-32 of logical row-major bytes, by full stored tensor name.
         nesting: dict keys and tuples that paths leave open.
         ties: names that the source dropped as tied, each with the name that was kept.
@@ -281,6 +312,7 @@ class Catalog:
     world_size: int | None = None
     files: Mapping[str, int] = field(default_factory=dict)
     archives: frozenset[str] = frozenset()
+    item_files: frozenset[str] = frozenset()
     digests: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[Diagnostic, ...] = ()
     nesting: Nesting = field(default_factory=Nesting)

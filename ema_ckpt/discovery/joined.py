@@ -15,6 +15,8 @@ from ema_ckpt.core.catalog import (
     Catalog,
     Diagnostic,
     Files,
+    ItemKind,
+    ItemReader,
     Nesting,
     Object,
     Path,
@@ -57,6 +59,10 @@ class _Part:
     def file_name(self, file: str) -> str:
         """Name a file of the part as in the joined checkpoint; an entry without a file has ""."""
         return self.directory + file if file else ""
+
+    def inner_name(self, file: str) -> str:
+        """Name a file of the joined checkpoint as in the part."""
+        return file.removeprefix(self.directory)
 
     def problems(self, names: Mapping[str, str]) -> Iterator[Problem]:
         """Tell the problems of the part as ones of the joined checkpoint, with its `names`."""
@@ -112,13 +118,26 @@ class JoinedReader:
     def __init__(self) -> None:
         self.tensors: dict[str, tuple[_Part, Tensor]] = {}
         self.objects: dict[str, tuple[_Part, Object]] = {}
+        self.item_files: dict[str, _Part] = {}
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
         part, original = self.tensors[tensor.name]
-        payloads = part.catalog.reader.payloads(original)
-        if not part.directory:
-            return payloads
-        return tuple(payload._replace(file=part.directory + payload.file) for payload in payloads)
+        directory = part.directory
+        if not directory:
+            return part.catalog.reader.payloads(replace(original, chunks=tensor.chunks))
+        chunks = [chunk._replace(file=part.inner_name(chunk.file)) for chunk in tensor.chunks]
+        payloads = part.catalog.reader.payloads(replace(original, chunks=tuple(chunks)))
+        return tuple(payload._replace(file=directory + payload.file) for payload in payloads)
+
+    def recognise(
+        self, kind: ItemKind, file: str, offset: int, item: memoryview | None = None
+    ) -> Payload | None:
+        part = self.item_files[file]
+        reader = part.catalog.reader
+        if not isinstance(reader, ItemReader):
+            return None
+        payload = reader.recognise(kind, part.inner_name(file), offset, item)
+        return None if payload is None else payload._replace(file=file)
 
     def load(self, item: Object) -> object:
         part, original = self.objects[item.name]
@@ -291,12 +310,15 @@ def _relocate(part: _Part, reader: JoinedReader) -> Catalog:
     moved = dict(zip(names, tensors, strict=True))
     new_names = dict(zip(names, [tensor.name for tensor in tensors], strict=True))
     keys = {place(path): key for path, key in catalog.nesting.keys.items()}
+    item_files = dict.fromkeys(map(part.file_name, catalog.item_files), part)
+    reader.item_files |= item_files
     return replace(
         catalog,
         tensors=tuple(tensors),
         objects=tuple(_relocate_object(part, item, reader) for item in catalog.objects),
         files={directory + file: nbytes for file, nbytes in catalog.files.items()},
         archives=frozenset(map(part.file_name, catalog.archives)),
+        item_files=frozenset(item_files),
         digests={moved[name].name: crc for name, crc in catalog.digests.items()},
         warnings=tuple(part.warnings()),
         nesting=Nesting(keys, frozenset(map(place, catalog.nesting.tuples))),
@@ -383,5 +405,6 @@ def _merge(catalogs: Sequence[Catalog]) -> Catalog:
         order=(),
         header_text=header_text,
         archives=frozenset(every(catalog.archives for catalog in catalogs)),
+        item_files=frozenset(every(catalog.item_files for catalog in catalogs)),
         find_mismatches=lambda: list(every(catalog.find_mismatches() for catalog in catalogs)),
     )

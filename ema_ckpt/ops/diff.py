@@ -29,6 +29,8 @@ from ema_ckpt.writing.preflight import check_sources
 # but sums in float32 depend on where blocks end, and the numbers should not depend on who works.
 _BLOCK_NBYTES = 256 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
+# Of one worker; its time in the interpreter is that of numpy's calls.
+_SECONDS_PER_BYTE, _LOCKED_SECONDS_PER_BYTE = 0.25e-9, 0.1e-9
 
 
 def diff(
@@ -102,8 +104,11 @@ def fit_workers(nbytes: int, threads: int, budget: int, remote: bool) -> tuple[W
     if remote:
         block_nbytes = min(budget // (4 * threads), _REMOTE_BLOCK_NBYTES)
         return Workers(threads), max(64 << 10, block_nbytes) & ~4095
-    threads = min(threads, budget // (4 * _BLOCK_NBYTES))
-    return Workers.fit(threads, nbytes, budget, 4 * _BLOCK_NBYTES), _BLOCK_NBYTES
+    import numpy  # noqa: F401 - before children are forked, which share it
+
+    most = max(min(threads, budget // (4 * _BLOCK_NBYTES)), 1)
+    free_seconds, locked_seconds = nbytes * _SECONDS_PER_BYTE, nbytes * _LOCKED_SECONDS_PER_BYTE
+    return Workers.fit(most, free_seconds, locked_seconds), _BLOCK_NBYTES
 
 
 class _CompareBlocks(NamedTuple):

@@ -42,6 +42,7 @@ from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
 from ema_ckpt.state_dicts.rules.rules import Rules
 from ema_ckpt.state_dicts.tree import list_trees
 from ema_ckpt.storage.directories import join, list_folder
+from ema_ckpt.storage.files import is_url
 
 # Opening fails with these if there is no checkpoint to judge, or none that can be judged.
 _NO_VERDICT = frozenset(
@@ -52,6 +53,7 @@ _NO_VERDICT = frozenset(
 _AUDITED = frozenset({"missing-file", "truncated-file", "unsafe-pickle"})
 _STALE_SUFFIXES = (".distcp", ".safetensors")
 _BLOCK_NBYTES = 512 << 10
+_SECONDS_PER_BYTE, _LOCKED_SECONDS_PER_BYTE = 0.4e-9, 0.1e-9  # of one worker that scans values
 
 
 def verify(
@@ -146,7 +148,7 @@ def _audit_payload(
     if values:
         scan_values(audit, workers, progress)
     if origin is not None:
-        compare_with(audit, origin, Workers(workers), progress)
+        compare_with(audit, origin, workers, progress)
     return audit
 
 
@@ -245,14 +247,12 @@ class _Report:
         """Add the findings of an audit."""
         self.problems |= audit.problems
         self.warnings += audit.warnings
-        self.checked += sum(audit.checked.values())
+        self.checked += audit.checked
         root = audit.catalog.source.root
         self.files |= audit.sizes.keys()
         for (file, _), nbytes in audit.unchecked.items():
             self.unchecked[root, file] = self.unchecked.get((root, file), 0) + nbytes
-        for name, payloads in audit.payloads.items():
-            if any(p is not None and (p.file, p.offset) in audit.unchecked for p in payloads):
-                self.unproven.append(name)
+        self.unproven += audit.unproven()
 
     def compare_or_write(
         self, manifest: Path, workers: Workers, progress: Callable[[int], None] | None
@@ -358,7 +358,7 @@ def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:
 def scan_values(audit: Audit, threads: int, progress: Callable[[int], None] | None = None) -> None:
     """Scan all tensors that can be read; report NaN and infinities, warn of zeros and extremes."""
     scan = _ValueScan(audit)
-    executor.run(scan, [scan.jobs()], Workers(threads), progress)
+    executor.run(scan, [scan.jobs()], scan.workers(threads), progress)
     for tensor in audit.catalog.tensors:
         counts = scan.counts.get(tensor.name)
         if counts is None:
@@ -392,6 +392,15 @@ class _ValueScan:
         self.counts: dict[str, ValueCounts] = {}
         self._audit = audit
         self._lock = threading.Lock()
+
+    def workers(self, threads: int) -> Workers:
+        """Choose the workers; numpy is imported before children are forked, which share it."""
+        import numpy  # noqa: F401
+
+        if is_url(self._audit.catalog.source.root):
+            return Workers(threads)
+        nbytes = sum([tensor.nbytes for tensor in self._audit.catalog.tensors])
+        return Workers.fit(threads, nbytes * _SECONDS_PER_BYTE, nbytes * _LOCKED_SECONDS_PER_BYTE)
 
     def jobs(self) -> Iterator[_ScanBlocks]:
         """Cut all tensors into jobs; report those whose bytes cannot be located."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.reading.box_reader import BoxReader, locate
-from ema_ckpt.reading.cast import Caster
+from ema_ckpt.reading.cast import Caster, import_all
 from ema_ckpt.reading.digests import compute_digest, recorded_digest
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
@@ -30,8 +30,10 @@ from ema_ckpt.state_dicts.rules.ruled_catalog import apply_rules, list_ties
 from ema_ckpt.state_dicts.rules.rules import Rules
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees
+from ema_ckpt.storage.files import is_url
 
 _BLOCK_NBYTES = 512 << 10
+_SECONDS_PER_BYTE, _SECONDS_PER_TENSOR = 0.3e-9, 50e-6  # of one worker
 
 
 class Origin(NamedTuple):
@@ -44,7 +46,7 @@ class Origin(NamedTuple):
 def compare_with(
     audit: Audit,
     origin: Origin,
-    workers: Workers,
+    threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Report every tensor that `origin` does not have, bit for bit or after its cast.
@@ -61,7 +63,7 @@ def compare_with(
         if origin.rules is not None:
             ruled = apply_rules(origin.rules, whole, trees)
             whole, trees = ruled.catalog, ruled.trees
-        _Comparison(audit, whole, trees, workers).run(progress)
+        _Comparison(audit, whole, trees, threads).run(progress)
     finally:
         catalog.source.close()
 
@@ -102,13 +104,20 @@ class _OriginDigests:
     def compute(
         self,
         jobs: Sequence[_Digest],
-        workers: Workers,
+        threads: int,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Compute those digests that are not known yet."""
         new = {job.key: job for job in jobs if job.key not in self.results}
         if new:
-            executor.run(self, [new.values()], workers, progress)
+            executor.run(self, [new.values()], self._workers(new.values(), threads), progress)
+
+    def _workers(self, jobs: Collection[_Digest], threads: int) -> Workers:
+        if is_url(self.origin.source.root):
+            return Workers(threads)
+        import_all((job.tensor.dtype, job.dtype) for job in jobs)
+        free_seconds = sum([job.nbytes for job in jobs]) * _SECONDS_PER_BYTE
+        return Workers.fit(min(threads, len(jobs)), free_seconds, len(jobs) * _SECONDS_PER_TENSOR)
 
     def start_worker(self) -> Callable[[_Digest], int]:
         reader = BoxReader(_BLOCK_NBYTES)
@@ -152,15 +161,13 @@ class _OriginDigests:
 class _Comparison:
     """Comparison of an audited checkpoint with its source."""
 
-    def __init__(
-        self, audit: Audit, origin: Catalog, trees: Sequence[Tree], workers: Workers
-    ) -> None:
+    def __init__(self, audit: Audit, origin: Catalog, trees: Sequence[Tree], threads: int) -> None:
         self.audit = audit
         self.tensors = {tensor.name: tensor for tensor in audit.catalog.tensors}
         self.origin = origin
         self.origin_trees = trees
         self.reader = BoxReader(_BLOCK_NBYTES)
-        self.workers = workers
+        self.threads = threads
         self.origin_digests = _OriginDigests(origin)
 
     def run(self, progress: Callable[[int], None] | None) -> None:
@@ -172,7 +179,7 @@ class _Comparison:
                 other = naming.counterpart(name)
                 if other is not None and other.shape == tensor.shape:
                     jobs.append(_Digest(other, tensor.dtype))
-            self.origin_digests.compute(jobs, self.workers, progress)
+            self.origin_digests.compute(jobs, self.threads, progress)
             missing, differing = [], []
             for name in self.tensors:
                 if naming.counterpart(name) is None:
@@ -220,7 +227,7 @@ class _Comparison:
     def origin_digest(self, tensor: Tensor, dtype: DType) -> int | None:
         """Return the digest of a source's tensor, after the cast to `dtype`; cached."""
         job = _Digest(tensor, dtype)
-        self.origin_digests.compute([job], Workers(1))
+        self.origin_digests.compute([job], 1)
         digest, failure = self.origin_digests.results[job.key]
         if failure is not None:
             code, message, name, file = failure

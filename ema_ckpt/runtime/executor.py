@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ema_ckpt.runtime.fork_pool import OnBytes, can_fork, jobs_per_batch, run_forked
 from ema_ckpt.runtime.thread_pool import run_threads
 
-LEAST_FORKED_NBYTES = 64 << 20  # fewer are done sooner than children are forked
+LEAST_SECONDS = 0.03  # of work for each worker: a child takes some milliseconds to come and go
 _LAST_JOBS = 8  # of each worker, which are ordered by size
 
 on_job: Callable[[Any], None] | None = None
@@ -61,17 +61,20 @@ class Workers(NamedTuple):
     processes: bool = False
 
     @classmethod
-    def fit(cls, threads: int, nbytes: int, budget_nbytes: int, worker_nbytes: int) -> Workers:
-        """Choose child processes if they pay and can be forked, else as many threads.
+    def fit(cls, most: int, free_seconds: float, locked_seconds: float = 0.0) -> Workers:
+        """Choose as many workers as have enough to do: processes where they can be forked.
 
         Args:
-            nbytes: bytes for which processes are faster than threads.
-            budget_nbytes: bound of all buffers. worker_nbytes: memory of one child process.
+            most: the largest number.
+            free_seconds: what one worker would take to read, compute checksums and write, which
+                threads do side by side.
+            locked_seconds: what it would take in the interpreter, whose lock threads wait for.
         """
-        children = min(threads, budget_nbytes // worker_nbytes)
-        if children > 1 and nbytes >= LEAST_FORKED_NBYTES and can_fork():
-            return cls(children, True)
-        return cls(threads)
+        seconds = free_seconds + locked_seconds
+        number = max(1, min(most, int(seconds / max(LEAST_SECONDS, 1e-9))))
+        if number == 1 or can_fork():
+            return cls(number, number > 1)
+        return cls(min(number, 1 + int(2 * free_seconds / max(locked_seconds, 1e-9))))
 
 
 def dump_json(value: object) -> bytes:

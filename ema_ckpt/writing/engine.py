@@ -46,7 +46,7 @@ def run(
         finished = journal.completed() if journal is not None else {}
         work = WriteContext(catalog, schedule, outputs, state, journal, finished, options.fsync)
         executor.expect(options.progress, schedule.nbytes(ranks, finished))
-        executor.run(work, schedule.streams(rank, ranks), schedule.workers(), options.progress)
+        executor.run(work, schedule.streams(rank, ranks), schedule.workers, options.progress)
         if rank:
             outputs.close()  # on a network file system this is what lets the first rank see it
         if group is not None:

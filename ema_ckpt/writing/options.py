@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
+_LEAST_BLOCK_NBYTES = 16 << 10
 
 
 class WriterArgs(TypedDict, total=False):
@@ -122,8 +123,12 @@ class WriteOptions:
         """Bytes of buffers in flight."""
         return self.budget_nbytes or default_budget(remote)
 
-    def block_nbytes(self, remote: bool) -> int:
+    def block_nbytes(self, remote: bool, workers: int) -> int:
         """Bytes of one buffer; each worker needs up to four."""
-        share = max(self.budget(remote), MIN_BUDGET_NBYTES) // (4 * max(self.threads, 1))
+        share = max(self.budget(remote), MIN_BUDGET_NBYTES) // (4 * workers)
         largest = _REMOTE_BLOCK_NBYTES if remote else _BLOCK_NBYTES
-        return max(16 << 10, min(share, largest)) & ~15
+        return max(_LEAST_BLOCK_NBYTES, min(share, largest)) & ~15
+
+    def most_workers(self, remote: bool) -> int:
+        """Workers that may run at most: `threads`, if the budget has four buffers for each."""
+        return min(self.threads, self.budget(remote) // (4 * _LEAST_BLOCK_NBYTES))

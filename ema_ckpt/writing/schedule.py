@@ -6,7 +6,7 @@ are cut into segments that any worker may take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Payload, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.write_plan import OutputTensor, WriteItem, WritePlan
+from ema_ckpt.core.dtypes import DType
+from ema_ckpt.core.write_plan import WriteItem, WritePlan
 from ema_ckpt.reading.box_reader import LocatedBox, locate_box
 from ema_ckpt.reading.cast import import_all
 from ema_ckpt.reading.overlaps import RowBlocks
-from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.writing.journal import Range
@@ -34,9 +34,9 @@ _MAX_BATCH = 4096
 _MAX_GAP_NBYTES = 4096
 # The kernel serialises writes to one file. Measured on 16 cores with four and eight workers: rows
 # 1.2 s and 1.4 s; columns 2.5 s and 3.6 s.
-_WORKERS_PER_FILE = 4
-_CHILD_NBYTES = 4 << 20  # a child process takes 5 to 8 MB with its buffers
-_WORTH_NBYTES = 48 << 10  # of one read, for a second worker to be of use
+_WORKERS_PER_FILE = 8
+# Of one worker: to copy a byte, to find and read a chunk, to assemble or cast a byte.
+_SECONDS_PER_BYTE, _SECONDS_PER_READ, _LOCKED_SECONDS_PER_BYTE = 0.4e-9, 20e-6, 0.15e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,7 @@ class Schedule:
     """A write plan as jobs, located item by item.
 
     Attributes:
+        workers: how many are to do the jobs.
         block_nbytes: bytes of one buffer; four of them for each worker fit the budget.
         copy_nbytes: bytes that are copied at once.
     """
@@ -138,44 +139,16 @@ class Schedule:
     def __init__(self, catalog: Catalog, plan: WritePlan, options: WriteOptions) -> None:
         self.items = plan.items
         self.is_remote = is_url(catalog.source.root)
-        self.block_nbytes = options.block_nbytes(self.is_remote)
+        self.workers = self._choose_workers(options.most_workers(self.is_remote), len(plan.files))
+        self.block_nbytes = options.block_nbytes(self.is_remote, self.workers.number)
         self.copy_nbytes = self.block_nbytes
         if not self.is_remote:
             self.copy_nbytes = min(self.block_nbytes, _COPY_NBYTES)
-        self._files = len(plan.files)
-        self._options = options
         self._reader = catalog.reader
         self._source = catalog.source
         # A tensor that goes to several files is located once: its items come far apart.
         self._recurs = len({item.output.name for item in self.items}) < len(self.items)
         self._payloads: dict[str, tuple[Payload, ...]] = {}
-
-    def workers(self) -> Workers:
-        """Choose the workers: one if Python overhead dominates, else as many as find work."""
-        threads = self._options.threads
-        if self.is_remote:
-            return Workers(threads)
-        outputs = {item.output.name: item.output for item in self.items}
-        if sum(item.nbytes for item in self.items) < self._reads(outputs) * _WORTH_NBYTES:
-            return Workers(1)
-        if not any(item.output.casts for item in self.items):
-            threads = min(threads, _WORKERS_PER_FILE * self._files)
-        # Assembled from columns, or cast: the work that waits for the interpreter's lock.
-        nbytes = self._nbytes_to_assemble(outputs)
-        if threads > 1 and nbytes >= executor.LEAST_FORKED_NBYTES:
-            # Child processes share what is imported before. numpy may start threads, which forbid
-            # children.
-            import_all((item.output.source.dtype, item.output.dtype) for item in self.items)
-        return Workers.fit(threads, nbytes, self._options.budget(self.is_remote), _CHILD_NBYTES)
-
-    def _nbytes_to_assemble(self, outputs: Mapping[str, OutputTensor]) -> int:
-        """Count bytes of items that are not copied as they are."""
-        moved = {name: output.is_moved for name, output in outputs.items()}
-        return sum(item.nbytes for item in self.items if not moved[item.output.name])
-
-    def _reads(self, outputs: Mapping[str, OutputTensor]) -> int:
-        """Count reads: one for each item, and one more for each chunk that begins inside one."""
-        return len(self.items) + sum(len(output.source.chunks) for output in outputs.values())
 
     def nbytes(self, ranks: int, finished: Iterable[Range]) -> int:
         """Return the bytes that one of so many ranks will write, if those ranges are there."""
@@ -191,6 +164,32 @@ class Schedule:
             jobs = self._jobs(indices)
             yield jobs if ranks == 1 else _share(jobs, position, total, rank, ranks)
             position += sum(self.items[index].nbytes for index in indices)
+
+    def _choose_workers(self, threads: int, files: int) -> Workers:
+        """Choose as many workers as find work; columns and casts are work in the interpreter."""
+        if self.is_remote:
+            return Workers(threads)
+        outputs = {item.output.name: item.output for item in self.items}
+        computed = set[tuple[DType, DType]]()
+        reads = len(self.items)  # one for each, and one more for each chunk that begins inside one
+        for output in outputs.values():
+            reads += len(output.source.chunks)
+            if not output.is_moved:
+                computed.add((output.source.dtype, output.dtype))
+        nbytes = sum([item.nbytes for item in self.items])
+        free_seconds = nbytes * _SECONDS_PER_BYTE
+        locked_seconds = reads * _SECONDS_PER_READ
+        if computed:
+            locked_seconds += nbytes * _LOCKED_SECONDS_PER_BYTE
+        if all(source == target for source, target in computed):
+            threads = min(threads, _WORKERS_PER_FILE * files)
+        workers = Workers.fit(threads, free_seconds, locked_seconds)
+        if computed and workers.processes:
+            # Child processes share what is imported before. numpy may start threads, which forbid
+            # children.
+            import_all(computed)
+            return Workers.fit(threads, free_seconds, locked_seconds)
+        return workers
 
     def _jobs(self, indices: Sequence[int]) -> Iterator[WriteJob]:
         batch: list[int] = []

@@ -2,7 +2,7 @@
 
 Eight gloo processes save one state dict {"model": {...}} through `torch.distributed.checkpoint`. Layouts:
 `row` and `column` (all matrices split on dim 0 or dim 1), `2d` (tensor parallel 2, FSDP2 4 inside it) and
-`small` (20 000 tensors of 64 x 16). With `--hf` the same tensors go through `HuggingFaceStorageWriter`, flat,
+`small` (20 000 tensors of 64 x 16; `small:N` has N). With `--hf` the same tensors go through `HuggingFaceStorageWriter`, flat,
 as torch's own consolidator wants them. With `--ema` a second tree of the same size lies beside the model, its
 averages, each element a little off the live one.
 
@@ -27,8 +27,9 @@ BLOCK = 1_000_003
 
 def shapes(layout: str, nbytes: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a decoder of about `nbytes` in float32, or of the small tensors."""
-    if layout == "small":
-        return {f"blocks.{i // 10}.t{i % 10}": (64, 16) for i in range(20_000)}
+    kind, _, count = layout.partition(":")
+    if kind == "small":
+        return {f"blocks.{i // 10}.t{i % 10}": (64, 16) for i in range(int(count or 20_000))}
     h = HIDDEN
     layer = {"up": (4 * h, h), "gate": (4 * h, h), "down": (h, 4 * h), "norm": (h,)}
     layer |= dict.fromkeys(("q", "k", "v", "o"), (h, h))

@@ -82,7 +82,9 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layout", action="append", choices=(*LAYOUTS, "start"))
-    parser.add_argument("--size", type=_size, default="2GB", help="bytes a layout (not of `small`)")
+    parser.add_argument(
+        "--size", type=size_of, default="2GB", help="bytes a layout (not of `small`)"
+    )
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument(
         "--rival-runs", type=int, help="runs of the three slow rivals; --runs if not given"
@@ -102,7 +104,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _size(text: str) -> int:
+def size_of(text: str) -> int:
     number, unit = re.fullmatch(r"([\d.]+)\s*([kMG]?B)", text).groups()
     return int(float(number) * {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}[unit])
 
@@ -115,7 +117,7 @@ def _headline(folder: Path) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
-def _ours(*arguments: object) -> list[str]:
+def ours(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "ema_ckpt", *map(str, arguments)]
 
 
@@ -158,12 +160,12 @@ def _contenders(
     out = [
         Contender("cp -r", ["cp", "-r", str(source), str(copy)], [copy], runs),
         Contender("cp -r, fsync", ["/bin/sh", "-c", synced], [copy], runs),
-        Contender("ours --no-fsync", _ours("consolidate", source, file, "--no-fsync", "-q"), [file], runs, ENV),
-        Contender("ours", _ours("consolidate", source, file, "-q"), [file], runs, ENV),
+        Contender("ours --no-fsync", ours("consolidate", source, file, "--no-fsync", "-q"), [file], runs, ENV),
+        Contender("ours", ours("consolidate", source, file, "-q"), [file], runs, ENV),
         Contender(
-            "ours --dtype bf16", _ours("consolidate", source, file, "--dtype", "bf16", "--no-fsync", "-q"), [file], runs, ENV
+            "ours --dtype bf16", ours("consolidate", source, file, "--dtype", "bf16", "--no-fsync", "-q"), [file], runs, ENV
         ),
-        Contender("ours to .pt", _ours("consolidate", source, torch_file, "--no-fsync", "-q"), [torch_file], runs, ENV),
+        Contender("ours to .pt", ours("consolidate", source, torch_file, "--no-fsync", "-q"), [torch_file], runs, ENV),
     ]  # fmt: skip
     for name, code in RIVALS.items():
         if options.rival_runs:
@@ -186,10 +188,10 @@ def _start(small: Path, options: argparse.Namespace) -> list[Contender]:
     read = "import sys, torch.distributed.checkpoint as d; d.FileSystemReader(sys.argv[1]).read_metadata()"
     return [
         Contender("python -c pass", [sys.executable, "-c", "pass"], [], options.runs),
-        Contender("--help", _ours("--help"), [], options.runs, ENV),
-        Contender("inspect, 8 ranks of a few kB", _ours("inspect", fixture), [], options.runs, ENV),
-        Contender("inspect, 160 000 chunks", _ours("inspect", small), [], options.runs, ENV),
-        Contender("inspect --json, 160 000 chunks", _ours("inspect", small, "--json"), [], options.runs, ENV),
+        Contender("--help", ours("--help"), [], options.runs, ENV),
+        Contender("inspect, 8 ranks of a few kB", ours("inspect", fixture), [], options.runs, ENV),
+        Contender("inspect, 160 000 chunks", ours("inspect", small), [], options.runs, ENV),
+        Contender("inspect --json, 160 000 chunks", ours("inspect", small, "--json"), [], options.runs, ENV),
         Contender("torch's read_metadata, 160 000 chunks", [sys.executable, "-W", "ignore", "-c", read, str(small)], [],
                   options.rival_runs or 1),
     ]  # fmt: skip
@@ -202,7 +204,7 @@ def _check(layout: str, nbytes: int, source: Path, folder: Path) -> None:
 
     out = folder / "out.safetensors"
     remove(out)
-    run_once(_ours("consolidate", source, out, "--no-fsync", "-q"), folder / "log", ENV)
+    run_once(ours("consolidate", source, out, "--no-fsync", "-q"), folder / "log", ENV)
     base = checkpoints.block()
     wanted = checkpoints.shapes(layout, nbytes)
     with safe_open(out, "pt") as file:

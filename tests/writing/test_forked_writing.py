@@ -66,13 +66,15 @@ def test_fixtures(folder: str, tmp_path: Path) -> None:
     assert " 0 " in out
 
 
-@pytest.mark.parametrize(
-    ("budget", "made"), [("4MiB", "[]"), ("12MiB", "[(3, 3)]"), ("16MiB", "[(4, 4)]")]
-)
-def test_children_fit_the_budget(source: Path, tmp_path: Path, budget: str, made: str) -> None:
-    options = ("--threads", 64, "--max-memory", budget, "-q")
-    out, _ = run(programs.write, "consolidate", source, tmp_path / "a.safetensors", *options)
-    assert out == f"{made}\n"
+@pytest.mark.parametrize(("budget", "nbytes"), [("4MiB", 4 << 20), ("16MiB", 16 << 20)])
+def test_the_buffers_of_all_processes_fit_the_budget(
+    source: Path, tmp_path: Path, budget: str, nbytes: int
+) -> None:
+    options = ("--threads", 64, "--max-memory", budget, "--dtype", "bf16", "-q")
+    out, _ = run(programs.write_with_buffers, "reshard", source, tmp_path / "a", *options)
+    buffers = [line.split() for line in out.splitlines()[:-1]]
+    assert 1 < len({pid for pid, _ in buffers}) <= 64
+    assert sum([int(size) for _, size in buffers]) <= nbytes
 
 
 def infinite(shown: str) -> bool:

@@ -54,4 +54,4 @@ def test_four_buffers_for_each_worker_fit_the_budget(
     threads: int, budget: int | None, remote: bool, nbytes: int
 ) -> None:
     options = WriteOptions(threads=threads, budget_nbytes=budget)
-    assert options.block_nbytes(remote) == nbytes
+    assert options.block_nbytes(remote, threads) == nbytes

@@ -16,7 +16,7 @@ from ema_ckpt.core.catalog import (
     Chunk,
     Diagnostic,
     Files,
-    Ints,
+    ItemKind,
     Nesting,
     Object,
     Path,
@@ -94,6 +94,7 @@ def open_dcp(
         nested=any(part.paths for part in parts),
         world_size=1 + max(ranks) if ranks else None,
         files=required,
+        item_files=frozenset(required),
         digests=sidecar.digests_of(content, tensors, sidecar.SIDECAR),
         warnings=tuple(warnings),
         nesting=content.nesting or Nesting(),
@@ -262,7 +263,7 @@ class _Reader:
             if place.transforms
         }
         self._pickles: dict[bytes, TensorRef] = {}
-        self._templates: dict[tuple[int, str, Ints], tuple[ArchiveTemplate, Payload]] = {}
+        self._templates: dict[ItemKind, tuple[ArchiveTemplate, Payload]] = {}
 
     def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
         return tuple([self._payload(tensor, chunk) for chunk in tensor.chunks])
@@ -270,38 +271,39 @@ class _Reader:
     def _payload(self, tensor: Tensor, chunk: Chunk) -> Payload:
         if 0 in chunk.sizes:
             return Payload(chunk.file, chunk.offset, 0)
-        recognised = self.recognise(tensor, chunk)
+        kind = ItemKind(chunk.nbytes, tensor.dtype.name, chunk.sizes)
+        recognised = self.recognise(kind, chunk.file, chunk.offset)
         return self._parse_archive(tensor, chunk) if recognised is None else recognised
 
     def recognise(
-        self, tensor: Tensor, chunk: Chunk, item: memoryview | None = None
+        self, kind: ItemKind, file: str, offset: int, item: memoryview | None = None
     ) -> Payload | None:
-        earlier = self._templates.get((chunk.nbytes, tensor.dtype.name, chunk.sizes))
-        file, start = chunk.file, chunk.offset
-        if earlier is None or (file, start) in self._transformed:
+        earlier = self._templates.get(kind)
+        if earlier is None or (file, offset) in self._transformed:
             return None
         template, model = earlier
         if item is None:
-            if start + chunk.nbytes > self._source.size(file):
+            if offset + kind.nbytes > self._source.size(file):
                 return None
-            if chunk.nbytes <= _ONE_READ_NBYTES:
-                item = memoryview(self._source.read(file, start, chunk.nbytes))
+            if kind.nbytes <= _ONE_READ_NBYTES:
+                item = memoryview(self._source.read(file, offset, kind.nbytes))
         if item is not None:
             match = template.match(item[: template.start], item[template.stop :])
         else:
-            head = self._source.read(file, start, template.start)
-            tail_nbytes = chunk.nbytes - template.stop
-            tail = self._source.read(file, start + template.stop, tail_nbytes)
-            match = template.match(head, tail)
+            head = self._source.read(file, offset, template.start)
+            tail_nbytes = kind.nbytes - template.stop
+            match = template.match(
+                head, self._source.read(file, offset + template.stop, tail_nbytes)
+            )
         if match is None:
             return None
-        payload_start = start + template.start
-        payload = Payload(file, payload_start, model.nbytes, model.strides, model.start, match.crc)
-        return self._as_recorded(payload, chunk)
+        start = offset + template.start
+        payload = Payload(file, start, model.nbytes, model.strides, model.start, match.crc)
+        return self._as_recorded(payload, file, offset)
 
-    def _as_recorded(self, payload: Payload, chunk: Chunk) -> Payload:
-        """Return the payload with the CRC-32 that was recorded beside it, if one was."""
-        recorded = self._crcs.get((chunk.file, chunk.offset)) if self._crcs else None
+    def _as_recorded(self, payload: Payload, file: str, offset: int) -> Payload:
+        """Return the payload with the CRC-32 recorded beside the item at `offset`, if one was."""
+        recorded = self._crcs.get((file, offset)) if self._crcs else None
         if recorded is None:
             return payload
         return payload._replace(crc=recorded, is_recorded=True, own_crc=payload.crc)
@@ -323,8 +325,9 @@ class _Reader:
         payload = Payload(file, stored.offset, stored.nbytes, strides, ref.start, stored.crc)
         template = template_of(archive, stored.name)
         if template is not None:
-            self._templates[chunk.nbytes, tensor.dtype.name, chunk.sizes] = (template, payload)
-        return self._as_recorded(payload, chunk)
+            kind = ItemKind(chunk.nbytes, tensor.dtype.name, chunk.sizes)
+            self._templates[kind] = (template, payload)
+        return self._as_recorded(payload, file, chunk.offset)
 
     def load(self, item: Object) -> object:
         where = f"{item.file}: object {item.name!r}"

@@ -1,0 +1,84 @@
+"""Items that are recognised: the same verdict as by reading every record, whole or damaged, here or in children."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ema_ckpt import EmaCkptError, verify
+from ema_ckpt.analysis import items
+from ema_ckpt.analysis.item_checker import ItemChecker
+from tests.checkpoints import save_dcp
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+WHOLE = sorted(path for path in (FIXTURES / "dcp").iterdir() if path.is_dir())
+NASTY = sorted(path for path in (FIXTURES / "nasty").iterdir() if list(path.glob("*.distcp")))
+
+
+def verdict(path: Path) -> object:
+    """All that `verify` finds out, or the code of its error."""
+    try:
+        return verify(path, threads=1)
+    except EmaCkptError as error:
+        return error.code
+
+
+def verdict_by_records(path: Path) -> object:
+    """The same by reading every item record by record."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ItemChecker, "_recognise", lambda *_: None)
+        return verdict(path)
+
+
+@pytest.mark.parametrize("path", [*WHOLE, *NASTY], ids=lambda path: path.name)
+def test_fixtures(path: Path) -> None:
+    assert verdict(path) == verdict_by_records(path)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve tensors of two shapes in one file, and an object."""
+    torch.manual_seed(0)
+    shapes = [(3, 5), (40,)]
+    tensors = {f"w{i}": torch.randn(shapes[i % 2]) for i in range(12)}
+    return save_dcp(tmp_path_factory.mktemp("many") / "c", {"model": tensors, "note": "text"})
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60
+)
+@given(data=st.data())
+def test_damaged_items(many: Path, tmp_path: Path, data: st.DataObject) -> None:
+    (file,) = many.glob("*.distcp")
+    raw = bytearray(file.read_bytes())
+    for place in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=4)):
+        raw[place] ^= 1 << data.draw(st.integers(0, 7))
+    path = tmp_path / "c"
+    shutil.copytree(many, path, dirs_exist_ok=True)
+    (path / file.name).write_bytes(raw)
+    assert verdict(path) == verdict_by_records(path)
+
+
+@pytest.mark.parametrize("flip", [None, 700, 2000, 5000])
+def test_parts_of_large_items(
+    flip: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items of several segments: the parts are joined, and looked at again where they do not match."""
+    tensors = {f"w{i}": torch.randn(1000) for i in range(3)}
+    path = save_dcp(tmp_path / "c", {"model": tensors})
+    if flip is not None:
+        (file,) = path.glob("*.distcp")
+        raw = bytearray(file.read_bytes())
+        raw[flip] ^= 4
+        file.write_bytes(raw)
+    expected = verdict_by_records(path)
+    monkeypatch.setattr(items, "_SEGMENT_NBYTES", 1000)
+    progress: list[int] = []
+    assert verify(path, threads=3, progress=progress.append) == expected
+    assert min(progress) > 0
+    assert sum(progress) == 3 * 4000 or flip
