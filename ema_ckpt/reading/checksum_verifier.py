@@ -89,9 +89,10 @@ class ChecksumVerifier:
         Raises:
             SourceError: `checksum`.
         """
-        block = buffer(_BLOCK_NBYTES)
+        block: memoryview | None = None
         for tensor, payload, intervals, _ in list(self._open.values()):
             if not self._compare(tensor, payload, intervals):
+                block = block or buffer(_BLOCK_NBYTES)
                 crc = range_crc(self._source, payload.file, payload.offset, payload.nbytes, block)
                 if crc != payload.crc:
                     raise mismatch(tensor, payload, crc)
