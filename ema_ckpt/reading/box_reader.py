@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 _GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
 # From a gigabyte on, a tensor may be so many times the bytes that a file has of it.
 _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 1 << 30, 64
+# Columns that are transposed at once, and what rows are longer by, so that those at a power of two
+# do not push each other out of the cache: five times as fast as without either.
+_COLUMNS, _PAD_NBYTES = 128, 64
 _dest = attrgetter("dest")
 
 
@@ -58,6 +61,14 @@ class LocatedBox(NamedTuple):
     box: Box
     ranges: Sequence[ByteRange] | None
     overlaps: Sequence[Overlap]
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether elements that lie together in the file come apart, as in a transposed tensor.
+
+        Each block then takes a little of every row of the file: the larger it is, the better.
+        """
+        return any(overlap.payload.strides is not None for overlap in self.overlaps)
 
 
 def locate(
@@ -138,7 +149,8 @@ class BoxReader:
         first = start // itemsize
         for box in flat_range_boxes(located.box.sizes, first, first + len(out) // itemsize):
             offsets = [o + c for o, c in zip(box.offsets, corner, strict=True)]
-            blocks = RowBlocks(Box(tuple(offsets), box.sizes), itemsize, self.block_nbytes)
+            nbytes = len(out) if located.is_gathered else self.block_nbytes
+            blocks = RowBlocks(Box(tuple(offsets), box.sizes), itemsize, nbytes)
             for index in range(blocks.count):
                 block = blocks.block(index)
                 nbytes = block.numel * itemsize
@@ -266,20 +278,38 @@ class BoxReader:
         for tile in _tiles(box, overlap.strides, itemsize, self.block_nbytes, gap):
             strides, nbytes = list(overlap.strides), tile.span * itemsize
             step = strides[tile.axis] if strides else 0
-            scratch = self._buffer("scratch", tile.reads * nbytes)
+            pitch = nbytes + _PAD_NBYTES // itemsize * itemsize if tile.reads > 1 else nbytes
+            scratch = self._buffer("scratch", tile.reads * pitch)
             for index in range(tile.reads):
                 offset = payload.offset + (overlap.start(tile.box) + index * step) * itemsize
-                view = scratch[index * nbytes : (index + 1) * nbytes]
+                view = scratch[index * pitch : index * pitch + nbytes]
                 located.source.read_into(payload.file, offset, view)
             if tile.reads > 1:
-                strides[tile.axis] = tile.span
+                strides[tile.axis] = pitch // itemsize
             values = np.lib.stride_tricks.as_strided(
                 np.frombuffer(scratch, target.dtype),
                 tile.box.sizes,
                 [stride * itemsize for stride in strides],
                 writeable=False,
             )
-            target[tile.box.within(box).slices()] = values
+            _copy_tile(target[tile.box.within(box).slices()], values)
+
+
+def _copy_tile(target: NDArray[Any], values: NDArray[Any]) -> None:
+    """Copy a tile; one that is transposed in parts that stay in the cache."""
+    import numpy as np
+
+    ndim = values.ndim
+    if ndim < 2 or values.shape[-1] == 1 or values.strides[-1] <= values.strides[-2]:
+        target[...] = values
+        return
+    pad = max(_PAD_NBYTES // values.itemsize, 1)
+    rows = np.empty((_COLUMNS, *values.shape[:-2], values.shape[-2] + pad), values.dtype)
+    for first in range(0, values.shape[-1], _COLUMNS):
+        columns = values[..., first : first + _COLUMNS]
+        part = rows[: columns.shape[-1], ..., :-pad]
+        part[...] = np.moveaxis(columns, -1, 0)
+        target[..., first : first + _COLUMNS] = np.moveaxis(part, 0, -1)
 
 
 class _Tile(NamedTuple):

@@ -17,6 +17,8 @@ from ema_ckpt.reading.box_reader import BoxReader, LocatedBox
 from ema_ckpt.reading.checksum_verifier import Interval, join_crcs
 from ema_ckpt.reading.overlaps import RowBlocks, row_ranges
 
+_GATHERED_NBYTES = 16 << 20  # of a block that takes a little of every row of a file
+
 
 def explain_mismatch(catalog: Catalog) -> str:
     """Say why a digest can differ although every storage matches its checksum, and what to do."""
@@ -68,7 +70,8 @@ def compute_digest(
     crc, tensor = 0, located.tensor
     if not tensor.nbytes:
         return crc
-    blocks = RowBlocks(located.box, tensor.dtype.itemsize, reader.block_nbytes)
+    nbytes = _GATHERED_NBYTES if located.is_gathered else reader.block_nbytes
+    blocks = RowBlocks(located.box, tensor.dtype.itemsize, nbytes)
     for block in reader.blocks(located, blocks):
         crc = crc32(block if cast is None else cast(block), crc)
     return crc

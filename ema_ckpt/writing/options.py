@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
 _LEAST_BLOCK_NBYTES = 16 << 10
+_GATHERED_NBYTES = 48 << 20
 
 
 class WriterArgs(TypedDict, total=False):
@@ -132,3 +133,11 @@ class WriteOptions:
     def most_workers(self, remote: bool) -> int:
         """Workers that may run at most: `threads`, if the budget has four buffers for each."""
         return min(self.threads, self.budget(remote) // (4 * _LEAST_BLOCK_NBYTES))
+
+    def gathered_nbytes(self, remote: bool, workers: int) -> int:
+        """Bytes of one block that takes a little of every row of a file, as transposing does.
+
+        All workers' blocks have 48 MiB by default, and otherwise half of the budget.
+        """
+        total = self.budget_nbytes // 2 if self.budget_nbytes else _GATHERED_NBYTES
+        return max(total // workers, self.block_nbytes(remote, workers)) & ~15

@@ -144,6 +144,7 @@ class Schedule:
         self.copy_nbytes = self.block_nbytes
         if not self.is_remote:
             self.copy_nbytes = min(self.block_nbytes, _COPY_NBYTES)
+        self._gathered_nbytes = options.gathered_nbytes(self.is_remote, self.workers.number)
         self._reader = catalog.reader
         self._source = catalog.source
         # A tensor that goes to several files is located once: its items come far apart.
@@ -236,6 +237,8 @@ class Schedule:
 
     def _assembled_nbytes(self, located: LocatedItem) -> int:
         """Choose the length of blocks so that each chunk abreast is read in long pieces."""
+        if located.box.is_gathered:
+            return self._gathered_nbytes
         if self.is_remote:
             return self.block_nbytes
         box = located.item.box
