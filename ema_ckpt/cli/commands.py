@@ -386,12 +386,18 @@ def synthesize_command(snapshots: tuple[str, ...], out: str, **options: Any) -> 
     """
     from ema_ckpt.ops.synthesize import synthesize
 
-    formats = [text for text in options["to"] if not text.isdecimal()]
-    numbers = [int(text) for text in options["to"] if text.isdecimal()]
-    if len(formats) > 1 or len(numbers) + (options["to_step"] is not None) > 1:
+    formats, numbers = [], []
+    for text in options["to"]:
+        if text.isdecimal():
+            numbers.append(int(text))
+        else:
+            formats.append(text)
+    if options["to_step"] is not None:
+        numbers.append(options["to_step"])
+    if len(formats) > 1 or len(numbers) > 1:
         raise click.UsageError("--to takes one format, and one number of a step")
     options["to"] = formats[0] if formats else None
-    options["to_step"] = numbers[0] if numbers else options["to_step"]
+    options["to_step"] = numbers[0] if numbers else None
     _run_writer(synthesize, snapshots, out, **options)
 
 

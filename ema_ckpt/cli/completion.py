@@ -45,7 +45,10 @@ def _paths(params: Mapping[str, object], args: list[str]) -> Iterator[str]:
     """Yield the sources that were named; while an option lacks its value, all are in `args`."""
     for name in _PATHS:
         value = params.get(name)
-        yield from [value] if isinstance(value, str) else value if isinstance(value, tuple) else ()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, tuple):
+            yield from value
     yield from args
 
 

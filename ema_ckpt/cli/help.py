@@ -48,12 +48,14 @@ class VerbCommand(Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write each group of options under its heading, all in the same columns."""
-        groups = [
-            (heading, [record for option in options if (record := option.get_help_record(ctx))])
-            for heading, options in grouped_options(self, ctx)
-        ]
-        widths = [len(flags) for _, rows in groups for flags, _ in rows]
-        first = min(max(widths, default=0), _MAX_FLAGS_WIDTH)
+        groups = []
+        width = 0
+        for heading, options in grouped_options(self, ctx):
+            records = [option.get_help_record(ctx) for option in options]
+            rows = list(filter(None, records))
+            groups.append((heading, rows))
+            width = max(width, *(len(flags) for flags, _ in rows), 0)
+        first = min(width, _MAX_FLAGS_WIDTH)
         for heading, rows in groups:
             padded = [(flags.ljust(first), text) for flags, text in rows]
             with formatter.section(heading):
@@ -76,11 +78,16 @@ def grouped_options(
     command: click.Command, ctx: click.Context
 ) -> list[tuple[str, list[click.Option]]]:
     """Return headings, with the options below each, in the order of definition."""
-    headings = {name: heading for heading, names in OPTION_GROUPS for name in names.split()}
-    groups: dict[str, list[click.Option]] = {heading: [] for heading, _ in OPTION_GROUPS}
+    headings: dict[str, str] = {}
+    groups: dict[str, list[click.Option]] = {}
+    for heading, names in OPTION_GROUPS:
+        groups[heading] = []
+        headings.update(dict.fromkeys(names.split(), heading))
+    last_heading = OPTION_GROUPS[-1][0]
     for param in command.get_params(ctx):
         if isinstance(param, click.Option):
-            groups[headings.get(param.name or "", OPTION_GROUPS[-1][0])].append(param)
+            heading = headings.get(param.name or "", last_heading)
+            groups[heading].append(param)
     return [(heading, options) for heading, options in groups.items() if options]
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
+from string import capwords
 
 from rich.console import Console
 from rich.markup import escape
@@ -71,7 +72,7 @@ def _setting(value: object) -> str:
     """Format a setting of an EMA; a schedule as the call that makes it."""
     if not isinstance(value, Mapping):
         return str(value)
-    kind = "".join(part.capitalize() for part in str(value.get("kind", "schedule")).split("-"))
+    kind = capwords(str(value.get("kind", "schedule")), "-").replace("-", "")
     fields = [f"{key}={_short(field)}" for key, field in value.items() if key != "kind"]
     return f"{kind}({', '.join(fields)})"
 
@@ -91,14 +92,19 @@ def _short(value: object) -> str:
 def narrow(result: InspectResult, tree: str) -> InspectResult:
     """Reduce `result`, whose tensors are those of `tree`, to its trees, settings and objects."""
     owners = owning_trees(result, tree)
-    trees = tuple(entry for entry in result.trees if entry.name in owners)
+    trees = [entry for entry in result.trees if entry.name in owners]
     settings = {name: values for name, values in result.ema.items() if name in owners}
+    objects = []
     if any(is_path_of(tree, entry.name) for entry in trees):
-        objects = tuple(o for o in result.objects if owner_of(o.name, result.trees) in owners)
+        for item in result.objects:
+            if owner_of(item.name, result.trees) in owners:
+                objects.append(item)
     else:  # a path below a tree
-        trees = tuple(row_of_part(entry, tree, result.tensors) for entry in trees)
-        objects = tuple(o for o in result.objects if o.name.startswith(f"{tree}."))
-    return replace(result, trees=trees, objects=objects, ema=settings)
+        trees = [row_of_part(entry, tree, result.tensors) for entry in trees]
+        for item in result.objects:
+            if item.name.startswith(f"{tree}."):
+                objects.append(item)
+    return replace(result, trees=tuple(trees), objects=tuple(objects), ema=settings)
 
 
 def owning_trees(result: InspectResult, tree: str) -> set[str]:
@@ -219,11 +225,15 @@ def is_counter(tensor: TensorEntry, role: str) -> bool:
 
 def counter_text(counters: Sequence[TensorEntry]) -> str:
     """Name counters; those of one kind, as the step of each parameter, are counted."""
-    kinds = Counter(tensor.fqn.rpartition(".")[2] for tensor in counters)
-    names = {tensor.fqn.rpartition(".")[2]: tensor.fqn for tensor in counters}
-    texts = [names[kind] if count == 1 else f"{count} × {kind}" for kind, count in kinds.items()]
+    kinds: dict[str, list[str]] = {}
+    for tensor in counters:
+        kinds.setdefault(tensor.fqn.rpartition(".")[2], []).append(tensor.fqn)
+    texts = []
+    for kind, names in kinds.items():
+        texts.append(names[0] if len(names) == 1 else f"{len(names)} × {kind}")
+    shown = ", ".join(texts[:_MAX_COUNTERS])
     hidden = len(texts) - _MAX_COUNTERS
-    return ", ".join(texts[:_MAX_COUNTERS]) + (f", … {hidden} more" if hidden > 0 else "")
+    return f"{shown}, … {hidden} more" if hidden > 0 else shown
 
 
 def shard_lines(tensors: tuple[TensorEntry, ...]) -> Iterator[str]:

@@ -199,11 +199,15 @@ class CommandGroup:
 
     def _missing(self) -> list[int]:
         """List the ranks that have not come to the present step."""
-        ranks = [rank for rank in range(self.size) if rank != self.rank]
+        missing = []
         try:
-            return [r for r in ranks if not self._store.check([f"ema_ckpt/{self._step}/{r}"])]
+            for rank in range(self.size):
+                key = f"ema_ckpt/{self._step}/{rank}"
+                if rank != self.rank and not self._store.check([key]):
+                    missing.append(rank)
         except (RuntimeError, AttributeError):  # rank 0, which keeps the list, is not there
             return [0]
+        return missing
 
 
 def _first_line(error: Exception) -> str:

@@ -84,6 +84,11 @@ def tree_role(name: str) -> str | None:
     return role_of(name) or role_of(name.rpartition(".")[2])
 
 
+def first_components(names: Iterable[str]) -> set[str]:
+    """What dotted names begin with: the outermost dictionaries or modules."""
+    return {name.partition(".")[0] for name in names}
+
+
 def part_role(name: str) -> str | None:
     """Role of a checkpoint's part by the name of its directory or file stem; None if it is none."""
     if name.startswith("rng"):
@@ -98,10 +103,15 @@ def part_roles(names: Iterable[str]) -> dict[str, str]:
     average whatever X is, and `weights` beside an optimizer or an average is live.
     """
     present = list(dict.fromkeys(names))
-    roles = {name: role for name in present if (role := part_role(name))}
+    roles = {}
+    for name in present:
+        role = part_role(name)
+        if role is not None:
+            roles[name] = role
     for name in present:
         live = name.removesuffix("_ema")
-        if live != name and live in present and roles.get(live) not in (OPTIMIZER, OTHER):
+        is_averaged = live != name and live in present
+        if is_averaged and roles.get(live) not in (OPTIMIZER, OTHER):
             roles |= {live: LIVE, name: EMA}
     if "weights" in present and {OPTIMIZER, EMA} & set(roles.values()):
         roles["weights"] = LIVE

@@ -6,7 +6,6 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.discovery.location import DCP, RANK_FILES, SAFETENSORS, TORCH, Location, is_index
 from ema_ckpt.formats import content
-from ema_ckpt.formats.content import Kind
 from ema_ckpt.formats.sidecar import load_json
 from ema_ckpt.storage.directories import join
 from ema_ckpt.storage.files import open_files
@@ -64,6 +63,7 @@ def judged(location: Location) -> Location:
 def judged_file(location: Location) -> Location:
     """Return the location of one file with the format of its content. Raises as `judged`."""
     name, words = location.names[0], ""
+    path = join(location.root, name)
     source = open_files(location.root)
     try:
         kind = content.kind_of(source, name)
@@ -72,24 +72,18 @@ def judged_file(location: Location) -> Location:
     finally:
         source.close()
     if kind is None:
-        return location if location.format else _refuse_unknown(location, words)
+        if location.format:
+            return location
+        endings = ", ".join((*FILE_SUFFIXES, ".index.json"))
+        message = f"{path}: {words}, no checkpoint (those are told by content, whatever their"
+        message = f"{message} ending; usual are {endings})"
+        raise SourceError("not-a-checkpoint", message, file=path)
     if kind.reader == content.INDEX:
         return location._replace(format=index_format(location.root, name))
     if kind.reader == content.NOT_READ:
-        raise _not_read(join(location.root, name), kind)
+        remedy = f"; {kind.remedy}" if kind.remedy else ""
+        raise SourceError("unsupported", f"{path}: {kind.what}{remedy}", file=path)
     return location._replace(format=kind.reader)
-
-
-def _refuse_unknown(location: Location, words: str) -> Location:
-    path = join(location.root, location.names[0])
-    endings = ", ".join((*FILE_SUFFIXES, ".index.json"))
-    message = f"{path}: {words}, no checkpoint (those are told by content, whatever their ending"
-    raise SourceError("not-a-checkpoint", f"{message}; usual are {endings})", file=path)
-
-
-def _not_read(path: str, kind: Kind) -> SourceError:
-    remedy = f"; {kind.remedy}" if kind.remedy else ""
-    return SourceError("unsupported", f"{path}: {kind.what}{remedy}", file=path)
 
 
 def is_foreign(location: Location) -> bool:

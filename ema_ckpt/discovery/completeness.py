@@ -121,11 +121,13 @@ def _has_marker(root: str, levels: int) -> bool:
 
 def _changed_below(root: str, levels: int) -> bool:
     folder = list_folder(root)
+    if not folder.files and not folder.folders:
+        return _is_fresh(root)
     if any(_is_fresh(join(root, name)) for name in folder.files):
         return True
-    inner = folder.folders if levels > 0 else ()
-    is_empty = not folder.files and not folder.folders and _is_fresh(root)
-    return is_empty or any(_changed_below(join(root, name), levels - 1) for name in inner)
+    if levels <= 0:
+        return False
+    return any(_changed_below(join(root, name), levels - 1) for name in folder.folders)
 
 
 def _is_fresh(path: str) -> bool:

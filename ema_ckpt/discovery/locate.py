@@ -72,18 +72,16 @@ def locate_checkpoint(path: str) -> Location:
         folder = list_directory(path)
         location = _in_children(folder, _LEVELS_BELOW).only(folder)
     location = judged(location)
-    return _with_neighbours(location, path) if is_directory else location
+    if not is_directory:
+        return location
+    # What lies beside it is listed too; places are given below `path`.
+    listed = dict.fromkeys((*location.left_out, *neighbours_of(location)))
+    below = [item._replace(path=item.path.removeprefix(path).lstrip("/")) for item in listed]
+    return location._replace(left_out=tuple(below))
 
 
 def _in_root(root: str) -> Location | None:
     return _in_directory(list_directory(root))
-
-
-def _with_neighbours(location: Location, path: str) -> Location:
-    """Add what lies beside a checkpoint; places are given below `path`."""
-    listed = dict.fromkeys((*location.left_out, *neighbours_of(location)))
-    below = [item._replace(path=item.path.removeprefix(path).lstrip("/")) for item in listed]
-    return location._replace(left_out=tuple(below))
 
 
 # Latest.

@@ -110,12 +110,6 @@ def _sets_of_ranks(names: Iterable[str]) -> dict[str, list[str]]:
     return sets
 
 
-def _set_name(name: str) -> str:
-    """Name what the files of ranks hold: `model` of `model_rank_0.pt`."""
-    family, shard = family_of(name), _RANK_SHARD.fullmatch(name)
-    return family.name if family else shard[1] if shard else name
-
-
 def _of_ranks(root: str, names: Sequence[str], resolved: str) -> Location:
     if family_of(names[0]) is None:
         return Location(SAFETENSORS, root, tuple(names), resolved)
@@ -159,10 +153,21 @@ def locate_directory(folder: Folder) -> Location | None:
 
 def loose_files(folder: Folder) -> list[Location]:
     """List files that are checkpoints by themselves, those with weights before all others."""
-    named = _preferred(files_in(folder))
+    named = files_in(folder)
+    weights = [item for item in named if not is_state(item[0])]
+    named = _full_weights(named) or weights or named
     if len(named) > 1:
         named = [(name, location) for name, location in named if not is_foreign(location)]
     return [location for _, location in named]
+
+
+def _full_weights(named: Sequence[Named]) -> list[Named]:
+    """Keep what is neither a run's state nor an adapter."""
+    full = []
+    for name, location in named:
+        if not is_state(name) and not _is_adapter(location):
+            full.append((name, location))
+    return full
 
 
 def files_in(folder: Folder) -> list[Named]:
@@ -171,8 +176,14 @@ def files_in(folder: Folder) -> list[Named]:
     named: list[Named] = []
     sets = _sets_of_ranks(names)
     for pattern, files in sets.items():
+        label = files[0]
+        family, shard = family_of(label), _RANK_SHARD.fullmatch(label)
+        if family is not None:
+            label = family.name  # `model` of `model_rank_0.pt`
+        elif shard is not None:
+            label = shard[1]
         resolved = join(root, files[0] if len(files) == 1 else pattern)
-        named.append((_set_name(files[0]), _of_ranks(root, files, resolved)))
+        named.append((label, _of_ranks(root, files, resolved)))
     taken = set(chain.from_iterable(sets.values()))
     for name in names:
         if name not in taken and format_by_name(name):
@@ -202,13 +213,6 @@ def has_marker(folder: Folder) -> bool:
 def is_shard(name: str) -> bool:
     """Whether a file has the name of one of several shards, which an index names."""
     return _SHARD.fullmatch(name) is not None and _RANK_SHARD.fullmatch(name) is None
-
-
-def _preferred(named: Sequence[Named]) -> list[Named]:
-    """Return those with full weights; if there are none, adapters; if there are none, all."""
-    weights = [item for item in named if not is_state(item[0])]
-    full = [item for item in weights if not _is_adapter(item[1])]
-    return full or weights or list(named)
 
 
 def _is_adapter(location: Location) -> bool:
@@ -271,11 +275,10 @@ def _refuse_shards_without_index(folder: Folder) -> None:
 def _single(folder: Folder) -> Location | None:
     """Return the only safetensors file, or the only files of ranks, in a directory."""
     named = files_in(folder)
-    has_full_weights = any(not is_state(name) and not _is_adapter(of) for name, of in named)
-    usual = [location for _, location in named if location.format != TORCH]
-    if has_full_weights:
-        usual = [location for location in usual if not _is_adapter(location)]
-    return usual[0]._replace(resolved=folder.root) if len(usual) == 1 else None
+    single = [location for _, location in named if location.format != TORCH]
+    if _full_weights(named):
+        single = [location for location in single if not _is_adapter(location)]
+    return single[0]._replace(resolved=folder.root) if len(single) == 1 else None
 
 
 def _candidates(folder: Folder) -> list[str]:
@@ -301,19 +304,19 @@ def _parts(folder: Folder) -> list[tuple[str, Location, str]]:
 
 def _likely_parts(folder: Folder) -> list[Named]:
     """Locate what has the name of a part: directories, then files."""
-    files = [
-        (name, of)
-        for name, of in files_in(folder)
-        if of.format != TORCH and step_order(of.names[0]) is None
-    ]
+    files: list[Named] = []
+    for name, location in files_in(folder):
+        if location.format != TORCH and step_order(location.names[0]) is None:
+            files.append((name, location))
     folders = [name for name in folder.folders if step_order(name) is None]
     likely = part_roles([*folders, *(name for name, _ in files)])
     found: list[Named] = []
-    for name in filter(likely.__contains__, folders):
-        location = _part_in(join(folder.root, name))
-        if location is not None:
-            found.append((name, location))
-    return found + [(name, of) for name, of in files if name in likely]
+    for name in folders:
+        part = _part_in(join(folder.root, name)) if name in likely else None
+        if part is not None:
+            found.append((name, part))
+    found += [(name, location) for name, location in files if name in likely]
+    return found
 
 
 def _part_in(root: str) -> Location | None:

@@ -96,21 +96,25 @@ def _complete_ones(
 ) -> Iterator[tuple[int, str, Location]]:
     """Yield number, name and location of complete steps, the newest first; note the others."""
     for order in sorted(by_order, reverse=True):
-        located = [(name, _examine(steps, name, locate_folder)) for name in by_order[order]]
-        complete = [(name, location) for name, location in located if location is not None]
+        complete: dict[str, Location] = {}
+        for name in by_order[order]:
+            location = _examine(steps, name, locate_folder)
+            if location is not None:
+                complete[name] = location
         if complete:
-            name, location = _only(complete, steps.folder.root)
-            steps.names -= {other for other in by_order[order] if other != name}
-            yield order[0], name, location
+            name = _only(list(complete), steps.folder.root)
+            steps.names -= by_order[order].keys() - {name}
+            yield order[0], name, complete[name]
 
 
-def _only(complete: Sequence[tuple[str, Location]], root: str) -> tuple[str, Location]:
+def _only(names: Sequence[str], root: str) -> str:
     """Return the only one of equally new steps, or the only one with a plain name."""
-    plain = [step for step in complete if is_plain_step(step[0])]
-    for steps in (complete, plain):
-        if len(steps) == 1:
-            return steps[0]
-    raise ambiguous(root, [join(root, name) for name, _ in complete])
+    if len(names) == 1:
+        return names[0]
+    plain = list(filter(is_plain_step, names))
+    if len(plain) == 1:
+        return plain[0]
+    raise ambiguous(root, [join(root, name) for name in names])
 
 
 class _Entry(NamedTuple):
@@ -139,10 +143,13 @@ def _by_order(folder: Folder) -> _ByOrder:
     steps: _ByOrder = {}
     for entry in entries:
         order = step_order(entry.members[0])
-        if order is not None:
-            average = _average_of(entry, entries)
-            members = [*entry.members, *(average.members if average else ())]
-            steps.setdefault(order, {})[entry.name] = members
+        if order is None:
+            continue
+        members = list(entry.members)
+        average = _average_of(entry, entries)
+        if average is not None:
+            members += average.members
+        steps.setdefault(order, {})[entry.name] = members
     return steps
 
 
@@ -153,7 +160,8 @@ def _examine(steps: Steps, name: str, locate_folder: LocateFolder) -> Location |
         location = locate_step(path, locate_folder)
         if location is not None:
             return check_complete(location)
-        if not _is_empty(path):
+        folder = list_directory(path)
+        if folder.folders or folder.files:
             steps.hollow.append(LeftOut(path, "it holds no checkpoint", is_weights=False))
             return None
         raise SourceError("incomplete", "the directory is empty")
@@ -174,33 +182,27 @@ def _examine(steps: Steps, name: str, locate_folder: LocateFolder) -> Location |
 def locate_step(path: str, locate_folder: LocateFolder) -> Location | None:
     """Locate a step, together with the average under its name: `step_500` with `step_500_ema`."""
     location = _locate_one(path, locate_folder)
+    if location is None:
+        return None
     root, name = parent_of(path), base_name(path)
-    entries = _entries_beside(root) if location is not None else []
-    entry = next((entry for entry in entries if entry.name == name), None)
-    average = _average_of(entry, entries) if entry is not None else None
-    other = _locate_one(join(root, average.name), locate_folder) if average is not None else None
-    if location is None or entry is None or average is None or other is None:
-        return location
-    both = [(entry.label, location, LIVE), (average.label, other, EMA)]
-    return join_located(root, path, both)
-
-
-def _entries_beside(root: str) -> list[_Entry]:
     try:
-        return _entries(list_directory(root))
+        entries = _entries(list_directory(root))
     except AccessError:  # a step may be readable in a directory that may not be listed
-        return []
+        return location
+    entry = next((entry for entry in entries if entry.name == name), None)
+    average = None if entry is None else _average_of(entry, entries)
+    if entry is None or average is None:
+        return location
+    averaged = _locate_one(join(root, average.name), locate_folder)
+    if averaged is None:
+        return location
+    return join_located(root, path, [(entry.label, location, LIVE), (average.label, averaged, EMA)])
 
 
 def _locate_one(path: str, locate_folder: LocateFolder) -> Location | None:
     if is_folder(path):
         return locate_folder(path)
     return locate_pattern(path) or locate_file(path)
-
-
-def _is_empty(path: str) -> bool:
-    folder = list_directory(path)
-    return not folder.folders and not folder.files
 
 
 def steps_beside(path: str) -> list[str]:

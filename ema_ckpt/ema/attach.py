@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from itertools import chain
 from types import FrameType, MethodType
 from typing import Any
 
@@ -228,35 +229,42 @@ def _follow(optimizers: Sequence[Any], averaged: set[int] | None) -> list[_Follo
     roots = list({id(root): root for root in optimizers}.values())
     followed, idle = [], []
     for root in roots:
-        members = with_inner(root, [other for other in roots if other is not root])
-        if len(members) == 1 and not is_optimizer(root):
-            kind = type(root).__name__
-            message = f"attach wants optimizers; found {kind}: give those that step the model"
-            raise UsageError("usage", message)
-        own = {id(tensor) for tensor in parameters_of(root)}
-        own = own if averaged is None else own & averaged
-        if own:
-            # One that steps other parameters is a friend, or steps inside the root's step.
-            members = [one for one in members if own & set(map(id, parameters_of(one)))]
-        stepped = {id(tensor) for member in members for tensor in parameters_of(member)}
-        _refuse_unfollowable(members)
+        members = _members_of(root, roots, averaged)
+        stepped = set(map(id, chain.from_iterable(map(parameters_of, members))))
         if averaged is None or stepped & averaged:
             followed.append(_Followed(root, members))
         else:
             idle.append(type(root).__name__)
+    names = ", ".join(idle)
     if not followed:
         raise UsageError(
             "usage",
-            f"attach: {', '.join(idle)} steps no parameter that is averaged here: attach the"
-            " optimizer of this model, made after its last wrapper (fully_shard, FSDP, .to())",
+            f"attach: {names} steps no parameter that is averaged here: attach the optimizer of"
+            " this model, made after its last wrapper (fully_shard, FSDP, .to())",
         )
     if idle:
-        names = ", ".join(idle)
         warnings.warn(
             f"attach: {names} steps no parameter that is averaged here and is left out",
             stacklevel=4,
         )
     return followed
+
+
+def _members_of(root: Any, roots: Sequence[Any], averaged: set[int] | None) -> list[Any]:
+    """Return the optimizers that step what an optimizer given steps: itself, and those inside."""
+    members = with_inner(root, [other for other in roots if other is not root])
+    if len(members) == 1 and not is_optimizer(root):
+        kind = type(root).__name__
+        message = f"attach wants optimizers; found {kind}: give those that step the model"
+        raise UsageError("usage", message)
+    own = set(map(id, parameters_of(root)))
+    if averaged is not None:
+        own &= averaged
+    if own:
+        # One that steps other parameters is a friend, or steps inside the root's step.
+        members = [one for one in members if not own.isdisjoint(map(id, parameters_of(one)))]
+    _refuse_unfollowable(members)
+    return members
 
 
 def _refuse_unfollowable(members: Sequence[Any]) -> None:

@@ -315,13 +315,15 @@ class ShardedEMA:
         `host=True` has anything to wait for.
         """
         for step in self._prepared.steps or ():
-            if isinstance(step, OffloadStep):
-                step.join()
-                if host:
-                    step.wait()
-        if host:
-            averages = [shadow.average for shadow in self._averages.shadows]
-            for device in {average.device for average in averages if average.is_cuda}:
+            if not isinstance(step, OffloadStep):
+                continue
+            step.join()
+            if host:
+                step.wait()
+        if not host:
+            return
+        for device in {shadow.average.device for shadow in self._averages.shadows}:
+            if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
     # Facts

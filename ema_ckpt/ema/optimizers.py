@@ -29,20 +29,24 @@ def as_list(optimizers: Any, call: str) -> list[Any]:
     """
     if is_optimizer(optimizers) or inner_optimizers(optimizers):
         return [optimizers]
-    listed: list[Any] | None = None
     if isinstance(optimizers, Mapping):
         listed = list(optimizers.values())
     elif isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module | Tensor | str):
         listed = list(optimizers)
-    odd = [optimizers] if listed is None else [one for one in listed if not _is_known(one)]
-    if odd:
-        kind = type(odd[0]).__name__
-        message = (
-            f"{call}: optimizer is an optimizer, or several of them; found {kind}: give the"
-            " optimizer itself, not its state_dict() or a model"
-        )
-        raise UsageError("usage", message)
-    return listed or []
+    else:
+        raise _no_optimizer(optimizers, call)
+    for one in listed:
+        if not is_optimizer(one) and not inner_optimizers(one):
+            raise _no_optimizer(one, call)
+    return listed
+
+
+def _no_optimizer(value: object, call: str) -> UsageError:
+    message = (
+        f"{call}: optimizer is an optimizer, or several of them; found {type(value).__name__}: give"
+        " the optimizer itself, not its state_dict() or a model"
+    )
+    return UsageError("usage", message)
 
 
 def is_optimizer(value: object) -> bool:
@@ -129,8 +133,11 @@ def own_attributes(holder: object) -> dict[str, Any]:
 
 def _keeps_state(member: Any, members: Sequence[Any]) -> bool:
     """Return whether a member has state or parameters that no other inside it has."""
-    # One inside may know the container that it is in.
-    inner = [one for one in with_inner(member)[1:] if one in members and not _lacks_options(one)]
+    inner = []
+    for one in with_inner(member)[1:]:
+        # One inside may know the container that it is in.
+        if one in members and not _lacks_options(one):
+            inner.append(one)
     if not inner:
         return True
     state = getattr(member, "state", {})
@@ -138,9 +145,10 @@ def _keeps_state(member: Any, members: Sequence[Any]) -> bool:
         return False  # it shows the state of the one inside, as accelerate's does
     if state:
         return True
-    stepped = {id(tensor) for one in inner for tensor in parameters_of(one)}
-    has_more = any(id(tensor) not in stepped for tensor in parameters_of(member))
-    return has_more and not _lacks_options(member)
+    if _lacks_options(member):
+        return False
+    stepped = set(map(id, chain.from_iterable(map(parameters_of, inner))))
+    return not stepped.issuperset(map(id, parameters_of(member)))
 
 
 def _lacks_options(optimizer: Any) -> bool:
@@ -164,15 +172,13 @@ def _refuse_without_state(optimizer: Any) -> None:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield a value if it is a tensor, or those inside dicts, lists and tuples."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, list | tuple):
+        for inner in value:
             yield from tensors_in(inner)
-
-
-def _is_known(value: object) -> bool:
-    return is_optimizer(value) or bool(inner_optimizers(value))
 
 
 def _attributes(holder: object) -> Iterator[Any]:

@@ -132,9 +132,12 @@ class _Part(NamedTuple):
 def _part_of(tracked: TrackedShard, settings: Settings) -> _Part:
     """Return this rank's part of its local shard; all replicas split in the same way."""
     local, replica = tracked.shard.local, tracked.shard.replica
-    can_split = bool(tracked.shard.shape) and local.numel() > 0 and local.is_contiguous()
-    if settings.shard_replicas is False or replica is None or replica.count == 1 or not can_split:
-        return _Part(0, local.numel(), False)
+    everything = _Part(0, local.numel(), False)
+    if settings.shard_replicas is False or replica is None or replica.count == 1:
+        return everything
+    is_empty = not tracked.shard.shape or not local.numel()
+    if is_empty or not local.is_contiguous():
+        return everything
     return _Part(*replica_part(tuple(local.shape), replica.count, replica.index), True)
 
 
@@ -330,9 +333,11 @@ def _followed(
 
 def current_buffers(averages: Averages, model_shards: ModelShards) -> tuple[TrackedShard, ...]:
     """Return the present buffers that are not averaged: a forward may have exchanged them."""
-    by_name = {name: buffer for buffer in model_shards.buffers for name in buffer.shard.names}
-    fqns = [buffer.shard.fqn for buffer in averages.live_buffers]
-    return tuple(by_name[fqn] for fqn in fqns if fqn in by_name)
+    present: dict[str, TrackedShard] = {}
+    for buffer in model_shards.buffers:
+        present.update(dict.fromkeys(buffer.shard.names, buffer))
+    fqns = (buffer.shard.fqn for buffer in averages.live_buffers)
+    return tuple(present[fqn] for fqn in fqns if fqn in present)
 
 
 def _refuse_untied(shadow: Shadow, by_name: Mapping[str, TrackedShard]) -> None:

@@ -38,10 +38,6 @@ def _is_safetensors(first: bytes, nbytes: int) -> bool:
     return first[8:9] in b"{ " and 0 < header_nbytes <= nbytes - 8
 
 
-def _is_tar(first: bytes, _nbytes: int) -> bool:
-    return first[257:262] == b"ustar"
-
-
 _STATE_DICT = "save the state dict that it was made from"
 _KINDS: tuple[tuple[Callable[[bytes, int], bool], Kind], ...] = (
     (_is_safetensors, Kind(SAFETENSORS, "a safetensors file")),
@@ -51,7 +47,10 @@ _KINDS: tuple[tuple[Callable[[bytes, int], bool], Kind], ...] = (
         Kind(TORCH, "a pickle"),
     ),
     (lambda first, _nbytes: first.startswith(_TAR_MEMBERS), Kind(TORCH, "torch's tar form")),
-    (_is_tar, Kind(NOT_READ, "a tar archive", "unpack it")),
+    (
+        lambda first, _nbytes: first[257:262] == b"ustar",
+        Kind(NOT_READ, "a tar archive", "unpack it"),
+    ),
     (
         _begins(b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf"),
         Kind(NOT_READ, "a compressed file", "unpack it"),
@@ -96,8 +95,10 @@ def in_words(source: Files, name: str) -> str:
             return words
     # The last character may be cut in two.
     text = first.decode("utf-8", "replace").rstrip("\ufffd")
-    is_text = all(char.isprintable() or char.isspace() for char in text) and "\ufffd" not in text
-    return "text" if is_text else "of no kind that is known here"
+    printed = "".join(text.split())
+    if printed.isprintable() and "\ufffd" not in text:
+        return "text"
+    return "of no kind that is known here"
 
 
 def _kind_of_zip(source: Files, name: str, nbytes: int) -> Kind:

@@ -58,11 +58,7 @@ def consolidate(
     """
     started = time.perf_counter()
     options = WriteOptions.parse(args)
-    shard_nbytes = parse_size(max_shard_size)
-    _check_basename(basename)
-    destination = destination_of(out)
-    form = "pt" if destination.suffix in TORCH_SUFFIXES else "safetensors"
-    output = Output(destination, form, max_shard_nbytes=shard_nbytes, basename=basename)
+    output = _output_of(out, parse_size(max_shard_size), basename)
     with opened(path) as opened_catalog:
         catalog = listed(opened_catalog, options)
         trees = list_trees(catalog)
@@ -134,14 +130,6 @@ def _pick(
     return picked
 
 
-def _check_basename(basename: str) -> None:
-    """Refuse what cannot begin the name of a file, with `-00001-of-00002.safetensors` after it."""
-    is_plain = is_file_name(basename) and "/" not in basename and not basename.startswith(".")
-    if not is_plain or len(os.fsencode(basename)) > _MAX_BASENAME_NBYTES:
-        given = shortened(repr(basename), NAME_LENGTH)
-        raise UsageError("usage", f"--basename {given}: expected a plain name such as model")
-
-
 def _fill_tree(
     catalog: Catalog, trees: Sequence[Tree], picked: Tree, live: Tree | None, fill: bool | str
 ) -> Tree | None:
@@ -176,3 +164,14 @@ def ema_warnings(
     yield from find_copy(catalog, tree)
     if live is not None:
         yield from find_misfits(tree, live)
+
+
+def _output_of(out: str | os.PathLike[str], max_shard_nbytes: int, basename: str) -> Output:
+    # What begins the name of a file, with `-00001-of-00002.safetensors` after it.
+    is_plain = is_file_name(basename) and "/" not in basename and not basename.startswith(".")
+    if not is_plain or len(os.fsencode(basename)) > _MAX_BASENAME_NBYTES:
+        given = shortened(repr(basename), NAME_LENGTH)
+        raise UsageError("usage", f"--basename {given}: expected a plain name such as model")
+    destination = destination_of(out)
+    form = "pt" if destination.suffix in TORCH_SUFFIXES else "safetensors"
+    return Output(destination, form, max_shard_nbytes=max_shard_nbytes, basename=basename)

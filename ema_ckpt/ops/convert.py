@@ -20,7 +20,7 @@ from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_all
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
 from ema_ckpt.state_dicts.selection import select_all
-from ema_ckpt.state_dicts.tree import Tree
+from ema_ckpt.state_dicts.tree import Tree, of_role
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
 from ema_ckpt.writing.preflight import check_sources
 
@@ -167,10 +167,13 @@ def low_precision_casts(
     tensors: Sequence[OutputTensor], trees: Sequence[Tree]
 ) -> Iterator[Diagnostic]:
     """Warn of averages that are cast to less than float32."""
-    roles = {id(tensor): tree.role for tree in trees for tensor in tree.tensors}
+    averaged: set[int] = set()
+    for tree in of_role(trees, EMA):
+        averaged.update(map(id, tree.tensors))
     count = 0
     for tensor in tensors:
-        if tensor.casts and roles.get(id(tensor.source)) == EMA and tensor.dtype.itemsize < 4:
+        is_low = tensor.casts and tensor.dtype.itemsize < 4
+        if is_low and id(tensor.source) in averaged:
             count += 1
     if count:
         stored = f"{counted(count, 'averaged tensor')} stored in less than fp32"

@@ -119,13 +119,17 @@ def pair(a: Tree, b: Tree) -> Pairing:
     left, right = _by_plain_name(a), _by_plain_name(b)
     pairs: list[tuple[str, Tensor, Tensor]] = []
     mismatched: list[tuple[str, Tensor, Tensor]] = []
+    only_in_a = []
     for name, tensor in left.items():
-        if name in right:
-            matching = pairs if right[name].shape == tensor.shape else mismatched
-            matching.append((name, tensor, right[name]))
-    only_in_a = tuple(name for name in left if name not in right)
+        other = right.get(name)
+        if other is None:
+            only_in_a.append(name)
+        elif other.shape == tensor.shape:
+            pairs.append((name, tensor, other))
+        else:
+            mismatched.append((name, tensor, other))
     only_in_b = tuple(name for name in right if name not in left)
-    return Pairing(tuple(pairs), tuple(mismatched), only_in_a, only_in_b)
+    return Pairing(tuple(pairs), tuple(mismatched), tuple(only_in_a), only_in_b)
 
 
 def _by_plain_name(tree: Tree) -> Mapping[str, Tensor]:

@@ -29,8 +29,11 @@ def needed_files(catalog: Catalog, form: str, is_directory: bool) -> dict[str, i
     is_whole = catalog.resolved.rstrip("/") == root.rstrip("/")
     if catalog.format != form or not is_directory or not is_whole:
         return {}
-    names = [name for name in list_folder(root).files if is_needed(name)]
-    return {name: catalog.source.size(name) for name in names if name not in catalog.files}
+    sizes = {}
+    for name in list_folder(root).files:
+        if is_needed(name) and name not in catalog.files:
+            sizes[name] = catalog.source.size(name)
+    return sizes
 
 
 def copy_files(catalog: Catalog, names: Iterable[str], directory: Path) -> None:

@@ -110,15 +110,18 @@ def ema_settings(catalog: Catalog, tree: Tree, warnings: list[Diagnostic]) -> di
 
 def select_tensors(catalog: Catalog, trees: Sequence[Tree], globs: Sequence[str]) -> list[Tensor]:
     """Return the tensors of `trees` whose names match one of `globs`, in stored order."""
-    inside = {id(item) for tree in trees for item in (*tree.tensors, *tree.objects)}
+    inside: set[int] = set()
+    for tree in trees:
+        inside.update(map(id, tree.entries))
     items: list[Tensor | Object] = [*catalog.tensors, *catalog.objects]
     names = [item.name for item in items if id(item) in inside]
     refuse_idle("--match", globs, names, catalog.resolved)
     matchers = [glob_matcher(glob) for glob in globs]
     selected = []
     for tensor in catalog.tensors:
-        matches = not globs or any(matcher(tensor.name) for matcher in matchers)
-        if matches and id(tensor) in inside:
+        if id(tensor) not in inside:
+            continue
+        if not globs or any(matches(tensor.name) for matches in matchers):
             selected.append(tensor)
     return selected
 

@@ -148,16 +148,16 @@ def _state_beside(catalog: Catalog) -> list[str]:
     root = list_folder(catalog.source.root)
     folders = [name for name in root.folders if _holds_weights(join(root.root, name))]
     files = list(root.files)
-    parts = dict.fromkeys(file.rpartition("/")[0] for file in catalog.files if "/" in file)
-    for part in parts:
+    parts = dict.fromkeys(file.rpartition("/")[0] for file in catalog.files)
+    for part in filter(None, parts):
         files += [f"{part}/{name}" for name in list_folder(join(root.root, part)).files]
-    if catalog.format != "dcp":
-        files = [file for file in files if _is_state(base_name(file))]
-    return folders + files
-
-
-def _is_state(name: str) -> bool:
-    return _STATE_FILES.fullmatch(name) is not None or is_needed(name)
+    if catalog.format == "dcp":
+        return folders + files
+    for file in files:
+        name = base_name(file)
+        if _STATE_FILES.fullmatch(name) or is_needed(name):
+            folders.append(file)
+    return folders
 
 
 def _holds_weights(folder: str) -> bool:

@@ -93,13 +93,7 @@ def synthesize(
         if not choice.is_run:
             raise UsageError("usage", f"{os.fspath(snapshots)}: one path; give a list of snapshots")
         snapshots = [snapshots]
-    destination = destination_of(out)
-    form = output_form(destination, to, "safetensors")
-    check_ranks(world_size, "--world-size")
-    if world_size > 1 and form != "dcp":
-        message = f"--world-size {world_size}: goes with --to dcp"
-        raise UsageError("usage", message)
-    output = Output(destination, form, world_size, parse_size(max_shard_size))
+    output = _output_of(out, to, world_size, parse_size(max_shard_size))
     if not snapshots:
         raise UsageError("usage", "no snapshots are given")
     profile = {"sigma_rel": sigma_rel, "weights": weights, "sigma_rels": sigma_rels, "steps": steps}
@@ -244,3 +238,15 @@ class _CheckedPlan:
     ) -> Iterator[HeaderBytes]:
         self.weighted_sum.finish()
         yield from self.inner.header_bytes(crcs, digests)
+
+
+def _output_of(
+    out: str | os.PathLike[str], to: str | None, world_size: int, max_shard_nbytes: int
+) -> Output:
+    destination = destination_of(out)
+    form = output_form(destination, to, "safetensors")
+    check_ranks(world_size, "--world-size")
+    if world_size > 1 and form != "dcp":
+        message = f"--world-size {world_size}: goes with --to dcp"
+        raise UsageError("usage", message)
+    return Output(destination, form, world_size, max_shard_nbytes)

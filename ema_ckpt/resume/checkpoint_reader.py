@@ -17,7 +17,7 @@ from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, UsageError
-from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER
+from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, OTHER, first_components
 from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.formats.nesting import nest
@@ -269,7 +269,7 @@ def find_documents(nested: Any, depth: int = 0) -> list[Nested]:
     """Find the optimizer states in what is stored in a tree, in stored order."""
     if not isinstance(nested, dict) or depth > _DEPTH:
         return []
-    if any(str(key).partition(".")[0] in ("state", "param_groups") for key in nested):
+    if not first_components(map(str, nested)).isdisjoint(("state", "param_groups")):
         return [nested]
     inner = (find_documents(value, depth + 1) for value in nested.values())
     return list(chain.from_iterable(inner))

@@ -86,14 +86,6 @@ def restore(
     wait_for_background_save()
     ranks = open_channel("save")
     restorers: list[Restorer] = []
-
-    def run_phase(phase: Callable[[Restorer], None]) -> None:
-        def run() -> None:
-            for restorer in restorers:
-                phase(restorer)
-
-        run_on_all_ranks(ranks, _CALL, run)
-
     with ExitStack() as stack:
         chosen, said = choose_checkpoints((path, ema_path), ranks, _CALL)
 
@@ -116,18 +108,9 @@ def restore(
             restorers.append(OptimizerRestorer(readers[0], context, keepers))
         if extra is not None:
             restorers.append(ExtraRestorer(readers[0], context, extra))
-        run_phase(lambda restorer: restorer.compare())
-        run_phase(lambda restorer: restorer.read())
-    try:
-        run_phase(lambda restorer: restorer.apply_user_state())
-    except BaseException:
-        for restorer in restorers:
-            restorer.rollback_user_state()
-        raise
-    with torch.inference_mode(False):  # what is made here is trained with
-        run_on_all_ranks(ranks, _CALL, lambda: reshard(model))
-        run_phase(lambda restorer: restorer.write())
-        run_phase(lambda restorer: restorer.finish())
+        _run_phase(restorers, ranks, lambda restorer: restorer.compare())
+        _run_phase(restorers, ranks, lambda restorer: restorer.read())
+    _write_all(model, restorers, ranks)
     findings = Findings(notes=[*said, *readers[0].rule_notes])
     for restorer in restorers:
         findings.merge(restorer.findings)
@@ -173,3 +156,29 @@ def check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:
         raise UsageError("usage", f"restore: the ranks name different checkpoints: {shown(names)}")
     if any(one != everyone[0] for one in everyone):
         raise UsageError("usage", f"restore: the ranks find different content under {names[0]}")
+
+
+def _write_all(model: nn.Module, restorers: Sequence[Restorer], ranks: Channel) -> None:
+    """Write what was read: the user's objects first, as their code may fail and is undone then."""
+    try:
+        _run_phase(restorers, ranks, lambda restorer: restorer.apply_user_state())
+    except BaseException:
+        for restorer in restorers:
+            restorer.rollback_user_state()
+        raise
+    with torch.inference_mode(False):  # what is made here is trained with
+        run_on_all_ranks(ranks, _CALL, lambda: reshard(model))
+        _run_phase(restorers, ranks, lambda restorer: restorer.write())
+        _run_phase(restorers, ranks, lambda restorer: restorer.finish())
+
+
+def _run_phase(
+    restorers: Sequence[Restorer], ranks: Channel, phase: Callable[[Restorer], None]
+) -> None:
+    """Run one step of all restorers, and fail on all ranks if it fails on one."""
+
+    def run() -> None:
+        for restorer in restorers:
+            phase(restorer)
+
+    run_on_all_ranks(ranks, _CALL, run)

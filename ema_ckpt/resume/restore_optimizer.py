@@ -210,8 +210,9 @@ class OptimizerRestorer(PartRestorer):
                     f" {shown(sorted(there - here))} and has {shown(sorted(here - there))} here:"
                     " another kind of optimizer",
                 )
-            absent = [name for name in sorted(here - there) if _is_number(group[name])]
-            self.findings.missing += [f"optimizer.param_groups.{number}.{name}" for name in absent]
+            for name in sorted(here - there):
+                if _is_number(group[name]):
+                    self.findings.missing.append(f"optimizer.param_groups.{number}.{name}")
             self.set_step_tensors(optimizer, names)
             self.refuse_gaps(type(optimizer), names)
             self.note_lost_moments(optimizer, names)
@@ -231,11 +232,15 @@ class OptimizerRestorer(PartRestorer):
 
     def note_lost_moments(self, optimizer: Optimizer, names: frozenset[str]) -> None:
         """Note moments that no stepped parameter has; the state of those is begun anew."""
-        wanted = next((_MOMENTS[kind] for kind in type(optimizer).__mro__ if kind in _MOMENTS), ())
+        known = [kind for kind in type(optimizer).__mro__ if kind in _MOMENTS]
+        if not known:
+            return
+        wanted = _MOMENTS[known[0]]
         for fqn in sorted(names & self.staged.keys()):
-            lost = [key for key in wanted if key not in self.staged[fqn]]
-            if lost and self.staged[fqn]:
-                self.findings.missing += [f"optimizer.state.{fqn}.{key}" for key in lost]
+            state = self.staged[fqn]
+            lost = [f"optimizer.state.{fqn}.{key}" for key in wanted if key not in state]
+            if state and lost:
+                self.findings.missing += lost
                 del self.staged[fqn]
 
     def _fqns(self, names: list[str]) -> frozenset[str]:

@@ -231,10 +231,10 @@ def _whole_state_of_shards(shards: ModelShards, leaves: Sequence[Leaf]) -> froze
     for tracked in shards.parameters:
         if tracked.shard.boxes != (whole(tracked.shard.shape),):
             cut.update(tracked.shard.names)
-    return frozenset(
-        leaf.name
-        for leaf in leaves
-        if leaf.path[0] == "optimizer"
-        and leaf.is_whole()
-        and (leaf.is_small() or leaf.path[2] in cut)
-    )
+    names = set()
+    for leaf in leaves:
+        if leaf.path[0] != "optimizer" or not leaf.is_whole():
+            continue
+        if leaf.is_small() or leaf.path[2] in cut:
+            names.add(leaf.name)
+    return frozenset(names)

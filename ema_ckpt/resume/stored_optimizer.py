@@ -117,15 +117,11 @@ def _name_positions(
             message = f"it stores state by position, and one flat parameter holds {shown(flat)}"
             message += " here; wrap with use_orig_params=True"
             raise reader.refusal("unsupported", message)
-        group["params"] = _ordered(group.pop("param_names", None), here.names)
+        group["params"] = here.names
+        recorded = group.pop("param_names", None)
+        if isinstance(recorded, list) and sorted(map(str, recorded)) == sorted(here.names):
+            group["params"] = recorded
         group["named"] = dict(zip(map(str, positions), group["params"], strict=True))
-
-
-def _ordered(recorded: Any, names: list[str]) -> list[str]:
-    """Return the names recorded beside positions if they are those here, else those in order."""
-    if isinstance(recorded, list) and sorted(map(str, recorded)) == sorted(names):
-        return recorded
-    return names
 
 
 def _add_flattened(

@@ -64,17 +64,33 @@ def read_ema_config(catalog: Catalog, tree: Tree, *, open_objects: bool = True) 
     decay = raw.get("decay")
     if "decay" in settings:
         decay = _read_value(catalog, settings["decay"], open_objects)
-    counts = (_read_value(catalog, settings[n], open_objects) for n in COUNTERS if n in settings)
-    # DistEMA counts its steps in the configuration.
-    configured = raw.get("num_updates", raw.get("decay_steps"))
+    schedule = raw.get("schedule")
+    if "schedule" not in raw and raw.get("warmup") is True:
+        schedule = _warmup_schedule(raw)
     dtypes = {t.dtype.name for t in tree.named.values() if not t.dtype.is_discrete}
     return EmaConfig(
-        num_updates=_as_count(next(filter(_is_count, counts), configured)),
+        num_updates=_read_count(catalog, settings, raw, open_objects),
         decay=float(decay) if _is_number(decay) else None,
-        schedule=raw["schedule"] if "schedule" in raw else _warmup_schedule(raw),
+        schedule=schedule,
         dtype="mixed" if len(dtypes) > 1 else "".join(dtypes) or None,
         raw=raw,
     )
+
+
+def _read_count(
+    catalog: Catalog,
+    settings: Mapping[str, Tensor | Object],
+    raw: Mapping[str, object],
+    open_objects: bool,
+) -> int | None:
+    """Read how many updates the first counter among the settings says, else the configuration."""
+    for name in COUNTERS:
+        if name in settings:
+            count = _as_count(_read_value(catalog, settings[name], open_objects))
+            if count is not None:
+                return count
+    # DistEMA counts its steps in the configuration.
+    return _as_count(raw.get("num_updates", raw.get("decay_steps")))
 
 
 def _read_config(
@@ -128,7 +144,9 @@ def with_tied_names(catalog: Catalog, tree: Tree) -> Tree:
     for name, tensor in tree.named.items():
         named[name] = tensor
         others = tied.get(name)
-        for other in others if isinstance(others, (list, tuple)) else ():
+        if not isinstance(others, (list, tuple)):
+            continue
+        for other in others:
             if isinstance(other, str) and other not in tree.named:
                 named[other] = tensor
     return replace(tree, named=named)
@@ -150,25 +168,23 @@ def swap_marks(catalog: Catalog, trees: Sequence[Tree]) -> list[Tensor | Object]
     return marks
 
 
-def _warmup_schedule(raw: Mapping[str, object]) -> dict[str, object] | None:
+def _warmup_schedule(raw: Mapping[str, object]) -> dict[str, object]:
     """DistEMA's warm-up as a schedule of this package; its first two calls both count as 0."""
-    if raw.get("warmup") is not True:
-        return None
-    kept = {key: raw[key] for key in ("decay", "inv_gamma", "power", "min_decay") if key in raw}
+    schedule: dict[str, object] = {"kind": "warmup"}
+    for key in ("decay", "inv_gamma", "power", "min_decay"):
+        if key in raw:
+            schedule[key] = raw[key]
     after = raw.get("update_after_step", 0)
-    return {"kind": "warmup", **kept, "start": after + 1 if isinstance(after, int) else 1}
+    schedule["start"] = after + 1 if isinstance(after, int) else 1
+    return schedule
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_count(value: object) -> TypeGuard[int | float]:
-    return _is_number(value) and value == value // 1
-
-
 def _as_count(value: object) -> int | None:
-    return int(value) if _is_count(value) else None
+    return int(value) if _is_number(value) and value == value // 1 else None
 
 
 def _read_value(catalog: Catalog, entry: Tensor | Object, open_objects: bool) -> object:

@@ -72,13 +72,14 @@ def copied_because(catalog: Catalog, tree: Tree) -> str | None:
 
 def _copies_until(catalog: Catalog, tree: Tree, config: EmaConfig) -> int | None:
     """Return the last call whose decay is 0 by the schedule; None if none is, or it is unknown."""
-    schedule = config.schedule
-    if isinstance(schedule, Mapping):
-        if schedule.get("kind") == "power-function":
-            return 1
-        if schedule.get("kind") == "warmup" and not schedule.get("min_decay"):
-            return _whole(schedule.get("start", 0), 0) + 1
-    if window := _window_of(config):
+    schedule = config.schedule if isinstance(config.schedule, Mapping) else {}
+    kind = schedule.get("kind")
+    if kind == "power-function":
+        return 1
+    if kind == "warmup" and not schedule.get("min_decay"):
+        return _whole(schedule.get("start", 0), 0) + 1
+    window = _window_of(config)
+    if window:
         moved_at = _moved_at(config)
         return moved_at - (moved_at - 1) % window
     if tree.layout == POSITIONS:  # diffusers' EMAModel
@@ -120,11 +121,13 @@ def _every(config: EmaConfig) -> int:
 
 def _moved_at(config: EmaConfig) -> int:
     """Return the call at which an EMA last moved; 0 if it never did, or its counter is unknown."""
-    updates = config.num_updates or 0
+    updates = config.num_updates
+    if not updates:
+        return 0
     counter = config.raw.get("counter")
     moved_at = counter.get("moved_at") if isinstance(counter, Mapping) else None
     moved_at = config.raw.get("counter.moved_at", moved_at)  # a configuration saved as a dict
-    return _whole(moved_at, updates - updates % _every(config)) if updates else 0
+    return _whole(moved_at, updates - updates % _every(config))
 
 
 def _whole(value: object, default: int) -> int:
@@ -136,16 +139,22 @@ def find_misfits(ema: Tree, live: Tree) -> Iterator[Diagnostic]:
     if ema.problem is not None or live.problem is not None:
         return
     shapes = {canonical(name): tensor.shape for name, tensor in live.weights.items()}
-    common = [(n, t.shape) for n, t in ema.weights.items() if canonical(n) in shapes]
-    misfits = [(name, shape) for name, shape in common if shape != shapes[canonical(name)]]
+    common = 0
+    misfits = []
+    for name, tensor in ema.weights.items():
+        shape = shapes.get(canonical(name))
+        if shape is None:
+            continue
+        common += 1
+        if shape != tensor.shape:
+            misfits.append(f"{name!r} {list(tensor.shape)}, live {list(shape)}")
     if not misfits:
         return
-    listed = [f"{n!r} {list(s)}, live {list(shapes[canonical(n)])}" for n, s in misfits[:_SHOWN]]
     rest = f" and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
-    share = f"{len(misfits)} of {counted(len(common), 'common name')}"
+    share = f"{len(misfits)} of {counted(common, 'common name')}"
     message = (
         f"EMA {ema.name!r} does not fit {live.name!r}: {share} with another shape: "
-        f"{'; '.join(listed)}{rest}; is this the EMA of another model, or was it saved before its "
-        "weights were there?"
+        f"{'; '.join(misfits[:_SHOWN])}{rest}; is this the EMA of another model, or was it saved "
+        "before its weights were there?"
     )
     yield Diagnostic("ema-unrelated", message)

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError
-from ema_ckpt.core.names import LIVE, SETTINGS, canonical, role_of
+from ema_ckpt.core.names import LIVE, SETTINGS, canonical, first_components, role_of
 from ema_ckpt.core.text import counted, shown
 
 Tensors = Mapping[str, Tensor]
@@ -87,7 +87,7 @@ def find_averages(tree: str, tensors: Tensors, objects: Collection[str]) -> Aver
 
 
 def _try_layouts(tree: str, tensors: Tensors, names: Collection[str]) -> Iterator[Averages | None]:
-    top_names = {name.partition(".")[0] for name in names}
+    top_names = first_components(names)
     yield _below("weights", tensors, "num_updates" in names)
     yield _dictionary(tree, "weights", tensors)
     yield _per_parameter(tensors)
@@ -116,26 +116,38 @@ def _dictionary(tree: str, prefix: str, tensors: Tensors) -> Averages | None:
     dictionaries = accumulate(map(str, path[:-1]), "{}.{}".format)
     if f"{tree}.{prefix}".removeprefix(".") in dictionaries:
         return averages
-    top_names = {name.partition(".")[0] for name in floating_among(tensors)}
-    return averages if top_names <= {prefix, *_NO_WEIGHTS} else None
+    if first_components(floating_among(tensors)) <= {prefix, *_NO_WEIGHTS}:
+        return averages
+    return None
 
 
 def _per_parameter(tensors: Tensors) -> Averages | None:
-    state = inside(tensors, "state.")
-    averages = {n[: -len(_EMA_PARAMS)]: t for n, t in state.items() if n.endswith(_EMA_PARAMS)}
-    if not averages or floating_among(tensors).keys() - {f"state.{name}" for name in state}:
-        return None
-    return Averages("state.<fqn>.ema_params", averages)
+    averages: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("state."):
+            if name.endswith(_EMA_PARAMS):
+                averages[name.removeprefix("state.").removesuffix(_EMA_PARAMS)] = tensor
+        elif not tensor.dtype.is_discrete and not is_setting(name, tensor):
+            return None  # a weight that is no optimizer's state
+    return Averages("state.<fqn>.ema_params", averages) if averages else None
 
 
 def _positions(tree: str, tensors: Tensors) -> Averages | None:
+    items: Tensors = inside(tensors, "shadow_params.")
     # A list of tensors without further names is one too, as NeMo's optimizer keeps it.
-    is_list = tree.rpartition(".")[2] == "shadow_params"
-    is_list = is_list or all(n.isdecimal() and t.path[-1] == int(n) for n, t in tensors.items())
-    items = inside(tensors, "" if is_list else "shadow_params.")
+    if tree.rpartition(".")[2] == "shadow_params" or _are_positions(tensors):
+        items = tensors
     positions = sorted(filter(str.isdecimal, items), key=int)
     averages = {str(int(position)): items[position] for position in positions}
     return Averages(POSITIONS, averages) if averages else None
+
+
+def _are_positions(tensors: Tensors) -> bool:
+    """Check whether tensors are the items of a list, where each is named by its index."""
+    for name, tensor in tensors.items():
+        if not name.isdecimal() or tensor.path[-1] != int(name):
+            return False
+    return True
 
 
 def matches(names: Iterable[str], others: Iterable[str]) -> bool:
@@ -169,7 +181,7 @@ def name_averages(
         checkpoint still works.
     """
     if averages.layout == POSITIONS:
-        return _name_positions(tree, averages, live, trained, ordered)
+        return _name_by_position(tree, averages, live, trained, ordered)
     names = averages.tensors
     if averages.layout != "*" or not live or not names:
         return averages
@@ -177,34 +189,14 @@ def name_averages(
         return _restore_dots(tree, averages, live)
     first = next(iter(names)).partition(".")[0]
     bare = inside(names, f"{first}.")
-    is_prefixed = role_of(first) == LIVE and len(bare) == len(names)
-    if is_prefixed and matches(bare, live) and not matches(names, live):
+    if role_of(first) != LIVE or len(bare) != len(names):
+        return averages
+    if matches(bare, live) and not matches(names, live):
         return Averages(f"{first}.*", bare)
     return averages
 
 
-def _have_dots(names: Iterable[str]) -> bool:
-    return "." in "".join(names)
-
-
-def _restore_dots(tree: str, averages: Averages, live: Tensors) -> Averages:
-    # LitEma registers its shadows as buffers, whose names must not hold a dot, and so drops them.
-    names = averages.tensors.keys()
-    if names <= live.keys() or not matches(names, live):
-        return averages
-    dotted: dict[str, list[str]] = {}
-    for name in live:
-        for key in {name.replace(".", ""), canonical(name).replace(".", "")}:
-            dotted.setdefault(key, []).append(name)
-    unclear = [name for name in names if len(dotted.get(name, ())) != 1]
-    if unclear:
-        reason = f"there is not exactly one live name for {shown(unclear)}"
-        return _unpaired(tree, averages, live, reason)
-    tensors = {dotted[name][0]: tensor for name, tensor in averages.tensors.items()}
-    return averages._replace(tensors=tensors)
-
-
-def _name_positions(
+def _name_by_position(
     tree: str,
     averages: Averages,
     live: Tensors,
@@ -238,6 +230,27 @@ def _name_positions(
     return _unpaired(tree, averages, live, reason)
 
 
+def _have_dots(names: Iterable[str]) -> bool:
+    return "." in "".join(names)
+
+
+def _restore_dots(tree: str, averages: Averages, live: Tensors) -> Averages:
+    # LitEma registers its shadows as buffers, whose names must not hold a dot, and so drops them.
+    names = averages.tensors.keys()
+    if names <= live.keys() or not matches(names, live):
+        return averages
+    dotted: dict[str, list[str]] = {}
+    for name in live:
+        for key in {name.replace(".", ""), canonical(name).replace(".", "")}:
+            dotted.setdefault(key, []).append(name)
+    unclear = [name for name in names if len(dotted.get(name, ())) != 1]
+    if unclear:
+        reason = f"there is not exactly one live name for {shown(unclear)}"
+        return _unpaired(tree, averages, live, reason)
+    tensors = {dotted[name][0]: tensor for name, tensor in averages.tensors.items()}
+    return averages._replace(tensors=tensors)
+
+
 def _sort_by_shape(
     names: tuple[str, ...], live: Tensors, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[str, ...]:
@@ -263,9 +276,11 @@ def _parameter_lists(live: Tensors, trained: Collection[str]) -> Iterator[tuple[
         memory: dict[object, str] = {}
         for name in names:
             tensor = live[name]
-            spans = tuple((chunk.file, chunk.offset) for chunk in tensor.chunks)
-            shared = (tensor.storage, tensor.shape, spans)
-            memory.setdefault(name if tensor.storage is None else shared, name)
+            key: object = name
+            if tensor.storage is not None:
+                spans = tuple((chunk.file, chunk.offset) for chunk in tensor.chunks)
+                key = (tensor.storage, tensor.shape, spans)
+            memory.setdefault(key, name)
         yield tuple(memory.values())
 
 

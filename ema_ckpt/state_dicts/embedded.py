@@ -6,7 +6,7 @@ saves both under one dictionary; a flattened checkpoint has everything in one li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 
 from ema_ckpt.core.catalog import Catalog, Tensor
@@ -17,6 +17,7 @@ from ema_ckpt.core.names import (
     OPTIMIZER,
     OTHER,
     canonical,
+    first_components,
     live_partners,
     role_of,
     tree_role,
@@ -34,7 +35,7 @@ def separate(group: Group) -> list[Group]:
     role = group.known_role
     if role not in (None, LIVE, EMA) or group.is_average:
         return [group]
-    paths = {path for name, _ in group.items() if (path := _optimizer_of(name))}
+    paths = {path for name in group.names() if (path := _optimizer_of(name))}
     rest, states = group.split(lambda name: _first_prefix(name, paths))
     for state in states:
         state.role = OPTIMIZER
@@ -49,8 +50,10 @@ def _take_averages(group: Group) -> list[Group]:
     candidates = group.split(_average_of)[1]
     if len(candidates) > _MAX_AVERAGES:  # parts of layers: a model has few averages
         return [group]
-    averages = [part for part in candidates if _averages_in(group, part)]
-    paths = {part.name[len(group.name) :].lstrip(".") for part in averages}
+    paths = set()
+    for part in candidates:
+        if _averages_weights_of(group, part):
+            paths.add(part.name[len(group.name) :].lstrip("."))
     rest, averages = group.split(lambda name: _first_prefix(name, paths))
     for average in averages:
         average.role = EMA
@@ -81,29 +84,36 @@ def _average_of(name: str) -> str | None:
 
 def _first_prefix(name: str, prefixes: Collection[str]) -> str | None:
     """Return the shortest of `prefixes` that `name` lies below, or None."""
-    dots = (index for index, char in enumerate(name) if char == ".")
-    return next((name[:dot] for dot in dots if name[:dot] in prefixes), None) if prefixes else None
+    if not prefixes:
+        return None
+    dot = name.find(".")
+    while dot >= 0:
+        if name[:dot] in prefixes:
+            return name[:dot]
+        dot = name.find(".", dot + 1)
+    return None
 
 
-def _averages_in(group: Group, part: Group) -> bool:
+def _averages_weights_of(group: Group, part: Group) -> bool:
     """Check whether `part` averages live weights in `group`: a module may bear any name.
 
     Its settings show it, and that all its weights have a live one of their name and shape;
     otherwise most need one where the name of the part says that the live weights lie.
     """
-    head = f"{group.name}." if group.name else ""
-    path = part.name[len(head) :]
-    live = {n: t for n, t in group.tensors.items() if not n.startswith(f"{path}.")}
-    averaged = part.averages.tensors
     if not part.has_weight:
         return False
-    has_settings = any(is_setting(name, tensor) for name, tensor in part.tensors.items())
-    if has_settings or part.averages.layout != "*":
-        return _pairs(averaged, live)
+    path = part.name[len(group.name) :].removeprefix(".")
+    live = {n: t for n, t in group.tensors.items() if not n.startswith(f"{path}.")}
+    averages = part.averages
+    if averages.layout != "*" or len(part.weights) < len(part.tensors):
+        return _pairs(averages.tensors, live)
+    wanted = set(map(canonical, averages.tensors))
     partners = [*live_partners(path), path.rpartition(".")[0]]
-    parts = [live, *(inside(live, f"{partner}.") for partner in partners)]
-    plain = {canonical(name) for name in averaged}
-    return any(2 * len(plain & set(map(canonical, part))) >= len(plain) for part in parts)
+    for place in (live, *(inside(live, f"{partner}.") for partner in partners)):
+        paired = wanted.intersection(map(canonical, place))
+        if 2 * len(paired) >= len(wanted):
+            return True
+    return False
 
 
 def _pairs(averages: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> bool:
@@ -113,27 +123,35 @@ def _pairs(averages: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> bool:
         shapes = {form(name): tensor.shape for name, tensor in live.items()}
         wanted = {form(name): tensor.shape for name, tensor in averages.items()}
         first = next(iter(wanted), "")
-        heads = {name[: -len(first)] for name in shapes if first and name.endswith(first)}
-        if any(all(shapes.get(head + n) == s for n, s in wanted.items()) for head in heads):
-            return True
+        if not first:
+            continue
+        for name in shapes:
+            if not name.endswith(first):
+                continue
+            head = name[: -len(first)]
+            if all(shapes.get(head + tail) == shape for tail, shape in wanted.items()):
+                return True
     return False
 
 
 def _take_buffers(group: Group) -> list[Group]:
     """Take mmcv's buffers out: `ema_<name>`, dots of the live name as underscores."""
-    buffers = {n: t for n, t in group.tensors.items() if n.startswith(_BUFFER) and "." not in n}
+    buffers: dict[str, Tensor] = {}
+    rest: dict[str, Tensor] = {}
+    for name, tensor in group.tensors.items():
+        is_buffer = name.startswith(_BUFFER) and "." not in name
+        (buffers if is_buffer else rest)[name] = tensor
+    if not buffers:
+        return [group]
     live: dict[str, list[str]] = {}
-    for name in group.tensors.keys() - buffers.keys() if buffers else ():
+    for name in rest:
         live.setdefault(canonical(name).replace(".", "_"), []).append(name)
     named: dict[str, Tensor] = {}
     for name, tensor in buffers.items():
-        partners = live.get(name.removeprefix(_BUFFER), ())
-        if len(partners) != 1 or group.tensors[partners[0]].shape != tensor.shape:
+        partners = live.get(name.removeprefix(_BUFFER), [])
+        if len(partners) != 1 or rest[partners[0]].shape != tensor.shape:
             return [group]
         named[partners[0]] = tensor
-    if not named:
-        return [group]
-    rest = {name: tensor for name, tensor in group.tensors.items() if name not in buffers}
     average = Group(f"{group.name}.ema".lstrip("."), EMA, named)
     return [Group(group.name, group.role, rest, group.objects, group.depth), average]
 
@@ -160,12 +178,12 @@ def group_by_name(catalog: Catalog) -> list[Group]:
     for group in found:
         if group.known_role == EMA:
             averaged.update(group.averages.tensors)
-    prefixes = list(_live_prefixes(root, averaged))
+    prefixes = _live_prefixes(root, averaged)
     if not prefixes:
         return found
     rest, live = root.split(lambda name: _first_prefix(name, prefixes))
     index = found.index(root)
-    found[index : index + 1] = [*live, *([rest] if rest.tensors or rest.objects else ())]
+    found[index : index + 1] = [*live, rest] if rest.names() else live
     return found
 
 
@@ -177,30 +195,29 @@ def _first_component(item: Item) -> str:
     return first if dot and role_of(first) in (EMA, OPTIMIZER, OTHER) else ""
 
 
-def _live_prefixes(root: Group, averaged: set[str]) -> Iterator[str]:
+def _live_prefixes(root: Group, averaged: set[str]) -> list[str]:
     """Find the live tree's name that all weights outside other trees start with.
 
     It counts only if the names are those of an EMA without it, and not with it. Of a form that has
     the average under a live name, both names count.
     """
-    tops = {name.partition(".")[0] for name in root.tensors}
+    tops = first_components(root.tensors)
     if "current_model_state" in tops:
-        yield from sorted(tops & {"state_dict", "current_model_state"})
-        return
-    weights = {n: t for n, t in root.tensors.items() if n in averaged or not _is_counter(n, t)}
+        return sorted(tops & {"state_dict", "current_model_state"})
+    weights: dict[str, Tensor] = {}
+    for name, tensor in root.tensors.items():
+        # Outside all trees a number is a counter, such as the `step` of ema-pytorch.
+        is_counter = not tensor.shape and "." not in name
+        if name in averaged or not (is_counter or is_setting(name, tensor)):
+            weights[name] = tensor
     if matches(averaged, weights):
-        return
+        return []
     parts = next(iter(weights), "").split(".")
     for depth in range(1, min(len(parts), _AVERAGE_DEPTH + 1)):
         prefix = ".".join(parts[:depth])
         bare = inside(weights, f"{prefix}.")
         if len(bare) != len(weights):
-            return
+            break
         if tree_role(prefix) == LIVE and matches(averaged, bare):
-            yield prefix
-            return
-
-
-def _is_counter(name: str, tensor: Tensor) -> bool:
-    # Outside all trees, such as the `step` of ema-pytorch.
-    return is_setting(name, tensor) or (not tensor.shape and "." not in name)
+            return [prefix]
+    return []

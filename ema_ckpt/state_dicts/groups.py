@@ -13,7 +13,16 @@ from functools import cached_property
 from itertools import chain
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
-from ema_ckpt.core.names import EMA, LIVE, MOMENTS, OPTIMIZER, OTHER, role_of, tree_role
+from ema_ckpt.core.names import (
+    EMA,
+    LIVE,
+    MOMENTS,
+    OPTIMIZER,
+    OTHER,
+    first_components,
+    role_of,
+    tree_role,
+)
 from ema_ckpt.state_dicts.ema_weights import (
     LAYOUT_DICTIONARIES,
     Averages,
@@ -64,6 +73,10 @@ class Group:
         """Iterate over all entries by name."""
         return chain[tuple[str, Item]](self.tensors.items(), self.objects.items())
 
+    def names(self) -> list[str]:
+        """Return the names of all entries."""
+        return [*self.tensors, *self.objects]
+
     def split(self, name_of: Callable[[str], str | None]) -> tuple[Group, list[Group]]:
         """Take entries out: `name_of` gives the path of a dictionary inside, or None to stay."""
         rest = Group(self.name, self.role, depth=self.depth)
@@ -96,9 +109,9 @@ class Group:
     @cached_property
     def is_average(self) -> bool:
         """Whether the contents alone show that this is an EMA."""
-        names = [*self.tensors, *self.objects]
         if not self.tensors:
             return False
+        names = self.names()
         if "num_updates" in names and any(name.startswith("weights.") for name in names):
             return True
         weights = floating_among(self.tensors)
@@ -108,12 +121,19 @@ class Group:
     @cached_property
     def is_optimizer(self) -> bool:
         """Whether the contents alone show that this is an optimizer's state."""
-        if any(name.partition(".")[0] == "param_groups" for name, _ in self.items()):
-            return not has_weight(_outside(self.tensors, ("state.", "param_groups.")))
-        moments = {head for head, _, last in map(_split_last, self.tensors) if last in MOMENTS}
-        weights = [name for name, tensor in self.tensors.items() if is_weight(name, tensor)]
-        heads = {_split_last(name)[0] for name in weights}
-        return len(heads) > 0 and heads <= moments and all(n.startswith("state.") for n in weights)
+        if "param_groups" in first_components(self.names()):
+            own = ("state.", "param_groups.")
+            return not has_weight({n: t for n, t in self.tensors.items() if not n.startswith(own)})
+        parameters, with_moments = set(), set()
+        for name, tensor in self.tensors.items():
+            parameter, _, last = name.rpartition(".")
+            if last in MOMENTS:
+                with_moments.add(parameter)
+            if is_weight(name, tensor):
+                if not name.startswith("state."):
+                    return False
+                parameters.add(parameter)
+        return bool(parameters) and parameters <= with_moments
 
     @cached_property
     def children(self) -> dict[str, Group]:
@@ -121,10 +141,11 @@ class Group:
         children: dict[str, Group] = {}
         for name, item in self.items():
             child = self.child_of(item)
-            if child is not None:
-                if child not in children:
-                    children[child] = Group(f"{self.name}.{child}", depth=self.depth + 1)
-                children[child].add(name[len(child) + 1 :], item)
+            if child is None:
+                continue
+            if child not in children:
+                children[child] = Group(f"{self.name}.{child}", depth=self.depth + 1)
+            children[child].add(name[len(child) + 1 :], item)
         return children
 
     def child_of(self, item: Item) -> str | None:
@@ -139,8 +160,11 @@ class Group:
         if named != OTHER and self.is_optimizer:
             return OPTIMIZER
         role = EMA if self.is_average else named
-        needed = {EMA: self.has_weight, LIVE: bool(self.tensors)}.get(role or "", True)
-        return (role or None) if needed else OTHER
+        if role == EMA and not self.has_weight:
+            return OTHER
+        if role == LIVE and not self.tensors:
+            return OTHER
+        return role or None
 
     @cached_property
     def kinds(self) -> frozenset[str | None]:
@@ -178,8 +202,7 @@ class Group:
         """Return the trees that it consists of, in stored order; itself if it is one."""
         if not self.opens:
             return [self]
-        # Modules may be dictionaries too: those of a live tree stay in it.
-        stay = {n for n, child in self.children.items() if self._keeps(child)}
+        stay = self._modules()
         rest = Group(self.name, self.role, depth=self.depth)
         trees: dict[str, Group] = {}
         for name, item in self.items():
@@ -189,13 +212,22 @@ class Group:
                 trees[""] = rest
             else:
                 trees[child] = self.children[child]
-        if self.known_role == EMA:
-            for tree in trees.values():
-                tree.role = EMA if tree.known_role in (LIVE, None) else tree.role
-        return list(chain.from_iterable([t] if t is rest else t.opened() for t in trees.values()))
+        opened: list[Group] = []
+        for tree in trees.values():
+            if self.known_role == EMA and tree.known_role in (LIVE, None):
+                tree.role = EMA
+            opened += [tree] if tree is rest else tree.opened()
+        return opened
 
-    def _keeps(self, child: Group) -> bool:
-        return self.known_role == LIVE and not child.opens and child.known_role in (None, OTHER)
+    def _modules(self) -> set[str]:
+        """Name the dictionaries that are modules of a live tree, and so stay in it."""
+        if self.known_role != LIVE:
+            return set()
+        modules = set()
+        for name, child in self.children.items():
+            if not child.opens and child.known_role in (None, OTHER):
+                modules.add(name)
+        return modules
 
 
 def are_ema_params(names: Iterable[str]) -> bool:
@@ -209,17 +241,10 @@ def are_averages(children: Mapping[str, Group]) -> bool:
         return False
     if all(child.is_average for child in children.values()):
         return True
-    names = [child.tensors.keys() for child in children.values()]
-    is_layout = not children.keys().isdisjoint(LAYOUT_DICTIONARIES)
-    return len(names) > 1 and not is_layout and all(n == names[0] != set() for n in names)
-
-
-def _split_last(name: str) -> tuple[str, str, str]:
-    return name.rpartition(".")
-
-
-def _outside(tensors: Mapping[str, Tensor], prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+    if len(children) == 1 or not LAYOUT_DICTIONARIES.isdisjoint(children):
+        return False
+    first, *others = (child.tensors.keys() for child in children.values())
+    return bool(first) and all(names == first for names in others)
 
 
 def collect(catalog: Catalog, tree_of: Callable[[Item], str]) -> dict[str, Group]:
@@ -238,8 +263,8 @@ def group_by_nesting(catalog: Catalog) -> list[Group]:
     groups = collect(catalog, first_element)
     whole = _whole_state(groups)
     if whole:
-        named = collect(catalog, lambda item: "" if (e := first_element(item)) in whole else e)
-        return list(named.values())
+        tops = {name: "" if name in whole else name for name in groups}
+        return list(collect(catalog, lambda item: tops[first_element(item)]).values())
     roles = catalog.part_roles
     for name in groups.keys() & roles.keys():
         groups[name].role = roles[name]
@@ -256,7 +281,7 @@ def open_bookkeeping(groups: Collection[Group]) -> None:
     if any(group.has_weight for group in groups if group not in books):
         return
     for group in books:
-        if any(role_of(name.partition(".")[0]) == LIVE for name in group.tensors):
+        if LIVE in map(role_of, first_components(group.tensors)):
             group.role = CONTAINER
 
 
@@ -271,13 +296,14 @@ def first_element(item: Item) -> str:
 
 def _whole_state(groups: Mapping[str, Group]) -> frozenset[str]:
     """Name the top-level entries that together are the state dict of one EMA or optimizer."""
-    root = groups.get("", Group(""))
-    if "weights" in groups and "num_updates" in {*root.tensors, *root.objects}:
+    names = groups.get("", Group("")).names()
+    if "weights" in groups and "num_updates" in names:
         return frozenset({"weights", "residual", "config"})
-    others = [name for name, group in groups.items() if group.has_weight and name != "state"]
-    if "state" not in groups or others:
+    weighty = [name for name, group in groups.items() if group.has_weight and name != "state"]
+    if "state" not in groups or weighty:
         return frozenset()
     weights = floating_among(groups["state"].tensors)
-    tops = {name.partition(".")[0] for name in (*root.tensors, *root.objects)}
-    is_whole = "param_groups" in tops or (weights and are_ema_params(weights))
-    return frozenset(["state", "param_groups"] if is_whole else [])
+    is_average = bool(weights) and are_ema_params(weights)
+    if is_average or "param_groups" in first_components(names):
+        return frozenset({"state", "param_groups"})
+    return frozenset()

@@ -33,9 +33,11 @@ def dropped_names(
     """
     pairs: dict[str, str] = {}
     lost: list[str] = []
-    written = {entry.source.name: entry.name for entry in entries} if catalog.ties else {}
+    if not catalog.ties:
+        return pairs, lost
+    written = {entry.source.name: entry.name for entry in entries}
     # A dropped name that the catalog lists was selected, or not, by itself.
-    listed = {tensor.name for tensor in catalog.tensors} if catalog.ties else set()
+    listed = {tensor.name for tensor in catalog.tensors}
     for dropped, kept in catalog.ties.items():
         name = written.get(kept)
         if name is None or dropped in listed:

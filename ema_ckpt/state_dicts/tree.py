@@ -5,9 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, product
-from operator import is_not
+from itertools import product
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import EmaCkptError, UsageError
@@ -107,39 +105,48 @@ def list_trees(catalog: Catalog) -> tuple[Tree, ...]:
     groups = {group.name: group for group in group_entries(catalog)}
     trees = {name: _plain_tree(group, catalog.digests) for name, group in groups.items()}
     others = of_role(trees.values(), LIVE, OPTIMIZER, OTHER)
-    states = [inside(tree.named, "state.") for tree in of_role(others, OPTIMIZER)]
     # Parameters that an optimizer's state lists: `state.<fqn>.exp_avg`.
-    trained = {name.rpartition(".")[0] for name in chain.from_iterable(states)}
+    trained: set[str] = set()
+    for optimizer in of_role(others, OPTIMIZER):
+        trained.update(name.rpartition(".")[0] for name in inside(optimizer.named, "state."))
     for name in [tree.name for tree in of_role(trees.values(), EMA)]:
         group = groups[name]
-        if group.beside is None and name.rpartition(".")[2] in _LISTS_OF_AVERAGES:
+        parent, _, last = name.rpartition(".")
+        if group.beside is None and last in _LISTS_OF_AVERAGES:
             # An EMA's state dict saved as the whole file has its settings beside the list.
-            group.beside = groups.get(name.rpartition(".")[0])
+            group.beside = groups.get(parent)
         trees[name] = _average_tree(group, others, trained)
     return tuple(trees.values())
 
 
 def _plain_tree(group: Group, digests: Mapping[str, int]) -> Tree:
-    tensors, objects = tuple(group.tensors.values()), tuple(group.objects.values())
-    # A safetensors file sorts its tensors; our own record in it, shown by its digests, restores the
-    # order.
-    chunks = tensors[0].chunks if tensors else ()
-    is_sorted = bool(chunks) and chunks[0].file.endswith(".safetensors")
-    ordered = not is_sorted or tensors[0].name in digests
-    role = group.role or OTHER
-    is_exchanged = group.partner is not None and group.averages.layout == AVERAGED_MODEL
-    settings = _settings(group, {}) if is_exchanged else {}
-    named = {n: t for n, t in group.tensors.items() if n not in settings}
-    layout = AVERAGED_MODEL if is_exchanged else "*"
-    return Tree(group.name, role, tensors, objects, named, settings, layout=layout, ordered=ordered)
+    """Make a tree that is no EMA; its weights may be live ones under the name of an average."""
+    tensors = tuple(group.tensors.values())
+    ordered = True
+    if tensors and tensors[0].chunks and tensors[0].chunks[0].file.endswith(".safetensors"):
+        # Such a file sorts its tensors; our own record in it, shown by its digests, restores the
+        # order.
+        ordered = tensors[0].name in digests
+    tree = Tree(
+        group.name,
+        group.role or OTHER,
+        tensors,
+        tuple(group.objects.values()),
+        dict(group.tensors),
+        ordered=ordered,
+    )
+    if group.partner is None or group.averages.layout != AVERAGED_MODEL:
+        return tree
+    settings = _settings(group, {})
+    named = {name: tensor for name, tensor in group.tensors.items() if name not in settings}
+    return replace(tree, named=named, settings=settings, layout=AVERAGED_MODEL)
 
 
 def _average_tree(group: Group, others: Sequence[Tree], trained: Collection[str]) -> Tree:
-    live = _live_partner(group, others)
-    named = live.named if live else {}
-    ordered = live is None or live.ordered
+    partner = _live_partner(group, others)
+    live = partner or Tree("", LIVE)
     found = _with_buffers(group, live)
-    averages = name_averages(group.name, found, named, trained, ordered=ordered)
+    averages = name_averages(group.name, found, live.named, trained, ordered=live.ordered)
     settings = _settings(group, averages.tensors)
     if not settings and group.beside is not None:
         settings = _settings(group.beside, {})
@@ -150,36 +157,37 @@ def _average_tree(group: Group, others: Sequence[Tree], trained: Collection[str]
         tuple(group.objects.values()),
         averages.tensors,
         settings,
-        live.name if live else None,
+        None if partner is None else partner.name,
         layout=averages.layout,
         problem=averages.problem,
     )
 
 
-def _with_buffers(group: Group, live: Tree | None) -> Averages:
+def _with_buffers(group: Group, live: Tree) -> Averages:
     """Count what has the name of a setting as a buffer, if the live tree has it too (`step`)."""
     averages = group.averages
     # At the top of a checkpoint a `step` is the run's.
-    if averages.layout != "*" or live is None or not live.name:
+    if averages.layout != "*" or not live.name:
         return averages
-    shapes = {name: tensor.shape for name, tensor in live.named.items()}
-    tensors = {
-        name: tensor
-        for name, tensor in group.tensors.items()
-        if name in averages.tensors or shapes.get(name) == tensor.shape
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in group.tensors.items():
+        beside = live.named.get(name)
+        is_buffer = beside is not None and beside.shape == tensor.shape
+        if is_buffer or name in averages.tensors:
+            tensors[name] = tensor
     return averages._replace(tensors=tensors)
 
 
 def _settings(group: Group, averages: Mapping[str, Tensor]) -> dict[str, Tensor | Object]:
     weights = set(map(id, averages.values()))
-    settings: dict[str, Tensor | Object] = {
-        name: tensor
-        for name, tensor in group.tensors.items()
-        if is_setting(name, tensor) and id(tensor) not in weights
-    }
-    objects = group.objects.items()
-    return settings | {name: item for name, item in objects if name.partition(".")[0] in SETTINGS}
+    settings: dict[str, Tensor | Object] = {}
+    for name, tensor in group.tensors.items():
+        if is_setting(name, tensor) and id(tensor) not in weights:
+            settings[name] = tensor
+    for name, item in group.objects.items():
+        if name.partition(".")[0] in SETTINGS:
+            settings[name] = item
+    return settings
 
 
 def _live_partner(group: Group, others: Sequence[Tree]) -> Tree | None:
@@ -241,40 +249,44 @@ def _cut(tree: Tree, path: str) -> Tree | None:
 
 def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
     """Complete `part`, which was cut out of `tree`, with what makes it an EMA if it is one."""
+    if tree.role == EMA:
+        return _part_of_average(tree, part)
     objects = inside({item.name: item for item in part.objects}, f"{part.name}.")
     group = Group(part.name, None, dict(part.named), objects)
-    if tree.role != EMA and _is_ema(group):
-        siblings = filter(None, map(partial(_cut, tree), live_partners(part.name)))
-        others = filter(partial(is_not, tree), of_role(trees, LIVE, OPTIMIZER, OTHER))
-        return _average_tree(group, [*siblings, *others], ())
-    if tree.role != EMA:
+    shows_average = group.is_average or group.averages.layout == AVERAGED_MODEL
+    if not group.has_weight or not (shows_average or tree_role(group.name) == EMA):
         return part
+    siblings = [_cut(tree, name) for name in live_partners(part.name)]
+    others = [other for other in of_role(trees, LIVE, OPTIMIZER, OTHER) if other is not tree]
+    return _average_tree(group, [*filter(None, siblings), *others], ())
+
+
+def _part_of_average(tree: Tree, part: Tree) -> Tree:
     part = replace(part, settings=tree.settings, layout=tree.layout)
     if tree.layout == POSITIONS:  # part of a list: the positions there are no names
         stored = set(map(id, part.tensors))
         named = {fqn: tensor for fqn, tensor in tree.named.items() if id(tensor) in stored}
         return replace(part, named=named, problem=tree.problem)
     prefix = _live_prefix(tree, part)
-    partner = None if prefix is None else tree.partner
-    return replace(part, partner=partner, live_prefix=prefix or "")
-
-
-def _is_ema(group: Group) -> bool:
-    """Check whether something below a tree is an average, by its name or its contents."""
-    is_average = group.is_average or group.averages.layout == AVERAGED_MODEL
-    return group.has_weight and (is_average or tree_role(group.name) == EMA)
+    if prefix is None:
+        return replace(part, partner=None)
+    return replace(part, partner=tree.partner, live_prefix=prefix)
 
 
 def _live_prefix(tree: Tree, part: Tree) -> str | None:
     """Find how the averages in `part` of `tree` begin in the live tree; None if named otherwise."""
     fqns = {id(tensor): fqn for fqn, tensor in tree.named.items()}
-    prefixes = set()
+    prefixes: set[str] = set()
     for name, tensor in part.named.items():
         fqn = fqns.get(id(tensor))
-        if fqn is not None:
-            prefixes.add(fqn[: -len(name)] if f".{fqn}".endswith(f".{name}") else None)
-    prefix = prefixes.pop() if len(prefixes) == 1 else None
-    return None if prefix is None else canonical(f"{prefix}x")[:-1]
+        if fqn is None:
+            continue
+        if not f".{fqn}".endswith(f".{name}"):
+            return None
+        prefixes.add(fqn[: -len(name)])
+    if len(prefixes) != 1:
+        return None
+    return canonical(f"{prefixes.pop()}x")[:-1]
 
 
 def find_tree(trees: Sequence[Tree], name: str, where: str = "the checkpoint") -> Tree:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, product
-from operator import attrgetter
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.core.names import EMA, LIVE, OTHER
+from ema_ckpt.core.names import EMA, LIVE, OTHER, first_components
 from ema_ckpt.core.text import shown
 from ema_ckpt.state_dicts.embedded import group_by_name, separate, without_online_model
 from ema_ckpt.state_dicts.groups import Group, Item, group_by_nesting
@@ -79,8 +78,10 @@ def _assign_roles(groups: Sequence[Group]) -> None:
         if live.role is None and live.has_weight:
             live.role = LIVE
     unnamed = _unnamed_live(groups)
+    if unnamed is not None:
+        unnamed.role = LIVE
     for group in groups:
-        group.role = group.role or (LIVE if group is unnamed else OTHER)
+        group.role = group.role or OTHER
 
 
 def _read_exchanged(group: Group, form: ExchangedForm, by_name: Mapping[str, Group]) -> None:
@@ -89,19 +90,20 @@ def _read_exchanged(group: Group, form: ExchangedForm, by_name: Mapping[str, Gro
     average = by_name.get(f"{parent}{dot}{form.average}")
     if last != form.live or average is None:
         return
-    tops = {name.partition(".")[0] for name in (*group.tensors, *group.objects)}
-    if not form.marks or tops == form.marks:
-        average.role, group.role = EMA, LIVE
-        average.partner, group.partner = group.name, average.name
-        average.beside = by_name.get(f"{parent}{dot}{form.settings}")
+    if form.marks and first_components([*group.tensors, *group.objects]) != form.marks:
+        return
+    average.role, group.role = EMA, LIVE
+    average.partner, group.partner = group.name, average.name
+    average.beside = by_name.get(f"{parent}{dot}{form.settings}")
 
 
 def _unnamed_live(groups: Sequence[Group]) -> Group | None:
     """Find the live weights if no name tells them: the only group without a role that has any."""
-    roles = set(map(attrgetter("role"), groups))
-    unnamed = [group for group in groups if group.role is None and group.tensors]
-    shaped = [g for g in unnamed if any(map(attrgetter("shape"), g.tensors.values()))]
-    if LIVE in roles or (EMA in roles and not shaped):
+    roles = {group.role for group in groups}
+    if LIVE in roles:
         return None
-    candidates = shaped or unnamed
+    unnamed = [group for group in groups if group.role is None and group.tensors]
+    shaped = [group for group in unnamed if any(t.shape for t in group.tensors.values())]
+    # Numbers alone may be all there is; beside an average they are something else.
+    candidates = shaped if shaped or EMA in roles else unnamed
     return candidates[0] if len(candidates) == 1 else None

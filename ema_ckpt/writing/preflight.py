@@ -147,7 +147,7 @@ def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
     if not os.path.lexists(path):
         return []
     mode = os.lstat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    if stat.S_IFMT(mode) not in (stat.S_IFREG, stat.S_IFDIR):
         reason = "is neither a file nor a directory and is never replaced"
         raise TargetError("usage", f"{path}: {reason}")
     if not policy.overwrite:

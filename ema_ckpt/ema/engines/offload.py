@@ -105,7 +105,10 @@ class OffloadStep:
         with torch.cuda.device(self.device):
             main = self._slots.main
             if self.slots_in_flight == 1 and self._pace.is_too_slow():
-                self._use_all_slots()
+                self._done.synchronize()  # a graph must outlast what is still running
+                with torch.cuda.stream(main):
+                    self._run = self._record(_SLOTS)
+                self.slots_in_flight = _SLOTS
             main.wait_stream(torch.cuda.current_stream())
             begin, end = _event(), _event()
             with torch.cuda.stream(main):
@@ -115,12 +118,6 @@ class OffloadStep:
             self._done = end
             if self.slots_in_flight == 1:
                 self._pace.updates.append((begin, end))
-
-    def _use_all_slots(self) -> None:
-        self._done.synchronize()  # a graph must outlast what is still running
-        with torch.cuda.stream(self._slots.main):
-            self._run = self._record(_SLOTS)
-        self.slots_in_flight = _SLOTS
 
     def join(self) -> None:
         """Make later work in the current stream wait for the pending update."""

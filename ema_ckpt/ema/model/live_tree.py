@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor
-from ema_ckpt.ema.model.shards import ModelShards, Shard
+from ema_ckpt.ema.model.shards import ModelShards, Shard, TrackedShard
 
 
 def live_tree(model_shards: ModelShards) -> dict[str, Any]:
@@ -52,12 +52,20 @@ def live_shards(model_shards: ModelShards) -> dict[str, Any]:
 
 def buffer_names(model_shards: ModelShards) -> frozenset[str]:
     """Return the names of persistent buffers: each rank has its own, and they may differ."""
-    return frozenset(name for t in model_shards.buffers if t.persistent for name in t.shard.names)
+    return _persistent_names(model_shards.buffers)
 
 
 def tensor_names(model_shards: ModelShards) -> frozenset[str]:
     """Return all names of parameters and persistent buffers."""
-    return frozenset(name for t in model_shards.tensors if t.persistent for name in t.shard.names)
+    return _persistent_names(model_shards.tensors)
+
+
+def _persistent_names(tensors: Iterable[TrackedShard]) -> frozenset[str]:
+    names: set[str] = set()
+    for tracked in tensors:
+        if tracked.persistent:
+            names.update(tracked.shard.names)
+    return frozenset(names)
 
 
 def extra_state(model_shards: ModelShards) -> dict[str, Any]:

@@ -156,8 +156,14 @@ class OffloadedOptimizer:
 
     def _step_group(self, params: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         slab_of = self._state.slab_of
-        known = [param for param in params if param in slab_of]
-        self._first_steps(list(dict.fromkeys(p for p in params if p not in slab_of)), options)
+        known: list[Tensor] = []
+        fresh: dict[Tensor, None] = {}
+        for param in params:
+            if param in slab_of:
+                known.append(param)
+            else:
+                fresh[param] = None
+        self._first_steps(list(fresh), options)
         slabs = dict.fromkeys(slab_of[param] for param in known)
         self._step_chunks([chunk for slab in slabs for chunk in slab.chunks], options)
 

@@ -59,7 +59,11 @@ class StateSlab:
         on_device = local_of(params[0]).is_cuda
         hosts: dict[str, list[Tensor]] = {}
         for name in names:
-            hosts[name] = _zeros(shapes, optimizer.state[params[0]][name].dtype, pinned=on_device)
+            dtype = optimizer.state[params[0]][name].dtype
+            if on_device:
+                hosts[name] = pinned_zeros(shapes, dtype)
+            else:
+                hosts[name] = [torch.zeros(shape, dtype=dtype) for shape in shapes]
             for host, param, views in zip(hosts[name], params, self.views, strict=True):
                 value = optimizer.state[param][name]
                 host.copy_(local_of(value))
@@ -92,12 +96,6 @@ class StateSlab:
             end = min(start + step, stop)
             spans = {name: _span(tensors, start, end) for name, tensors in hosts.items()}
             yield Chunk(self, (Piece(0, start, end, is_last=end == stop),), spans, start)
-
-
-def _zeros(shapes: Sequence[torch.Size], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
-    if pinned:
-        return pinned_zeros(shapes, dtype)
-    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
 
 def _span(hosts: Sequence[Tensor], start: int, stop: int) -> Tensor:
@@ -136,9 +134,12 @@ class OffloadedState:
             self.adopt([p for p in group["params"] if p not in self.slab_of and state.get(p)])
 
     def _forget_replaced(self) -> None:
-        if not self.is_whole():
-            self.slabs = [slab for slab in self.slabs if slab.is_whole(self._optimizer)]
-            self.slab_of = {param: slab for slab in self.slabs for param in slab.params}
+        if self.is_whole():
+            return
+        self.slabs = [slab for slab in self.slabs if slab.is_whole(self._optimizer)]
+        self.slab_of = {}
+        for slab in self.slabs:
+            self.slab_of.update(dict.fromkeys(slab.params, slab))
 
     def adopt(self, params: Sequence[Tensor]) -> None:
         """Move the state of parameters into slabs, one for those with the same names and dtypes."""

@@ -247,21 +247,16 @@ def _stack_global(machine: Machine) -> object:
     return machine.find_global(module, name)
 
 
-def _reduce(machine: Machine) -> None:
+def _call(machine: Machine, calls: bool) -> None:
     args, function = machine.stack.pop(), machine.stack.pop()
-    machine.call(function, args, calls=True)
-
-
-def _newobj(machine: Machine) -> None:
-    args, function = machine.stack.pop(), machine.stack.pop()
-    machine.call(function, args, calls=False)
+    machine.call(function, args, calls=calls)
 
 
 def _newobj_ex(machine: Machine) -> None:
-    keywords, args, function = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    keywords = machine.stack.pop()
     if keywords:
         raise SourceError("unsupported", "a pickled object is made with keyword arguments")
-    machine.call(function, args, calls=False)
+    _call(machine, calls=False)
 
 
 def _inst(machine: Machine) -> None:
@@ -394,8 +389,8 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"\x91": _push(lambda m: frozenset([_key(m, item) for item in m.pop_mark()])),
     b"c": _push(lambda m: m.find_global(m.read_line(), m.read_line())),
     b"\x93": _push(_stack_global),
-    b"R": _reduce,
-    b"\x81": _newobj,
+    b"R": lambda m: _call(m, calls=True),
+    b"\x81": lambda m: _call(m, calls=False),
     b"\x92": _newobj_ex,
     b"i": _inst,
     b"o": _obj,

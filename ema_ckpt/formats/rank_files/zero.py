@@ -128,9 +128,13 @@ def _read_model(model: Leaves) -> tuple[Groups, dict[str, TensorRef], dict[str, 
 
 
 def _flat_pieces(state: Leaves, key: str) -> list[TensorRef]:
-    numbered = {int(path[2]): state[path] for path in state if path[:-1] == (_STATE, key)}
-    refs = [numbered[number] for number in sorted(numbered)]
-    return [ref for ref in refs if isinstance(ref, TensorRef) and len(ref.shape) == 1]
+    numbered: dict[int, TensorRef] = {}
+    for path, value in state.items():
+        if path[:-1] != (_STATE, key):
+            continue
+        if isinstance(value, TensorRef) and len(value.shape) == 1:
+            numbered[int(path[2])] = value
+    return [numbered[number] for number in sorted(numbered)]
 
 
 def _place_groups(files: Sequence[str], pieces: Pieces, groups: Groups) -> list[PlacedWeight]:

@@ -82,9 +82,8 @@ def open_safetensors(
     if not lenient:
         refuse_problems(problems)
     content = _read_sidecar(source, shards, files, warnings)
-    if is_index and _is_stale(content, source, names[0]):
-        content = Sidecar()
-        warnings.append(sidecar.stale(names[0]))
+    if is_index:
+        content = _unless_stale(content, source, names[0], warnings)
     if content.version > sidecar.VERSION:
         message = f"{resolved}: digests of version {content.version} are not known here"
         warnings.append(Diagnostic("unchecked", message))
@@ -123,13 +122,6 @@ def _chunk_crcs(tensors: Iterable[Tensor], digests: Mapping[str, int]) -> dict[C
         if tensor.name in digests and len(tensor.chunks) == 1:
             crcs[tensor.chunks[0]] = digests[tensor.name]
     return crcs
-
-
-def _is_stale(content: Sidecar, source: Files, index: str) -> bool:
-    """Whether the index has been written again since the sidecar beside it was made."""
-    if index not in content.describes:
-        return False
-    return content.is_stale(index, crc32(source.read(index, 0, source.size(index))))
 
 
 def _open_files(
@@ -182,8 +174,12 @@ def _put_together(name: str, pieces: Sequence[tuple[Tensor, Chunk]]) -> Tensor:
 
 def _ranks(shards: Iterable[Shard]) -> set[int]:
     """Ranks, from 1, that the names of files say, where the files say where their chunks begin."""
-    matches = [_RANK_SHARD.fullmatch(shard.file) for shard in shards if shard.offsets is not None]
-    return {int(match[1]) for match in matches if match}
+    ranks = set()
+    for shard in shards:
+        match = _RANK_SHARD.fullmatch(shard.file)
+        if match and shard.offsets is not None:
+            ranks.add(int(match[1]))
+    return ranks
 
 
 def _unseen_ranks(shards: Sequence[Shard], where: str) -> Iterable[Diagnostic]:
@@ -245,7 +241,7 @@ def _as_recorded(stored: dict[str, Tensor], content: Sidecar) -> list[Tensor]:
     if set(content.sequence) >= stored.keys():
         # A file is ordered by element size; averages without names are paired with parameters in
         # the model's order.
-        stored = {name: stored[name] for name in content.sequence if name in stored}
+        stored = _in_order(stored, content.sequence)
     if content.nesting is None and not content.ties:
         return list(stored.values())
     shared = set(content.ties.values())
@@ -257,9 +253,12 @@ def _as_recorded(stored: dict[str, Tensor], content: Sidecar) -> list[Tensor]:
         if kept in stored and name not in stored:
             path = content.paths.get(name, (name,))
             restored[name] = replace(restored[kept], name=name, path=path)
-    ordered = {name: restored[name] for name in content.order if name in restored}
-    restored = ordered | restored
-    return list(restored.values())
+    return list(_in_order(restored, content.order).values())
+
+
+def _in_order(tensors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Put the tensors called `names` first, in that order."""
+    return {name: tensors[name] for name in names if name in tensors} | tensors
 
 
 def _saved_ties(metadata: Mapping[str, str], names: Mapping[str, Tensor]) -> dict[str, str]:
@@ -301,3 +300,15 @@ def _open_index(
         message = f"{index}: total_size is {total}, the shards hold {stored} bytes"
         warnings.append(Diagnostic("index-mismatch", message))
     return shards, files
+
+
+def _unless_stale(
+    content: Sidecar, source: Files, index: str, warnings: list[Diagnostic]
+) -> Sidecar:
+    """Return what a sidecar says; nothing if the index was written again since it was made."""
+    if index not in content.describes:
+        return content
+    if not content.is_stale(index, crc32(source.read(index, 0, source.size(index)))):
+        return content
+    warnings.append(sidecar.stale(index))
+    return Sidecar()

@@ -143,20 +143,18 @@ class SafetensorsWritePlan:
             return
         index, describes = b"", {}
         if self.index:
-            index = self._index_bytes()
+            places = {item.name: shard.file for shard in self.shards for item in shard.tensors}
+            document = {
+                "metadata": {"total_size": sum(shard.nbytes for shard in self.shards)},
+                "weight_map": dict(sorted(places.items())),
+            }
+            text = json.dumps(document, ensure_ascii=False, indent=2)
+            index = f"{text}\n".encode()
             describes = {self.index: crc32(index)}
         text = sidecar.dump(self._document(digests, files, describes))
         yield HeaderBytes(sidecar.SIDECAR, 0, text.encode("utf-8"))
         if self.index:
             yield HeaderBytes(self.index, 0, index)
-
-    def _index_bytes(self) -> bytes:
-        files_by_name = {item.name: shard.file for shard in self.shards for item in shard.tensors}
-        document = {
-            "metadata": {"total_size": sum(shard.nbytes for shard in self.shards)},
-            "weight_map": dict(sorted(files_by_name.items())),
-        }
-        return (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode("utf-8")
 
     def _document(
         self,

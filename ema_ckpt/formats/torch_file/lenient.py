@@ -159,12 +159,20 @@ def _recorded_form(value: Unreadable) -> tuple[Ints, DType]:
     Where it is given no dtype, that of the last tensor (a sparse tensor's values follow its
     indices).
     """
-    parts = list(_in_order(value.args))
-    shapes = [part for part in parts if _is_shape(part)]
-    dtypes = [part.name for part in parts if isinstance(part, Global)]
-    named = [DTYPES_BY_NAME.get(name) or unread(name) for name in filter(is_dtype_name, dtypes)]
-    data = list(filter(None, map(_dtype_of, parts)))
-    return (*shapes, ())[0], (*named, *data[-1:], unread("unknown"))[0]
+    shapes: list[Ints] = []
+    named: list[DType] = []
+    data: list[DType] = []
+    for part in _in_order(value.args):
+        dtype = _dtype_of(part)
+        if dtype is not None:
+            data.append(dtype)
+        elif _is_shape(part):
+            shapes.append(part)
+        elif isinstance(part, Global) and is_dtype_name(part.name):
+            named.append(DTYPES_BY_NAME.get(part.name) or unread(part.name))
+    shape = shapes[0] if shapes else ()
+    dtypes = [*named, *data[-1:], unread("unknown")]
+    return shape, dtypes[0]
 
 
 def _dtype_of(part: object) -> DType | None:

@@ -133,7 +133,12 @@ def _tensor(archive: Archive, path: Path, value: _AnyTensor) -> Tensor:
     shards = [(whole(value.shape), value)] if isinstance(value, TensorRef) else value.shards
     check_geometry(name, value.shape, value.dtype, file)
     if isinstance(value, ShardRef) and sum(box.numel for box, _ in shards) < prod(value.shape):
-        return refused(path, value.shape, value.dtype, file, _piece(value))
+        held = ", ".join(f"{list(box.sizes)} at {list(box.offsets)}" for box, _ in shards)
+        problem = f"the file holds {held or 'no part'} of {list(value.shape)}, what one rank has"
+        remedy = "put the files of all ranks into one directory and open that"
+        message = f"{problem} of {counted(value.ranks, 'rank')}; {remedy}"
+        refusal = Diagnostic("incomplete", message)
+        return refused(path, value.shape, value.dtype, file, refusal)
     chunks: list[Chunk] = []
     places: list[_Place] = []
     for box, ref in shards:
@@ -141,13 +146,6 @@ def _tensor(archive: Archive, path: Path, value: _AnyTensor) -> Tensor:
         chunks.append(Chunk(box.offsets, box.sizes, file, record.offset, record.nbytes))
         places.append((ref.storage.key, ref.start, ref.strides_in_storage()))
     return Tensor(name, path, value.shape, value.dtype, tuple(chunks), (file, *places))
-
-
-def _piece(ref: ShardRef) -> Diagnostic:
-    held = ", ".join(f"{list(box.sizes)} at {list(box.offsets)}" for box, _ in ref.shards)
-    problem = f"the file holds {held or 'no part'} of {list(ref.shape)}, what one rank has"
-    remedy = "put the files of all ranks into one directory and open that"
-    return Diagnostic("incomplete", f"{problem} of {counted(ref.ranks, 'rank')}; {remedy}")
 
 
 class Content(NamedTuple):
