@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from rich.markup import escape
 
@@ -119,7 +120,7 @@ def _rows(module: _Module, depth: int) -> Iterator[tuple[str, _Module, int]]:
     for count, (name, child) in enumerate(module.children.items()):
         if count == _MAX_CHILDREN:
             rest = list(module.children.values())[count:]
-            stats = [stats for other in rest for stats in other.stats]
+            stats = list(chain.from_iterable(other.stats for other in rest))
             yield f"… {len(rest)} more", _Module(stats), depth
             return
         path, node = name, child
@@ -141,15 +142,17 @@ def top_lines(tensors: Sequence[DiffTensor], top: int, width: int) -> Iterator[s
     )[: max(top, 0)]
     if not ranked:
         return
-    columns = [list(column) for column in zip(_HEADINGS, *map(_cells, ranked), strict=True)]
-    columns = [column for column in columns if set(column[1:]) != {_NO_VALUES}]
-    widths = [max(map(len, column)) for column in columns]
+    columns, widths = [], []
+    for column in zip(_HEADINGS, *map(_cells, ranked), strict=True):
+        if set(column[1:]) != {_NO_VALUES}:
+            columns.append(column)
+            widths.append(max(map(len, column)))
     names = elide([clean(t.name) for t in ranked], width - sum(widths) - 2 * len(widths))
     names = ["tensor", *names]
-    column = max(map(len, names))
+    name_width = max(map(len, names))
     for index, name in enumerate(names):
         cells = [texts[index].rjust(size) for texts, size in zip(columns, widths, strict=True)]
-        line = escape("  ".join([name.ljust(column), *cells]))
+        line = escape("  ".join([name.ljust(name_width), *cells]))
         yield line if index else f"[dim]{line}[/dim]"
 
 

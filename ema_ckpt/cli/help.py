@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import click
@@ -151,9 +152,10 @@ def explain_usage(error: click.ClickException) -> str:
     message = error.format_message().rstrip(".")
     if isinstance(error, click.NoSuchOption):
         message = f"No such option {error.option_name!r}"
-        context = error.ctx
-        flags = [flag for param in context.command.params for flag in param.opts] if context else []
-        if near := nearest_word(error.option_name, flags):
+        params = error.ctx.command.params if error.ctx else []
+        flags = list(chain.from_iterable(param.opts for param in params))
+        near = nearest_word(error.option_name, flags)
+        if near:
             message += f": did you mean {near}?"
     context = getattr(error, "ctx", None)
     if context is None:

@@ -109,11 +109,14 @@ def narrow(result: InspectResult, tree: str) -> InspectResult:
 
 def owning_trees(result: InspectResult, tree: str) -> set[str]:
     """Return the names of the trees that `tree` is, contains, or lies in."""
-    names = [entry.name for entry in result.trees]
     owners = {tensor.tree for tensor in result.tensors}
-    if tree in names:
-        return owners | {tree}
-    return owners | {name for name in names if name.startswith(f"{tree}.")}
+    inside = set()
+    for entry in result.trees:
+        if entry.name == tree:
+            return owners | {tree}
+        if entry.name.startswith(f"{tree}."):
+            inside.add(entry.name)
+    return owners | inside
 
 
 def is_path_of(path: str, name: str) -> bool:
@@ -129,8 +132,12 @@ def owner_of(name: str, trees: tuple[TreeEntry, ...]) -> str:
 
 def row_of_part(whole: TreeEntry, name: str, tensors: tuple[TensorEntry, ...]) -> TreeEntry:
     """Return the row of a part of a tree."""
-    numel, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
-    dtypes = Counter(tensor.dtype for tensor in tensors)
+    numel, nbytes = 0, 0
+    dtypes = Counter[str]()
+    for tensor in tensors:
+        numel += prod(tensor.shape)
+        nbytes += tensor.nbytes
+        dtypes[tensor.dtype] += 1
     return TreeEntry(name, whole.role, len(tensors), numel, nbytes, dtypes)
 
 

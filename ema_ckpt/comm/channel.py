@@ -69,10 +69,13 @@ class Channel:
         if self.gloo is None:
             return [data]
         sizes = self._exchange_sizes(len(data))
-        parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes if self.rank == 0]
-        outputs = [parts] if self.rank == 0 else []
-        self._wait(self.gloo.gather(outputs, [_padded(data, max(sizes))]))
-        return [_bytes_of(part, size) for part, size in zip(parts, sizes, strict=False)]
+        padded = _padded(data, max(sizes))
+        if self.rank:
+            self._wait(self.gloo.gather([], [padded]))
+            return []
+        parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        self._wait(self.gloo.gather([parts], [padded]))
+        return [_bytes_of(part, size) for part, size in zip(parts, sizes, strict=True)]
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
         """Return on each rank its part of what rank 0 passed; other ranks pass nothing."""

@@ -6,9 +6,10 @@ element.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -205,8 +206,9 @@ def tiles_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
 
 def _packed(box: Box) -> bytes:
     # Text and bytes have a hash with a secret; nobody can choose many that collide.
-    ends = [o + s for o, s in zip(box.offsets, box.sizes, strict=True)]
-    spans = [edge for span in zip(box.offsets, ends, strict=True) for edge in span]
+    spans: list[int] = []
+    for offset, size in zip(box.offsets, box.sizes, strict=True):
+        spans += (offset, offset + size)
     return struct.pack(f"<{len(spans)}q", *spans)
 
 
@@ -250,3 +252,8 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
                 return other, index
         active.append((offsets[axis] + sizes[axis], index))
     return None
+
+
+def are_sizes(values: Iterable[object], limit: float = math.inf) -> bool:
+    """Whether all are whole numbers from 0 to below `limit`, as in a shape; a bool is none."""
+    return all(type(value) is int and 0 <= value < limit for value in values)

@@ -187,9 +187,11 @@ def rename_path(path: Path, old: str, new: str) -> Path:
         changed = changed.removesuffix(".")
     depth = -1 if kept and end == len(old) else max(count - 1, 0)
     moved = (*changed.split(".", depth), *kept) if changed else kept
-    # A rename that leaves an empty component (`.weight`) has no nesting to keep.
     name = new + rest
-    return moved if moved and ".".join(map(str, moved)) == name else (name,)
+    if not moved or ".".join(map(str, moved)) != name:
+        # A rename that leaves an empty component (`.weight`) has no nesting to keep.
+        return (name,)
+    return moved
 
 
 def _covered(path: Path, old: str, new: str) -> tuple[int, int]:

@@ -262,9 +262,11 @@ def _content(role: str, trees: Sequence[Tree], weights: Sequence[Tree]) -> str |
     for tensor in tree.tensors:
         if len(tensor.path) < 2 or not isinstance(tensor.path[1], str):
             return None
+    if tree.role == role:
+        return tree.name
     # An EMA saved like a model is its content only if nothing beside it describes the average.
-    fits = tree.role == role or (role == EMA and tree.role == LIVE and len(trees) == 1)
-    return tree.name if fits else None
+    is_alone = len(trees) == 1
+    return tree.name if is_alone and (role, tree.role) == (EMA, LIVE) else None
 
 
 def _with_config(part: str, catalog: Catalog) -> Catalog:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import NoReturn
 
 from ema_ckpt.core.catalog import Diagnostic
@@ -61,8 +61,8 @@ def list_directory(root: str) -> Folder:
     _, folders, files = list_folder(root)
     return Folder(
         root,
-        tuple(name for name in folders if not is_stage_name(name)),
-        tuple(name for name in files if not is_stage_name(name)),
+        tuple(filterfalse(is_stage_name, folders)),
+        tuple(filterfalse(is_stage_name, files)),
     )
 
 
@@ -78,7 +78,8 @@ def locate_file(path: str) -> Location:
         AccessError: `unreadable`.
     """
     root, name = parent_of(path), base_name(path)
-    if name == ".metadata" or _RANK_METADATA.fullmatch(name) or name.endswith(".distcp"):
+    is_dcp = name == ".metadata" or name.endswith(".distcp")
+    if is_dcp or _RANK_METADATA.fullmatch(name):
         return _dcp(list_directory(root)) or _refuse_missing_metadata(root)
     if _INDEX.fullmatch(name):
         return Location(index_format(root, name), root, (name,), path)
@@ -201,13 +202,14 @@ def is_state(name: str) -> bool:
 
 def indices_in(folder: Folder) -> list[str]:
     """List the indices of shards in a directory."""
-    return [name for name in folder.files if _INDEX.fullmatch(name)]
+    return list(filter(_INDEX.fullmatch, folder.files))
 
 
 def has_marker(folder: Folder) -> bool:
     """Whether a directory has what a writer puts there last: `.metadata`, or an index."""
-    markers = (".metadata", *indices_in(folder))
-    return any(name in markers or _RANK_METADATA.fullmatch(name) for name in folder.files)
+    if ".metadata" in folder.files or indices_in(folder):
+        return True
+    return any(map(_RANK_METADATA.fullmatch, folder.files))
 
 
 def is_shard(name: str) -> bool:
@@ -285,7 +287,7 @@ def _candidates(folder: Folder) -> list[str]:
     names = [name for name in folder.files if not _NO_STATE_DICT.fullmatch(name)]
     # ZeRO's optimizer files hold the weights in full precision; the model's file beside them is
     # read along.
-    if any(_ZERO_OPTIMIZER.fullmatch(name) for name in names):
+    if any(map(_ZERO_OPTIMIZER.fullmatch, names)):
         return [name for name in names if not _ZERO_MODEL.fullmatch(name)]
     return names
 

@@ -211,4 +211,5 @@ def steps_beside(path: str) -> list[str]:
     if step_order(base_name(path)) is None or not is_folder(parent):
         return []
     listed = _by_order(list_directory(parent))
-    return [name for order in sorted(listed, reverse=True) for name in listed[order]]
+    newest_first = [listed[order] for order in sorted(listed, reverse=True)]
+    return list(chain.from_iterable(newest_first))

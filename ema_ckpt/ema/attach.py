@@ -214,8 +214,10 @@ class Attachment:
         if self._updates or any(id(optimizer) in one.members for one in self._followed):
             return
         averaged = self._averaged()
-        if averaged is not None and not is_state_init():
-            self._unfollowed += any(id(tensor) in averaged for tensor in parameters_of(optimizer))
+        if averaged is None or is_state_init():
+            return
+        if not averaged.isdisjoint(map(id, parameters_of(optimizer))):
+            self._unfollowed += 1
 
 
 def _follow(optimizers: Sequence[Any], averaged: set[int] | None) -> list[_Followed]:
@@ -331,9 +333,11 @@ def _skipped_by_scaler(waiting: set[_Followed]) -> set[_Followed]:
     states = getattr(scaler, "_per_optimizer_states", {})
     # `get`: the states are made at the first question.
     stages = {key: getattr(state.get("stage"), "name", "") for key, state in states.items()}
-    return {
-        one for one in waiting if any(stages.get(member) == "STEPPED" for member in one.members)
-    }
+    skipped = set()
+    for one in waiting:
+        if "STEPPED" in map(stages.get, one.members):
+            skipped.add(one)
+    return skipped
 
 
 def _frames() -> Iterator[FrameType]:

@@ -115,5 +115,6 @@ def _positioned_pairs(shadow: Shadow, value: Tensor) -> Iterator[_Pair]:
 def _is_same_memory(a: list[Tensor], b: list[Tensor]) -> bool:
     if a is b:
         return True
-    same = (x is y or x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=False))
-    return len(a) == len(b) and all(same)
+    if len(a) != len(b):
+        return False
+    return all(x is y or x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=True))

@@ -290,12 +290,11 @@ class ShardedEMA:
             model_shards = scan_model(self.model) if complete else None
             weights = state_of(self, model_shards)["weights"]
             swap.warn_of_stalled(self, f"{call}()", 5)
-            averaged = {
-                name: weights[shadow.shard.fqn]
-                for shadow in self._averages.shadows
-                for name in shadow.shard.names
-                if shadow.shard.fqn in weights
-            }
+            averaged: dict[str, Any] = {}
+            for shadow in self._averages.shadows:
+                fqn = shadow.shard.fqn
+                if fqn in weights:
+                    averaged.update(dict.fromkeys(shadow.shard.names, weights[fqn]))
             if model_shards is None:
                 only = {name: value for name, value in averaged.items() if name in weights}
                 return FullState(only, self._averages.tracked)

@@ -30,11 +30,11 @@ def as_list(optimizers: Any, call: str) -> list[Any]:
     if is_optimizer(optimizers) or inner_optimizers(optimizers):
         return [optimizers]
     if isinstance(optimizers, Mapping):
-        listed = list(optimizers.values())
-    elif isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module | Tensor | str):
-        listed = list(optimizers)
-    else:
+        optimizers = list(optimizers.values())
+    is_value = isinstance(optimizers, nn.Module | Tensor | str)
+    if is_value or not isinstance(optimizers, Iterable):
         raise _no_optimizer(optimizers, call)
+    listed = list(optimizers)
     for one in listed:
         if not is_optimizer(one) and not inner_optimizers(one):
             raise _no_optimizer(one, call)

@@ -106,7 +106,9 @@ def _settled_weight(schedule: Schedule) -> float:
 
 def as_patterns(globs: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Return one glob or several as a tuple."""
-    return (globs,) if isinstance(globs, str) else tuple(globs) if globs is not None else None
+    if isinstance(globs, str):
+        return (globs,)
+    return None if globs is None else tuple(globs)
 
 
 @dataclass(slots=True)

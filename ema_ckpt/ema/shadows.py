@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -89,16 +90,23 @@ def _select_buffers(
 ) -> tuple[list[TrackedShard], list[TrackedShard]]:
     averaged: list[TrackedShard] = []
     live: list[TrackedShard] = []
-    for buffer in model_shards.buffers if settings.buffers != "skip" else ():
-        if not _matches(buffer, settings.exclude):
-            is_averaged = settings.buffers == "average" and buffer.shard.dtype.is_floating_point
-            (averaged if is_averaged else live).append(buffer)
+    if settings.buffers == "skip":
+        return averaged, live
+    for buffer in model_shards.buffers:
+        if _matches(buffer, settings.exclude):
+            continue
+        if settings.buffers == "average" and buffer.shard.dtype.is_floating_point:
+            averaged.append(buffer)
+        else:
+            live.append(buffer)
     return averaged, live
 
 
 def _is_averaged(parameter: TrackedShard, settings: Settings) -> bool:
     dtype = parameter.shard.dtype
-    if not (dtype.is_floating_point or dtype.is_complex) or _matches(parameter, settings.exclude):
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return False
+    if _matches(parameter, settings.exclude):
         return False
     if settings.include is None:
         return parameter.requires_grad
@@ -106,7 +114,8 @@ def _is_averaged(parameter: TrackedShard, settings: Settings) -> bool:
 
 
 def _matches(tracked: TrackedShard, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in tracked.shard.names)
+    pairs = product(tracked.shard.names, patterns)
+    return any(fnmatchcase(name, pattern) for name, pattern in pairs)
 
 
 def _refuse_idle_globs(model_shards: ModelShards, settings: Settings) -> None:
@@ -204,10 +213,13 @@ def _arena_zeros(shapes: Sequence[torch.Size], kind: _Kind) -> list[Tensor]:
         arena = torch.zeros(sum(numels), dtype=kind.dtype, device=kind.device)
         for number, part in zip(numbers, torch.split(arena, numels), strict=True):
             zeros[number] = part.view(shapes[number])
+    listed = []
     for number, shape in enumerate(shapes):
-        if number not in zeros:
-            zeros[number] = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
-    return [zeros[number] for number in range(len(shapes))]
+        zero = zeros.get(number)
+        if zero is None:
+            zero = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
+        listed.append(zero)
+    return listed
 
 
 def _arenas(shapes: Sequence[torch.Size], limit: int) -> list[list[int]]:

@@ -195,9 +195,11 @@ def warn_of_stalled(ema: AveragedModel, call: str, stacklevel: int, *, fresh: bo
 
     `fresh`: also before the first update.
     """
+    counter = ema._counter
     reason = None if ema._attachment is None else ema._attachment.stalled()
-    if reason is None and not ema._counter.has_moved and (fresh or ema._counter.num_updates):
-        reason = ema._counter.stalled()
+    is_due = fresh or counter.num_updates > 0
+    if reason is None and is_due and not counter.has_moved:
+        reason = counter.stalled()
     if reason is not None:
         warnings.warn(f"ema-stalled: {call}: {reason}", stacklevel=stacklevel + 1)
 

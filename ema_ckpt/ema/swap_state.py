@@ -46,6 +46,7 @@ def unmark(marks: frozenset[int]) -> None:
 
 
 def _ids(tracked_shards: Iterable[TrackedShard]) -> frozenset[int]:
-    return frozenset(
-        identity for t in tracked_shards for identity in (id(t.container), id(t.owner))
-    )
+    ids: set[int] = set()
+    for tracked in tracked_shards:
+        ids |= {id(tracked.container), id(tracked.owner)}
+    return frozenset(ids)

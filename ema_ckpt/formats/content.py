@@ -108,14 +108,16 @@ def _kind_of_zip(source: Files, name: str, nbytes: int) -> Kind:
         _, entries = read_directory(Window(source, name, 0, nbytes))
     except SourceError:
         return torch_file
-    names = [entry.name for entry in entries]
-    inner = {name.partition("/")[2] or name for name in names}
+    inner, endings = set(), set()
+    for entry in entries:
+        inner.add(entry.name.partition("/")[2] or entry.name)
+        endings.add(entry.name.rpartition(".")[2])
     if "constants.pkl" in inner:
         return Kind(NOT_READ, "a TorchScript program, not a checkpoint", "save its state_dict()")
     if "data.pkl" in inner:
         return torch_file
-    if names and all(name.endswith(".npy") for name in names):
+    if endings == {"npy"}:
         return Kind(NOT_READ, "an .npz archive of NumPy arrays", _STATE_DICT)
-    if any(name.endswith(".dist-info/WHEEL") for name in names):
+    if "dist-info/WHEEL" in endings:
         return Kind(NOT_READ, "a Python wheel")
     return Kind(NOT_READ, "a zip archive that torch.save did not write")

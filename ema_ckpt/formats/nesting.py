@@ -140,7 +140,9 @@ def moved(nesting: Nesting, items: Iterable[OutputTensor | OutputObject]) -> Nes
     """Return the facts of `nesting` for the paths that `items` are written at."""
     keys: dict[Path, object] = {}
     tuples: set[Path] = set()
-    for item in items if nesting.keys or nesting.tuples else ():
+    if not nesting.keys and not nesting.tuples:
+        return nesting
+    for item in items:
         old, new = item.source.path, item.path
         # A rename touches the front of a path, a dropped wrapper any part of it.
         shifts = {0, len(new) - len(old)}

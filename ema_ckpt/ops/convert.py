@@ -184,9 +184,12 @@ def split_rows(
     catalog: Catalog, trees: Sequence[Tree], tensors: Sequence[OutputTensor]
 ) -> list[bool]:
     """Return which tensors are cut into rows: as in the source, or the weights of a whole one."""
-    owner = {id(tensor): tree for tree in trees for tensor in tree.tensors}
-    settings = {id(item) for tree in trees for item in tree.settings.values()}
-    is_whole = catalog.world_size is None or catalog.world_size == 1
+    owner: dict[int, Tree] = {}
+    settings: set[int] = set()
+    for tree in trees:
+        owner.update(dict.fromkeys(map(id, tree.tensors), tree))
+        settings.update(map(id, tree.settings.values()))
+    is_whole = catalog.world_size in (None, 1)
 
     def is_cut(tensor: Tensor) -> bool:
         # Copies of one box, as replicas leave them in rank files, do not cut a tensor.

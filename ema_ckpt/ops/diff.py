@@ -167,7 +167,9 @@ class _Comparison:
         return _CompareWorker(self).compare
 
     def dump(self) -> bytes:
-        stats = [[index, *astuple(part)] for index, parts in self._parts.items() for part in parts]
+        stats: list[list[object]] = []
+        for index, parts in self._parts.items():
+            stats += [[index, *astuple(part)] for part in parts]
         return dump_json([stats, self.verifier_a.dump(), self.verifier_b.dump()])
 
     def merge(self, dumped: bytes) -> None:

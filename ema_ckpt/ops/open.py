@@ -104,8 +104,10 @@ class Checkpoint:
         """Full stored names, of one tree or of all, in order. Raises UsageError `unknown-tree`."""
         if tree is None:
             return list(self._by_name)
-        picked = find_trees(self._trees, tree, self.path)
-        return [tensor.name for one in picked for tensor in one.tensors]
+        names: list[str] = []
+        for one in find_trees(self._trees, tree, self.path):
+            names += [tensor.name for tensor in one.tensors]
+        return names
 
     def __repr__(self) -> str:
         trees = [f"{name!r} ({tree.role})" for name, tree in self.trees.items()]

@@ -283,13 +283,15 @@ class _Comparison:
 
     def left_out_whole_trees(self, spare: Mapping[str, Tensor]) -> bool:
         """Check whether the spare tensors are those of whole trees, as `--tree` leaves them out."""
-        kept = {tensor.name for tensor in self.origin.tensors if tensor.name in self.tensors}
         left_out = {tensor.name for tensor in spare.values()}
+        any_kept = False
         for tree in self.origin_trees:
             names = {tensor.name for tensor in tree.tensors}
-            if names & kept and names & left_out:
+            is_kept = not names.isdisjoint(self.tensors)
+            if is_kept and names & left_out:
                 return False
-        return bool(kept)
+            any_kept = any_kept or is_kept
+        return any_kept
 
 
 def _names_inside(tree: Tree) -> dict[str, Tensor]:

@@ -133,9 +133,9 @@ class CheckpointReader:
             return self.read(stored, [whole(stored.shape)])[0]
         if isinstance(stored, dict):
             values = {key: self.load(item) for key, item in stored.items()}
-            if values and all(isinstance(key, int) for key in values):
-                return [values[key] for key in sorted(values)]
-            return values
+            if set(map(type, values)) != {int}:
+                return values
+            return [values[key] for key in sorted(values)]
         if stored.is_inline:
             return stored.inline
         if self.catalog.format != "dcp":

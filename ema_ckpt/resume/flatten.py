@@ -213,7 +213,8 @@ def _is_leaf(path: Path, value: Mapping[Any, Any]) -> bool:
     # Below `optimizer.state.<name>` and `optimizer.param_groups.0` values are the optimizer's own.
     depth = {"extra": 1, "optimizer": 3}.get(str(path[0]) if path else "", len(path))
     has_text_keys = bool(value) and all(isinstance(key, str) for key in value)
-    if (len(path) <= depth and not is_extra_state(path)) or has_text_keys:
+    is_own = len(path) <= depth and not is_extra_state(path)
+    if is_own or has_text_keys:
         return False
     if _holds_shards(value, on_device=path[0] == "optimizer"):
         raise UsageError(
@@ -232,10 +233,11 @@ def is_extra_state(path: Path) -> bool:
 
 def _holds_shards(value: Any, on_device: bool) -> bool:
     """Whether sharded tensors are in a value, or with `on_device` those outside host memory."""
-    if isinstance(value, Mapping | list | tuple):
-        inner = value.values() if isinstance(value, Mapping) else value
-        return any(_holds_shards(one, on_device) for one in inner)
-    if isinstance(value, torch.Tensor) and on_device and value.device.type != "cpu":
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_shards(inner, on_device) for inner in value)
+    if on_device and isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return True
     return isinstance(value, DTensor | LocalShardsTensor) or hasattr(value, "local_shards")
 

@@ -161,8 +161,8 @@ def optimizer_tree(model: ModelShards, optimizers: Sequence[Optimizer]) -> dict[
     for group, stepped in stepped_groups(model, optimizers):
         options = dict(group)
         del options["params"]
-        names = [tracked.shard.fqn for one in stepped for tracked in one.parameters]
-        groups.append({**options, "params": names})
+        parameters = chain.from_iterable(one.parameters for one in stepped)
+        groups.append({**options, "params": [tracked.shard.fqn for tracked in parameters]})
         for one in stepped:
             values = one.optimizer.state.get(one.tensor, {})
             if not values or one.is_idle():
@@ -208,7 +208,7 @@ def begin_missing(optimizers: Iterable[Optimizer]) -> None:
         if not isinstance(optimizer, Adagrad):
             continue
         for group in optimizer.param_groups:
-            options = {name: group[name] for name in optimizer.defaults if name in group}
+            options = {name: group[name] for name in optimizer.defaults.keys() & group.keys()}
             for param in group["params"]:
                 if param not in optimizer.state:
                     fresh = Adagrad([param], **options).state
@@ -272,7 +272,9 @@ def _entries_beside_state(optimizer: Optimizer) -> list[str]:
 def merge_group_parameters(groups: Sequence[dict[str, Any]], ranks: Channel) -> None:
     """List in each parameter group the parameters of all ranks: stages of a pipeline differ."""
     everyone = ranks.exchange_if_different([group["params"] for group in groups])
-    for index, group in enumerate(groups if everyone else ()):
+    if not everyone:
+        return
+    for index, group in enumerate(groups):
         names: dict[str, None] = {}
         for lists in everyone:
             if index < len(lists):

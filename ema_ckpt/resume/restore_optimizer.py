@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -102,11 +102,11 @@ class OptimizerRestorer(PartRestorer):
 
     def list_live_groups(self) -> list[LiveGroup]:
         """List the parameters of each live group, by the tensors that are stepped."""
-        groups = stepped_groups(self.context.shards, self.optimizers)
-        return [
-            LiveGroup([[t.shard.fqn for t in one.parameters] for one in stepped])
-            for _, stepped in groups
-        ]
+        groups = []
+        for _, stepped in stepped_groups(self.context.shards, self.optimizers):
+            names = [[tracked.shard.fqn for tracked in one.parameters] for one in stepped]
+            groups.append(LiveGroup(names))
+        return groups
 
     def store_once(self) -> None:
         """Take the state of each parameter; of names that are tied here, the first one's."""
@@ -251,11 +251,12 @@ class OptimizerRestorer(PartRestorer):
         # Those of torch keep the same entries for every parameter that they have stepped.
         if not optimizer.__module__.startswith("torch.optim.") or optimizer is Adafactor:
             return
-        states = {fqn: self.stored[fqn] for fqn in sorted(names & self.stored.keys())}
-        keys = dict.fromkeys(chain.from_iterable(states.values()))
+        fqns = sorted(names & self.stored.keys())
+        keys = dict.fromkeys(chain.from_iterable(map(self.stored.__getitem__, fqns)))
         lost = []
-        for fqn, state in states.items():
-            lost += [f"optimizer.state.{fqn}.{key}" for key in keys if key not in state]
+        for fqn, key in product(fqns, keys):
+            if key not in self.stored[fqn]:
+                lost.append(f"optimizer.state.{fqn}.{key}")
         if lost:
             message = f"it lacks {shown(lost)}, which others have"
             raise self.reader.refusal("incomplete", message)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ema_ckpt.core.catalog import Object, Tensor
@@ -31,7 +32,7 @@ class LiveGroup(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The names of all its parameters."""
-        return [name for names in self.tensors for name in names]
+        return list(chain.from_iterable(self.tensors))
 
 
 @dataclass(eq=False)
@@ -69,15 +70,19 @@ def name_state(
             parameters.
     """
     stored = StoredOptimizer(reader)
-    plain = [document for document in documents if not is_flattened(document)]
+    plain = []
     for document in documents:
         if is_flattened(document):
             _add_flattened(stored, document, live, names)
+        else:
+            plain.append(document)
     groups = [_groups_of(reader, document) for document in plain]
     if any(map(_has_positions, groups)):
         _name_positions(reader, groups, live)
     for document, saved in zip(plain, groups, strict=True):
-        positions = {k: n for group in saved for k, n in group.pop("named", {}).items()}
+        positions: dict[str, str] = {}
+        for group in saved:
+            positions |= group.pop("named", {})
         for key, entries in document.get("state", {}).items():
             stored.state[positions.get(str(key), str(key))] = entries
         stored.groups += saved
@@ -102,7 +107,7 @@ def _name_positions(
     live: Sequence[LiveGroup],
 ) -> None:
     """Name the positions in `params` of every group after the live group in its place."""
-    groups = [group for saved in documents for group in saved]
+    groups = list(chain.from_iterable(documents))
     if len(groups) != len(live):
         message = f"{counted(len(groups), 'parameter group')} there, {len(live)} here"
         raise reader.refusal("index-mismatch", message)

@@ -100,7 +100,8 @@ def _window_of(config: EmaConfig) -> int:
 def _entry(catalog: Catalog, tree: Tree, name: str) -> object:
     """Return a plain value stored in a tree, or None; pickled ones are not opened."""
     for item in (*tree.settings.values(), *tree.objects):
-        if isinstance(item, Object) and item.is_inline and item.path[-1:] == (name,):
+        is_called_so = item.path[-1:] == (name,)
+        if is_called_so and isinstance(item, Object) and item.is_inline:
             return catalog.reader.load(item)
     return None
 

@@ -67,10 +67,13 @@ def _optimizer_of(name: str) -> str | None:
         return ".".join(parts[: parts.index("param_groups")])
     if parts[-1] not in MOMENTS or "state" not in parts:
         return None
-    places = [index for index, part in enumerate(parts) if part == "state"]
-    named = [index for index in places if OPTIMIZER in map(role_of, parts[:index])]
+    end = parts.index("state")
+    for index, part in enumerate(parts):
+        if part == "state" and OPTIMIZER in map(role_of, parts[:index]):
+            end = index
+            break
     # `state` at the very top is what lies in it: there is no name before it.
-    return ".".join(parts[: (named or places)[0]]) or "state"
+    return ".".join(parts[:end]) or "state"
 
 
 def _average_of(name: str) -> str | None:

@@ -277,9 +277,12 @@ def open_bookkeeping(groups: Collection[Group]) -> None:
 
     That is a whole run under `train_state`, say.
     """
-    books = [group for group in groups if tree_role(group.name) == OTHER and group.role is None]
-    if any(group.has_weight for group in groups if group not in books):
-        return
+    books = []
+    for group in groups:
+        if group.role is None and tree_role(group.name) == OTHER:
+            books.append(group)
+        elif group.has_weight:
+            return
     for group in books:
         if LIVE in map(role_of, first_components(group.tensors)):
             group.role = CONTAINER

@@ -72,10 +72,11 @@ def _assign_roles(groups: Sequence[Group]) -> None:
         group.role = group.known_role
     for group, form in product(groups, EXCHANGED_FORMS):
         _read_exchanged(group, form, by_name)
-    for group in [group for group in groups if group.role == EMA]:
+    for group in groups:
         # `X` beside `X_ema` is what that averages, whatever X is.
         live = by_name.get(group.name.removesuffix("_ema"), group)
-        if live.role is None and live.has_weight:
+        is_averaged = group.role == EMA and live.role is None
+        if is_averaged and live.has_weight:
             live.role = LIVE
     unnamed = _unnamed_live(groups)
     if unnamed is not None:

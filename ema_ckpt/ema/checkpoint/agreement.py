@@ -185,13 +185,14 @@ def _are_joined(ranks: Collection[int], groups: Collection[frozenset[int]]) -> b
     wanted = frozenset(ranks)
     if len(wanted) <= 1 or any(wanted <= group for group in groups):
         return True
-    reached, waiting = frozenset([min(wanted)]), list(groups)
-    while True:
-        near = [group for group in waiting if group & reached]
-        if not near:
-            return wanted <= reached
-        reached = reached.union(*near)
-        waiting = [group for group in waiting if group not in near]
+    reached = frozenset([min(wanted)])
+    while not wanted <= reached:
+        near = [group for group in groups if group & reached]
+        grown = reached.union(*near)
+        if grown == reached:
+            return False
+        reached = grown
+    return True
 
 
 def _differing(reports: Sequence[Checksums]) -> dict[str, list[int]]:

@@ -51,7 +51,9 @@ def gather_full(call: str, read: Callable[[], FullState], timeout: float) -> dic
     state = run_on_all_ranks(channel, call, read)
     firsts = _first_names(state.values, channel)
     values = {name: value for name, value in state.values.items() if firsts[name] == name}
-    items = [_Item(name, box, part) for name in values for box, part in _pieces(values[name])]
+    items: list[_Item] = []
+    for name, value in values.items():
+        items += [_Item(name, box, part) for box, part in _pieces(value)]
     listing = gather_listing(_entries(values, items), channel, call, "name-collision")
     _compare_replicas(state, listing, items, channel, call)
     mine = [items[number] for number in divide(listing, channel, call)]

@@ -165,8 +165,11 @@ def _config(averages: Averages, counter: UpdateCounter, settings: Settings) -> d
 
 def _saved(averages: Averages) -> list[Shadow]:
     """Return the shadows of parameters and persistent buffers."""
-    pairs = zip(averages.shadows, averages.tracked, strict=True)
-    return [shadow for shadow, tracked in pairs if shadow.shard.is_parameter or tracked.persistent]
+    saved = []
+    for shadow, tracked in zip(averages.shadows, averages.tracked, strict=True):
+        if shadow.shard.is_parameter or tracked.persistent:
+            saved.append(shadow)
+    return saved
 
 
 def _as_global(

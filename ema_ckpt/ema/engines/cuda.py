@@ -104,8 +104,12 @@ class TritonStep:
 
 def prepare(batch: UpdateBatch) -> Step:
     """Return a step over a batch on one CUDA device."""
-    contiguous = [i for i, param in enumerate(batch.params) if param.is_contiguous()]
-    strided = [i for i, param in enumerate(batch.params) if not param.is_contiguous()]
+    contiguous, strided = [], []
+    for index, param in enumerate(batch.params):
+        if param.is_contiguous():
+            contiguous.append(index)
+        else:
+            strided.append(index)
     if not serves(batch) or not contiguous:
         return _prepare_without_triton(batch)
     if not strided:

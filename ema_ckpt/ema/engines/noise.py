@@ -57,7 +57,10 @@ class Noise:
 def positions(fqn: str, boxes: Sequence[Box], shape: Sequence[int]) -> list[tuple[int, Position]]:
     """Return (numel, position) of the pieces of `boxes` of a tensor of global `shape`, in order."""
     tensor = crc32(fqn.encode())
-    return [piece for box in boxes for piece in _pieces(box, tuple(shape), tensor)]
+    pieces: list[tuple[int, Position]] = []
+    for box in boxes:
+        pieces += _pieces(box, tuple(shape), tensor)
+    return pieces
 
 
 def _pieces(box: Box, shape: tuple[int, ...], tensor: int) -> Iterator[tuple[int, Position]]:

@@ -106,5 +106,9 @@ def _needs_identity(value: object) -> bool:
 
 
 def _columns(entries: Sequence[ModuleLink]) -> tuple[list[dict[str, Any]], list[str], list[object]]:
-    containers = [container for container, _, _ in entries]
-    return containers, [key for _, key, _ in entries], [value for _, _, value in entries]
+    containers, keys, values = [], [], []
+    for container, key, value in entries:
+        containers.append(container)
+        keys.append(key)
+        values.append(value)
+    return containers, keys, values

@@ -196,10 +196,12 @@ def _boxes_of_runs(runs: Sequence[Sequence[Run]]) -> tuple[Box, ...]:
     Dimensions outside one with several runs are cut index by index.
     """
     inner = max((dim for dim, dim_runs in enumerate(runs) if len(dim_runs) > 1), default=0)
-    outer = [
-        [(start + i, 1) for start, length in dim_runs for i in range(length)]
-        for dim_runs in runs[:inner]
-    ]
+    outer: list[list[Run]] = []
+    for dim_runs in runs[:inner]:
+        single = []
+        for start, length in dim_runs:
+            single += [(index, 1) for index in range(start, start + length)]
+        outer.append(single)
     boxes = []
     for cell in product(*outer, *runs[inner:]):
         offsets, sizes = zip(*cell, strict=True)

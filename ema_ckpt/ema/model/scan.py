@@ -188,7 +188,8 @@ def _managed_parameters(model: nn.Module) -> _ManagedParameters:
 
 
 def _fsdp2_managed(module: Any) -> Iterator[tuple[nn.Module, str, Any]]:
-    for fsdp_param in [param for group in _fsdp2_groups(module) for param in group.fsdp_params]:
+    groups = [group.fsdp_params for group in _fsdp2_groups(module)]
+    for fsdp_param in chain.from_iterable(groups):
         info = fsdp_param._module_info
         yield info.module, info.param_name, fsdp_param
         for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
@@ -226,7 +227,8 @@ def _left_by_ddp(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     # DDP over a slice of a mesh swaps its parameters for DTensors before each forward, and torch
     # 2.13 leaves them behind as plain attributes after it (torch.distributed.tensor.parallel.ddp).
     for name, live in vars(module).items():
-        if isinstance(live, torch.Tensor) and hasattr(live, "_local_tensor") and live.requires_grad:
+        is_dtensor = isinstance(live, torch.Tensor) and hasattr(live, "_local_tensor")
+        if is_dtensor and live.requires_grad:
             yield name, live
 
 

@@ -104,7 +104,10 @@ class ModelShards:
 
     def by_name(self) -> Mapping[str, TrackedShard]:
         """Return parameters and buffers under each of their names."""
-        return {name: tracked for tracked in self.tensors for name in tracked.shard.names}
+        named: dict[str, TrackedShard] = {}
+        for tracked in self.tensors:
+            named.update(dict.fromkeys(tracked.shard.names, tracked))
+        return named
 
 
 @dataclass(frozen=True, slots=True, eq=False)

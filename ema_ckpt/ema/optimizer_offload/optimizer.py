@@ -269,18 +269,24 @@ class OffloadedOptimizer:
 
 def _write_moments(state: Mapping[str, Any], moments: Mapping[str, Tensor]) -> _State:
     """Write moments that a step replaced instead of writing into them; return all other state."""
-    for name, moment in moments.items():
-        if name in state and state[name] is not moment:
-            moment.copy_(state[name])
-    return {name: value for name, value in state.items() if name not in moments}
+    others: dict[str, Any] = {}
+    for name, value in state.items():
+        moment = moments.get(name)
+        if moment is None:
+            others[name] = value
+        elif moment is not value:
+            moment.copy_(value)
+    return others
 
 
 def _step_options(group: Mapping[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
     """Return the options of a parameter group, `foreach` as torch would choose it."""
-    options = {key: value for key, value in group.items() if key != "params"}
-    chooses = options.get("foreach") is None and options.get("fused") is None
+    options = dict(group)
+    del options["params"]
+    if options.get("foreach") is not None or options.get("fused") is not None:
+        return options
     # The step gets plain tensors; for other types torch does not take its foreach way by itself.
-    if chooses and any(type(param) not in _foreach_supported_types for param in params):
+    if not set(map(type, params)).issubset(_foreach_supported_types):
         options["foreach"] = False
     return options
 

@@ -147,11 +147,14 @@ class OffloadedState:
             kinds: dict[tuple[Any, ...], list[Tensor]] = {}
             for param in batch:
                 state = self._optimizer.state[param]
-                names = tuple(n for n, value in state.items() if is_moment(n, value, param))
-                kinds.setdefault((names, *(state[name].dtype for name in names)), []).append(param)
-            for (names, *_), members in kinds.items():
-                if names:
-                    self._add_slab(members, names)
+                dtypes: dict[str, torch.dtype] = {}
+                for name, value in state.items():
+                    if is_moment(name, value, param):
+                        dtypes[name] = value.dtype
+                kinds.setdefault(tuple(dtypes.items()), []).append(param)
+            for kind, members in kinds.items():
+                if kind:
+                    self._add_slab(members, tuple(name for name, _ in kind))
 
     def _add_slab(self, params: Sequence[Tensor], names: tuple[str, ...]) -> None:
         slab = StateSlab(self._optimizer, params, names, self._slot_nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ema_ckpt.core.box import row_major_strides
+from ema_ckpt.core.box import are_sizes, row_major_strides
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.machine import LocatedByteArray, LocatedBytes
 from ema_ckpt.formats.pickle.numpy_numbers import NumpyDType, under_both_names
@@ -39,7 +39,7 @@ class Array(Opaque):
 
     def locate(self, shape: Ints, dtype: NumpyDType, is_fortran: bool, data: object) -> None:
         """Refer to `data` as to a storage whose key is its position in the pickle."""
-        if not all(type(size) is int and size >= 0 for size in shape):
+        if not are_sizes(shape):
             raise ValueError("an array has an impossible shape")
         self.args = (dtype.dtype and Global("torch", dtype.dtype.name, None), shape)
         found = dtype.dtype

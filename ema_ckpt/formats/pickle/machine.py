@@ -278,17 +278,21 @@ def _build(machine: Machine) -> None:
 
 
 def _key(machine: Machine, key: object) -> object:
-    # A tuple of tuples can be small here and take forever to hash: each level may repeat the one
-    # below.
-    for part in key if isinstance(key, tuple) else ():
-        if not isinstance(part, tuple):
-            continue
-        if len(part) > 64 or any(isinstance(inner, tuple) for inner in part):
-            message = "a pickled dict or set has a deeply nested tuple as its key"
-            raise SourceError("unsupported", message)
-    is_number = isinstance(key, float | complex) or (isinstance(key, int) and abs(key) >= _MERSENNE)
-    if is_number or isinstance(key, tuple):
-        machine.collisions.check((key,))
+    if isinstance(key, tuple):
+        # A tuple of tuples can be small here and take forever to hash: each level may repeat the
+        # one below.
+        for part in key:
+            if not isinstance(part, tuple):
+                continue
+            if len(part) > 64 or any(isinstance(inner, tuple) for inner in part):
+                message = "a pickled dict or set has a deeply nested tuple as its key"
+                raise SourceError("unsupported", message)
+    elif isinstance(key, int):
+        if abs(key) < _MERSENNE:
+            return key
+    elif not isinstance(key, float | complex):
+        return key
+    machine.collisions.check((key,))
     return key
 
 

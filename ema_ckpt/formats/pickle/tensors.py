@@ -70,7 +70,7 @@ def _bad(why: str) -> SourceError:
 
 
 def _ints(value: object) -> Ints:
-    if isinstance(value, tuple) and all(type(part) is int for part in value):
+    if isinstance(value, tuple) and set(map(type, value)) <= {int}:
         return value
     raise _bad(f"a shape or stride is {brief(value)}")
 

@@ -21,7 +21,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple, TypeGuard
 
-from ema_ckpt.core.box import Box, flat_range_boxes, linear
+from ema_ckpt.core.box import Box, are_sizes, flat_range_boxes, linear
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import counted, shown
@@ -92,10 +92,11 @@ def find_flat(leaves: Leaves, file: str) -> list[FlatPiece]:
     for path, names in leaves.items():
         if path[-1] not in _NAMES or not isinstance(names, list | tuple):
             continue
-        if {type(name) for name in names} == {str}:
-            piece = _read_piece(leaves, path, tuple(names), file)
-            if piece is not None:
-                pieces.append(piece)
+        if set(map(type, names)) != {str}:
+            continue
+        piece = _read_piece(leaves, path, tuple(names), file)
+        if piece is not None:
+            pieces.append(piece)
     return pieces
 
 
@@ -181,7 +182,7 @@ def _read_shapes(below: Leaves, names: Sequence[str], used: list[Path]) -> dict[
 
 
 def _is_shape(value: object) -> TypeGuard[Sequence[int]]:
-    return isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, list | tuple) and are_sizes(value)
 
 
 def _are_shapes(value: object) -> TypeGuard[Sequence[Sequence[int]]]:
@@ -192,7 +193,8 @@ def _live_shapes(leaves: Leaves, home: Path) -> dict[str, Ints]:
     """Return the shapes of the tensors of other trees in the same file, by name in their tree."""
     shapes = {}
     for path, ref in leaves.items():
-        if isinstance(ref, TensorRef) and (not home or path[: len(home)] != home):
+        is_beside = not home or path[: len(home)] != home
+        if is_beside and isinstance(ref, TensorRef):
             shapes[".".join(map(str, path[1:]))] = ref.shape
     return shapes
 

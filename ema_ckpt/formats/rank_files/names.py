@@ -76,9 +76,14 @@ def families(names: Iterable[str]) -> dict[Family, list[str]]:
     """Group the rank files among `names` by family, each in the order of ranks."""
     ranked: dict[Family, list[tuple[int, str]]] = {}
     for name in names:
-        if parsed := _parse(name):
-            ranked.setdefault(parsed[0], []).append((parsed[1], name))
-    return {family: [name for _, name in sorted(files)] for family, files in ranked.items()}
+        parsed = _parse(name)
+        if parsed is not None:
+            family, rank = parsed
+            ranked.setdefault(family, []).append((rank, name))
+    ordered = {}
+    for family, files in ranked.items():
+        ordered[family] = [name for _, name in sorted(files)]
+    return ordered
 
 
 def missing_ranks(names: Iterable[str]) -> tuple[int, list[int]]:
@@ -87,13 +92,14 @@ def missing_ranks(names: Iterable[str]) -> tuple[int, list[int]]:
     Where the names do not tell the world size, it is one more than the highest rank; a single file
     is then taken for all there is.
     """
-    parsed = [one for one in map(_parse, names) if one]
-    ranks = {rank for _, rank in parsed}
-    world_size = next((family.world_size for family, _ in parsed if family.world_size), None)
-    if world_size is None:
-        if len(parsed) == 1:
-            return 1, []
-        world_size = max(ranks, default=-1) + 1
+    parsed = list(filter(None, map(_parse, names)))
+    ranks = [rank for _, rank in parsed]
+    for family, _ in parsed:
+        if family.world_size:
+            return family.world_size, absent_ranks(ranks, family.world_size)
+    if len(ranks) == 1:
+        return 1, []
+    world_size = max(ranks, default=-1) + 1
     return world_size, absent_ranks(ranks, world_size)
 
 

@@ -149,7 +149,9 @@ def _place_groups(files: Sequence[str], pieces: Pieces, groups: Groups) -> list[
 
 
 def _place_parameters(files: Sequence[str], pieces: Pieces, groups: Groups) -> list[PlacedWeight]:
-    shapes = {name: shape for group in groups for name, shape in group.items()}
+    shapes: dict[str, Ints] = {}
+    for group in groups:
+        shapes |= group
     ends = [list(accumulate(ref.shape[0] for ref in of_rank)) for of_rank in pieces]
     placed: list[PlacedWeight] = []
     begin = 0  # of a parameter's part, in the row of a rank's pieces

@@ -15,6 +15,7 @@ from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
+from ema_ckpt.core.box import are_sizes
 from ema_ckpt.core.catalog import Chunk, Files, Tensor, check_geometry
 from ema_ckpt.core.dtypes import DType, by_safetensors
 from ema_ckpt.core.errors import SourceError
@@ -153,9 +154,7 @@ def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    if not isinstance(value, list):
-        return False
-    return all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return isinstance(value, list) and are_sizes(value, 2**63)
 
 
 def _dtype(name: str, code: object, file: str) -> DType:

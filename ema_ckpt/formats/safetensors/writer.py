@@ -143,7 +143,9 @@ class SafetensorsWritePlan:
             return
         index, describes = b"", {}
         if self.index:
-            places = {item.name: shard.file for shard in self.shards for item in shard.tensors}
+            places: dict[str, str] = {}
+            for shard in self.shards:
+                places |= dict.fromkeys((item.name for item in shard.tensors), shard.file)
             document = {
                 "metadata": {"total_size": sum(shard.nbytes for shard in self.shards)},
                 "weight_map": dict(sorted(places.items())),
@@ -290,13 +292,12 @@ def _split(
 
 
 def _check_supported(tensors: Sequence[OutputTensor]) -> None:
-    unfit = [tensor for tensor in tensors if refusal(tensor.dtype)]
+    unfit = {tensor.name: tensor.dtype.name for tensor in tensors if refusal(tensor.dtype)}
     if unfit:
-        types = ", ".join(sorted({tensor.dtype.name for tensor in unfit}))
-        names = shown([tensor.name for tensor in unfit])
-        message = f"safetensors has no type for {types}, which {names} would need"
+        types, names = ", ".join(sorted(set(unfit.values()))), list(unfit)
+        message = f"safetensors has no type for {types}, which {shown(names)} would need"
         remedy = "leave them out with --exclude, or write DCP or a torch file"
-        raise TargetError("unsupported", f"{message}; {remedy}", tensor=unfit[0].name)
+        raise TargetError("unsupported", f"{message}; {remedy}", tensor=names[0])
     for tensor in tensors:
         if tensor.name == METADATA or not sidecar.is_unicode(tensor.name):
             message = f"safetensors cannot store a tensor of the name {tensor.name!r}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
+from ema_ckpt.core.box import are_sizes
 from ema_ckpt.core.catalog import Chunk, Diagnostic, Object, Tensor, check_geometry
 from ema_ckpt.core.dtypes import DTYPES_BY_NAME, DType, is_dtype_name, unread
 from ema_ckpt.core.errors import SourceError, UnsafeError
@@ -33,6 +34,7 @@ _REBUILDERS = """
     _rebuild_parameter _rebuild_parameter_with_state
     """.split()
 _MAX_ARGS = 64
+_MAX_SIZE = 2**40
 
 
 class Unreadable(Opaque):
@@ -186,7 +188,7 @@ def _dtype_of(part: object) -> DType | None:
 def _is_shape(value: object) -> TypeGuard[Ints]:
     if not isinstance(value, tuple) or not 0 < len(value) <= _MAX_ARGS:
         return False
-    return all(type(size) is int and 0 <= size < 2**40 for size in value)
+    return are_sizes(value, _MAX_SIZE)
 
 
 def _in_order(value: object, depth: int = 4) -> Iterator[object]:
@@ -246,7 +248,9 @@ def check_discarded(unsafe: Sequence[Unreadable], values: Sequence[object], file
     """Raise UnsafeError for an unsafe call whose result is in no value: hidden on purpose."""
     if not unsafe:
         return
-    listed = {id(inner) for value in values for inner in within(value)}
+    listed: set[int] = set()
+    for value in values:
+        listed.update(map(id, within(value)))
     for call in unsafe:
         if id(call) not in listed:
             raise call.error("the pickle throws away what it calls", file)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TypeGuard
 
 from ema_ckpt.core.box import Box, MeshCut, placement_box
 from ema_ckpt.core.dtypes import DType, by_name
@@ -92,7 +93,7 @@ def _placements(recorded: object, mesh_ndim: int, ndim: int) -> list[MeshCut]:
 
 
 def _placement(value: object, ndim: int) -> MeshCut:
-    if not isinstance(value, Opaque) or not value.module.startswith(_HOME):
+    if not _is_from_torch(value):
         raise _unsupported("a DTensor has a placement of an unknown kind")
     if value.name == "Replicate":
         return None, 1
@@ -142,7 +143,7 @@ def _mesh_sizes(mesh: Fields) -> Ints:
     grid, layout = mesh.get("mesh"), mesh.get("_layout")
     if isinstance(grid, TensorRef):  # torch up to 2.8
         return grid.shape
-    if not isinstance(layout, Opaque) or not layout.module.startswith(_HOME):
+    if not _is_from_torch(layout):
         raise _unsupported("a DTensor does not record the shape of its mesh")
     fields = _state_fields(layout.state, "a mesh layout")
     axes, shape = fields.get("axes"), fields.get("shape")
@@ -198,9 +199,14 @@ def _owner(shard: object) -> int:
 
 def _fields(value: object, name: str) -> Fields:
     """Return the attributes of an instance of torch's class `name`."""
-    if not isinstance(value, Opaque) or value.name != name or not value.module.startswith(_HOME):
+    if not _is_from_torch(value) or value.name != name:
         raise _unsupported(f"expected a {name} of torch.distributed")
     return _state_fields(value.state, f"a {name}")
+
+
+def _is_from_torch(value: object) -> TypeGuard[Opaque]:
+    """Whether a value is an instance of one of torch.distributed's classes."""
+    return isinstance(value, Opaque) and value.module.startswith(_HOME)
 
 
 def _state_fields(state: object, subject: str) -> Fields:

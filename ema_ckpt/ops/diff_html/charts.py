@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 
 from ema_ckpt.core.text import counted
 from ema_ckpt.ops.results.diff import DiffTensor
@@ -86,8 +87,10 @@ def depth_chart(lines: Sequence[Curve]) -> str:
     """Return a chart with one line for each curve, relative L2 on a logarithmic scale."""
     if not lines:
         return ""
-    layers = [layer for curve in lines for layer, _ in curve.points]
-    logs = [math.log10(value) for curve in lines for _, value in curve.points]
+    layers, logs = [], []
+    for layer, value in chain.from_iterable(curve.points for curve in lines):
+        layers.append(layer)
+        logs.append(math.log10(value))
     low, first = math.floor(min(logs)), min(layers)
     high, last = max(math.ceil(max(logs)), low + 1), max(layers)
     x = _Scale(first, max(last, first + 1), _LEFT + 8, _WIDTH - _RIGHT - 8)
