@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ema_ckpt.core.dtypes import DType
@@ -81,17 +82,20 @@ class PairStats:
     @staticmethod
     def total(parts: Sequence[PairStats]) -> PairStats:
         """Add up all parts; sums are rounded once, so that their order does not matter."""
-        if len(parts) <= 1:
-            return parts[0] if parts else PairStats()
+        if not parts:
+            return PairStats()
+        if len(parts) == 1:
+            return parts[0]
+        columns = {name: list(map(attrgetter(name), parts)) for name in PairStats.__slots__}
         total: dict[str, Any] = {}
         for name in _SUMMED:
-            values = [getattr(part, name) for part in parts]
+            values = columns[name]
             total[name] = math.fsum(values) if all(map(math.isfinite, values)) else math.nan
         for name in _COUNTED:
-            total[name] = sum([getattr(part, name) for part in parts])
-        largest = [part.largest for part in parts]
+            total[name] = sum(columns[name])
+        largest = columns["largest"]
         total["largest"] = math.nan if any(map(math.isnan, largest)) else max(largest)
-        return PairStats(**total, same_bits=all(part.same_bits for part in parts))
+        return PairStats(**total, same_bits=all(columns["same_bits"]))
 
 
 class Comparer:
@@ -274,8 +278,10 @@ def _set_aside(a: Array, b: Array) -> dict[str, int]:
 
 def _is_accurate(aa: float, bb: float, dd: float, count: int, unequal: int) -> bool:
     """Whether float32 sums are good: finite, no bits lost to small values, norms of one order."""
+    if not math.isfinite(aa + bb + dd):
+        return False
     least = count * _TINY
-    if not math.isfinite(aa + bb + dd) or aa < least or bb < least or (unequal and dd < least):
+    if min(aa, bb) < least or (unequal and dd < least):
         return False
     return _LOPSIDED * max(aa, bb) < min(aa, bb)
 

@@ -18,15 +18,14 @@ def elide(names: Sequence[str], width: int) -> list[str]:
     different = len(set(names))
     for share in _TAIL_SHARES:
         tail = int(room * share)
-        cut = [_cut(name, room - tail, tail) for name in names]
+        cut = []
+        for name in names:
+            if len(name) > room + 1:
+                name = f"{name[: room - tail]}…{name[len(name) - tail :]}"  # noqa: PLW2901
+            cut.append(name)
         if len(set(cut)) == different:
             return cut
     return list(names)
-
-
-def _cut(name: str, head: int, tail: int) -> str:
-    """Replace what lies between head and tail by an ellipsis, if anything does."""
-    return name if len(name) <= head + tail + 1 else f"{name[:head]}…{name[len(name) - tail :]}"
 
 
 def wrap(text: str, width: int, indent: str = "    ") -> str:

@@ -35,7 +35,13 @@ def check_complete(location: Location) -> Location:
 
             open_safetensors(source, location.names, location.resolved, location.resolved)
         elif location.format == RANK_FILES:
-            _check_rank_files(source, location)
+            from ema_ckpt.formats.rank_files.reader import open_rankfiles
+
+            try:
+                open_rankfiles(source, location.names, location.resolved, location.resolved)
+            except SourceError as error:
+                if error.code != "unsupported":  # all there, though no verb will read it
+                    raise
         else:
             _check_torch_files(source, location)
         return location
@@ -71,16 +77,6 @@ def _check_dcp(source: Files, location: Location) -> Location:
             message = f"expected {nbytes} bytes, found {size}: the file is truncated"
             raise SourceError("truncated-file", f"{name}: {message}", file=name)
     return location._replace(metadata=metadata)
-
-
-def _check_rank_files(source: Files, location: Location) -> None:
-    from ema_ckpt.formats.rank_files.reader import open_rankfiles
-
-    try:
-        open_rankfiles(source, location.names, location.resolved, location.resolved)
-    except SourceError as error:
-        if error.code != "unsupported":  # all there, though no verb will read it
-            raise
 
 
 def _check_torch_files(source: Files, location: Location) -> None:

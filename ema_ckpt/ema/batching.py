@@ -40,17 +40,16 @@ class PreparedSteps:
         else:
             values = self._values or [shadow.shard.local for shadow in averages.shadows]
         if self.steps is None or not _is_same_memory(values, self._values):
-            batches = self._batches(averages.shadows, values)
+            settings, counts = self._settings, self.nonfinite_counts
+            if settings.nonfinite != "ignore":
+                for device in {value.device for value in values} - counts.keys():
+                    counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+            batches = batches_of(
+                averages.shadows, values, settings, counts, lambda: self._counter.num_updates
+            )
             settle()
             self.steps, self._values = [prepare(batch) for batch in batches], values
         return self.steps
-
-    def _batches(self, shadows: Sequence[Shadow], values: Sequence[Tensor]) -> list[UpdateBatch]:
-        settings, counts = self._settings, self.nonfinite_counts
-        if settings.nonfinite != "ignore":
-            for device in {value.device for value in values} - counts.keys():
-                counts[device] = torch.zeros((), dtype=torch.int64, device=device)
-        return batches_of(shadows, values, settings, counts, lambda: self._counter.num_updates)
 
 
 class _Pair(NamedTuple):

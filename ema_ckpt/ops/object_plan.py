@@ -129,15 +129,15 @@ def left_out(
     yield from unsupported_metadata(catalog, tensors, form)
     for path, file, reason in catalog.rank_private:
         yield Skipped(".".join(map(str, path)), file, reason)
-    # A checkpoint that is one file, named as such, has nothing beside it.
-    if catalog.resolved.rstrip("/") == catalog.source.root.rstrip("/"):
-        own = {*catalog.files, *(file.partition("/")[0] for file in catalog.files)}
-        for file in _state_beside(catalog):
-            name = base_name(file)
-            if file in copied:
-                continue
-            if file not in own and not name.startswith(".") and not _OWN_FILES.fullmatch(name):
-                yield Skipped(file, file, "beside the checkpoint, not part of it")
+    if catalog.resolved.rstrip("/") != catalog.source.root.rstrip("/"):
+        return  # a checkpoint that is one file, named as such, has nothing beside it
+    own = {*catalog.files, *(file.partition("/")[0] for file in catalog.files)}
+    for file in _state_beside(catalog):
+        name = base_name(file)
+        is_hidden = name.startswith(".") or _OWN_FILES.fullmatch(name) is not None
+        if is_hidden or file in own or file in copied:
+            continue
+        yield Skipped(file, file, "beside the checkpoint, not part of it")
 
 
 def _state_beside(catalog: Catalog) -> list[str]:

@@ -79,12 +79,14 @@ def snapshots_of(
 
 
 def _check_choice(choice: StepChoice, paths: int) -> None:
-    if not choice.is_run and choice.stride != 1:
+    if choice.is_run:
+        if paths != 1:
+            problem = "--last, --from and --to-step take the directory of one run"
+            raise UsageError("usage", f"{problem}; found {paths} paths")
+    elif choice.stride != 1:
         raise UsageError("usage", "--stride goes with --last, --from or --to-step")
-    if choice.is_run and paths != 1:
-        message = f"--last, --from and --to-step take the directory of one run; found {paths} paths"
-        raise UsageError("usage", message)
-    if choice.stride < 1 or (choice.last is not None and choice.last < 1):
+    last = 1 if choice.last is None else choice.last
+    if min(choice.stride, last) < 1:
         raise UsageError("usage", "--last and --stride are 1 or more")
 
 

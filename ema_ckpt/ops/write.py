@@ -124,7 +124,9 @@ def plan_for(
     if output.form == "dcp":
         from ema_ckpt.formats.dcp import writer as dcp_writer
 
-        ranks = output.world_size or _source_ranks(catalog)
+        # Without a number, as many as the source has, as far as anybody can have had so many.
+        highest = f"{catalog.resolved}: give --world-size; by the names of its files it has"
+        ranks = output.world_size or check_ranks(catalog.world_size or 1, highest)
         return dcp_writer.lay_out(
             tensors, objects, split, ranks, catalog.source, catalog.order, nesting
         ), {}
@@ -160,12 +162,6 @@ def plan_for(
         order=order if nesting is not None else (),
     )
     return plan, ties | dropped
-
-
-def _source_ranks(catalog: Catalog) -> int:
-    """Ranks of the source, as far as anybody can have had so many."""
-    highest = f"{catalog.resolved}: give --world-size; by the names of its files it has"
-    return check_ranks(catalog.world_size or 1, highest)
 
 
 def _written_order(

@@ -103,7 +103,12 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
             message = f"two entries of the state are called {name!r}; rename one of them"
             raise UsageError("name-collision", message)
         if isinstance(value, LocalShards | Shard | torch.Tensor):
-            leaves[name] = Leaf(name, path, _readable_shards(name, value))
+            for tensor in _local_tensors(value):
+                refuse_unreadable(name, tensor)
+            try:
+                leaves[name] = Leaf(name, path, local_shards(value))
+            except StateError as error:
+                raise about(error, tensor=name) from error
             continue
         if path[0] != "extra":  # the user's own values keep their types
             value = _plain(value)  # noqa: PLW2901
@@ -111,16 +116,6 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
         crc = 0 if " at 0x" in text else crc32(text.encode())
         leaves[name] = Leaf(name, path, _pickled(name, value), crc)
     return list(leaves.values())
-
-
-def _readable_shards(name: str, value: torch.Tensor | Shard | LocalShards) -> LocalShards:
-    """List this rank's shards of a tensor, or refuse it by name."""
-    for tensor in _local_tensors(value):
-        refuse_unreadable(name, tensor)
-    try:
-        return local_shards(value)
-    except StateError as error:
-        raise about(error, tensor=name) from error
 
 
 def _local_tensors(value: Any) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, product
 from typing import Any
@@ -152,10 +151,15 @@ class OptimizerRestorer(PartRestorer):
 
     def check_shape(self, fqn: str, name: str, entry: Tensor) -> None:
         """Refuse a moment that is that of another parameter, as by an odd order of positions."""
+        if name not in MOMENTS or name in _FACTORED or not entry.shape:
+            return  # with no shape it is one number in all, as NovoGrad's
         shape = self.shards[fqn].shape
-        if name in MOMENTS and name not in _FACTORED and not _fits(shape, entry.shape):
-            message = f"'optimizer.state.{fqn}.{name}' has shape {list(entry.shape)} there, and its"
-            raise self.reader.refusal("index-mismatch", f"{message} parameter {list(shape)} here")
+        # One number an element, or one a row or a column.
+        same_rank = len(entry.shape) == len(shape)
+        if same_rank and all(n in (1, m) for n, m in zip(shape, entry.shape, strict=True)):
+            return
+        message = f"'optimizer.state.{fqn}.{name}' has shape {list(entry.shape)} there, and its"
+        raise self.reader.refusal("index-mismatch", f"{message} parameter {list(shape)} here")
 
     def warn_of_mixed_steps(self) -> None:
         """Warn where parameters of one flat parameter differ: FSDP1 has one step count for all."""
@@ -262,7 +266,7 @@ class OptimizerRestorer(PartRestorer):
             raise self.reader.refusal("incomplete", message)
 
     def write(self) -> None:
-        offloaded = [handle for handle in map(handle_of, self.optimizers) if handle is not None]
+        offloaded = list(filter(None, map(handle_of, self.optimizers)))
         for handle in offloaded:
             handle.wait()
         for optimizer in self.optimizers:
@@ -273,11 +277,3 @@ class OptimizerRestorer(PartRestorer):
         optimizer_state.set_options(self.optimizers, self.options)
         for handle in offloaded:
             handle._settle()
-
-
-def _fits(parameter: Sequence[int], moment: Sequence[int]) -> bool:
-    """Whether a moment is one number an element, one a row or column, or one in all (NovoGrad)."""
-    if not moment:
-        return True
-    same_rank = len(moment) == len(parameter)
-    return same_rank and all(n in (1, m) for n, m in zip(moment, parameter, strict=True))

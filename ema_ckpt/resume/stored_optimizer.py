@@ -77,7 +77,8 @@ def name_state(
         else:
             plain.append(document)
     groups = [_groups_of(reader, document) for document in plain]
-    if any(map(_has_positions, groups)):
+    parameters = [group.get("params", ()) for group in chain.from_iterable(groups)]
+    if any(isinstance(name, int) for name in chain.from_iterable(parameters)):
         _name_positions(reader, groups, live)
     for document, saved in zip(plain, groups, strict=True):
         positions: dict[str, str] = {}
@@ -95,10 +96,6 @@ def _groups_of(reader: CheckpointReader, document: Nested) -> list[dict[str, Any
         return []
     groups = [reader.load(group) for _, group in sorted(stored.items())]
     return [group for group in groups if isinstance(group, dict)]
-
-
-def _has_positions(groups: Sequence[Mapping[str, Any]]) -> bool:
-    return any(isinstance(p, int) for group in groups for p in group.get("params", ()))
 
 
 def _name_positions(
@@ -168,16 +165,17 @@ def _common_options(
     number: int,
 ) -> dict[str, Any]:
     """Return the options that all parameters of a live group have there."""
-    load = stored.reader.load
-    known = {name: options[name] for name in names if name in options}
-    stored.missing += [f"optimizer.param_groups.{name}" for name in names if name not in options]
     first: dict[str, Any] = {}
-    for name, entries in known.items():
-        values = {key: load(entry) for key, entry in entries.items()}
+    first_name = ""
+    for name in names:
+        if name not in options:
+            stored.missing.append(f"optimizer.param_groups.{name}")
+            continue
+        values = {key: stored.reader.load(entry) for key, entry in options[name].items()}
         if not first:
-            first = values
+            first, first_name = values, name
         elif repr(values) != repr(first):
             message = f"the parameters of group {number} here have different options there:"
-            message += f" {name!r} {values}, {next(iter(known))!r} {first}"
+            message += f" {name!r} {values}, {first_name!r} {first}"
             raise stored.reader.refusal("index-mismatch", message)
     return {**first, "params": list(names)}

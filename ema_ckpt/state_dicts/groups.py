@@ -191,10 +191,12 @@ class Group:
         found = self.inner_kinds
         if self.known_role == EMA:
             return OPTIMIZER in found or are_averages(self.children)
-        if self.known_role == LIVE:
-            return not found.isdisjoint(_TRAINED)
-        loose = {n: t for n, t in self.tensors.items() if self.child_of(t) is None}
-        if has_weight(loose) or None in found:
+        loose: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            if self.child_of(tensor) is None:
+                loose[name] = tensor
+        is_mixed = None in found or has_weight(loose)
+        if is_mixed or self.known_role == LIVE:
             return not found.isdisjoint(_TRAINED)
         return bool(found)
 

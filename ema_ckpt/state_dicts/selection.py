@@ -38,6 +38,7 @@ Path = tuple[str | int, ...]
 
 _CASTS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SUGGESTED_FROM = 4000
+_WILDCARDS = frozenset("*?[")
 
 
 class SelectionOptions(NamedTuple):
@@ -192,8 +193,11 @@ def _settings_of(
         if not kept.isdisjoint(map(id, tree.named.values())):
             settings.update(map(id, tree.settings.values()))
     excluded = _Globs(exclude)
-    beside = [row for row in rows if id(row.source) in settings and not excluded.fits(row.name)]
-    return {id(row.source) for row in beside}
+    beside: set[int] = set()
+    for row in rows:
+        if id(row.source) in settings and not excluded.fits(row.name):
+            beside.add(id(row.source))
+    return beside
 
 
 def _full_rows(catalog: Catalog, trees: Sequence[Tree], *, strip: bool) -> Iterator[_Row]:
@@ -207,16 +211,18 @@ def _full_rows(catalog: Catalog, trees: Sequence[Tree], *, strip: bool) -> Itera
         castable = tree.role in (LIVE, EMA) and id(item) not in settings
         row = _Row(item.name, item.name, item.path, item, castable)
         if strip and is_wrapped(item.name) and _strips(tree):
-            _strip(row, len(tree.name) + 1 if tree.name else 0)
+            _strip(row, len(tree.prefix))
         yield row
 
 
 def _strips(tree: Tree) -> bool:
-    # Live weights in an average's place are known by the `module` that they lie below.
-    if tree.role == LIVE and tree.layout == AVERAGED_MODEL:
-        return False
+    if tree.role == LIVE:
+        # Live weights in an average's place are known by the `module` that they lie below.
+        return tree.layout != AVERAGED_MODEL
+    if tree.role == EMA:
+        return True
     # Optimizer state names its parameters in `param_groups` too, which are values: both stay.
-    return tree.role in (LIVE, EMA) or (tree.role == OTHER and tree_role(tree.name) is None)
+    return tree.role == OTHER and tree_role(tree.name) is None
 
 
 def _strip(row: _Row, skip: int) -> None:
@@ -242,11 +248,14 @@ class _Globs:
     """Several globs tested at once; plain names among them cost one look-up together."""
 
     def __init__(self, globs: Sequence[str]) -> None:
-        plain = [glob for glob in globs if not any(char in glob for char in "*?[")]
+        plain = []
+        self._tests: list[tuple[str, Callable[[str], bool]]] = []
+        for glob in globs:
+            if _WILDCARDS.isdisjoint(glob):
+                plain.append(glob)
+            else:
+                self._tests.append((glob, glob_matcher(glob)))
         self._names = frozenset(plain)
-        self._tests: list[tuple[str, Callable[[str], bool]]] = [
-            (glob, glob_matcher(glob)) for glob in globs if glob not in self._names
-        ]
 
     def fits(self, name: str) -> bool:
         if name in self._names or not self._tests:
@@ -255,19 +264,22 @@ class _Globs:
 
     def idle(self, names: Sequence[str]) -> list[str]:
         """List the globs that fit none of `names`."""
-        present = self._names.intersection(names)
-        idle = [glob for glob in self._names if glob not in present]
-        return idle + [glob for glob, test in self._tests if not any(map(test, names))]
+        idle = list(self._names.difference(names))
+        for glob, test in self._tests:
+            if not any(map(test, names)):
+                idle.append(glob)
+        return idle
 
 
 def _filter(rows: Sequence[_Row], chosen: SelectionOptions, where: str) -> list[_Row]:
     names = [row.name for row in rows]
     refuse_idle("--match", chosen.match, names, where)
     refuse_idle("--exclude", chosen.exclude, names, where)
-    matched, excluded = _Globs(chosen.match), _Globs(chosen.exclude)
-    kept = [row for row in rows if not excluded.fits(row.name)]
-    if chosen.match:
-        kept = [row for row in kept if matched.fits(row.name)]
+    matched, excluded = _Globs(chosen.match or ("*",)), _Globs(chosen.exclude)
+    kept = []
+    for row in rows:
+        if matched.fits(row.name) and not excluded.fits(row.name):
+            kept.append(row)
     if rows and not kept:
         message = f"{where}: --match and --exclude leave none of {counted(len(rows), 'name')}"
         raise UsageError("empty-selection", message)
@@ -291,7 +303,7 @@ def _write(
     """Apply `keep_dtype` and `rename`, refuse collisions, and build what is written."""
     refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in candidates], where)
     spared = _Globs(chosen.keep_dtype)
-    for row in kept if chosen.dtype is not None else ():
+    for row in kept:
         if row.castable and not spared.fits(row.name):
             row.dtype = chosen.dtype
     _rename(kept, chosen.rename, where)
@@ -309,16 +321,19 @@ def _write(
 
 
 def _rename(rows: Sequence[_Row], rules: Sequence[tuple[str, str]], where: str) -> None:
-    idle = [f"{old}={new}" for old, new in rules if not any(r.name.startswith(old) for r in rows)]
+    idle = []
+    for old, new in rules:
+        if not any(row.name.startswith(old) for row in rows):
+            idle.append(f"{old}={new}")
     if idle:
         raise UsageError("empty-selection", f"--rename {shown(idle)}: no name of {where} begins so")
-    for row in rows:
+    for row in rows if rules else ():
         for old, new in rules:
             if row.name.startswith(old):
                 row.path = rename_path(row.path, old, new)
                 row.name = new + row.name[len(old) :]
                 break
-        if rules and not row.name:
+        if not row.name:
             raise UsageError("usage", f"--rename leaves {row.before!r} without a name")
 
 

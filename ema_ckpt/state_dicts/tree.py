@@ -90,6 +90,11 @@ class Tree:
         used = set(map(id, (*self.named.values(), *self.settings.values())))
         return tuple(tensor for tensor in self.tensors if id(tensor) not in used)
 
+    @property
+    def prefix(self) -> str:
+        """What all full names in it begin with."""
+        return f"{self.name}." if self.name else ""
+
 
 def of_role(trees: Iterable[Tree], *roles: str) -> list[Tree]:
     """Keep the trees of some roles."""
@@ -254,11 +259,18 @@ def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
     objects = inside({item.name: item for item in part.objects}, f"{part.name}.")
     group = Group(part.name, None, dict(part.named), objects)
     shows_average = group.is_average or group.averages.layout == AVERAGED_MODEL
-    if not group.has_weight or not (shows_average or tree_role(group.name) == EMA):
+    is_average = shows_average or tree_role(group.name) == EMA
+    if not is_average or not group.has_weight:
         return part
-    siblings = [_cut(tree, name) for name in live_partners(part.name)]
-    others = [other for other in of_role(trees, LIVE, OPTIMIZER, OTHER) if other is not tree]
-    return _average_tree(group, [*filter(None, siblings), *others], ())
+    others: list[Tree] = []
+    for name in live_partners(part.name):
+        sibling = _cut(tree, name)
+        if sibling is not None:
+            others.append(sibling)
+    for other in of_role(trees, LIVE, OPTIMIZER, OTHER):
+        if other is not tree:
+            others.append(other)
+    return _average_tree(group, others, ())
 
 
 def _part_of_average(tree: Tree, part: Tree) -> Tree:
@@ -359,8 +371,9 @@ def default_tree(
 
 def inner_names(tree: Tree) -> dict[str, str]:
     """Map the full name of each tensor to its name inside the tree, of an EMA's weight the fqn."""
-    skip = len(tree.name) + 1 if tree.name else 0
-    names = {tensor.name: tensor.name[skip:] for tensor in tree.tensors}
-    if tree.role == EMA and tree.problem is None:
-        names.update((tensor.name, fqn) for fqn, tensor in tree.named.items())
+    names = {tensor.name: tensor.name.removeprefix(tree.prefix) for tensor in tree.tensors}
+    if tree.role != EMA or tree.problem is not None:
+        return names
+    for fqn, tensor in tree.named.items():
+        names[tensor.name] = fqn
     return names

@@ -100,11 +100,17 @@ def _read_exchanged(group: Group, form: ExchangedForm, by_name: Mapping[str, Gro
 
 def _unnamed_live(groups: Sequence[Group]) -> Group | None:
     """Find the live weights if no name tells them: the only group without a role that has any."""
-    roles = {group.role for group in groups}
+    unnamed, shaped = [], []
+    roles = set()
+    for group in groups:
+        roles.add(group.role)
+        if group.role is not None or not group.tensors:
+            continue
+        unnamed.append(group)
+        if any(tensor.shape for tensor in group.tensors.values()):
+            shaped.append(group)
     if LIVE in roles:
         return None
-    unnamed = [group for group in groups if group.role is None and group.tensors]
-    shaped = [group for group in unnamed if any(t.shape for t in group.tensors.values())]
     # Numbers alone may be all there is; beside an average they are something else.
     candidates = shaped if shaped or EMA in roles else unnamed
     return candidates[0] if len(candidates) == 1 else None

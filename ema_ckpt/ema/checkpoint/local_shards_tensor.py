@@ -224,7 +224,10 @@ def _split_over_replicas(
 ) -> list[Sequence[Placement]]:
     """Return placements with a replicated mesh dimension that cuts rows inside all other cuts."""
     # Only where rows divide evenly are `torch.chunk` and near-even parts the same on every rank.
-    row_cuts = _row_cuts(mesh_sizes, placements)
+    row_cuts = []
+    for size, placement in zip(mesh_sizes, placements, strict=True):
+        cuts_rows = isinstance(placement, Shard | _StridedShard) and placement.dim == 0
+        row_cuts.append(size if cuts_rows else 1)
     if not shape or shape[0] % (prod(row_cuts) * replicas):
         return []
     candidates: list[Sequence[Placement]] = []
@@ -234,14 +237,6 @@ def _split_over_replicas(
             cut = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
             candidates.append([*placements[:axis], cut, *placements[axis + 1 :]])
     return candidates
-
-
-def _row_cuts(mesh_sizes: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-    """Return into how many parts each mesh dimension cuts rows."""
-    return [
-        size if isinstance(placement, Shard | _StridedShard) and placement.dim == 0 else 1
-        for size, placement in zip(mesh_sizes, placements, strict=True)
-    ]
 
 
 def _without_storage_offset(local: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ema_ckpt.core.box import Box, intersect
+from ema_ckpt.core.box import intersect
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.checkpoint.local_shards_tensor import as_global_tensor, box_of, pieces_of
@@ -193,7 +193,11 @@ def _copies(shadow: Shadow, target: Tensor, source: Tensor) -> list[tuple[Tensor
     if shadow.numel:
         source_pieces = pieces_of(source)
         for box, view in pieces_of(as_global_tensor(shadow.boxes, shape, target)):
-            copies += _overlapping_views(box, view, source_pieces)
+            for other, tensor in source_pieces:
+                common = intersect(box, other)
+                if common is not None:
+                    part = box_of(view, common.within(box))
+                    copies.append((part, box_of(tensor, common.within(other))))
     if sum(view.numel() for view, _ in copies) < shadow.numel:
         raise StateError(
             "usage",
@@ -201,14 +205,3 @@ def _copies(shadow: Shadow, target: Tensor, source: Tensor) -> list[tuple[Tensor
             " tensors, or restore the checkpoint with ema_ckpt.restore",
         )
     return [(view, other) for view, other in copies if view.data_ptr() != other.data_ptr()]
-
-
-def _overlapping_views(
-    box: Box, view: Tensor, pieces: Iterable[tuple[Box, Tensor]]
-) -> list[tuple[Tensor, Tensor]]:
-    views = []
-    for other, tensor in pieces:
-        common = intersect(box, other)
-        if common is not None:
-            views.append((box_of(view, common.within(box)), box_of(tensor, common.within(other))))
-    return views

@@ -81,7 +81,11 @@ class TritonStep:
         from ema_ckpt.ema.engines import cuda_kernels as kernels
 
         batch, control = self._batch, self.control
-        rows, table = (_to_device(tensor, self.device) for tensor in _tables(batch))
+        rows, table = _tables(batch)
+        if self.device.type == "cuda":
+            # Pinned, a copy to the device makes no one wait.
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+            table = table.pin_memory().to(self.device, non_blocking=True)
         # without `skip` the kernel does not touch the count
         count = control.replays if batch.nonfinite_count is None else batch.nonfinite_count
         seed = 0 if batch.noise is None else batch.noise.seed & (1 << 63) - 1
@@ -168,11 +172,6 @@ def _tables(batch: UpdateBatch) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(len(counts), dtype=torch.int32)
     rows = torch.repeat_interleave(numbers, torch.tensor(counts))
     return rows, torch.tensor(table, dtype=torch.int64)
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    # Pinned, a copy to the device makes no one wait.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _triton_dtype(tensor: Tensor) -> Any:

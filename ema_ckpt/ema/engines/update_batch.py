@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from ema_ckpt.ema.engines.noise import Noise
 
 # Moves all averages of a batch by one weight, 1 - β; made once, called every update.
 Step = Callable[[float], None]
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +50,17 @@ class UpdateBatch:
         """Return a batch of some of the pairs."""
         residuals, noise = self.residuals, self.noise
         if residuals is not None:
-            residuals = [residuals[i] for i in indices]
+            residuals = _take(residuals, indices)
         if noise is not None:
-            noise = noise.at([noise.positions[i] for i in indices])
-        averages = [self.averages[i] for i in indices]
-        params = [self.params[i] for i in indices]
-        return UpdateBatch(averages, params, residuals, self.nonfinite_count, noise)
+            noise = noise.at(_take(noise.positions, indices))
+        return UpdateBatch(
+            _take(self.averages, indices),
+            _take(self.params, indices),
+            residuals,
+            self.nonfinite_count,
+            noise,
+        )
+
+
+def _take(items: Sequence[_Item], indices: Sequence[int]) -> list[_Item]:
+    return [items[index] for index in indices]

@@ -218,18 +218,14 @@ def _parameters(
             yield id(manager), _fsdp2_parameter(fqn, manager)
         elif live is not None and id(live) not in managed.flat_ids:
             yield id(live), _plain_parameter(fqn, module._parameters, name, live, ddp)
-    if ddp is not None:
-        for name, dtensor in _left_by_ddp(module):
-            yield id(dtensor), _plain_parameter(prefix + name, vars(module), name, dtensor, ddp)
-
-
-def _left_by_ddp(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    if ddp is None:
+        return
     # DDP over a slice of a mesh swaps its parameters for DTensors before each forward, and torch
     # 2.13 leaves them behind as plain attributes after it (torch.distributed.tensor.parallel.ddp).
-    for name, live in vars(module).items():
-        is_dtensor = isinstance(live, torch.Tensor) and hasattr(live, "_local_tensor")
-        if is_dtensor and live.requires_grad:
-            yield name, live
+    for name, left in vars(module).items():
+        is_dtensor = isinstance(left, torch.Tensor) and hasattr(left, "_local_tensor")
+        if is_dtensor and left.requires_grad:
+            yield id(left), _plain_parameter(prefix + name, vars(module), name, left, ddp)
 
 
 def _buffers(module: nn.Module, prefix: str) -> Iterator[tuple[Hashable, TrackedShard]]:

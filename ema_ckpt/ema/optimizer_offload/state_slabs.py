@@ -128,18 +128,14 @@ class OffloadedState:
     def settle(self) -> None:
         """Move all state into slabs that is not there, as loaded from a checkpoint."""
         self.wait()
-        self._forget_replaced()
+        if not self.is_whole():
+            self.slabs = [slab for slab in self.slabs if slab.is_whole(self._optimizer)]
+            self.slab_of = {}
+            for slab in self.slabs:
+                self.slab_of.update(dict.fromkeys(slab.params, slab))
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
             self.adopt([p for p in group["params"] if p not in self.slab_of and state.get(p)])
-
-    def _forget_replaced(self) -> None:
-        if self.is_whole():
-            return
-        self.slabs = [slab for slab in self.slabs if slab.is_whole(self._optimizer)]
-        self.slab_of = {}
-        for slab in self.slabs:
-            self.slab_of.update(dict.fromkeys(slab.params, slab))
 
     def adopt(self, params: Sequence[Tensor]) -> None:
         """Move the state of parameters into slabs, one for those with the same names and dtypes."""

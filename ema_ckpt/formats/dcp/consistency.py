@@ -24,7 +24,9 @@ def find_mismatches(
     A planner of a user's own may store under other names than those of the state dict: names of the
     two lists that differ are damage only where it is one alone, by one bit.
     """
-    names = {name for part in parts for name in (*part.entries, *part.opaque)}
+    names: set[str] = set()
+    for part in parts:
+        names.update(part.entries, part.opaque)
     remedy = f"if another checkpoint was saved over this one, delete {sidecar.SIDECAR}"
     mismatches: dict[str, str] = {}
     for name in recorded:
@@ -58,8 +60,9 @@ def _path_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:
 
 def _differ_by_one_bit(a: str, b: str) -> bool:
     """Whether two names differ in one bit of one character, as damage makes them."""
-    odd = [ord(x) ^ ord(y) for x, y in zip(a, b, strict=False) if x != y]
-    return len(a) == len(b) and len(odd) == 1 and odd[0].bit_count() == 1
+    if len(a) != len(b):
+        return False
+    return sum((ord(x) ^ ord(y)).bit_count() for x, y in zip(a, b, strict=True)) == 1
 
 
 def _place_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:
@@ -78,14 +81,16 @@ def _place_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:
 
 def unknown_entries(parts: Sequence[Metadata]) -> tuple[UnknownEntry, ...]:
     """List entries whose class is unknown, with all their places."""
-    kinds = {name: kind for part in parts for name, kind in part.opaque.items()}
-    places: dict[str, list[UnknownEntry]] = {name: [] for name in kinds}
+    kinds: dict[str, str] = {}
+    for part in parts:
+        kinds |= part.opaque
+    places: dict[str, list[UnknownEntry]] = {}
     for part in parts:
         for (name, _), place in part.items.items():
             if name in kinds:
                 entry = UnknownEntry(name, kinds[name], place.file, place.offset, place.nbytes)
-                places[name].append(entry)
+                places.setdefault(name, []).append(entry)
     entries: list[UnknownEntry] = []
     for name, kind in kinds.items():
-        entries += places[name] or [UnknownEntry(name, kind)]
+        entries += places.get(name, [UnknownEntry(name, kind)])
     return tuple(entries)

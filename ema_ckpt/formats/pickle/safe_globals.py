@@ -66,11 +66,14 @@ _SAFE_BUILTIN_ENDS = ("Error", "Exception", "Warning")
 def is_executor(module: str, name: str) -> bool:
     """Whether a global is known to run code when called."""
     if module in ("builtins", "__builtin__"):
-        return "." in name or not (name in _SAFE_BUILTINS or name.endswith(_SAFE_BUILTIN_ENDS))
+        is_safe = name in _SAFE_BUILTINS or name.endswith(_SAFE_BUILTIN_ENDS)
+        return "." in name or not is_safe
     if (module, name) in _HARMLESS_NAMES:
         return False
+    if (module, name) in _EXECUTOR_NAMES:
+        return True
     *outer, last = name.split(".")
-    if (module, name) in _EXECUTOR_NAMES or last in _EXECUTOR_FUNCTIONS or last.startswith("__"):
+    if last in _EXECUTOR_FUNCTIONS or last.startswith("__"):
         return True
     # A dotted name leads through what a module imports: `random`, `_os.system`.
     for part in outer:

@@ -174,7 +174,13 @@ def read_content(source: Files, file: str, lenient: LenientGlobals) -> Content:
     if first.startswith(_PICKLE_MAGICS):
         root, archive, nbytes, is_swapped = read_pickled(source, file, lenient)
         return Content(root, archive, nbytes, is_swapped, is_zip=False)
-    raise _foreign(first, file)
+    code, problem = "bad-header", "not a file of torch.save: it does not begin as a zip does"
+    if first[257:262] == b"ustar":
+        code, problem = "unsupported", "the tar form of torch.save before torch 0.2"
+        problem += "; load it with torch and save it again with torch.save"
+    elif first.startswith(b"version https://git-lfs"):
+        problem = "a Git LFS pointer; fetch the file with `git lfs pull`"
+    raise SourceError(code, f"{file}: {problem}", file=file)
 
 
 def _read_zip(archive: Archive, lenient: LenientGlobals) -> Content:
@@ -194,17 +200,6 @@ def _read_zip(archive: Archive, lenient: LenientGlobals) -> Content:
         load_value(data, file)
         raise
     return Content(root, archive, len(data), order != b"little", is_zip=True)
-
-
-def _foreign(first: bytes, file: str) -> SourceError:
-    code, remedy = "unsupported", "load it with torch and save it again with torch.save"
-    if first[257:262] == b"ustar":
-        problem = f"the tar form of torch.save before torch 0.2; {remedy}"
-    elif first.startswith(b"version https://git-lfs"):
-        code, problem = "bad-header", "a Git LFS pointer; fetch the file with `git lfs pull`"
-    else:
-        code, problem = "bad-header", "not a file of torch.save: it does not begin as a zip does"
-    return SourceError(code, f"{file}: {problem}", file=file)
 
 
 def is_tensor(value: object) -> TypeGuard[_AnyTensor]:

@@ -69,7 +69,11 @@ def _read_dtensor(state: object) -> ShardRef:
             raise _unsupported("a DTensor does not record its global shape and dtype")
     if not isinstance(local, TensorRef):
         raise _unsupported("the local part of a DTensor is no plain tensor")
-    placements = _placements(spec.get("placements"), len(mesh_sizes), len(shape))
+    recorded = spec.get("placements")
+    if not isinstance(recorded, tuple) or len(recorded) != len(mesh_sizes):
+        problem = "does not record one placement for each dimension of its mesh"
+        raise _unsupported(f"a DTensor {problem}")
+    placements = [_placement(placement, len(shape)) for placement in recorded]
     if coordinate is None:
         return ShardRef(dtype, shape, (), prod(mesh_sizes))
     order = _shard_order(spec.get("shard_order"))
@@ -83,13 +87,6 @@ def _read_dtensor(state: object) -> ShardRef:
         local_form = f"{local.dtype.name} {list(local.shape)}"
         raise _unsupported(f"by its placements a rank has {expected}, it stored {local_form}")
     return ShardRef(dtype, shape, ((box, local),), prod(mesh_sizes))
-
-
-def _placements(recorded: object, mesh_ndim: int, ndim: int) -> list[MeshCut]:
-    if not isinstance(recorded, tuple) or len(recorded) != mesh_ndim:
-        problem = "does not record one placement for each dimension of its mesh"
-        raise _unsupported(f"a DTensor {problem}")
-    return [_placement(placement, ndim) for placement in recorded]
 
 
 def _placement(value: object, ndim: int) -> MeshCut:

@@ -101,4 +101,4 @@ class DiffResult(_PairStatsSlot):
     @property
     def differs(self) -> bool:
         """Whether anything changed, mismatched, or is on one side only."""
-        return bool(self.summary.changed or self.mismatched or self.only_in_a or self.only_in_b)
+        return any((self.summary.changed, self.mismatched, self.only_in_a, self.only_in_b))
