@@ -101,10 +101,14 @@ def module_table(result: DiffResult, width: int) -> Iterator[str]:
     scale = f"relative L2, bars from {10**low:.1g} to {10**high:.1g}, logarithmic"
     yield f"[dim]{'module'.ljust(column)}  {scale}[/dim]"
     for name, (_, node, _), value in zip(names, rows, values, strict=True):
-        position = (math.log10(value) - low) / (high - low) if value > 0 else 0.0
-        cells = max(round(position * _BAR_CELLS), 1) if value > 0 else 0
+        cells = 0
+        if value > 0:
+            position = (math.log10(value) - low) / (high - low)
+            cells = max(round(position * _BAR_CELLS), 1)
         bar = f"[blue]{'█' * cells}[/blue]{'·' * (_BAR_CELLS - cells)}"
-        count = f" [dim]{counted(len(node.stats), 'tensor')}[/dim]" if len(node.stats) > 1 else ""
+        count = ""
+        if len(node.stats) > 1:
+            count = f" [dim]{counted(len(node.stats), 'tensor')}[/dim]"
         yield f"{escape(name.ljust(column))}  {bar} {_number(value):>9}{count}"
 
 

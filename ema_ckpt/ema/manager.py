@@ -432,12 +432,14 @@ def managers_by_label(
         UsageError: something among them is no manager.
     """
     labelled: dict[str, Any] = {"ema": ema}
+    where = ""
     if isinstance(ema, Mapping):
         labelled = {f"ema.{name}": manager for name, manager in ema.items()}
+        where = " in a dict"
     labelled = {label: found for label, found in labelled.items() if found is not None}
     for found in labelled.values():
         if not isinstance(found, ShardedEMA):
-            kind = type(found).__name__ + (" in a dict" if isinstance(ema, Mapping) else "")
+            kind = f"{type(found).__name__}{where}"
             raise UsageError(
                 "usage",
                 f"{call}: ema is a ShardedEMA, or several by name; found {kind}: give the manager"

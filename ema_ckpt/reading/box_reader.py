@@ -252,12 +252,13 @@ class BoxReader:
             if not overlap.is_contiguous(part):
                 self._read_strided(located, overlap, part, target)
                 continue
-            view = out
-            if part != block:
-                view = self._buffer("scratch", target.nbytes)
-            self._read_range(located, overlap.payload, overlap.start(part) * itemsize, view)
-            if part != block:
-                target[...] = np.frombuffer(view, target.dtype).reshape(part.sizes)
+            start = overlap.start(part) * itemsize
+            if part == block:
+                self._read_range(located, overlap.payload, start, out)
+                continue
+            scratch = self._buffer("scratch", target.nbytes)
+            self._read_range(located, overlap.payload, start, scratch)
+            target[...] = np.frombuffer(scratch, target.dtype).reshape(part.sizes)
 
     def _read_strided(
         self, located: LocatedBox, overlap: Overlap, box: Box, target: NDArray[Any]

@@ -154,14 +154,16 @@ def _receive_all(
         rank, number = holders[0]
         spec = listing.specs[name]
         if box is None or spec is None:
-            values[name] = items[number].value if not rank else _receive_object(rank, channel)
+            values[name] = _receive_object(rank, channel) if rank else items[number].value
             continue
         shape, dtype = spec[0], getattr(torch, spec[1])
         if name not in values:
             values[name] = torch.empty(shape, dtype=dtype)
-        part = items[number].value if not rank else torch.empty(box.sizes, dtype=dtype)
         if rank:
+            part = torch.empty(box.sizes, dtype=dtype)
             channel.receive(part, rank)
+        else:
+            part = items[number].value
         box_of(values[name], box).copy_(part)
     return values
 

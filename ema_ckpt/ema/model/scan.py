@@ -298,7 +298,10 @@ def _fsdp1_parameter(fqn: str, fsdp: Any, index: int) -> TrackedShard:
             "usage", f"{fqn!r}: FSDP1 lays this tensor out in its own order; use fully_shard for it"
         )
     sharded = getattr(flat, "_local_shard", None)
-    memory = flat.data if sharded is None else sharded
+    memory: Any = sharded
+    pointed = None
+    if sharded is None:
+        memory, pointed = flat.data, flat
     start, local = 0, memory[:0]
     boxes: tuple[Box, ...] = ()
     if info.in_shard:
@@ -311,7 +314,6 @@ def _fsdp1_parameter(fqn: str, fsdp: Any, index: int) -> TrackedShard:
     shard = Shard(fqn, (), shape, local.dtype, local, boxes, True, replica)
     owner = flat if flat._params is None else flat._params[index]
     flat_range = (start, memory.numel()) if owner is flat else None
-    pointed = flat if sharded is None else None
     return TrackedShard(
         shard, owner, vars(flat), "_local_shard", sharded, pointed, flat_range=flat_range
     )

@@ -17,6 +17,7 @@ from ema_ckpt.core.catalog import Ints
 from ema_ckpt.formats.pickle.machine import Machine
 from ema_ckpt.formats.pickle.safe_globals import Global
 
+_INT_NBYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # by opcode; LONG1 (0x8A) says its own
 _REF = rb"(h.|j....)"
 _ONE = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
 _INT = rb"(" + _ONE + rb")"
@@ -298,7 +299,13 @@ def _decode_ints(run: bytes) -> list[int]:
     numbers, pos = [], 0
     while pos < len(run):
         op = run[pos]
-        start = pos + (2 if op == 0x8A else 1)
-        pos = start + (run[pos + 1] if op == 0x8A else {0x4B: 1, 0x4D: 2, 0x4A: 4}[op])
-        numbers.append(int.from_bytes(run[start:pos], "little", signed=op in (0x4A, 0x8A)))
+        pos += 1
+        if op == 0x8A:
+            nbytes = run[pos]
+            pos += 1
+        else:
+            nbytes = _INT_NBYTES[op]
+        data = run[pos : pos + nbytes]
+        numbers.append(int.from_bytes(data, "little", signed=op in (0x4A, 0x8A)))
+        pos += nbytes
     return numbers
