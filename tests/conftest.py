@@ -40,6 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what is not quick in the loop while writing code."""
+    if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
+        return _is_not_quick(collection_path) or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `quick` the tests of modules that start no processes and are no stories."""
     for item in items:
