@@ -275,10 +275,11 @@ def _filter(rows: Sequence[_Row], chosen: SelectionOptions, where: str) -> list[
     names = [row.name for row in rows]
     refuse_idle("--match", chosen.match, names, where)
     refuse_idle("--exclude", chosen.exclude, names, where)
-    matched, excluded = _Globs(chosen.match or ("*",)), _Globs(chosen.exclude)
+    matched, excluded = _Globs(chosen.match), _Globs(chosen.exclude)
     kept = []
     for row in rows:
-        if matched.fits(row.name) and not excluded.fits(row.name):
+        is_matched = not chosen.match or matched.fits(row.name)
+        if is_matched and not excluded.fits(row.name):
             kept.append(row)
     if rows and not kept:
         message = f"{where}: --match and --exclude leave none of {counted(len(rows), 'name')}"

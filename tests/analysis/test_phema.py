@@ -69,6 +69,7 @@ def density(profile: Profile, at: float) -> float:
     return (gamma + 1) * at**gamma / profile.time ** (gamma + 1) if at <= profile.time else 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "pair",
     [

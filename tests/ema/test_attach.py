@@ -145,6 +145,7 @@ def test_a_step_that_fails_is_no_step() -> None:
     assert ema.num_updates == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_do_not_break_a_compiled_step() -> None:
     graphs: list[object] = []

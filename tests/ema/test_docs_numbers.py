@@ -19,6 +19,7 @@ def test_the_page_has_every_row() -> None:
     assert [form for form, _ in ROWS] == list(FORMS) * len(PATHS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("index", range(len(PATHS)), ids=[path.__name__ for path in PATHS])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_the_table_of_errors(index: int, form: str) -> None:

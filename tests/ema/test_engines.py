@@ -217,6 +217,7 @@ def test_errors_against_float64(decay: float) -> None:
         assert error <= 1.05 * lerp_error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999, 0.99999])
 @pytest.mark.parametrize("path", [_noise, _random_walk, _constant_target, _slow_drift])
 def test_compensated_errors_against_float64(

@@ -145,6 +145,7 @@ def test_the_manager_draws_by_call_so_that_a_resumed_run_goes_on_alike() -> None
     assert want["weight"].dtype is torch.bfloat16
 
 
+@pytest.mark.thorough
 def test_two_thousand_updates_are_unbiased() -> None:
     numel, weight = 4096, 5e-3
     model = nn.Linear(numel, 1, bias=False)

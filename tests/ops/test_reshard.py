@@ -84,6 +84,7 @@ TREES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(TREES, st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans())
 def test_any_chain_of_world_sizes_and_formats_is_the_identity(

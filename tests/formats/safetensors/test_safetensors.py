@@ -167,6 +167,7 @@ def test_shards_agree_with_hugging_face_hub():
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_transformers_loads_a_directory_of_shards(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

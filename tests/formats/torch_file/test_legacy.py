@@ -169,6 +169,7 @@ def test_nothing_in_them_runs(tmp_path: Path, form: str) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["legacy", "tensors", "arrays"])
 def test_random_damage_gives_an_error_or_a_catalog(tmp_path: Path, form: str) -> None:
     path = tmp_path / "x.pt"

@@ -129,6 +129,7 @@ def test_laid_out_archives_are_whole_zips(content: list[tuple[bool, bytes]]) -> 
     assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
 
 
+@pytest.mark.thorough
 def test_many_records_need_zip64(tmp_path: Path) -> None:
     layout = ZipLayout("archive", [Member(f"data/{i}", 1, b"x") for i in range(70_000)])
     (tmp_path / "file").write_bytes(build(layout, []))
