@@ -20,7 +20,9 @@ NUMBER = "0|[1-9][0-9]?[0-9]?[0-9]?[0-9]?[0-9]?"
 """What a placeholder stands for that is stacked: the index of one member."""
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]*))?\}")
-_MAX_WIDE = 3  # placeholders that cross dots; a name is searched once more for each
+_MAX_LOOSE = 3
+_SKIPPED = re.compile(r"\\.|\[\]?[^\]]*\]", re.DOTALL)  # escaped characters and classes
+_REPETITION = re.compile(r"[*+?]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +112,25 @@ def parse_pattern(text: str) -> NamePattern:
 def check_width(patterns: Sequence[NamePattern], expressions: Mapping[str, str]) -> None:
     """Refuse patterns that a long name could keep busy for minutes.
 
+    Repetitions are harmless in a placeholder that stays in its part of a name and has a dot behind
+    it. Any other may end anywhere, and a name is searched once more for each.
+
     Raises:
-        UsageError: `usage` for more than three placeholders that cross dots.
+        UsageError: `usage` for more than three repetitions of that kind.
     """
     for pattern in patterns:
-        wide = 0
-        for name in dict.fromkeys(pattern.order):
-            wide += re.fullmatch(expressions[name], ".", re.DOTALL) is not None
-        if wide > _MAX_WIDE:
-            message = f"{pattern.text!r} has {wide} placeholders that cross dots"
-            raise UsageError("usage", f"{message}; at most {_MAX_WIDE} are allowed")
+        loose = 0
+        for name, literal in zip(pattern.order, pattern.literals[1:], strict=True):
+            expression = expressions[name]
+            if expression == NUMBER:
+                continue
+            crosses_dots = re.fullmatch(expression, ".", re.DOTALL) is not None
+            repetitions = len(_REPETITION.findall(_SKIPPED.sub("", expression)))
+            if crosses_dots or repetitions > 1 or not literal.startswith("."):
+                loose += repetitions
+        if loose > _MAX_LOOSE:
+            message = f"{pattern.text!r} has {loose} repetitions that may end anywhere in a name"
+            raise UsageError("usage", f"{message}; at most {_MAX_LOOSE} are allowed")
 
 
 def _check_expression(text: str, name: str, expression: str) -> None:
