@@ -140,7 +140,8 @@ Made by `python docs/reference.py` from the commands themselves. `ema-ckpt help 
 | 141 | what reads the output went away |
 
 What each error code means: [Error codes](errors.md). Sizes are written `5GB` (1000³ bytes) or
-`16MiB` (1024² bytes). PATH and RUN may be a checkpoint, the directory above it, or an fsspec URL.
+`16MiB` (1024² bytes). PATH and RUN may be a checkpoint, the directory above it, or an fsspec URL;
+what is written may go to a URL as well ([Object stores](../how_to/object_stores.md)).
 """
 WRITERS = ("consolidate", "reshard", "convert", "synthesize")
 

@@ -46,8 +46,8 @@ def blended_dtype(dtypes: Sequence[DType]) -> DType:
 class WeightedSum:
     """The sums as files, one for each tensor, and as the reader of the catalog that holds them.
 
-    With `verify` every source's storages are compared with their checksums; `finish` does what is
-    left of that.
+    With `verify` every source's storages are compared with their checksums; `finish_state` does
+    what is left of that.
 
     Attributes:
         overflow: number of finite sums that became infinite in their stored type so far, by name.
@@ -77,7 +77,7 @@ class WeightedSum:
             self._verifiers.setdefault(id(source), ChecksumVerifier(source, self._verify))
         return tensor
 
-    def finish(self) -> None:
+    def finish_state(self) -> None:
         """Check storages of which only a part was read. Raises SourceError `checksum`."""
         for verifier in self._verifiers.values():
             verifier.finish()

@@ -1,8 +1,8 @@
 """Plan of a writer: which box of which tensor goes to which place of which file.
 
 A format module lays tensors out and returns a `WritePlan`: all file sizes and payload places are
-known before a byte is written; only checksums are not. The engine writes the items, then asks for
-the header bytes (headers, directories, indices), which carry the checksums.
+known before a byte is written; only checksums are not. What lies around payloads (headers, zip
+directories, indices) is asked for by what it depends on: nothing, one item's checksum, or all.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ class WritePlan(Protocol):
         ...
 
     @property
+    def marker(self) -> str:
+        """The file whose presence makes the others a checkpoint."""
+        ...
+
+    @property
     def items(self) -> Sequence[WriteItem]:
         """Every payload to write."""
         ...
@@ -89,6 +94,14 @@ class WritePlan(Protocol):
     @property
     def warnings(self) -> Sequence[Diagnostic]:
         """What the output will lack."""
+        ...
+
+    def fixed_bytes(self) -> Iterator[HeaderBytes]:
+        """Yield the bytes around payloads that are known before any payload is."""
+        ...
+
+    def item_bytes(self, index: int, crc: int) -> Iterator[HeaderBytes]:
+        """Yield the bytes around `items[index]` that the CRC-32 of its bytes as written decides."""
         ...
 
     def header_bytes(
@@ -100,6 +113,20 @@ class WritePlan(Protocol):
         logical row-major bytes of the whole tensor `name`.
         """
         ...
+
+
+def all_header_bytes(
+    plan: WritePlan, crcs: Sequence[int], digests: Mapping[str, int]
+) -> Iterator[HeaderBytes]:
+    """Yield everything but the payloads; those that follow one another in a file are joined."""
+
+    def each() -> Iterator[HeaderBytes]:
+        yield from plan.fixed_bytes()
+        for index, crc in enumerate(crcs):
+            yield from plan.item_bytes(index, crc)
+        yield from plan.header_bytes(crcs, digests)
+
+    return coalesce_headers(each())
 
 
 def keep_first(tensors: Iterable[OutputTensor]) -> tuple[list[OutputTensor], dict[str, str]]:

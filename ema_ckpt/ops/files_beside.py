@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.storage.directories import list_folder
+from ema_ckpt.writing.output_files import Outputs
 
 # Lightning's and Megatron-core's state beside a DCP, Megatron-core's description of its format, and
 # the configurations of Hugging Face models.
@@ -36,11 +36,9 @@ def needed_files(catalog: Catalog, form: str, is_directory: bool) -> dict[str, i
     return sizes
 
 
-def copy_files(catalog: Catalog, names: Iterable[str], directory: Path) -> None:
-    """Copy files of a checkpoint byte for byte into a directory."""
-    for name in names:
-        nbytes = catalog.source.size(name)
-        with open(directory / name, "wb") as copy:
-            for offset in range(0, nbytes, _PIECE_NBYTES):
-                piece = min(_PIECE_NBYTES, nbytes - offset)
-                copy.write(catalog.source.read(name, offset, piece))
+def copy_files(catalog: Catalog, files: Mapping[str, int], outputs: Outputs) -> None:
+    """Copy files of a checkpoint, given with their sizes, byte for byte."""
+    for name, nbytes in files.items():
+        for offset in range(0, nbytes, _PIECE_NBYTES):
+            piece = min(_PIECE_NBYTES, nbytes - offset)
+            outputs.write(name, offset, catalog.source.read(name, offset, piece))

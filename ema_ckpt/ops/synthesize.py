@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Unpack
 
 from ema_ckpt.analysis.weighted_sum import WeightedSum
@@ -14,7 +14,6 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.text import counted, parse_size
-from ema_ckpt.core.write_plan import HeaderBytes, WriteItem, WritePlan
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects
 from ema_ckpt.ops.results.write import WriteResult
 from ema_ckpt.ops.rule_changes import rule_one
@@ -34,7 +33,6 @@ from ema_ckpt.ops.synthesize_inputs import (
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
 from ema_ckpt.state_dicts.selection import select_tree
 from ema_ckpt.state_dicts.tree import Tree
-from ema_ckpt.storage.files import local_paths
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
 from ema_ckpt.writing.preflight import check_sources
 
@@ -154,7 +152,7 @@ def _write(
     job = PlannedWrite(
         catalog,
         output,
-        _CheckedPlan(plan, weighted_sum),
+        plan,
         selection.entries,
         started,
         source=", ".join(dict.fromkeys(snapshot.catalog.path for snapshot in snapshots)),
@@ -164,7 +162,7 @@ def _write(
         rules=rules,
         skipped=list(skipped),
         warnings=[*catalog.warnings, *warnings],
-        read_paths=local_paths(resolved),
+        read_paths=resolved,
     )
     result = finish(job, options)
     overflows = []
@@ -212,32 +210,6 @@ def virtual_catalog(
         warnings=tuple(warnings),
         left_out=tuple(left_out),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedPlan:
-    """A plan whose headers are written only once every source matched its checksums."""
-
-    inner: WritePlan
-    weighted_sum: WeightedSum
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        return self.inner.files
-
-    @property
-    def items(self) -> Sequence[WriteItem]:
-        return self.inner.items
-
-    @property
-    def warnings(self) -> Sequence[Diagnostic]:
-        return self.inner.warnings
-
-    def header_bytes(
-        self, crcs: Sequence[int], digests: Mapping[str, int]
-    ) -> Iterator[HeaderBytes]:
-        self.weighted_sum.finish()
-        yield from self.inner.header_bytes(crcs, digests)
 
 
 def _output_of(

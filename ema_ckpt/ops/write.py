@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ema_ckpt.comm.launched import CommandGroup, current_group
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
@@ -21,13 +22,16 @@ from ema_ckpt.ops.files_beside import copy_files
 from ema_ckpt.ops.object_plan import header_text, refuse_left_out
 from ema_ckpt.ops.results.write import AppliedRules, FileEntry, Skipped, WriteResult
 from ema_ckpt.state_dicts.ties import dropped_names
-from ema_ckpt.storage.files import local_paths
+from ema_ckpt.storage.directories import stamps_of
+from ema_ckpt.storage.files import local_path
+from ema_ckpt.writing.destination import Destination, LocalDestination, WriteRequest
 from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
+from ema_ckpt.writing.object_destination import ObjectDestination
 from ema_ckpt.writing.options import WriteOptions
+from ema_ckpt.writing.output_files import OutputFiles
 from ema_ckpt.writing.preflight import resolve_target
 from ema_ckpt.writing.run_state import Outcome
-from ema_ckpt.writing.staging import check_target, stage
 
 # Without --resume a run this short is done anew rather than continued. Deleting a journal that has
 # reached the disk costs tenths of a second where the file system discards freed blocks at once and
@@ -40,7 +44,7 @@ _FOREIGN_SUFFIXES = (".npz", ".h5", ".onnx", ".gguf", ".zip")
 class Output:
     """Destination of a write, its form (`dcp`, `safetensors` or `pt`), and sizes of that form."""
 
-    path: Path
+    destination: Destination
     form: str
     world_size: int | None = None
     max_shard_nbytes: int = 5 * 10**9
@@ -49,7 +53,7 @@ class Output:
     @property
     def is_directory(self) -> bool:
         """Whether the destination becomes a directory."""
-        return self.form != "pt" and self.path.suffix != ".safetensors"
+        return self.form != "pt" and self.destination.suffix != ".safetensors"
 
     @property
     def keeps_foreign(self) -> bool:
@@ -62,17 +66,22 @@ class Output:
         return "torch" if self.form == "pt" else self.form
 
 
-def destination_of(out: str | os.PathLike[str]) -> Path:
-    """Return the destination as a path.
+def destination_of(out: str | os.PathLike[str]) -> Destination:
+    """Return the destination that a path or an fsspec URL names.
 
     Raises:
-        UsageError: `usage` for URLs, `/`, the current directory and mount points.
+        UsageError: `usage` for `/`, the current directory, mount points, buckets as a whole, and
+            HTTP.
     """
-    resolve_target(out)  # before a Path takes a slash from a URL
-    return Path(out)
+    text = os.fspath(out)
+    path = local_path(text)
+    if path is None:
+        return ObjectDestination(text)
+    resolve_target(path)  # before a Path takes a slash from a URL
+    return LocalDestination(Path(path))
 
 
-def output_form(destination: Path, to: str | None, default: str) -> str:
+def output_form(destination: Destination, to: str | None, default: str) -> str:
     """Return the form to write: `to`, else the one of the destination's suffix, else `default`.
 
     Raises:
@@ -127,8 +136,9 @@ def plan_for(
         # Without a number, as many as the source has, as far as anybody can have had so many.
         highest = f"{catalog.resolved}: give --world-size; by the names of its files it has"
         ranks = output.world_size or check_ranks(catalog.world_size or 1, highest)
+        number = output.destination.generation
         return dcp_writer.lay_out(
-            tensors, objects, split, ranks, catalog.source, catalog.order, nesting
+            tensors, objects, split, ranks, catalog.source, catalog.order, nesting, number
         ), {}
     inline = [
         Object(item.name, item.path, item.source.file, inline=item.source.inline, is_inline=True)
@@ -150,11 +160,14 @@ def plan_for(
     dropped, _ = dropped_names(catalog, tensors)
     text = header_text(catalog) | dropped
     paths = {tensor.name: tensor.path for tensor in tensors if tensor.name in ties}
+    where = output.destination
     plan = safetensors_writer.lay_out(
         kept,
         text,
         max_shard_nbytes=output.max_shard_nbytes if output.is_directory else None,
         basename=output.basename,
+        generation=where.generation if output.is_directory else 0,
+        has_index=None if where.is_local else True,
         nesting=nesting,
         objects=inline,
         ties=ties,
@@ -203,8 +216,9 @@ class PlannedWrite:
 
     @property
     def sources(self) -> list[str]:
-        """Local places that are read, which the destination may not touch."""
-        return [*local_paths([self.catalog.resolved]), *self.read_paths]
+        """Places that are read, which the destination may not touch."""
+        read = [self.catalog.resolved, *self.read_paths]
+        return [local_path(place) or place for place in read]
 
     @property
     def files(self) -> dict[str, int]:
@@ -220,25 +234,18 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
     """
     refuse_left_out(job.catalog, options.strict)
     if options.dry_run:
-        check_target(
-            job.output.path,
-            is_directory=job.output.is_directory,
-            sources=job.sources,
-            overwrite=options.overwrite,
-            keep_foreign=job.output.keeps_foreign,
-            replaces=job.copied,
-            nbytes=sum(job.files.values()),
-        )
+        job.warnings += job.output.destination.check(_request(job, options))
     else:
         _write(job, options)
     return WriteResult(
         source=job.source,
         resolved=job.resolved or job.catalog.resolved,
-        target=str(job.output.path),
+        target=str(job.output.destination),
         tree=job.tree,
         format=job.output.format,
         files=tuple(
-            FileEntry(name or job.output.path.name, nbytes) for name, nbytes in job.files.items()
+            FileEntry(name or job.output.destination.name, nbytes)
+            for name, nbytes in job.files.items()
         ),
         tensors=len(job.tensors),
         nbytes=sum(item.nbytes for item in job.plan.items),
@@ -253,39 +260,45 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
     )
 
 
+def _request(job: PlannedWrite, options: WriteOptions, **more: Any) -> WriteRequest:
+    return WriteRequest(
+        job.files,
+        job.plan.marker,
+        job.output.is_directory,
+        options,
+        job.sources,
+        job.output.keeps_foreign,
+        tuple(job.copied),
+        **more,
+    )
+
+
 def _write(job: PlannedWrite, options: WriteOptions) -> None:
     stamps = _stamps(job.catalog)
     identity = identity_of(job, stamps)
     group = current_group()
+    destination = job.output.destination
+    if group is not None and not destination.is_local:
+        message = f"--distributed: {destination}: all processes have to share a file system"
+        raise UsageError("unsupported", f"{message}; write to a URL from one process")
     if group is not None and group.rank:
         _write_share(job, options, identity, group)
         return
-    with stage(
-        job.output.path,
-        is_directory=job.output.is_directory,
-        sources=job.sources,
-        overwrite=options.overwrite,
-        keep_foreign=job.output.keeps_foreign,
-        replaces=job.copied,
-        nbytes=sum(job.files.values()),
-        fsync=options.fsync,
-        resume=options.resume,
-        identity=identity,
-        files=job.files,
-        journal_after=_JOURNAL_AFTER_SECONDS if group is None else 0.0,
-    ) as staged:
+    after = _JOURNAL_AFTER_SECONDS if group is None else 0.0
+    request = _request(job, options, identity=identity, journal_after=after)
+    with destination.open(request) as draft:
         if group is not None:
             cut = options.threads, options.budget_nbytes
-            group.exchange((identity, str(staged.path), cut))
+            group.exchange((identity, str(draft.path), cut))
             group.exchange("the journal is open")
-        outcome = run(job.catalog, job.plan, staged.path, options, staged.journal, group)
-        copy_files(job.catalog, job.copied, staged.path)
+        outcome = run(job.catalog, job.plan, draft.outputs, draft.options, draft.journal, group)
+        copy_files(job.catalog, job.copied, draft.outputs)
         changed = [f for f, stamp in _stamps(job.catalog).items() if stamp != stamps[f]]
         if changed:
             hint = "changed while being read; let the writer finish and try again"
             message = f"{job.catalog.resolved}: {shown(changed)} {hint}"
             raise SourceError("source-changed", message, file=changed[0])
-    job.warnings += [*staged.warnings, *_overflows(job.plan, outcome)]
+    job.warnings += [*draft.warnings, *_overflows(job.plan, outcome)]
 
 
 def _write_share(
@@ -307,7 +320,8 @@ def _write_share(
     with contextlib.closing(Journal(root.parent, root, identity)) as journal:
         # No line is written before every process has read what an interrupted run left.
         group.exchange("the journal is open")
-        run(job.catalog, job.plan, root, options, journal, group)
+        with contextlib.closing(OutputFiles(root, job.files)) as outputs:
+            run(job.catalog, job.plan, outputs, options, journal, group)
 
 
 def _overflows(plan: WritePlan, outcome: Outcome | None) -> Iterator[Diagnostic]:
@@ -339,13 +353,5 @@ def identity_of(job: PlannedWrite, stamps: Mapping[str, str]) -> dict[str, str]:
 
 
 def _stamps(catalog: Catalog) -> dict[str, str]:
-    """Size and modification time of every file of the source."""
-    stamps = {}
-    for file in sorted(catalog.files):
-        try:
-            status = os.stat(os.path.join(catalog.source.root, file))
-        except OSError:
-            stamps[file] = "?"
-        else:
-            stamps[file] = f"{status.st_size} {status.st_mtime_ns}"
-    return stamps
+    """Tell the present state of every file of the source."""
+    return stamps_of(catalog.source.root, sorted(catalog.files))

@@ -22,6 +22,7 @@ from ema_ckpt.ema.model.shards import ModelShards, Shard
 from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.checkpoint_reader import CheckpointReader
 from ema_ckpt.resume.flatten import LocalShards
+from ema_ckpt.storage.files import is_url
 
 Target = tuple[Shard, LocalShards]  # a live tensor to restore into, and this rank's part of it
 
@@ -162,7 +163,8 @@ class RestoreReport:
     """Results of a `restore`. Names are full: `model.layer.weight`, `ema.weights.layer.weight`.
 
     Attributes:
-        path: the checkpoint that was read. world_size: of the run that wrote it, if recorded.
+        path: the checkpoint that was read; of a URL the text. world_size: of the run that wrote it,
+            if recorded.
         trees: every tree of the checkpoint by name, `"restored"` or `"ignored"`.
         loaded: names of this state that were restored.
         missing: names of this state that the checkpoint lacks, and that were left as they were.
@@ -175,7 +177,7 @@ class RestoreReport:
         warnings: all warnings, also those that were not issued through `warnings`.
     """
 
-    path: Path
+    path: Path | str
     world_size: int | None
     trees: Mapping[str, str] = field(default_factory=dict)
     loaded: tuple[str, ...] = ()
@@ -230,7 +232,7 @@ class Findings:
         for name in reader.tree_names:
             trees[name] = "restored" if name in self.trees else "ignored"
         return RestoreReport(
-            Path(reader.path),
+            reader.path if is_url(reader.path) else Path(reader.path),
             reader.catalog.world_size,
             trees,
             tuple(self.loaded),

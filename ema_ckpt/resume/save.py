@@ -31,6 +31,7 @@ from ema_ckpt.resume.replicas import agree_on_averages
 from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save
 from ema_ckpt.resume.save_plan import entries_of, plan_save
 from ema_ckpt.resume.save_write import write
+from ema_ckpt.storage.files import local_path
 from ema_ckpt.writing.preflight import resolve_target
 
 _CALL = "save"
@@ -48,7 +49,7 @@ def save(
     overwrite: bool = False,
     check_replicas: bool = False,
     timeout: float = 300,
-) -> Path: ...
+) -> Path | str: ...
 
 
 @overload
@@ -63,7 +64,7 @@ def save(
     overwrite: bool = False,
     check_replicas: bool = False,
     timeout: float = 300,
-) -> Future[Path]: ...
+) -> Future[Path | str]: ...
 
 
 def save(
@@ -77,7 +78,7 @@ def save(
     overwrite: bool = False,
     check_replicas: bool = False,
     timeout: float = 300,
-) -> Path | Future[Path]:
+) -> Path | str | Future[Path | str]:
     """Write a checkpoint directory, completely or not at all; collective.
 
     It holds those of the trees `model`, `ema`, `optimizer` (in torch's nested form) and `extra`
@@ -86,7 +87,7 @@ def save(
     buffers and `extra` are compared, and a warning names those that differ.
 
     Args:
-        path: the directory to make; its parent is made if it is missing.
+        path: the directory to make, or an fsspec URL; a missing parent is made.
         ema: one manager, or several by name, which become `ema.<name>`.
         optimizer: one or several.
         extra: by name, what `restore` can read: plain values, tensors, NumPy arrays and scalars,
@@ -99,7 +100,7 @@ def save(
         timeout: seconds to wait for the other ranks to call `save` too.
 
     Returns:
-        The published directory.
+        The published directory: a path, or the text of a URL.
 
     Raises:
         CollectiveError: `rank-failed`: a rank did not come, died, or could not write; no checkpoint
@@ -130,15 +131,18 @@ def save(
     return run_in_background(lambda: write(target, plan, ranks, _CALL, overwrite=overwrite))
 
 
-def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path:
+def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path | str:
     """Resolve the path to write to, the same on all ranks; rank 0 makes its parent."""
-    target = run_on_all_ranks(ranks, _CALL, lambda: resolve_target(path))
+    place = local_path(os.fspath(path))
+    target: Path | str = os.fspath(path)
+    if place is not None:
+        target = run_on_all_ranks(ranks, _CALL, lambda: resolve_target(place))
     targets = sorted(set(ranks.exchange(str(target))))
     if len(targets) > 1:
         raise UsageError("usage", f"save: the ranks name different targets: {shown(targets)}")
 
     def make_parent() -> None:
-        if ranks.rank:
+        if ranks.rank or isinstance(target, str):
             return
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,12 @@ _executor: ThreadPoolExecutor | None = None
 _pending: _Saving | None = None
 
 
-class _Saving(Future[Path]):
+class _Saving(Future[Path | str]):
     """Future of a save that notes whether its result was looked at."""
 
     looked_at = False
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> Path | str:
         """Return the published directory once it is there, or raise what prevented it."""
         self.looked_at = True
         return super().result(timeout)
@@ -27,7 +27,7 @@ class _Saving(Future[Path]):
         return super().exception(timeout)
 
 
-def run_in_background(work: Callable[[], Path]) -> Future[Path]:
+def run_in_background(work: Callable[[], Path | str]) -> Future[Path | str]:
     """Start `work` in a thread; the interpreter joins it before it exits."""
     global _executor, _pending
     if _executor is None:

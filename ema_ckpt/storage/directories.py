@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.storage.remote import ask, is_http, open_filesystem, split_query
 from ema_ckpt.storage.stage_names import is_stage_name
+
+# What file systems call the checksum, the version or the time of an object.
+_STAMP_FIELDS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
 
 
 class Folder(NamedTuple):
@@ -146,3 +150,44 @@ def walk_files(root: str) -> list[str]:
             if not is_link and not is_stage_name(name):
                 pending.append(prefix + name)
     return sorted(found)
+
+
+def stamps_of(root: str, files: Iterable[str]) -> dict[str, str]:
+    """Return what tells whether a file was written anew: its size, and its time or checksum.
+
+    A file may be given by a path or URL of its own. `?` stands for what cannot be told.
+    """
+    places = {file: file if is_url(file) else join(root, file) for file in files}
+    folders: dict[str, dict[str, str]] = {}
+    stamps = {}
+    for file, place in places.items():
+        if not is_url(place):
+            stamps[file] = _local_stamp(place)
+            continue
+        folder = parent_of(place)
+        if folder not in folders:
+            folders[folder] = _remote_stamps(folder)
+        stamps[file] = folders[folder].get(base_name(place), "?")
+    return stamps
+
+
+def _local_stamp(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return "?"
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _remote_stamps(folder: str) -> dict[str, str]:
+    """Stamps of all objects in a folder, from its listing; none where that says nothing."""
+    stamps = {}
+    try:
+        filesystem, base = open_filesystem(folder)
+        items = ask(lambda: filesystem.ls(base, detail=True), folder, folder)
+    except (EmaCkptError, FileNotFoundError):
+        return {}
+    for item in items:
+        known = [str(item[key]) for key in _STAMP_FIELDS if item.get(key)]
+        stamps[base_name(str(item["name"]))] = " ".join([str(item.get("size")), *known])
+    return stamps

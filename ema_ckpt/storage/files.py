@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _URL = re.compile(r"(?!\++:)(?:[^\W_]|\+){2,}://")
 _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _UNSAFE_NAME = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
+# A long read of a remote file is a window of so long ranges, asked for at the same time.
+_RANGE_NBYTES = 2 << 20
 # What a name says that no file can have, or none that lies there.
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -229,6 +231,7 @@ class RemoteFiles:
         place, self._query = split_query(root)
         self._base = place.rstrip("/")
         self._sizes: dict[str, int] = {}
+        self._is_concurrent = bool(getattr(filesystem, "async_impl", False))
 
     def _path(self, name: str) -> str:
         return f"{self._base}/{safe_name(name)}{self._query}"
@@ -275,7 +278,33 @@ class RemoteFiles:
             return bytes(file.read(nbytes))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        buffer[:] = self.read(name, offset, len(buffer))
+        nbytes = len(buffer)
+        if nbytes < 2 * _RANGE_NBYTES or is_http(self._filesystem) or not self._is_concurrent:
+            buffer[:] = self.read(name, offset, nbytes)
+            return
+        _check_bounds(name, offset, nbytes, self.size(name))
+        starts = list(range(0, nbytes, _RANGE_NBYTES))
+        ends = [min(start + _RANGE_NBYTES, nbytes) for start in starts]
+        answers = self._fetch_ranges(name, offset, starts, ends)
+        for start, end, answer in zip(starts, ends, answers, strict=True):
+            if isinstance(answer, bytes) and len(answer) == end - start:
+                buffer[start:end] = answer
+            else:  # asked once more alone, which says what is wrong
+                buffer[start:end] = self.read(name, offset + start, end - start)
+
+    def _fetch_ranges(
+        self, name: str, offset: int, starts: list[int], ends: list[int]
+    ) -> list[object]:
+        """Ask for several ranges at a time; what fails is an exception among the answers."""
+        path = self._path(name)
+        begins = [offset + start for start in starts]
+        try:
+            answers: list[object] = self._filesystem.cat_ranges(
+                [path] * len(starts), begins, [offset + end for end in ends], on_error="return"
+            )
+        except Exception:  # noqa: BLE001  # whatever it is, each range is asked for again
+            return [None] * len(starts)
+        return answers
 
     def listing(self) -> list[str]:
         names = ask(lambda: self._filesystem.ls(self._base, detail=False), self.root, self.root)

@@ -1,14 +1,15 @@
 """File systems behind fsspec URLs: how they are asked, and what their failures mean.
 
-Only what may be asked twice is asked: sizes, listings and ranges. A question is tried again while
-that may help, and then refused as trouble of the server, which says nothing of the checkpoint.
+Only what may be asked twice is asked again: sizes, listings, ranges, whole objects, parts of one. A
+question is tried again while that may help, and then refused as trouble of the server, which says
+nothing of the checkpoint.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ema_ckpt.core.display import masked
 from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError
@@ -17,13 +18,23 @@ if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
 AnswerT = TypeVar("AnswerT")
-# Seconds before the second, third and fourth try.
-_DELAYS = (0.3, 1.0, 3.0)
-_PATIENCE_SECONDS = 5.0  # a file system may try again itself
 _ABSENT = (404, 410)
 _REFUSED = (401, 403)
 _PASSING = (408, 425, 429)  # and every status from 500 on
 _FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, EmaCkptError)
+
+
+class Patience(NamedTuple):
+    """Seconds before the second, third … try, and after how many of them none is begun."""
+
+    delays: tuple[float, ...]
+    seconds: float
+
+
+_READ_PATIENCE = Patience((0.3, 1.0, 3.0), 5.0)  # a file system may try again itself
+# A part may take long to send, and a store that is asked too often says so for minutes.
+UPLOAD_PATIENCE = Patience((0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0), 600.0)
+ONCE = Patience((), 0.0)
 
 
 class ShortAnswerError(Exception):
@@ -68,11 +79,14 @@ def is_http(filesystem: AbstractFileSystem) -> bool:
     return "http" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
-def ask(question: Callable[[], AnswerT], what: str, url: str) -> AnswerT:
+def ask(
+    question: Callable[[], AnswerT], what: str, url: str, patience: Patience = _READ_PATIENCE
+) -> AnswerT:
     """Ask a server, four times within about five seconds where trying again may help.
 
     Args:
         what: the file or directory asked about. `url`: where it is.
+        patience: how often is asked, and how long.
 
     Raises:
         FileNotFoundError: there is nothing.
@@ -88,14 +102,14 @@ def ask(question: Callable[[], AnswerT], what: str, url: str) -> AnswerT:
             if _is_absent(cause):
                 raise FileNotFoundError(what) from error
             seconds = time.monotonic() - started
-            is_last = tries > len(_DELAYS) or seconds > _PATIENCE_SECONDS
+            is_last = tries > len(patience.delays) or seconds > patience.seconds
             if is_last or not _may_pass(cause):
                 asked = f"; asked {tries} times in {seconds:.1f} s" if tries > 1 else ""
                 where = "" if what == url else f" (in {url})"
                 message = f"{what}: {describe_failure(cause)}{where}{asked}"
                 kind = RefusedError if _is_refusal(cause) else AccessError
                 raise kind("unreadable", message, file=masked(what)) from error
-        time.sleep(_DELAYS[tries - 1])
+        time.sleep(patience.delays[tries - 1])
 
 
 def describe_failure(error: BaseException) -> str:

@@ -28,7 +28,12 @@ _ANY_STAGE = re.compile(r"\..*\.ema-ckpt-.*", re.DOTALL)
 
 def stage_path(target: Path, token: str) -> Path:
     """Stage of `target` with the id `token` (8 hex digits)."""
-    return target.with_name(f".{target.name}.ema-ckpt-{token}")
+    return target.with_name(stage_name(target.name, token))
+
+
+def stage_name(name: str, token: str) -> str:
+    """Name beside `name` that is a writer's and no checkpoint; `token` are 8 hex digits."""
+    return f".{name}.ema-ckpt-{token}"
 
 
 def is_stage_name(name: str) -> bool:

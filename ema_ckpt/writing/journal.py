@@ -143,6 +143,12 @@ def check_identity(stage: Path, target: Path, identity: Mapping[str, str]) -> bo
     recorded = recorded_identity(stage)
     if recorded is None:
         return False
+    check_recorded(recorded, str(target), identity)
+    return True
+
+
+def check_recorded(recorded: Mapping[str, str], target: str, identity: Mapping[str, str]) -> None:
+    """Compare digests that an interrupted run recorded. Raises TargetError `resume-mismatch`."""
     keys = sorted({*recorded, *identity})
     differing = [key for key in keys if recorded.get(key) != identity.get(key)]
     if differing:
@@ -150,9 +156,8 @@ def check_identity(stage: Path, target: Path, identity: Mapping[str, str]) -> bo
             "resume-mismatch",
             f"{target}: the interrupted run differs in its {' and '.join(differing)}; "
             "repeat the original command, or leave out --resume to start anew",
-            file=str(target),
+            file=target,
         )
-    return True
 
 
 def _read_ranges(path: Path) -> dict[Range, Finished]:

@@ -69,7 +69,12 @@ class WriterArgs(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """Options of a writing verb; `budget_nbytes` None means the default for the source."""
+    """Options of a writing verb.
+
+    Attributes:
+        budget_nbytes: None means the default for the source.
+        forks: whether child processes may write.
+    """
 
     selection: SelectionOptions = field(default_factory=SelectionOptions)
     rules: Rules | None = None
@@ -83,6 +88,7 @@ class WriteOptions:
     strict: bool = False
     expand_ties: bool = False
     progress: Callable[[int], None] | None = None
+    forks: bool = True
 
     @classmethod
     def parse(cls, args: WriterArgs) -> WriteOptions:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, Protocol
 
 from ema_ckpt.storage.files import max_open_files
 from ema_ckpt.writing.stage_files import open_directory, open_inside
@@ -46,11 +47,48 @@ def preallocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
+# All at the end, each as soon as it is known, or before what lies behind it.
+HeaderTime = Literal["last", "early", "in order"]
+
+
+class Outputs(Protocol):
+    """The files of a plan, wherever they go."""
+
+    @property
+    def headers(self) -> HeaderTime:
+        """When the bytes around payloads are wanted."""
+        ...
+
+    def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data` at `offset` of a file."""
+        ...
+
+    def write_items(
+        self, file: str, offset: int, data: memoryview, extents: Iterable[tuple[int, int]]
+    ) -> None:
+        """Write the `extents` (start and length) of `data`; what is between them may be written."""
+        ...
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Read back what an earlier run wrote."""
+        ...
+
+    def start_writeback(self, file: str, offset: int, nbytes: int) -> None:
+        """Begin to make a range durable."""
+        ...
+
+    def close(self) -> None:
+        """Release what is open; nothing can be written after."""
+        ...
+
+
 class OutputFiles:
     """Files at their final size; as many as may stay open do, the others are opened per use.
 
     They are opened in a directory that is held, and never through a symbolic link.
     """
+
+    headers: HeaderTime = "last"
 
     def __init__(self, root: Path, files: Mapping[str, int]) -> None:
         """`files` are those of the directory `root`, or one named "", which is `root` itself."""
@@ -94,6 +132,13 @@ class OutputFiles:
                 end = write_end(offset, _WRITE_NBYTES)
                 done = os.pwrite(fd, view[: end - offset], offset)
                 view, offset = view[done:], offset + done
+
+    def write_items(
+        self, file: str, offset: int, data: memoryview, extents: Iterable[tuple[int, int]]
+    ) -> None:
+        """Write all of `data` at once: what is between its items is written later."""
+        _ = extents
+        self.write(file, offset, data)
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Read back what an earlier run wrote."""

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -60,10 +60,10 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(target)
     if is_url(text):
-        reason = "cannot write to a URL; write to a local path and copy it from there"
+        reason = "this is written to a local path only; copy it from there"
         raise UsageError("usage", f"{text}: {reason}")
     if is_mangled_url(text) and not os.path.lexists(text.partition("/")[0]):
-        reason = "cannot write to a URL (a URL loses a slash when it becomes a Path)"
+        reason = "is no path; give a URL as text (a URL loses a slash when it becomes a Path)"
         raise UsageError("usage", f"{text}: {reason}")
     if not is_file_name(text):
         raise UsageError("usage", f"{text!r} is not a path to write to")
@@ -232,20 +232,30 @@ def _is_among(path: Path, chain: list[Path]) -> bool:
 
 
 def _is_checkpoint_file(path: Path) -> bool:
-    name, mode = path.name, os.lstat(path).st_mode
+    mode = os.lstat(path).st_mode
     if not (stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and path.is_file())):
         return False
+
+    def read_head() -> bytes:
+        with open(path, "rb") as file:
+            return file.read(2)
+
+    try:
+        return is_checkpoint_file(path.name, read_head)
+    except OSError:
+        return False
+
+
+def is_checkpoint_file(name: str, read_head: Callable[[], bytes]) -> bool:
+    """Check whether a file is one of a checkpoint format; `read_head` reads its first two bytes."""
     if _matches(name, _TRAINING_FILES):
         return False
     if _matches(name, _CHECKPOINT_FILES):
         return True
     if not _matches(name, _TORCH_FILES):
         return False
-    try:  # anybody uses `.bin` and `.pt`: a zip or a pickle must be behind them
-        with open(path, "rb") as file:
-            head = file.read(2)
-    except OSError:
-        return False
+    # Anybody uses `.bin` and `.pt`: a zip or a pickle must be behind them.
+    head = read_head()
     return not head or head in _TORCH_HEADS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ema_ckpt.core.box import is_contiguous_in, linear, whole
@@ -46,6 +46,10 @@ class ComputedFiles(Protocol):
         """Forget it."""
         ...
 
+    def finish_state(self) -> None:
+        """Check what only the whole can show. Raises SourceError."""
+        ...
+
 
 class _Partial(NamedTuple):
     """CRC-32s of parts of an item, by place in it: as written, and as read before a cast."""
@@ -61,12 +65,20 @@ class RunState:
         verifier: compares storages of the source with their stored checksums.
     """
 
-    def __init__(self, catalog: Catalog, items: Sequence[WriteItem], verify: bool) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        items: Sequence[WriteItem],
+        verify: bool,
+        on_item: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Start with nothing; `on_item` is called with index and CRC-32 of each finished item."""
         self.verifier = ChecksumVerifier(catalog.source, verify)
         self._catalog = catalog
         self._computed = catalog.source if isinstance(catalog.source, ComputedFiles) else None
         self._items = items
         self._verify = verify
+        self._on_item = on_item
         self._lock = threading.Lock()
         self.reset()
 
@@ -107,6 +119,8 @@ class RunState:
         if crc is None:
             raise SourceError("internal", f"the parts of {tensor.name!r} do not make a whole")
         self._crcs[index] = crc
+        if self._on_item is not None:
+            self._on_item(index, crc)
         expected = self._catalog.digests.get(tensor.name)
         if expected is None or not self._verify or item.box.sizes != tensor.shape:
             return
@@ -131,6 +145,8 @@ class RunState:
             SourceError: `checksum`; `internal` if a part of an item was not written.
         """
         self.verifier.finish()
+        if self._computed is not None:
+            self._computed.finish_state()
         crcs: list[int] = []
         parts: dict[str, list[Interval]] = {}
         for item, crc in zip(self._items, self._crcs, strict=True):

@@ -139,7 +139,11 @@ class Schedule:
     def __init__(self, catalog: Catalog, plan: WritePlan, options: WriteOptions) -> None:
         self.items = plan.items
         self.is_remote = is_url(catalog.source.root)
-        self.workers = self._choose_workers(options.most_workers(self.is_remote), len(plan.files))
+        most = options.most_workers(self.is_remote)
+        if self.is_remote or not options.forks:
+            self.workers = Workers(most)
+        else:
+            self.workers = self._choose_workers(most, len(plan.files))
         self.block_nbytes = options.block_nbytes(self.is_remote, self.workers.number)
         self.copy_nbytes = self.block_nbytes
         if not self.is_remote:
@@ -168,8 +172,6 @@ class Schedule:
 
     def _choose_workers(self, threads: int, files: int) -> Workers:
         """Choose as many workers as find work; columns and casts are work in the interpreter."""
-        if self.is_remote:
-            return Workers(threads)
         outputs = {item.output.name: item.output for item in self.items}
         computed = set[tuple[DType, DType]]()
         reads = len(self.items)  # one for each, and one more for each chunk that begins inside one

@@ -13,7 +13,7 @@ from ema_ckpt.reading.box_reader import BoxReader
 from ema_ckpt.reading.checksum_verifier import Interval, join_crcs
 from ema_ckpt.runtime.page_buffer import buffer
 from ema_ckpt.writing.journal import Finished, Journal, Range
-from ema_ckpt.writing.output_files import OutputFiles, write_end
+from ema_ckpt.writing.output_files import Outputs, write_end
 from ema_ckpt.writing.run_state import RunState
 from ema_ckpt.writing.schedule import (
     AssembleBlocks,
@@ -41,7 +41,7 @@ class WriteContext:
 
     catalog: Catalog
     schedule: Schedule
-    outputs: OutputFiles
+    outputs: Outputs
     state: RunState
     journal: Journal | None
     finished: Mapping[Range, Finished]
@@ -233,7 +233,8 @@ class WriteWorker:
                 self._state.record(located.index, [(0, len(part), crc32(part))])
             return 0
         crcs = [self._fill(located, part) for located, part in zip(batch, parts, strict=True)]
-        context.outputs.write(file, base, view)
+        extents = [(located.item.offset - base, located.item.nbytes) for located in batch]
+        context.outputs.write_items(file, base, view, extents)
         self._finish_range(file, base, nbytes, crc32(view) if context.journal else 0)
         for located, (crc, source_crc) in zip(batch, crcs, strict=True):
             sources = [(0, located.source_nbytes, source_crc)]

@@ -62,7 +62,7 @@ def test_any_range_of_a_sum(dtype: str, tmp_path: Path) -> None:
             blend.read("sum-0", first * size, (last - first) * size)
             == raw[first * size : last * size]
         )
-    blend.finish()
+    blend.finish_state()
 
 
 def test_what_is_taken_alone_keeps_its_bits(tmp_path: Path) -> None:

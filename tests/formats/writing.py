@@ -10,7 +10,7 @@ import torch
 
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.dtypes import by_name
-from ema_ckpt.core.write_plan import OutputTensor, WritePlan
+from ema_ckpt.core.write_plan import OutputTensor, WritePlan, all_header_bytes
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -51,7 +51,7 @@ def write(target: WritePlan, out: Path, tensors: Mapping[str, torch.Tensor]) -> 
         images[piece.file][piece.offset : piece.offset + len(data)] = data
         crcs.append(zlib.crc32(data))
         digests[piece.output.name] = crcs[-1]
-    for frame in target.header_bytes(crcs, digests):
+    for frame in all_header_bytes(target, crcs, digests):
         assert frame.offset + len(frame.data) <= len(images[frame.file])
         images[frame.file][frame.offset : frame.offset + len(frame.data)] = frame.data
     for file, image in images.items():

@@ -41,17 +41,15 @@ def test_a_file_behind_a_file_url_is_never_replaced(tmp_path: Path) -> None:
     assert source.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "out", ["memory://x/y.pt", "s3://bucket/key", "file:///nowhere/x.safetensors"]
-)
-def test_a_target_behind_a_url_is_refused_and_nothing_is_made(
+@pytest.mark.parametrize("out", ["memory://x", "http://127.0.0.1:9/x.pt", "nosuch://bucket/x.pt"])
+def test_a_url_that_cannot_be_written_is_refused_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
     source = dcp_at(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(EmaCkptError, match=f"^{out}: cannot write to a URL") as caught:
+    with pytest.raises(EmaCkptError, match=f"^{out}: ") as caught:
         ema_ckpt.consolidate(source, out)
-    assert caught.value.code == "usage"
+    assert caught.value.code in ("usage", "missing-extra")
     assert os.listdir(tmp_path) == ["run"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
 from ema_ckpt.writing.options import WriteOptions
+from ema_ckpt.writing.output_files import OutputFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -56,12 +58,9 @@ def resharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Pat
     source = LocalFiles(checkpoint)
     catalog = open_dcp(source, (".metadata",), "p", "p")
     entries = [OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors]
-    run(
-        catalog,
-        lay_out(entries, [], [bool(e.source.shape) for e in entries], 5, source),
-        out,
-        WriteOptions(),
-    )
+    plan = lay_out(entries, [], [bool(e.source.shape) for e in entries], 5, source)
+    with closing(OutputFiles(out, plan.files)) as outputs:
+        run(catalog, plan, outputs, WriteOptions())
     source.close()
     return out
 
@@ -75,7 +74,8 @@ def consolidated(
         target = lay_out_safetensors(
             [OutputTensor(t.name, t.path, t, t.dtype) for t in catalog.tensors]
         )
-        outcome = run(catalog, target, out, options, journal)
+        with closing(OutputFiles(out, target.files)) as outputs:
+            outcome = run(catalog, target, outputs, options, journal)
     finally:
         source.close()
     found = load_file(out)
@@ -122,7 +122,9 @@ def test_casts_equal_torchs_and_count_overflow(
         OutputTensor(t.name, t.path, t, half if t.dtype.is_castable else t.dtype)
         for t in catalog.tensors
     ]
-    outcome = run(catalog, lay_out_safetensors(entries), tmp_path / "out", WriteOptions(threads=2))
+    plan = lay_out_safetensors(entries)
+    with closing(OutputFiles(tmp_path / "out", plan.files)) as outputs:
+        outcome = run(catalog, plan, outputs, WriteOptions(threads=2))
     source.close()
     assert outcome.overflow == {}
     for name, tensor in load_file(tmp_path / "out").items():

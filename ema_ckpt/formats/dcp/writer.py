@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class _Planned(NamedTuple):
     rows: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DcpWritePlan:
     """A checkpoint laid out; see `ema_ckpt.core.write_plan.WritePlan`."""
 
@@ -68,6 +68,24 @@ class DcpWritePlan:
     tensors: Sequence[OutputTensor]
     nesting: Nesting
     warnings: Sequence[Diagnostic] = ()
+    marker = METADATA_NAME
+
+    @cached_property
+    def _tensor_archives(self) -> Sequence[_Archive]:
+        """Those of the items, in their order."""
+        return [archive for archive in self.archives if archive.is_tensor]
+
+    def fixed_bytes(self) -> Iterator[HeaderBytes]:
+        """Yield the archives of objects."""
+        for archive in self.archives:
+            if archive.copied is not None:
+                yield from self._copy(archive, archive.copied)
+            elif not archive.is_tensor:
+                yield from self._around(archive, [])
+
+    def item_bytes(self, index: int, crc: int) -> Iterator[HeaderBytes]:
+        """Yield the archive around one payload."""
+        return self._around(self._tensor_archives[index], [crc])
 
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
@@ -75,19 +93,17 @@ class DcpWritePlan:
         item_crcs = iter(crcs)
         chunks: Chunks = {}
         for archive in self.archives:
-            if archive.copied is not None:
-                yield from self._copy(archive, archive.copied)
-                crc = archive.crc
-            elif archive.zip is not None:
-                payload_crcs = [next(item_crcs)] if archive.is_tensor else []
-                crc = payload_crcs[0] if archive.is_tensor else archive.crc
-                for offset, data in archive.zip.header_bytes(payload_crcs):
-                    yield HeaderBytes(archive.file, archive.offset + offset, data)
+            crc = next(item_crcs) if archive.is_tensor else archive.crc
             chunks.setdefault(archive.file, []).append((archive.offset, crc))
         content = _sidecar(self.tensors, digests, self.nesting, self.metadata, chunks)
         yield HeaderBytes(sidecar.SIDECAR, 0, content)
         # Last, since it makes the directory a checkpoint.
         yield HeaderBytes(METADATA_NAME, 0, self.metadata)
+
+    def _around(self, archive: _Archive, crcs: Sequence[int]) -> Iterator[HeaderBytes]:
+        if archive.zip is not None:
+            for offset, data in archive.zip.header_bytes(crcs):
+                yield HeaderBytes(archive.file, archive.offset + offset, data)
 
     def _copy(self, archive: _Archive, source: Object) -> Iterator[HeaderBytes]:
         for start in range(0, archive.nbytes, _COPY_NBYTES):
@@ -104,6 +120,7 @@ def lay_out(
     source: Files,
     order: Sequence[str] = (),
     nesting: Nesting | None = None,
+    generation: int = 0,
 ) -> DcpWritePlan:
     """Lay out a checkpoint for `world_size` ranks.
 
@@ -113,6 +130,8 @@ def lay_out(
         order: names in the source of tensors and objects together, in the order of the state dict,
             if that is known.
         nesting: what paths cannot tell, to be recorded beside them.
+        generation: number in the names of data files, by which they differ from those of another
+            checkpoint in the same directory.
 
     Raises:
         TargetError: `unsupported` for an object that cannot be written so that it loads safely.
@@ -120,7 +139,7 @@ def lay_out(
     """
     planned = _in_order(tensors, objects, split, order)
     ranks_of_empty = _place_empty_chunks(planned, world_size)
-    ranks = [_RankFile(f"__{rank}_0.distcp", source) for rank in range(world_size)]
+    ranks = [_RankFile(f"__{rank}_{generation}.distcp", source) for rank in range(world_size)]
     stored = {item.name: [ranks[0].put_object(item)] for item in objects}
     for tensor, is_split in zip(tensors, split, strict=True):
         empty_rank = ranks_of_empty.get(tensor.name)

@@ -94,6 +94,11 @@ class SafetensorsWritePlan:
         message = f"the header of {len(self.tensors)} names has no room for {lost} ({limit})"
         return (Diagnostic("unchecked", f"{message}; write a directory to keep them"),)
 
+    @property
+    def marker(self) -> str:
+        """The index, or the only file."""
+        return self.index or self.shards[0].file
+
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Bytes before each shard's buffer. Digests have a fixed width, so zeros show the size."""
@@ -115,12 +120,24 @@ class SafetensorsWritePlan:
                 offset += tensor.nbytes
         return items
 
+    def fixed_bytes(self) -> Iterator[HeaderBytes]:
+        """Yield the headers of shards, which hold no digests: those lie beside them."""
+        for shard in self.shards:
+            if shard.file:
+                yield HeaderBytes(shard.file, 0, self._header(shard, {}))
+
+    def item_bytes(self, index: int, crc: int) -> Iterator[HeaderBytes]:
+        """Yield nothing: payloads follow one another."""
+        _ = index, crc
+        return iter(())
+
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
     ) -> Iterator[HeaderBytes]:
         _ = crcs
         for shard in self.shards:
-            yield HeaderBytes(shard.file, 0, self._header(shard, digests))
+            if not shard.file:
+                yield HeaderBytes("", 0, self._header(shard, digests))
         yield from self._beside(digests)
 
     def _header(self, shard: _Shard, digests: Mapping[str, int]) -> bytes:
@@ -193,6 +210,8 @@ def lay_out(
     ties: Mapping[str, str] | None = None,
     tied_paths: Mapping[str, Path] | None = None,
     order: Sequence[str] = (),
+    generation: int = 0,
+    has_index: bool | None = None,
 ) -> SafetensorsWritePlan:
     """Lay out one file, or a Hugging Face directory of one file or of shards with an index.
 
@@ -206,6 +225,9 @@ def lay_out(
         tied_paths: with nesting, the paths of dropped names, which this package then lists again
             when it reads.
         order: names of tensors and objects together, in the order of the state dict.
+        generation: number in the names of shards, by which they differ from those of another
+            checkpoint in the same directory.
+        has_index: whether a directory has an index; None: if it has several shards.
 
     Raises:
         TargetError: `unsupported` for a dtype or name that the format lacks, or a header above its
@@ -214,16 +236,15 @@ def lay_out(
     _check_supported(tensors)
     metadata, ties, index = metadata or {}, dict(ties or {}), None
     if max_shard_nbytes is None:
-        files = {"": tensors}
+        files: dict[str, Sequence[OutputTensor]] = {"": tensors}
     else:
         overhead = len(json.dumps([dict(metadata), ties], ensure_ascii=False).encode())
         max_header_nbytes = header.MAX_HEADER_NBYTES - overhead - 64
-        groups = list(_split(tensors, max_shard_nbytes, max_header_nbytes))
+        groups = list(_split(tensors, max_shard_nbytes, max_header_nbytes)) or [[]]
         files = {f"{basename}.safetensors": tensors}
-        if len(groups) > 1:
+        if has_index or (has_index is None and len(groups) > 1):
             index = f"{basename}.safetensors.index.json"
-            last = f"{len(groups):05d}.safetensors"
-            files = {f"{basename}-{i:05d}-of-{last}": group for i, group in enumerate(groups, 1)}
+            files = _numbered(groups, f"{basename}-v{generation}" if generation else basename)
     shards = tuple(_shard(file, group, metadata, ties) for file, group in files.items())
     plan = SafetensorsWritePlan(
         tuple(tensors),
@@ -270,6 +291,14 @@ def _shard(
         if kept in names and dropped not in _RESERVED
     }
     return _Shard(file, ordered, {"format": "pt", **metadata, **tied})
+
+
+def _numbered(
+    groups: Sequence[Sequence[OutputTensor]], stem: str
+) -> dict[str, Sequence[OutputTensor]]:
+    """Name shards as Hugging Face does."""
+    last = f"{len(groups):05d}.safetensors"
+    return {f"{stem}-{i:05d}-of-{last}": group for i, group in enumerate(groups, 1)}
 
 
 def _split(

@@ -35,6 +35,7 @@ class TorchWritePlan:
     owner: Mapping[str, str]
     pickle: bytes
     warnings: Sequence[Diagnostic] = ()
+    marker = ""
 
     @cached_property
     def _zip(self) -> ZipLayout:
@@ -61,14 +62,23 @@ class TorchWritePlan:
             for tensor, offset in zip(self.stored, offsets, strict=False)
         )
 
+    def fixed_bytes(self) -> Iterator[HeaderBytes]:
+        """Yield nothing: small records lie in one piece with the headers of payloads."""
+        return iter(())
+
+    def item_bytes(self, index: int, crc: int) -> Iterator[HeaderBytes]:
+        """Yield the header of one payload, and the small records before it."""
+        yield HeaderBytes("", *self._zip.payload_header(index, crc))
+
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
     ) -> Iterator[HeaderBytes]:
-        """Local headers, small records and the central directory."""
+        """Yield the record of digests and the central directory."""
         content = self._sidecar(digests)
+        crc = crc32(content)
+        yield HeaderBytes("", *self._zip.payload_header(len(self.stored), crc))
         yield HeaderBytes("", self._zip.offsets[-1], content)
-        for offset, data in self._zip.header_bytes([*crcs, crc32(content)]):
-            yield HeaderBytes("", offset, data)
+        yield HeaderBytes("", *self._zip.end_bytes([*crcs, crc]))
 
     def _sidecar(self, digests: Mapping[str, int]) -> bytes:
         complete = {tensor.name: digests.get(self.owner[tensor.name], 0) for tensor in self.tensors}

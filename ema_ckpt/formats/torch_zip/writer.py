@@ -65,11 +65,25 @@ class ZipLayout:
 
         `crcs` has one CRC-32 for each member without data, in order.
         """
-        for offset, blank, places in self._blanks:
-            filled = bytearray(blank)
-            for position, payload in places:
-                _CRC.pack_into(filled, position, crcs[payload])
-            yield offset, bytes(filled)
+        for payload, crc in enumerate(crcs):
+            yield self.payload_header(payload, crc)
+        yield self.end_bytes(crcs)
+
+    def payload_header(self, payload: int, crc: int) -> tuple[int, bytes]:
+        """Return all between a payload and the one before, as (offset in the archive, bytes)."""
+        offset, blank, places = self._blanks[payload]
+        filled = bytearray(blank)
+        for position, _ in places:
+            _CRC.pack_into(filled, position, crc)
+        return offset, bytes(filled)
+
+    def end_bytes(self, crcs: Sequence[int]) -> tuple[int, bytes]:
+        """Return all after the last payload, as (offset in the archive, bytes)."""
+        offset, blank, places = self._blanks[-1]
+        filled = bytearray(blank)
+        for position, payload in places:
+            _CRC.pack_into(filled, position, crcs[payload])
+        return offset, bytes(filled)
 
     @cached_property
     def _blanks(self) -> list[tuple[int, bytes, list[tuple[int, int]]]]:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 import ema_ckpt
 from ema_ckpt.core.catalog import Nesting, Object
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, UnsafeError
+from ema_ckpt.core.write_plan import all_header_bytes
 from ema_ckpt.formats.pickle.safe_globals import Opaque
 from ema_ckpt.formats.pickle.writer import is_plain
 from ema_ckpt.formats.torch_file.reader import open_torchfile
@@ -700,7 +701,7 @@ def test_a_file_above_four_gigabytes(tmp_path):
     crcs = [zlib.crc32(bytes(8), zeros), zlib.crc32(bytes(16))]
     with path.open("wb") as file:
         file.truncate(target.files[""])
-        for frame in target.header_bytes(crcs, {"big": crcs[0], "small": crcs[1]}):
+        for frame in all_header_bytes(target, crcs, {"big": crcs[0], "small": crcs[1]}):
             file.seek(frame.offset)
             file.write(frame.data)
     found = loaded(path)

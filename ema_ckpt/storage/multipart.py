@@ -1,0 +1,184 @@
+"""S3's multipart uploads: an object in parts that are sent in any order and appear as one.
+
+The parts of an upload that was begun stay in the store until it is completed or aborted; they can
+be listed, which is how an interrupted run goes on.
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpuoverview.html
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from ema_ckpt.core.crc import crc32
+from ema_ckpt.core.errors import RefusedError, TargetError
+from ema_ckpt.storage.object_store import ObjectStore
+
+LEAST_PART_NBYTES = 5 << 20  # but for the last one
+MAX_PARTS = 10_000
+_PART_FIELDS = ("ETag", "ChecksumCRC32")
+
+
+def has_multipart(store: ObjectStore) -> bool:
+    """Whether the store's client speaks S3."""
+    protocol = store.filesystem.protocol
+    protocols = (protocol,) if isinstance(protocol, str) else protocol
+    return "s3" in protocols and hasattr(store.filesystem, "call_s3")
+
+
+def check_bucket(store: ObjectStore) -> None:
+    """Check that the bucket is there. Raises TargetError `not-found`, AccessError `unreadable`."""
+    bucket, _, _ = store.filesystem.split_path(store.path(""))
+    with contextlib.suppress(RefusedError):  # who may not ask for a bucket may yet write to it
+        store.request(lambda: store.filesystem.call_s3("head_bucket", Bucket=bucket), "")
+
+
+class StoredPart(NamedTuple):
+    """A part that an upload has: its length, and what the store says of its bytes."""
+
+    nbytes: int
+    fields: Mapping[str, str]
+
+    def has(self, data: memoryview) -> bool:
+        """Whether these are its bytes, as far as the store tells: by CRC-32, else by MD5."""
+        if len(data) != self.nbytes:
+            return False
+        if "ChecksumCRC32" in self.fields:
+            return self.fields["ChecksumCRC32"] == _encoded_crc(data)
+        etag = self.fields.get("ETag", "").strip('"')
+        return hashlib.md5(data, usedforsecurity=False).hexdigest() == etag
+
+
+class MultipartUpload:
+    """An upload of one object.
+
+    Attributes:
+        upload_id: by which the store knows it.
+        stored: parts that an earlier run sent, by number from 1 on.
+    """
+
+    def __init__(self, store: ObjectStore, name: str, upload_id: str | None = None) -> None:
+        """Begin an upload, or go on with one."""
+        self._store = store
+        self._name = name
+        bucket, key, _ = store.filesystem.split_path(store.path(name))
+        self._place = {"Bucket": bucket, "Key": key}
+        self._parts: dict[int, Mapping[str, str]] = {}
+        self.stored: dict[int, StoredPart] = {}
+        if upload_id is None:
+            begun = self._call("create_multipart_upload", ChecksumAlgorithm="CRC32")
+            upload_id = str(begun["UploadId"])
+        else:
+            self._place["UploadId"] = upload_id
+            self.stored = dict(self._list_parts())
+        self.upload_id = upload_id
+        self._place["UploadId"] = upload_id
+
+    @classmethod
+    def resumed(cls, store: ObjectStore, name: str, upload_id: str | None) -> MultipartUpload:
+        """Go on with an upload, or begin one if there is none, or none any more."""
+        if upload_id is not None:
+            try:
+                return cls(store, name, upload_id)
+            except TargetError as error:
+                if error.code != "not-found":
+                    raise
+        return cls(store, name)
+
+    def send(self, number: int, data: BytesIO) -> bool:
+        """Send a part, counted from 1; False if the upload has it already."""
+        stored = self.stored.get(number)
+        with data.getbuffer() as view:
+            crc = _encoded_crc(view)
+            if stored is not None and stored.has(view):
+                self._parts[number] = stored.fields
+                return False
+        answer = self._call("upload_part", PartNumber=number, Body=data, ChecksumCRC32=crc)
+        self._parts[number] = _fields(answer)
+        return True
+
+    def complete(self, nbytes: int) -> None:
+        """Make the object of so many bytes appear; all parts have to be there."""
+        parts = [{"PartNumber": n, **fields} for n, fields in sorted(self._parts.items())]
+        try:
+            self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
+        except TargetError as error:
+            # Asked again after an answer that was lost, the store knows no such upload any more.
+            if error.code != "not-found" or self._nbytes_there() != nbytes:
+                raise
+
+    def abort(self) -> None:
+        """Delete what was sent, unless there is no such upload any more."""
+        try:
+            self._call("abort_multipart_upload")
+        except TargetError as error:
+            if error.code != "not-found":
+                raise
+
+    def _nbytes_there(self) -> int | None:
+        try:
+            info = self._store.filesystem.info(self._store.path(self._name), refresh=True)
+        except FileNotFoundError:
+            return None
+        return int(info["size"])
+
+    def _list_parts(self) -> Iterator[tuple[int, StoredPart]]:
+        marker = 0
+        while True:
+            answer = self._call("list_parts", PartNumberMarker=marker)
+            for part in answer.get("Parts", ()):
+                yield int(part["PartNumber"]), StoredPart(int(part["Size"]), _fields(part))
+            if not answer.get("IsTruncated"):
+                return
+            marker = int(answer["NextPartNumberMarker"])
+
+    def _call(self, method: str, **values: Any) -> Mapping[str, Any]:
+        return _call(self._store, self._name, method, **self._place, **values)
+
+
+def put_object(store: ObjectStore, name: str, data: BytesIO) -> None:
+    """Write an object at once."""
+    bucket, key, _ = store.filesystem.split_path(store.path(name))
+    _call(store, name, "put_object", Bucket=bucket, Key=key, Body=data)
+
+
+def uploads_below(store: ObjectStore, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield name and id of the uploads in progress whose names begin with `prefix`."""
+    bucket, base, _ = store.filesystem.split_path(store.path(""))
+    place = {"Bucket": bucket, "Prefix": f"{base}{prefix}"}
+    more: dict[str, str] = {}
+    while True:
+        answer = _call(store, prefix, "list_multipart_uploads", **place, **more)
+        for upload in answer.get("Uploads", ()):
+            yield str(upload["Key"]).removeprefix(base), str(upload["UploadId"])
+        if not answer.get("IsTruncated"):
+            return
+        more = {
+            "KeyMarker": str(answer["NextKeyMarker"]),
+            "UploadIdMarker": str(answer["NextUploadIdMarker"]),
+        }
+
+
+def _call(store: ObjectStore, name: str, method: str, **values: Any) -> Mapping[str, Any]:
+    """Call S3; a body is sent from its start each time, read by the client as it goes."""
+    body = values.get("Body")
+
+    def call() -> Mapping[str, Any]:
+        if body is not None:
+            body.seek(0)
+        answer: Mapping[str, Any] = store.filesystem.call_s3(method, **values)
+        return answer
+
+    return store.request(call, name)
+
+
+def _fields(answer: Mapping[str, Any]) -> dict[str, str]:
+    return {field: str(answer[field]) for field in _PART_FIELDS if answer.get(field)}
+
+
+def _encoded_crc(data: memoryview) -> str:
+    return base64.b64encode(crc32(data).to_bytes(4, "big")).decode()

@@ -1,0 +1,184 @@
+"""Write behind an fsspec URL: whole objects, and long ones from their start to their end.
+
+Nobody sees half an object. What an object store is sent appears when it is closed; elsewhere (a
+disk behind sftp, memory) a temporary name is written and then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from ema_ckpt.core.errors import TargetError, UsageError
+from ema_ckpt.storage.directories import join
+from ema_ckpt.storage.remote import (
+    ONCE,
+    UPLOAD_PATIENCE,
+    Patience,
+    ask,
+    is_http,
+    open_filesystem,
+)
+from ema_ckpt.storage.stage_names import stage_name
+
+AnswerT = TypeVar("AnswerT")
+
+
+class ObjectStore:
+    """A directory behind a URL, to write in; names are relative to it.
+
+    Attributes:
+        url: of the directory. base: its path in `filesystem`.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Open the file system of `url`. Raises as `open_filesystem`, and UsageError for HTTP."""
+        self.url = url
+        self.filesystem, self.base = open_filesystem(url)
+        if is_http(self.filesystem):
+            raise UsageError("usage", f"{url}: HTTP can only be read; name a store or a local path")
+        self._shows_unfinished: bool | None = None
+
+    def path(self, name: str) -> str:
+        """Path of an object in the file system."""
+        return f"{self.base}/{name}"
+
+    def request(
+        self, action: Callable[[], AnswerT], name: str, patience: Patience = UPLOAD_PATIENCE
+    ) -> AnswerT:
+        """Do what may be done twice, with the patience that an upload takes.
+
+        Raises:
+            TargetError: `not-found`: there is no such bucket; `unsupported`: nothing can be written
+                there.
+            AccessError: as `remote.ask`.
+        """
+        place = join(self.url, name)
+        try:
+            return ask(action, place, place, patience)
+        except FileNotFoundError as error:
+            cause = next(iter(str(error.__cause__).splitlines()), "")
+            message = f"{place}: cannot be written: not found: {cause}"
+            raise TargetError("not-found", message) from error
+        except NotImplementedError as error:
+            message = f"{place}: this file system cannot be written to"
+            raise TargetError("unsupported", message) from error
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object at once."""
+
+        if self.shows_unfinished():
+            with self.stream(name) as stream:
+                stream.write(data)
+                stream.complete()
+        else:
+            self.request(lambda: self.filesystem.pipe_file(self.path(name), data), name)
+            self.filesystem.invalidate_cache()
+
+    def read(self, name: str) -> bytes | None:
+        """Read a small object; None if it is not there."""
+        place = join(self.url, name)
+        try:
+            return ask(lambda: bytes(self.filesystem.cat_file(self.path(name))), place, place)
+        except FileNotFoundError:
+            return None
+
+    def read_head(self, name: str) -> bytes:
+        """Read the first two bytes of an object."""
+        place = join(self.url, name)
+        return bytes(
+            ask(lambda: self.filesystem.cat_file(self.path(name), start=0, end=2), place, place)
+        )
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; those that are not there count as deleted."""
+        for name in names:
+            place = join(self.url, name)
+            with contextlib.suppress(FileNotFoundError):
+                ask(partial(self.filesystem.rm_file, self.path(name)), place, place)
+        self.filesystem.invalidate_cache()
+
+    def stream(self, name: str, part_nbytes: int = 0) -> ObjectStream:
+        """Begin an object that is written from its start to its end, in parts of so many bytes."""
+        return ObjectStream(self, name, part_nbytes)
+
+    def shows_unfinished(self) -> bool:
+        """Whether files are there before they are closed, as the class of one tells."""
+        from fsspec.spec import AbstractBufferedFile
+
+        if self._shows_unfinished is None:
+            path = self.path(_temporary_name("probe"))
+            try:
+                probe = self.request(lambda: self.filesystem.open(path, "wb"), "")
+            except TargetError as error:
+                if error.code != "not-found":
+                    raise
+                return True  # a file system with directories, and this one is to be made yet
+            self._shows_unfinished = not isinstance(probe, AbstractBufferedFile)
+            if self._shows_unfinished:
+                probe.close()
+                self.filesystem.rm_file(path)
+            else:
+                probe.closed = True  # nothing is sent
+        return self._shows_unfinished
+
+
+class ObjectStream:
+    """An object being written in order; it appears with `complete`, or never.
+
+    As a context manager it is given up at the end of the block, unless it is complete.
+    """
+
+    def __init__(self, store: ObjectStore, name: str, part_nbytes: int = 0) -> None:
+        self._store = store
+        self._name = name
+        self._temporary = ""
+        self._is_open = False
+        options = {"block_size": part_nbytes} if part_nbytes else {}
+        if store.shows_unfinished():
+            self._temporary = _temporary_name(name)
+            options = {}
+            if store.base:
+                store.request(lambda: store.filesystem.makedirs(store.base, exist_ok=True), name)
+        path = store.path(self._temporary or name)
+        self._file: Any = store.request(lambda: store.filesystem.open(path, "wb", **options), name)
+        self._is_open = True
+
+    def write(self, data: memoryview | bytes) -> int:
+        """Append bytes. What fails halfway cannot be tried again here; the client's own does."""
+        self._store.request(lambda: self._file.write(data), self._name, ONCE)
+        return len(data)
+
+    def complete(self) -> None:
+        """Make the object appear."""
+        self._store.request(self._file.close, self._name, ONCE)
+        if self._temporary:
+            paths = self._store.path(self._temporary), self._store.path(self._name)
+            self._store.request(lambda: self._store.filesystem.mv(*paths), self._name, ONCE)
+        self._is_open = False
+        self._store.filesystem.invalidate_cache()
+
+    def abort(self) -> None:
+        """Give the object up, unless it is complete: nothing of it stays, as far as that works."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        if self._temporary:
+            self._store.delete([self._temporary])
+        else:
+            self._file.closed = True  # or its end would be sent when it is collected
+
+    def __enter__(self) -> ObjectStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+def _temporary_name(name: str) -> str:
+    return stage_name(name, os.urandom(4).hex())

@@ -1,0 +1,92 @@
+"""What runs that were killed left at a target behind a URL: uploads in progress, objects, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+
+from ema_ckpt.core.crc import crc32
+from ema_ckpt.storage.multipart import MultipartUpload, has_multipart, uploads_below
+from ema_ckpt.storage.object_store import ObjectStore
+from ema_ckpt.writing.destination import WriteRequest
+from ema_ckpt.writing.journal import check_recorded
+from ema_ckpt.writing.upload_note import UploadNote, notes_of, refuse_living
+
+
+class Leftovers:
+    """The notes beside a target, and what they tell.
+
+    Args:
+        parent: the directory of the target, where the notes are. store: that of its objects, which
+            is the target itself where that is a directory.
+    """
+
+    def __init__(self, parent: ObjectStore, store: ObjectStore, name: str, url: str) -> None:
+        self._parent = parent
+        self._store = store
+        self._name = name
+        self._url = url
+
+    @cached_property
+    def notes(self) -> list[tuple[str, UploadNote]]:
+        """Names and contents of the notes."""
+        return list(notes_of(self._parent, self._name))
+
+    @cached_property
+    def unpublished(self) -> dict[str, int]:
+        """Objects that nothing refers to, each with the generation of its run."""
+        found: dict[str, int] = {}
+        for _, note in self.notes:
+            if note.written and marker_crc(self._store, note.marker) == note.before:
+                found |= dict.fromkeys(note.written, note.generation)
+        return found
+
+    def refuse_living(self) -> None:
+        """Raise TargetError `busy` if a run is writing the target."""
+        for name, note in self.notes:
+            refuse_living(self._parent, name, note, self._url)
+
+    def settle(self, request: WriteRequest) -> tuple[str, UploadNote] | None:
+        """Delete what is left; with `resume` return the note of a run to go on from.
+
+        Raises:
+            TargetError: `busy`; `resume-mismatch` if that was another source or other options.
+        """
+        self.refuse_living()
+        kept: tuple[str, UploadNote] | None = None
+        for name, note in self.notes:
+            if request.options.resume and kept is None:
+                check_recorded(note.identity, self._url, request.identity)
+                kept = name, note
+            else:
+                self._clear(name, note)
+        return kept
+
+    def forget(self, name: str) -> None:
+        """Delete the note of a run that is continued under another one."""
+        self._parent.delete([name])
+
+    def _clear(self, name: str, note: UploadNote) -> None:
+        """Delete what one run left, its note last."""
+        if note.written:
+            clear_uploads(self._store, {*note.written, note.marker, *note.uploads}, "")
+        else:
+            clear_uploads(self._parent, {note.marker}, note.marker)
+        if self.unpublished:
+            self._store.delete([one for one in note.written if one in self.unpublished])
+        self._parent.delete([name])
+
+
+def marker_crc(store: ObjectStore, marker: str) -> int | None:
+    """CRC-32 of the object that completes a directory; None if it is not there."""
+    data = store.read(marker)
+    return None if data is None else crc32(data)
+
+
+def clear_uploads(store: ObjectStore, names: Collection[str], prefix: str) -> None:
+    """Abort the uploads in progress of these objects, whose names begin with `prefix`."""
+    if not has_multipart(store):
+        return
+    for name, upload_id in list(uploads_below(store, prefix)):
+        if name in names:
+            MultipartUpload(store, name, upload_id).abort()

@@ -1,0 +1,65 @@
+"""`save` to a URL and `restore` from it; several ranks and S3 are in tests/stories/test_object_targets.py."""
+
+from __future__ import annotations
+
+import uuid
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+import ema_ckpt
+from ema_ckpt import ShardedEMA, TargetError, restore, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_a_save_to_a_url_and_back() -> None:
+    """The same files as on a disk; text stays text; an old checkpoint is complete until the new one is."""
+    root = f"memory://{uuid.uuid4().hex}/runs"
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ema = ShardedEMA(model, decay=0.9)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        ema.update()
+    state = {"model": model, "ema": ema, "optimizer": optimizer, "extra": {"step": 7}}
+    assert save(f"{root}/step_1", **state) == f"{root}/step_1"
+    assert save(f"{root}/step_2", async_save=True, **state).result() == f"{root}/step_2"
+    with pytest.raises(TargetError) as caught:
+        save(f"{root}/step_2", **state)
+    assert caught.value.code == "target-exists"
+    assert ema_ckpt.latest(root) == f"{root}/step_2"
+    assert ema_ckpt.verify(root).status == "sound"
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    averages = {name: value.clone() for name, value in ema.full_state_dict().items()}
+    with torch.no_grad():
+        model.weight.zero_()
+    save(f"{root}/step_2", overwrite=True, **state)
+    filesystem, base = fsspec.core.url_to_fs(f"{root}/step_2")
+    names = {path.rpartition("/")[2] for path in filesystem.find(base)}
+    assert names == {"__0_1.distcp", "ema_ckpt.json", ".metadata"}
+    report = restore(f"{root}/step_1", **{**state, "extra": {}})
+    assert report.path == f"{root}/step_1"
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name])
+    for name, value in ema.full_state_dict().items():
+        assert torch.equal(value, averages[name])
+
+
+def test_a_save_to_a_url_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{uuid.uuid4().hex}/runs/step_1"
+    filesystem, base = fsspec.core.url_to_fs(url)
+    usual = filesystem.mv
+
+    def failing(old: str, new: str, **options: object) -> None:
+        if new.endswith(".metadata"):
+            raise OSError("refused")
+        usual(old, new, **options)
+
+    monkeypatch.setattr(filesystem, "mv", failing)
+    with pytest.raises(ema_ckpt.AccessError, match="refused"):
+        save(url, model=nn.Linear(2, 2))
+    assert filesystem.find(base) == []

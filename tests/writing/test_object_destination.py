@@ -1,0 +1,275 @@
+"""Writers to a URL, against what they write to a disk: `memory://` stands for stores that take bytes in order."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import ema_ckpt
+from ema_ckpt.writing.part_files import divide_memory
+from ema_ckpt.writing.publish_order import PublishOrder
+
+Write = Callable[[str], object]
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    root = f"memory://{uuid.uuid4().hex}"
+    yield root
+    filesystem, path = fsspec.core.url_to_fs(root)
+    if filesystem.exists(path):
+        filesystem.rm(path, recursive=True)
+
+
+def objects(url: str) -> dict[str, str]:
+    """Digests of the objects at and below a URL, by name."""
+    filesystem, base = fsspec.core.url_to_fs(url)
+    return {
+        path[len(base) :].lstrip("/"): hashlib.sha256(filesystem.cat_file(path)).hexdigest()
+        for path in filesystem.find(base)
+    }
+
+
+def files(path: Path) -> dict[str, str]:
+    found = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return {
+        str(p.relative_to(path)) if p != path else "": hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in found
+    }
+
+
+WRITERS: dict[str, Callable[[Path, str], object]] = {
+    "one.safetensors": ema_ckpt.consolidate,
+    "cast.safetensors": lambda source, out: ema_ckpt.consolidate(source, out, dtype="bf16"),
+    "one.pt": ema_ckpt.consolidate,
+    "shards": lambda source, out: ema_ckpt.consolidate(source, out, max_shard_size=100),
+    "resharded": lambda source, out: ema_ckpt.reshard(source, out, 3),
+    "all.safetensors": ema_ckpt.convert,
+    "all.pt": ema_ckpt.convert,
+    "sum.safetensors": lambda source, out: ema_ckpt.synthesize(
+        [source, source], out, weights=[0.25, 0.75]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_url_gets_the_bytes_that_a_disk_gets(
+    name: str, store: str, fixtures: Path, tmp_path: Path
+) -> None:
+    source = fixtures / "dcp" / "fsdp2-w4"
+    WRITERS[name](source, str(tmp_path / name))
+    url = f"{store}/runs/{name}"
+    result = WRITERS[name](source, url)
+    assert result.target == url
+    assert objects(url) == files(tmp_path / name)
+    assert ema_ckpt.verify(url).status == "sound"
+
+
+def test_a_hugging_face_directory_at_a_url_always_has_an_index(store: str, fixtures: Path) -> None:
+    result = ema_ckpt.consolidate(fixtures / "dcp" / "fsdp2-w2", f"{store}/hf")
+    names = [file.path for file in result.files]
+    assert names == [
+        "model-00001-of-00001.safetensors",
+        "ema_ckpt.json",
+        "model.safetensors.index.json",
+    ]
+    assert set(objects(f"{store}/hf")) == set(names)
+
+
+def test_an_existing_target_is_refused_and_stays(store: str, fixtures: Path) -> None:
+    source = fixtures / "dcp" / "fsdp2-w2"
+    for name in ("one.safetensors", "shards", "resharded"):
+        url = f"{store}/{name}"
+        WRITERS[name](source, url)
+        before = objects(url)
+        for dry_run in (False, True):
+            with pytest.raises(ema_ckpt.TargetError, match="already exists") as caught:
+                ema_ckpt.consolidate(source, url, dry_run=dry_run)
+            assert caught.value.code == "target-exists"
+        assert objects(url) == before
+
+
+class Snapshots:
+    """What a reader finds at a URL after every change of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+        self.seen: list[set[str]] = []
+        self.statuses: list[str] = []
+        filesystem, _ = fsspec.core.url_to_fs(url)
+        for name in ("mv", "rm_file"):
+            usual = getattr(filesystem, name)
+            monkeypatch.setattr(filesystem, name, self._observed(usual, url))
+
+    def _observed(self, usual: Callable[..., object], url: str) -> Callable[..., object]:
+        def observed(*args: object, **options: object) -> object:
+            result = usual(*args, **options)
+            self.seen.append({name for name in objects(url) if ".ema-ckpt-" not in name})
+            self.statuses.append(ema_ckpt.verify(url).status)
+            return result
+
+        return observed
+
+
+@pytest.mark.parametrize("name", ["resharded", "shards"])
+def test_overwrite_keeps_one_complete_checkpoint_all_the_time(
+    name: str, store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, url = fixtures / "dcp" / "fsdp2-w2", f"{store}/{name}"
+    WRITERS[name](source, url)
+    old = set(objects(url))
+    snapshots = Snapshots(monkeypatch, url)
+    if name == "resharded":
+        ema_ckpt.reshard(source, url, 2, overwrite=True)
+    else:
+        ema_ckpt.consolidate(source, url, max_shard_size=150, overwrite=True)
+    monkeypatch.undo()
+    new = set(objects(url))
+    marker = ".metadata" if name == "resharded" else "model.safetensors.index.json"
+    assert old & new == {marker, "ema_ckpt.json"}
+    assert not any("damaged" in status for status in snapshots.statuses)
+    assert any(seen > old for seen in snapshots.seen), "new files lie beside the old ones"
+    assert any(seen > new for seen in snapshots.seen), "old files go last"
+    assert ema_ckpt.verify(url).status == "sound"
+
+
+def test_foreign_files_stay_or_are_refused(store: str, fixtures: Path) -> None:
+    source = fixtures / "dcp" / "fsdp2-w2"
+    filesystem, _ = fsspec.core.url_to_fs(store)
+    for name in ("shards", "resharded"):
+        WRITERS[name](source, f"{store}/{name}")
+        filesystem.pipe_file(f"{store}/{name}/notes.md", b"mine")
+    ema_ckpt.consolidate(source, f"{store}/shards", overwrite=True)
+    assert filesystem.cat_file(f"{store}/shards/notes.md") == b"mine"
+    before = objects(f"{store}/resharded")
+    with pytest.raises(ema_ckpt.TargetError, match=r"notes\.md") as caught:
+        ema_ckpt.reshard(source, f"{store}/resharded", 2, overwrite=True)
+    assert caught.value.code == "foreign-files"
+    assert objects(f"{store}/resharded") == before
+
+
+def test_the_source_is_no_target(store: str, fixtures: Path) -> None:
+    url = f"{store}/runs/step_1"
+    WRITERS["resharded"](fixtures / "dcp" / "fsdp2-w2", url)
+    for target in (url, f"{url}/inner", f"{store}/runs"):
+        with pytest.raises(ema_ckpt.TargetError) as caught:
+            ema_ckpt.reshard(url, target, 2, overwrite=True)
+        assert caught.value.code == "target-is-source"
+    ema_ckpt.reshard(url, f"{store}/runs/step_10", 2)  # a name that begins alike is another
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "one.pt", "shards", "resharded"])
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+def test_a_run_that_fails_leaves_nothing(
+    name: str,
+    kind: type[BaseException],
+    store: str,
+    fixtures: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    filesystem, _ = fsspec.core.url_to_fs(store)
+    usual, calls = filesystem.mv, 0
+
+    def failing(*args: object, **options: object) -> None:
+        nonlocal calls
+        calls += 1
+        last = name in ("one.safetensors", "one.pt")
+        if calls == (1 if last else 3):
+            raise kind("now")
+        usual(*args, **options)
+
+    monkeypatch.setattr(filesystem, "mv", failing)
+    with pytest.raises((ema_ckpt.AccessError, KeyboardInterrupt)):
+        WRITERS[name](fixtures / "dcp" / "fsdp2-w4", f"{store}/{name}")
+    monkeypatch.undo()
+    assert objects(store) == {}
+
+
+def test_a_failed_overwrite_leaves_the_old_checkpoint_sound(
+    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, url = fixtures / "dcp" / "fsdp2-w2", f"{store}/resharded"
+    WRITERS["resharded"](source, url)
+    before = objects(url)
+    filesystem, _ = fsspec.core.url_to_fs(store)
+    usual = filesystem.mv
+
+    def failing(old: str, new: str, **options: object) -> None:
+        if new.endswith(".metadata"):
+            raise OSError("refused")
+        usual(old, new, **options)
+
+    monkeypatch.setattr(filesystem, "mv", failing)
+    with pytest.raises(ema_ckpt.AccessError, match="refused"):
+        ema_ckpt.reshard(source, url, 2, overwrite=True)
+    monkeypatch.undo()
+    assert before.items() <= objects(url).items()
+    assert ema_ckpt.verify(url).status == "sound"
+
+
+def test_a_half_written_step_is_not_the_newest(store: str, fixtures: Path) -> None:
+    filesystem, _ = fsspec.core.url_to_fs(store)
+    for step in (1, 2):
+        WRITERS["resharded"](fixtures / "dcp" / "fsdp2-w2", f"{store}/step_{step}")
+        WRITERS["shards"](fixtures / "dcp" / "fsdp2-w2", f"{store}/hf/step_{step}")
+    filesystem.rm_file(f"{store}/step_2/.metadata")
+    filesystem.rm_file(f"{store}/hf/step_2/model.safetensors.index.json")
+    assert ema_ckpt.latest(store) == f"{store}/step_1"
+    assert ema_ckpt.latest(f"{store}/hf") == f"{store}/hf/step_1"
+    for half in (f"{store}/step_2", f"{store}/hf/step_2"):
+        for verb in (ema_ckpt.inspect, ema_ckpt.open):
+            with pytest.raises(ema_ckpt.SourceError) as caught:
+                verb(half)
+            assert caught.value.code == "missing-metadata"
+        assert ema_ckpt.verify(half).status == "damaged"
+
+
+def test_dry_run_says_what_it_cannot_check(store: str, fixtures: Path) -> None:
+    result = ema_ckpt.consolidate(
+        fixtures / "dcp" / "fsdp2-w2", f"{store}/one.safetensors", dry_run=True
+    )
+    assert [w.message for w in result.warnings if w.code == "unchecked"] == [
+        f"{store}/one.safetensors: neither free space nor the right to write is checked at a URL"
+    ]
+    assert objects(store) == {}
+
+
+def test_http_is_refused_and_says_so(fixtures: Path) -> None:
+    with pytest.raises(ema_ckpt.UsageError, match="HTTP can only be read"):
+        ema_ckpt.consolidate(fixtures / "dcp" / "fsdp2-w2", "http://127.0.0.1:9/out.safetensors")
+
+
+def test_a_file_url_is_a_path(fixtures: Path, tmp_path: Path) -> None:
+    source = fixtures / "dcp" / "fsdp2-w2"
+    ema_ckpt.consolidate(source, f"file://{tmp_path}/one.safetensors")
+    ema_ckpt.consolidate(source, tmp_path / "two.safetensors")
+    assert files(tmp_path / "one.safetensors") == files(tmp_path / "two.safetensors")
+
+
+def test_parts_fit_the_memory() -> None:
+    from ema_ckpt.writing.options import WriteOptions
+
+    for threads in (1, 2, 4, 8):
+        for budget in (45 << 20, 64 << 20, 256 << 20):
+            options = WriteOptions(threads=threads, budget_nbytes=budget)
+            reading, sizes = divide_memory(options, {"": 10**9})
+            parts = 3 * reading.threads + 1 + 2 * sizes.senders
+            assert sizes.nbytes >= 5 << 20
+            assert parts * sizes.nbytes + reading.budget_nbytes <= budget
+            assert 1 <= reading.threads <= threads
+    with pytest.raises(ema_ckpt.UsageError, match="45MiB or more"):
+        divide_memory(WriteOptions(threads=1, budget_nbytes=44 << 20), {"": 10**9})
+    _, sizes = divide_memory(WriteOptions(threads=1, budget_nbytes=4 << 30), {"": 10**12})
+    assert 10**12 / sizes.nbytes <= 10_000
+
+
+def test_what_replaced_something_is_never_deleted_again() -> None:
+    fresh = PublishOrder({}, {}, ["marker"], set())
+    assert fresh.removable(["a", "marker"]) == ["marker", "a"]
+    replacing = PublishOrder({}, {}, ["record", "marker"], {"record", "marker"})
+    assert replacing.removable(["a", "record"]) == ["a"]
+    assert replacing.removable(["a", "record", "marker"]) == []
