@@ -61,6 +61,16 @@ class Output:
         return self.is_directory and self.form == "safetensors"
 
     @property
+    def generation(self) -> int:
+        """Number in the names of data files, where those of an old checkpoint lie beside them."""
+        return self.destination.generation if self.is_directory else 0
+
+    @property
+    def has_index(self) -> bool | None:
+        """Whether a Hugging Face directory has an index; None: if it has several shards."""
+        return None if self.destination.is_local else True
+
+    @property
     def format(self) -> str:
         """Name of the form in results."""
         return "torch" if self.form == "pt" else self.form
@@ -136,9 +146,15 @@ def plan_for(
         # Without a number, as many as the source has, as far as anybody can have had so many.
         highest = f"{catalog.resolved}: give --world-size; by the names of its files it has"
         ranks = output.world_size or check_ranks(catalog.world_size or 1, highest)
-        number = output.destination.generation
         return dcp_writer.lay_out(
-            tensors, objects, split, ranks, catalog.source, catalog.order, nesting, number
+            tensors,
+            objects,
+            split,
+            ranks,
+            catalog.source,
+            catalog.order,
+            nesting,
+            output.generation,
         ), {}
     inline = [
         Object(item.name, item.path, item.source.file, inline=item.source.inline, is_inline=True)
@@ -160,14 +176,13 @@ def plan_for(
     dropped, _ = dropped_names(catalog, tensors)
     text = header_text(catalog) | dropped
     paths = {tensor.name: tensor.path for tensor in tensors if tensor.name in ties}
-    where = output.destination
     plan = safetensors_writer.lay_out(
         kept,
         text,
         max_shard_nbytes=output.max_shard_nbytes if output.is_directory else None,
         basename=output.basename,
-        generation=where.generation if output.is_directory else 0,
-        has_index=None if where.is_local else True,
+        generation=output.generation,
+        has_index=output.has_index,
         nesting=nesting,
         objects=inline,
         ties=ties,
