@@ -210,7 +210,10 @@ class _TreeWork:
         sources = [self._weights[origin] for origin in origins]
         result = self.result
         if isinstance(item, Tensor):
-            tensor = replace(item, name=full, path=path)
+            # Three times as fast as `dataclasses.replace`, which counts with 100 000 names.
+            tensor = Tensor(
+                full, path, item.shape, item.dtype, item.chunks, item.storage, item.refusal
+            )
             result.moved[full] = item.name
         else:
             tensor = self._views.add(item, full, path)

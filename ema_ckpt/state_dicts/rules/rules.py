@@ -186,20 +186,17 @@ class MapRule:
 
     def _check_members(self, groups: Mapping[tuple[tuple[str, str], ...], _Group]) -> None:
         """Refuse groups that lack a tensor; where members are numbered, all have as many."""
-        count, stack = 0, self.stack
-        for group in groups.values():
-            for column in group.columns:
-                count = max([count, *(member + 1 for member in column if member is not None)])
-        if stack is not None and stack.members is not None:
-            count = stack.members
-        expected = 1 if stack is None else count
+        stack = self.stack
+        if stack is None and len(self.sources) == 1:
+            return
+        count = 1 if stack is None else stack.members or _highest(groups.values()) + 1
         for key, group in groups.items():
             for pattern, column in zip(self.sources, group.columns, strict=True):
-                if len(column) > expected:
+                if len(column) > count:
                     message = f"{counted(len(column), 'tensor')} found where count = {count}"
                     raise UsageError("usage", f"{pattern.shown(dict(key))!r}: {message}")
-                if len(column) < expected:
-                    raise self._lack(pattern, dict(key), column, expected)
+                if len(column) < count:
+                    raise self._lack(pattern, dict(key), column, count)
 
     def _lack(
         self,
@@ -345,6 +342,16 @@ class ConstantRule(NamedTuple):
             if fields is not None:
                 models[self.target.format(fields)] = item
         return models
+
+
+def _highest(groups: Iterable[_Group]) -> int:
+    """Return the highest number of a member."""
+    highest = 0
+    for group in groups:
+        for column in group.columns:
+            for member in column:
+                highest = max(highest, member or 0)
+    return highest
 
 
 def _add(items: dict[str, Item], name: str, item: Item) -> None:
