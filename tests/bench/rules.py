@@ -16,7 +16,7 @@ so that the disk does not count. Timed in random order, process start included:
 
 `names` times 100 000 empty tensors, renamed: what names and plans cost.
 
-The bars: each within 1.3 times plain (transpose is told for itself), and at most 64 MiB above it.
+The bars: each within 1.3 times plain, which transposing misses, and at most 64 MiB above it.
 """
 
 from __future__ import annotations
