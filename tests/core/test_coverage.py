@@ -99,6 +99,7 @@ def diagonal(steps: int) -> list[Box]:
     return [Box((i, i), (steps - i, 1)) for i in range(steps)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cut", [staircase, diagonal])
 def test_the_proof_takes_time_in_proportion_to_the_chunks(cut: object) -> None:
     seconds = {}
@@ -120,6 +121,7 @@ def test_too_many_overlaps_to_name_one_are_still_overlaps() -> None:
     assert caught.value.code == "overlap"
 
 
+@pytest.mark.thorough
 def test_chunks_cut_on_many_axes_are_proven_or_refused() -> None:
     halves = [Box((i,) + (0,) * 63, (1,) + (2,) * 63) for i in range(2)]
     assert prove(tensor((2,) * 64, halves)) == (0, 1)

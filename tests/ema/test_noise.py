@@ -91,6 +91,7 @@ def test_seed_call_and_name_all_matter() -> None:
     assert abs(float(torch.cat(drawn).double().mean()) - 32767.5) < 4 * 18918 / 5000**0.5
 
 
+@pytest.mark.thorough
 def test_rounding_goes_to_a_neighbour_with_the_probability_of_the_distance() -> None:
     numel = 200_000
     values = torch.full((numel,), 1 + 2**-7 * 0.3)  # bfloat16 has 1 and 1 + 2^-7

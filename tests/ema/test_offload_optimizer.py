@@ -82,6 +82,7 @@ def test_bits_of_the_plain_optimizer(
     assert_same(mine, x, plain, y)
 
 
+@pytest.mark.thorough
 def test_two_groups_a_scheduler_and_an_average(device: str) -> None:
     def made() -> tuple[Bag, torch.optim.Optimizer]:
         model = Bag(device)
@@ -118,6 +119,7 @@ def test_two_groups_a_scheduler_and_an_average(device: str) -> None:
         assert torch.equal(averages[0].state_dict()["weights"][name], value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheduled", ["before", "during", "after"])
 @pytest.mark.parametrize("detached_at", [0, 1])
 def test_no_scheduler_warns_whenever_it_came(scheduled: str, detached_at: int, device: str) -> None:

@@ -154,6 +154,7 @@ def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(
     source.close()
 
 
+@pytest.mark.thorough
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
 )

@@ -74,6 +74,7 @@ def views(draw) -> torch.Tensor:
     return base.as_strided(sizes, strides, start)
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -93,6 +93,7 @@ def test_buffers_with_underscores_for_dots(wrapped: str) -> None:
     assert find_tree(list(found.values()), "state_dict.ema").role == "ema"
 
 
+@pytest.mark.thorough
 def test_many_parts_with_the_name_of_an_average_take_no_time() -> None:
     """Parts of layers, as Mega has them; each compared with all names would take hours."""
     names = [f"layers.{layer}.ema" for layer in range(20_000)]

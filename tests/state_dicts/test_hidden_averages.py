@@ -60,6 +60,7 @@ def test_other_bookkeeping_is_not(beside: dict) -> None:
     assert not list(find_hidden(list_trees(catalog_of({"state_dict": LIVE, **beside}))))
 
 
+@pytest.mark.thorough
 def test_many_dictionaries_take_no_time() -> None:
     workers = {str(index): {"buffer": {"x": W, "y": B}} for index in range(20_000)}
     tree = {"state_dict": LIVE, "dataloader": {"workers": workers}}

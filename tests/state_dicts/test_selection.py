@@ -363,6 +363,7 @@ def test_paths_always_join_to_names(tree: dict, rules: list[tuple[str, str]], st
     } == chosen.renamed
 
 
+@pytest.mark.thorough
 def test_twenty_thousand_tensors_take_no_time() -> None:
     tree = {
         "model": {f"layers.{n}.w": W for n in range(5000)},

@@ -401,6 +401,7 @@ def test_damaged_files_are_refused_by_name(tmp_path, case):
     assert (caught.value.code, caught.value.file) == (code, "bad.safetensors")
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -606,6 +607,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
