@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
@@ -101,20 +101,15 @@ def _complete_ones(
             location = _examine(steps, name, locate_folder)
             if location is not None:
                 complete[name] = location
-        if complete:
-            name = _only(list(complete), steps.folder.root)
-            steps.names -= by_order[order].keys() - {name}
-            yield order[0], name, complete[name]
-
-
-def _only(names: Sequence[str], root: str) -> str:
-    """Return the only one of equally new steps, or the only one with a plain name."""
-    if len(names) == 1:
-        return names[0]
-    plain = list(filter(is_plain_step, names))
-    if len(plain) == 1:
-        return plain[0]
-    raise ambiguous(root, [join(root, name) for name in names])
+        if not complete:
+            continue
+        names = list(complete)
+        if len(names) > 1:  # of equally new ones the only one with a plain name
+            names = list(filter(is_plain_step, names))
+        if len(names) != 1:
+            raise ambiguous(steps.folder.root, [join(steps.folder.root, name) for name in complete])
+        steps.names -= by_order[order].keys() - {*names}
+        yield order[0], names[0], complete[names[0]]
 
 
 class _Entry(NamedTuple):

@@ -81,11 +81,8 @@ def consolidate(
         ]
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in selection.entries))
-        warnings = [
-            *catalog.warnings,
-            *ema_warnings(catalog, whole, live, filled),
-            *ruled.warnings,
-        ]
+        warnings = [*catalog.warnings, *ema_warnings(catalog, whole, live, filled)]
+        warnings += ruled.warnings
         plan, ties = plan_for(output, catalog, selection.entries, expand_ties=options.expand_ties)
         job = PlannedWrite(
             catalog,

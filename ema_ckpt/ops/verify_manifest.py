@@ -118,7 +118,10 @@ def compare_manifest(
     listed = _read(manifest)
     there = frozenset(files.names)
     missing = [safe_name(name) for name in listed if name not in there]
-    problems = [_missing(name, files.root, manifest) for name in missing]
+    problems = []
+    for name in missing:
+        message = f"{name}: no such file in {files.root}, though {manifest} lists it; {_OTHER_COPY}"
+        problems.append(Problem("missing-file", None, name, message))
     chosen = [name for name in files.names if name in listed]
     sizes, digests = _hash(files, chosen, workers, progress)
     matching = set[str]()
@@ -129,7 +132,8 @@ def compare_manifest(
         elif found == listed[name]:
             matching.add(name)
         else:
-            problems.append(_differs(name, listed[name], found, manifest))
+            values = f"expected SHA-256 {listed[name]} as in {manifest}, found {found}"
+            problems.append(Problem("checksum", None, name, f"{name}: {values}; {_OTHER_COPY}"))
     result = ManifestResult(str(manifest), False, len(matching), sum(sizes.values()))
     extra = [name for name in files.names if name not in listed]
     return HashedFiles(result, tuple(problems), _unlisted(extra, manifest), frozenset(matching))
@@ -166,16 +170,6 @@ def _hash(
         return sizes, errors | hash_files(source, sizes, workers, progress)
     finally:
         source.close()
-
-
-def _missing(name: str, root: str, manifest: Path) -> Problem:
-    message = f"{name}: no such file in {root}, though {manifest} lists it; {_OTHER_COPY}"
-    return Problem("missing-file", None, name, message)
-
-
-def _differs(name: str, expected: str, found: str, manifest: Path) -> Problem:
-    values = f"expected SHA-256 {expected} as in {manifest}, found {found}"
-    return Problem("checksum", None, name, f"{name}: {values}; {_OTHER_COPY}")
 
 
 def _unlisted(names: Sequence[str], manifest: Path) -> tuple[Diagnostic, ...]:

@@ -83,20 +83,14 @@ def locate(
     chunks = prove(tensor)
     if payloads is None:
         payloads = catalog.reader.payloads(tensor) if chunks else ()
-    _check_expansion(tensor, payloads)
-    return locate_box(catalog.source, tensor, payloads, chunks, whole(tensor.shape))
-
-
-def _check_expansion(tensor: Tensor, payloads: Sequence[Payload]) -> None:
-    """Refuse a view that repeats a file's bytes (`expand`) until they take hours to read."""
-    if tensor.nbytes < _MAX_EXPANDED_NBYTES:
-        return
     stored = sum([payload.nbytes for payload in payloads])
-    if tensor.nbytes > _MAX_EXPANSION * stored:
+    if tensor.nbytes >= _MAX_EXPANDED_NBYTES and tensor.nbytes > _MAX_EXPANSION * stored:
+        # A view that repeats a file's bytes (`expand`) until they take hours to read.
         message = f"{format_size(stored)} are expanded to {format_size(tensor.nbytes)}"
         remedy = "leave it out with --exclude, or save it as it was before expand()"
         error = SourceError("unsupported", f"{message}; {remedy}")
         raise about(error, tensor=tensor.name, file=tensor.first_file)
+    return locate_box(catalog.source, tensor, payloads, chunks, whole(tensor.shape))
 
 
 def locate_box(

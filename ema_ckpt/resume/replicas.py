@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 from ema_ckpt.comm.channel import Channel
 from ema_ckpt.core.errors import StateError
@@ -19,7 +18,15 @@ def agree_on_averages(managers: Mapping[str, ShardedEMA], ranks: Channel, call: 
     Raises:
         StateError: on every rank.
     """
-    facts = {label: _facts(manager) for label, manager in managers.items()}
+    names = ("every", "dtype", "compensate", "rounding", "seed", "buffers", "nonfinite")
+    facts = {}
+    for label, manager in managers.items():
+        settings = {name: str(getattr(manager._settings, name)) for name in names}
+        facts[label] = {
+            "num_updates": manager.num_updates,
+            "samples_seen": manager.samples_seen,
+            "settings": {"decay": to_json(manager._settings.schedule), **settings},
+        }
     everyone = ranks.exchange_if_different(facts)
     for label in sorted(set().union(*everyone)):
         for fact in ("num_updates", "samples_seen", "settings"):
@@ -34,14 +41,3 @@ def agree_on_averages(managers: Mapping[str, ShardedEMA], ranks: Channel, call: 
                     f"{call}: the ranks disagree on {fact} of {label}: {values}; make the manager"
                     " alike and call update() on every rank, after every step",
                 )
-
-
-def _facts(manager: ShardedEMA) -> dict[str, Any]:
-    settings = manager._settings
-    names = ("every", "dtype", "compensate", "rounding", "seed", "buffers", "nonfinite")
-    shown_settings = {name: str(getattr(settings, name)) for name in names}
-    return {
-        "num_updates": manager.num_updates,
-        "samples_seen": manager.samples_seen,
-        "settings": {"decay": to_json(settings.schedule), **shown_settings},
-    }

@@ -96,11 +96,6 @@ def _missing(name: str, root: str) -> SourceError:
     return SourceError("missing-file", f"{name}: no such file in {root}", file=name)
 
 
-def _truncated(name: str, offset: int, expected: int, nbytes: int) -> SourceError:
-    message = f"{name}: expected {expected} bytes at {offset}, found {max(nbytes, 0)}"
-    return SourceError("truncated-file", f"{message}: the file is truncated", file=name)
-
-
 def _changed(name: str, root: str, how: str) -> AccessError:
     hint = "let its writer finish and try again"
     message = f"{name}: {how} while it was read (in {root}); {hint}"
@@ -108,8 +103,10 @@ def _changed(name: str, root: str, how: str) -> AccessError:
 
 
 def _check_bounds(name: str, offset: int, nbytes: int, size: int) -> None:
-    if not 0 <= offset <= offset + nbytes <= size:
-        raise _truncated(name, offset, nbytes, size - offset)
+    if 0 <= offset <= offset + nbytes <= size:
+        return
+    message = f"{name}: expected {nbytes} bytes at {offset}, found {max(size - offset, 0)}"
+    raise SourceError("truncated-file", f"{message}: the file is truncated", file=name)
 
 
 class LocalFiles:

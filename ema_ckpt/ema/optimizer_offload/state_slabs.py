@@ -149,16 +149,15 @@ class OffloadedState:
                         dtypes[name] = value.dtype
                 kinds.setdefault(tuple(dtypes.items()), []).append(param)
             for kind, members in kinds.items():
-                if kind:
-                    self._add_slab(members, tuple(name for name, _ in kind))
-
-    def _add_slab(self, params: Sequence[Tensor], names: tuple[str, ...]) -> None:
-        slab = StateSlab(self._optimizer, params, names, self._slot_nbytes)
-        self.slabs.append(slab)
-        self.slab_of.update(dict.fromkeys(params, slab))
-        device = local_of(params[0]).device
-        if device.type == "cuda" and self.pipeline is None:
-            self.pipeline = SlotPipeline(device, self._slot_nbytes)
+                if not kind:
+                    continue
+                names = tuple(name for name, _ in kind)
+                slab = StateSlab(self._optimizer, members, names, self._slot_nbytes)
+                self.slabs.append(slab)
+                self.slab_of.update(dict.fromkeys(members, slab))
+                device = local_of(members[0]).device
+                if device.type == "cuda" and self.pipeline is None:
+                    self.pipeline = SlotPipeline(device, self._slot_nbytes)
 
     def release(self) -> None:
         """Move the state back to the parameters' devices."""

@@ -122,6 +122,7 @@ def page(result: DiffResult, sides: Sides) -> str:
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     title = _text(f"{result.tree_a or 'a'} against {result.tree_b or 'b'}")
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -133,7 +134,7 @@ def page(result: DiffResult, sides: Sides) -> str:
         *charts_section(result),
         *unpaired_section(result),
         *table_section(result, sides),
-        f'<p class="quiet">ema_ckpt {__version__}, {_now()}</p>',
+        f'<p class="quiet">ema_ckpt {__version__}, {now}</p>',
         f"</main>\n<script>{script}</script>\n</body>\n</html>\n",
     ]
     return "\n".join(parts)
@@ -149,10 +150,6 @@ def _text(text: str) -> str:
 
 def _number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.3g}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def summary_section(result: DiffResult, sides: Sides) -> Iterator[str]:

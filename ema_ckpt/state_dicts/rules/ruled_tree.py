@@ -119,7 +119,7 @@ def apply_to_tree(
     work = _TreeWork(tree, weights, set(tied), views, keeps_places)
     work.apply(rules)
     result = work.result
-    residuals = inside({tensor.name: tensor for tensor in tree.tensors}, _residuals_of(tree))
+    residuals = inside({tensor.name: tensor for tensor in tree.tensors}, tree.prefix + _RESIDUALS)
     if residuals and result.used:
         # A constant has no rounding error that would be kept beside it.
         mapped = tuple([rule for rule in rules.rules if not isinstance(rule, ConstantRule)])
@@ -133,10 +133,6 @@ def apply_to_tree(
         tensors += result.replaced.get(tensor.name, [tensor])
     result.tree = replace(tree, tensors=(*tensors, *result.added), named=work.named)
     return result
-
-
-def _residuals_of(tree: Tree) -> str:
-    return f"{tree.name}.{_RESIDUALS}".removeprefix(".")
 
 
 class _TreeWork:
