@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -63,7 +65,7 @@ def main() -> None:
             contenders = _contenders(options.runs)
             race(contenders, _make_room, folder / "log")
         finally:
-            server.kill()
+            os.killpg(server.pid, signal.SIGKILL)  # its workers too
             server.wait()
     print(_headline())
     print(_report(contenders, nbytes))
@@ -84,13 +86,19 @@ def _options() -> argparse.Namespace:
 
 
 def _start_server(folder: Path) -> subprocess.Popen[bytes]:
-    port = 9333
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
     keys = {"ACCESS_KEY": "benchmark-access-key", "SECRET_KEY": "benchmark-secret-key-of-nobody"}
     command = [sys.executable, "-m", "nanio", "serve", "--data-dir", str(folder / "objects")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "2"]
     command += ["--log-level", "error", "--no-access-log"]
     server = subprocess.Popen(
-        command, env={**os.environ, **{f"NANIO_{k}": v for k, v in keys.items()}}
+        command,
+        env={**os.environ, **{f"NANIO_{k}": v for k, v in keys.items()}},
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     os.environ |= {
         "AWS_ACCESS_KEY_ID": keys["ACCESS_KEY"],
