@@ -34,7 +34,7 @@ _MAX_BATCH = 4096
 _MAX_GAP_NBYTES = 4096
 # The kernel serialises writes to one file. Measured on 16 cores with four and eight workers: rows
 # 1.2 s and 1.4 s; columns 2.5 s and 3.6 s.
-_WORKERS_PER_FILE = 8
+_WORKERS_PER_FILE = 4
 # Of one worker: to copy a byte, to find and read a chunk, to assemble or cast a byte.
 _SECONDS_PER_BYTE, _SECONDS_PER_READ, _LOCKED_SECONDS_PER_BYTE = 0.4e-9, 20e-6, 0.15e-9
 
