@@ -84,6 +84,15 @@ def linear(offsets: Sequence[int], sizes: Sequence[int]) -> int:
     return index
 
 
+def unravel(index: int, sizes: Sequence[int]) -> Ints:
+    """Offsets of the element at a row-major `index` of an array of `sizes`: inverse of `linear`."""
+    offsets = []
+    for size in reversed(sizes):
+        index, offset = divmod(index, size)
+        offsets.append(offset)
+    return tuple(reversed(offsets))
+
+
 def is_contiguous_in(inner: Box, outer: Box) -> bool:
     """Whether elements of `inner`, inside `outer`, follow one another in its row-major order."""
     axis, ndim = 0, len(inner.sizes)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.names import TORCH_SUFFIXES
-from ema_ckpt.discovery.location import DCP, RANK_FILES, SAFETENSORS, TORCH, Location, is_index
+from ema_ckpt.discovery.location import (
+    DCP,
+    RANK_FILES,
+    SAFETENSORS,
+    TORCH,
+    TORCH_CHECKPOINTING,
+    Location,
+    is_index,
+)
 from ema_ckpt.formats import content
 from ema_ckpt.formats.sidecar import load_json
 from ema_ckpt.storage.directories import join
@@ -55,7 +63,8 @@ def judged(location: Location) -> Location:
         parts = tuple((name, judged(part)) for name, part in location.parts)
         return location._replace(parts=parts)
     name = location.names[0]
-    if len(location.names) > 1 or location.format in (DCP, RANK_FILES) or is_index(name):
+    is_settled = location.format in (DCP, RANK_FILES, TORCH_CHECKPOINTING)
+    if len(location.names) > 1 or is_settled or is_index(name):
         return location
     return judged_file(location)
 

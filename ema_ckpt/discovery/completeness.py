@@ -7,7 +7,15 @@ import time
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.discovery.by_content import judged, shards_in
-from ema_ckpt.discovery.location import DCP, PARTS, RANK_FILES, SAFETENSORS, Location, is_index
+from ema_ckpt.discovery.location import (
+    DCP,
+    PARTS,
+    RANK_FILES,
+    SAFETENSORS,
+    TORCH_CHECKPOINTING,
+    Location,
+    is_index,
+)
 from ema_ckpt.discovery.recognise import has_marker
 from ema_ckpt.storage.directories import is_folder, join, list_folder, modified_at
 from ema_ckpt.storage.files import open_files
@@ -34,14 +42,8 @@ def check_complete(location: Location) -> Location:
             from ema_ckpt.formats.safetensors.reader import open_safetensors
 
             open_safetensors(source, location.names, location.resolved, location.resolved)
-        elif location.format == RANK_FILES:
-            from ema_ckpt.formats.rank_files.reader import open_rankfiles
-
-            try:
-                open_rankfiles(source, location.names, location.resolved, location.resolved)
-            except SourceError as error:
-                if error.code != "unsupported":  # all there, though no verb will read it
-                    raise
+        elif location.format in (RANK_FILES, TORCH_CHECKPOINTING):
+            _check_rank_files(source, location)
         else:
             _check_torch_files(source, location)
         return location
@@ -77,6 +79,18 @@ def _check_dcp(source: Files, location: Location) -> Location:
             message = f"expected {nbytes} bytes, found {size}: the file is truncated"
             raise SourceError("truncated-file", f"{name}: {message}", file=name)
     return location._replace(metadata=metadata)
+
+
+def _check_rank_files(source: Files, location: Location) -> None:
+    from ema_ckpt.formats.rank_files.reader import open_rankfiles
+    from ema_ckpt.formats.torch_checkpointing.reader import open_torch_checkpointing
+
+    read = open_rankfiles if location.format == RANK_FILES else open_torch_checkpointing
+    try:
+        read(source, location.names, location.resolved, location.resolved)
+    except SourceError as error:
+        if error.code != "unsupported":  # all there, though no verb will read it
+            raise
 
 
 def _check_torch_files(source: Files, location: Location) -> None:

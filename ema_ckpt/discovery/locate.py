@@ -30,6 +30,7 @@ from ema_ckpt.discovery.recognise import (
     locate_file,
     locate_pattern,
     loose_files,
+    refuse_one_rank_of_several,
     refuse_record_alone,
 )
 from ema_ckpt.discovery.step_names import step_order
@@ -72,6 +73,7 @@ def locate_checkpoint(path: str) -> Location:
         folder = list_directory(path)
         location = _in_children(folder, _LEVELS_BELOW).only(folder)
     location = judged(location)
+    refuse_one_rank_of_several(location)
     if not is_directory:
         return location
     # What lies beside it is listed too; places are given below `path`.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ema_ckpt.formats.dcp.metadata import Metadata
 
 DCP, SAFETENSORS, TORCH, RANK_FILES, PARTS = "dcp", "safetensors", "torch", "rank-files", "parts"
+TORCH_CHECKPOINTING = "torch-checkpointing"
 
 
 class LeftOut(NamedTuple):
@@ -41,10 +42,11 @@ class Location(NamedTuple):
     """A checkpoint on disk or behind a URL.
 
     Attributes:
-        format: `dcp`, `safetensors`, `torch`, `rank-files`, or `parts` for several that belong
-            together.
+        format: `dcp`, `safetensors`, `torch`, `rank-files`, `torch-checkpointing`, or `parts` for
+            several that belong together.
         root: the directory (or its URL) that holds `names`.
-        names: the files to open there, in order; an index alone stands for its shards.
+        names: the files to open there, in order; an index alone stands for its shards, and the
+            metadata of torch_checkpointing comes before the files that it names.
         resolved: the directory or file that a person would name.
         parts: for `parts`, each part's name, which is also that of its tree, and its location.
         roles: for `parts`, the role of each.

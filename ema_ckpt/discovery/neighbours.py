@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Set
 from itertools import chain
+from typing import NamedTuple
 
 from ema_ckpt.core.errors import AccessError, EmaCkptError
 from ema_ckpt.discovery.by_content import is_foreign, shards_in
@@ -24,6 +25,15 @@ from ema_ckpt.storage.files import is_url
 
 _WEIGHTS = "a checkpoint of its own; name it to read it"
 _STATE = "state beside the weights; name it to read it"
+_OF_FILE_SYSTEM = "lost+found"  # root's, in the first directory of a disk
+
+
+class _Beside(NamedTuple):
+    """Something beside a checkpoint: its path, its name as a part, and what hides it, if so."""
+
+    path: str
+    name: str
+    why: str = ""
 
 
 def neighbours_of(location: Location) -> Iterator[LeftOut]:
@@ -39,34 +49,40 @@ def neighbours_of(location: Location) -> Iterator[LeftOut]:
 def left_out_of(folder: Folder, used: Set[str]) -> Iterator[LeftOut]:
     """List the checkpoints in a directory under other names than `used`."""
     targets = {_real(join(folder.root, name)) for name in used}
-    for path, name in chain(_files_beside(folder, used), _folders_beside(folder, used)):
+    for path, name, why in chain(_files_beside(folder, used), _folders_beside(folder, used)):
         if _real(path) not in targets:  # a link such as `latest` leads to what is read
-            why = _STATE if is_state(name) else _WEIGHTS
-            yield LeftOut(path, why, is_weights=not is_state(name))
+            is_weights = not is_state(name) and not why
+            yield LeftOut(path, why or (_STATE if is_state(name) else _WEIGHTS), is_weights)
 
 
-def _files_beside(folder: Folder, used: Set[str]) -> Iterator[tuple[str, str]]:
-    """List the paths of unused indices and files that are checkpoints, with their part names."""
+def _files_beside(folder: Folder, used: Set[str]) -> Iterator[_Beside]:
+    """List unused indices, and files that are checkpoints."""
     indices = [name for name in indices_in(folder) if name not in used]
     for name in indices:
-        yield join(folder.root, name), name
+        yield _Beside(join(folder.root, name), name)
     has_index = indices or any(map(is_index, used))
     for name, location in files_in(folder):
         is_claimed = bool(has_index) and is_shard(location.names[0])
         if not is_claimed and used.isdisjoint(location.names) and not is_foreign(location):
-            yield location.resolved, name
+            yield _Beside(location.resolved, name)
 
 
-def _folders_beside(folder: Folder, used: Set[str]) -> Iterator[tuple[str, str]]:
+def _folders_beside(folder: Folder, used: Set[str]) -> Iterator[_Beside]:
+    """List unused directories that hold a checkpoint, or that nobody may look into."""
     for name in folder.folders:
+        if name in used or name.startswith(".") or name == _OF_FILE_SYSTEM:
+            continue
         path = join(folder.root, name)
-        if name not in used and not name.startswith(".") and _holds_checkpoint(path):
-            yield path, name
+        try:
+            if _holds_checkpoint(path):
+                yield _Beside(path, name)
+        except AccessError as error:
+            yield _Beside(path, name, f"whether it holds a checkpoint is not known: {error}")
 
 
 def _used(location: Location) -> set[str]:
     """Names in a location's directory that it reads, or that belong to what it reads."""
-    used = set(location.names)
+    used = {name.partition("/")[0] for name in location.names}
     for _, part in location.parts:
         below = part.root.removeprefix(location.root).strip("/")
         used |= {below.partition("/")[0]} if below else set(part.names)
@@ -89,7 +105,7 @@ def _holds_checkpoint(root: str) -> bool:
             return True
         return locate_directory(folder) is not None or bool(loose_files(folder))
     except AccessError:
-        return False
+        raise
     except EmaCkptError:  # a damaged one, or several
         return True
 

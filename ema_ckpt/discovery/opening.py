@@ -13,9 +13,17 @@ from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
-from ema_ckpt.discovery.location import DCP, PARTS, RANK_FILES, SAFETENSORS, Location, is_index
+from ema_ckpt.discovery.location import (
+    DCP,
+    PARTS,
+    RANK_FILES,
+    SAFETENSORS,
+    TORCH_CHECKPOINTING,
+    Location,
+    is_index,
+)
 from ema_ckpt.storage.directories import is_folder
-from ema_ckpt.storage.files import open_files
+from ema_ckpt.storage.files import is_url, open_files
 
 
 def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Catalog:
@@ -76,6 +84,8 @@ def _open(location: Location, path: str, *, lenient: bool) -> Catalog:
         return join_parts(location, path, parts)
     source, names, resolved = open_files(location.root), location.names, location.resolved
     try:
+        if location.metadata is not None and not is_url(location.root):
+            source.size(names[0])  # so that it is noticed if all is deleted from now on
         if location.format == DCP:
             from ema_ckpt.formats.dcp.reader import open_dcp
 
@@ -88,6 +98,10 @@ def _open(location: Location, path: str, *, lenient: bool) -> Catalog:
             from ema_ckpt.formats.rank_files.reader import open_rankfiles
 
             return open_rankfiles(source, names, path, resolved, lenient=lenient)
+        if location.format == TORCH_CHECKPOINTING:
+            from ema_ckpt.formats.torch_checkpointing.reader import open_torch_checkpointing
+
+            return open_torch_checkpointing(source, names, path, resolved, lenient=lenient)
         if is_index(names[0]):
             return open_torch_index(source, location, path, lenient=lenient)
         from ema_ckpt.formats.torch_file.reader import open_torchfile

@@ -12,21 +12,25 @@ from itertools import chain, filterfalse
 from typing import NoReturn
 
 from ema_ckpt.core.catalog import Diagnostic
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.core.names import OPTIMIZER, OTHER, part_role, part_roles
+from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.by_content import format_by_name, index_format, is_foreign, judged_file
 from ema_ckpt.discovery.location import (
     DCP,
     RANK_FILES,
     SAFETENSORS,
     TORCH,
+    TORCH_CHECKPOINTING,
     Location,
     ambiguous,
     join_located,
 )
 from ema_ckpt.discovery.step_names import split_suffix, step_order
+from ema_ckpt.formats import content
 from ema_ckpt.formats.rank_files.names import families, family_of, is_lone, refuse_missing_ranks
 from ema_ckpt.formats.sidecar import SIDECAR
+from ema_ckpt.formats.torch_checkpointing.metadata import files_of, read_metadata
 from ema_ckpt.storage.directories import (
     Folder,
     base_name,
@@ -35,8 +39,10 @@ from ema_ckpt.storage.directories import (
     list_folder,
     parent_of,
 )
+from ema_ckpt.storage.files import is_url, open_files
 from ema_ckpt.storage.stage_names import is_stage_name
 
+_PLACEMENTS = "metadata.pkl"  # of torch_checkpointing
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 # `X.safetensors.index.json`; of a variant `X.safetensors.index.fp16.json`.
 _INDEX = re.compile(r".+\.index(?:\.[^./]+)?\.json", re.DOTALL)
@@ -49,6 +55,7 @@ _NO_STATE_DICT = re.compile(
     r"common\.pt|meta\.pt|scaler\.pt|(?:sampler|dl_state_dict)(?:_\d+)?\.bin",
     re.DOTALL,
 )
+_RANK_FOLDER = re.compile(r"(?:[a-z]{2}_)?rank[-_.]?\d+(?:_\d+)*", re.ASCII)
 _ADAPTER = re.compile(r"adapter_model\..*", re.DOTALL)
 _ZERO_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt", re.ASCII)
 _ZERO_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt", re.ASCII)
@@ -83,6 +90,9 @@ def locate_file(path: str) -> Location:
         return _dcp(list_directory(root)) or _refuse_missing_metadata(root)
     if _INDEX.fullmatch(name):
         return Location(index_format(root, name), root, (name,), path)
+    location = _torch_checkpointing_of(root, name)
+    if location is not None:
+        return location
     if _sets_of_ranks([name]):
         for pattern, names in _sets_of_ranks(list_directory(root).files).items():
             if name in names:
@@ -98,6 +108,30 @@ def locate_pattern(path: str) -> Location | None:
         return None
     names = _sets_of_ranks(list_directory(root).files).get(pattern)
     return _of_ranks(root, names, path) if names else None
+
+
+def refuse_one_rank_of_several(location: Location) -> None:
+    """Refuse a file in the directory of one rank if those of others beside it have it as well.
+
+    Megatron-LM writes `mp_rank_00/model_optim_rng.pt` so, with the rows of one rank in each.
+
+    Raises:
+        SourceError: `incomplete`.
+    """
+    is_file = location.format in (TORCH, SAFETENSORS) and len(location.names) == 1
+    own = base_name(location.root)
+    if not is_file or _RANK_FOLDER.fullmatch(own) is None:
+        return
+    parent, name = parent_of(location.root), location.names[0]
+    beside = filter(_RANK_FOLDER.fullmatch, list_directory(parent).folders)
+    ranks = [one for one in beside if is_folder(join(join(parent, one), name)) is False]
+    # Runs that differ in a rank of another sort, such as LoRA's, do not begin with 0.
+    if len(ranks) > 1 and any(int(re.findall(r"\d+", one)[0]) == 0 for one in ranks):
+        problem = f"{location.resolved}: what one rank has of {len(ranks)}, which are"
+        reason = "nothing in such files says where their rows belong"
+        remedy = "put them together with the program that wrote them"
+        message = f"{problem} {shown(ranks)}: {reason}; {remedy}"
+        raise SourceError("incomplete", message, file=name)
 
 
 def _sets_of_ranks(names: Iterable[str]) -> dict[str, list[str]]:
@@ -142,7 +176,7 @@ def locate_directory(folder: Folder) -> Location | None:
         SourceError: `missing-metadata` for data files of a DCP or shards alone; `unreadable`.
         UsageError: `ambiguous-path`.
     """
-    location = _dcp(folder) or _indexed(folder)
+    location = _dcp(folder) or _torch_checkpointing(folder) or _indexed(folder)
     if location is not None:
         return location
     single, parts = _single(folder), _parts(folder)
@@ -240,6 +274,59 @@ def _dcp(folder: Folder) -> Location | None:
 def _refuse_missing_metadata(root: str) -> NoReturn:
     message = f"{root}: .distcp files without a .metadata: the save did not end, or the file was"
     raise SourceError("missing-metadata", f"{message} not copied", file=".metadata")
+
+
+def _torch_checkpointing(folder: Folder) -> Location | None:
+    """Recognise a checkpoint of torch_checkpointing by its metadata, whose content tells."""
+    if _PLACEMENTS not in folder.files:
+        return None
+    source = open_files(folder.root)
+    try:
+        kind = content.kind_of(source, _PLACEMENTS)
+        if kind is None or kind.reader != content.TORCH_CHECKPOINTING:
+            return None
+        metadata = read_metadata(source, _PLACEMENTS)
+        files = [file.name for file in files_of(metadata, folder.files)]
+    except SourceError:  # damaged: its reader says how
+        files = []
+    finally:
+        source.close()
+    names = (_PLACEMENTS, *files)
+    return Location(TORCH_CHECKPOINTING, folder.root, names, folder.root)
+
+
+def _has_placements(root: str) -> bool:
+    try:
+        return is_folder(join(root, _PLACEMENTS)) is False
+    except AccessError:  # the file that was named may be read all the same
+        return False
+
+
+def _torch_checkpointing_of(root: str, name: str) -> Location | None:
+    """Locate the checkpoint whose metadata a file is; refuse one rank's file of several.
+
+    Raises:
+        SourceError: `incomplete` for one rank's file of several.
+    """
+    places = [(root, name), (parent_of(root), f"{base_name(root)}/{name}")]
+    for folder, below in places[:1] if is_url(root) else places:
+        is_likely = name == _PLACEMENTS or any(map(str.isdigit, below))
+        if not is_likely or not _has_placements(folder):
+            continue
+        location = _torch_checkpointing(list_directory(folder))
+        if location is None or below not in location.names:
+            continue
+        if below == _PLACEMENTS:
+            return location
+        source = open_files(folder)
+        try:
+            world_size = read_metadata(source, _PLACEMENTS).world_size
+        finally:
+            source.close()
+        if world_size > 1:
+            problem = f"{join(root, name)}: the file of one rank of {world_size}, by {_PLACEMENTS}"
+            raise SourceError("incomplete", f"{problem}; name the directory {folder}", file=name)
+    return None
 
 
 def _indexed(folder: Folder) -> Location | None:

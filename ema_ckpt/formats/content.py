@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.formats.torch_checkpointing.metadata import is_metadata
 from ema_ckpt.formats.torch_zip.reader import Window, read_directory
 
 SAFETENSORS, TORCH, INDEX, NOT_READ = "safetensors", "torch", "index", ""
+TORCH_CHECKPOINTING = "torch-checkpointing"
 _PEEK_NBYTES = 512
 _MAX_INDEX_NBYTES = 100_000_000
 _TAR_MEMBERS = (b"sys_info\0", b"pickle\0", b"storages\0", b"tensors\0")  # torch's, before 0.2
@@ -41,6 +43,10 @@ def _is_safetensors(first: bytes, nbytes: int) -> bool:
 _STATE_DICT = "save the state dict that it was made from"
 _KINDS: tuple[tuple[Callable[[bytes, int], bool], Kind], ...] = (
     (_is_safetensors, Kind(SAFETENSORS, "a safetensors file")),
+    (
+        lambda first, _nbytes: is_metadata(first),
+        Kind(TORCH_CHECKPOINTING, "the metadata of torch_checkpointing"),
+    ),
     # Protocols 2 to 5, and 0 and 1 of a dictionary; the torch forms before 1.6 among them.
     (
         _begins(b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"(dp", b"}q\0"),
@@ -95,6 +101,8 @@ def in_words(source: Files, name: str) -> str:
             return words
     # The last character may be cut in two.
     text = first.decode("utf-8", "replace").rstrip("\ufffd")
+    if name.endswith(".msgpack"):
+        return "a msgpack file, as flax writes them; load it there, and save a torch state dict"
     printed = "".join(text.split())
     if printed.isprintable() and "\ufffd" not in text:
         return "text"

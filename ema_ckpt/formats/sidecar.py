@@ -10,7 +10,8 @@ in a zip record of that name in a torch file:
      "keys": [[path, key], ...], "tuples": [path, ...]   facts that paths lack (`Nesting`)
     "order": [name, ...]          of tensors and objects together, where lists apart cannot tell it
      "objects": [{"name", "path", "value"}],  "ties": {dropped name: kept name},
-    "describes": {file: "crc32:8hex"}  the index that this document goes with
+    "describes": {file: "crc32:8hex"}  the index that this document goes with; of one safetensors
+                        file the tensors' entries in its header, under "" if it holds the document
     "chunks": {file: [[offset, "crc32:8hex"], ...]}  of each item of a DCP file}
 
 The CRC-32 of an item is that of its payload: of the storage of a tensor, of an object's pickle. A
@@ -37,6 +38,7 @@ from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
 
 KEY = "ema_ckpt"
+ITSELF = ""
 SIDECAR = "ema_ckpt.json"
 OTHER_BYTES = f"not the bytes that {SIDECAR} records: the file is damaged or another save's"
 VERSION = 1
@@ -170,12 +172,12 @@ def _dump_chunks(
 ) -> dict[str, list[tuple[int, str]]]:
     dumped: dict[str, list[tuple[int, str]]] = {}
     for file, items in chunks.items():
-        dumped[file] = [(offset, _crc_text(crc)) for offset, crc in items]
+        dumped[file] = [(offset, crc_text(crc)) for offset, crc in items]
     return dumped
 
 
 def _crc_texts(crcs: Mapping[str, int]) -> dict[str, str]:
-    return {name: _crc_text(crc) for name, crc in crcs.items()}
+    return {name: crc_text(crc) for name, crc in crcs.items()}
 
 
 def dump(document: object) -> str:
@@ -205,10 +207,11 @@ def _dump_nesting(
 
 def _digest(tensor: OutputTensor, digests: Mapping[str, int]) -> dict[str, object]:
     crc, shape = digests.get(tensor.name, 0), list(tensor.source.shape)
-    return {"crc32": _crc_text(crc), "dtype": tensor.dtype.name, "shape": shape}
+    return {"crc32": crc_text(crc), "dtype": tensor.dtype.name, "shape": shape}
 
 
-def _crc_text(crc: int) -> str:
+def crc_text(crc: int) -> str:
+    """Write a CRC-32 as a document has it."""
     return f"crc32:{crc:08x}"
 
 
@@ -318,6 +321,13 @@ def stale(file: str) -> Diagnostic:
     """Warn that another program has written `file` since the sidecar beside it was made."""
     message = f"{SIDECAR}: ignored, as {file} was written again since by another program"
     return Diagnostic("stale-file", f"{message}; delete {SIDECAR}, or save again with ema_ckpt")
+
+
+def stale_header(file: str) -> Diagnostic:
+    """Warn that another program has changed the tensors of `file` and kept the record on them."""
+    problem = f"{file}: the record of ema_ckpt is ignored, as the tensors were changed since by"
+    message = f"{problem} another program: nesting, objects and checksums in it are of others"
+    return Diagnostic("stale-file", message)
 
 
 def unread(error: RefusedError) -> Diagnostic:

@@ -19,6 +19,7 @@ from ema_ckpt.ops.object_plan import left_out, plan_objects, rank_keyed, refuse_
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_all
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
+from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import select_all
 from ema_ckpt.state_dicts.tree import Tree, of_role
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
@@ -99,8 +100,9 @@ def _transfer(
     started = time.perf_counter()
     with opened(path) as opened_catalog:
         ruled = rule_all(options.rules, listed(opened_catalog, options))
-        catalog, trees = ruled.catalog, ruled.trees
-        selection = select_all(catalog, trees, options.selection, tree, strip=strip)
+        trees, named = ruled.trees, [tree] if isinstance(tree, str) else [*tree]
+        catalog = warn_of_hidden(ruled.catalog, trees, named) if named else ruled.catalog
+        selection = select_all(catalog, trees, options.selection, named, strip=strip)
         objects = plan_objects(catalog, selection.objects, output.format)
         renamed, rules = ruled.changed_names(selection)
         tensors, unfit = _fitting(selection.entries, output.form)
@@ -155,7 +157,8 @@ def _fitting(
 
     kept, skipped = [], []
     for tensor in tensors:
-        reason = refusal(tensor.dtype)
+        # One that is not read at all is refused for that, and not left out for its type.
+        reason = refusal(tensor.dtype) if tensor.source.refusal is None else None
         if reason is None:
             kept.append(tensor)
         else:

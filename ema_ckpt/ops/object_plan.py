@@ -12,6 +12,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor
 from ema_ckpt.discovery.step_names import step_number
 from ema_ckpt.formats.pickle.safe_globals import opaque_within, within
+from ema_ckpt.formats.torch_file.lenient import called_with_tensors, unsafe_within
 from ema_ckpt.ops.files_beside import is_needed
 from ema_ckpt.ops.results.write import Skipped
 from ema_ckpt.state_dicts.ties import dropped_names
@@ -96,6 +97,11 @@ def unknown_objects(catalog: Catalog) -> list[Skipped]:
     if catalog.format not in ("torch", "rank-files"):
         return unknown
     for item in catalog.objects:
+        # What an unlisted function would make of tensors is in no tree, and nothing is called.
+        called = called_with_tensors(item.inline) if unsafe_within(item.inline) is None else None
+        if called is not None:
+            unknown.append(Skipped(item.name, item.file, called))
+            continue
         opaque = opaque_within(catalog.reader.load(item))
         if opaque is not None:
             unknown.append(Skipped(item.name, item.file, f"holds a {opaque}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
@@ -19,6 +19,7 @@ from ema_ckpt.ops.results.inspect import TreeEntry
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.state_dicts.ema_config import with_tied_names
+from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.selection import cast_target
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, list_trees
 
@@ -76,9 +77,9 @@ class _Objects(Mapping[str, object]):
 class Checkpoint:
     """Checkpoint opened for reading: whole tensors on the CPU, checked against stored checksums."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, trees: Sequence[Tree]) -> None:
         self._catalog = catalog
-        self._trees = list_trees(catalog)
+        self._trees = trees
         self._by_name = {tensor.name: tensor for tensor in catalog.tensors}
 
     @property
@@ -212,13 +213,15 @@ def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint of any readable format.
 
-    Checkpoints beside it that are not opened are logged to `ema_ckpt`, level warning.
+    Checkpoints beside it that are not opened, and averages that are no tree, as they lie below
+    `callbacks` or other bookkeeping, are logged to `ema_ckpt`, level warning.
 
     Raises:
         EmaCkptError: `not-found not-a-checkpoint unreadable unsafe-pickle …`.
     """
     catalog = open_catalog(path)
-    for warning in catalog.warnings:
+    trees = list_trees(catalog)
+    for warning in (*catalog.warnings, *find_hidden(trees)):
         if warning.code == "left-out":
             logging.getLogger("ema_ckpt").warning(displayed(warning.message))
-    return Checkpoint(catalog)
+    return Checkpoint(catalog, trees)

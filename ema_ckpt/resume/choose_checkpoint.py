@@ -48,10 +48,13 @@ def _choose(path: str, ranks: Channel, call: str) -> tuple[str, list[str]]:
         said = [warning.message for warning in (*location.warnings, *beside)]
         chosen = [location.resolved, location.note, said]
     resolved, note, said = ranks.exchange(chosen)[0]
-    logger = logging.getLogger("ema_ckpt")
-    if ranks.rank == 0:
-        if note:
-            logger.info(displayed(note))
-        for text in said:
-            logger.warning(displayed(text))
+    if ranks.rank == 0 and note:
+        logging.getLogger("ema_ckpt").info(displayed(note))
+    log_warnings(said, ranks)
     return resolved, said
+
+
+def log_warnings(texts: Iterable[str], ranks: Channel) -> None:
+    """Log warnings to `ema_ckpt` once, on rank 0."""
+    for text in texts if ranks.rank == 0 else ():
+        logging.getLogger("ema_ckpt").warning(displayed(text))

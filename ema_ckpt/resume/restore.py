@@ -21,7 +21,7 @@ from ema_ckpt.ema.manager import managers_by_label
 from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.resume.checkpoint_reader import CheckpointReader
-from ema_ckpt.resume.choose_checkpoint import choose_checkpoints
+from ema_ckpt.resume.choose_checkpoint import choose_checkpoints, log_warnings
 from ema_ckpt.resume.flatten import refuse_unnamed
 from ema_ckpt.resume.restore_ema import EmaRestorer
 from ema_ckpt.resume.restore_extra import ExtraRestorer
@@ -29,6 +29,7 @@ from ema_ckpt.resume.restore_model import ModelRestorer
 from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
 from ema_ckpt.resume.restore_phases import Findings, RestoreContext, Restorer, RestoreReport
 from ema_ckpt.resume.save_async import wait_for_background_save
+from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def restore(
         opening = partial(_open_readers, stack, chosen, rules)
         readers = run_on_all_ranks(ranks, _CALL, opening)
         check_same_content(readers, ranks)
+        said += hidden_averages(readers, ranks)
         context = RestoreContext.scan(model, strict, ranks, _CALL)
         run_on_all_ranks(ranks, _CALL, lambda: refuse_unnamed(extra, _CALL))
         managers = run_on_all_ranks(ranks, _CALL, lambda: managers_by_label(ema, _CALL))
@@ -142,6 +144,13 @@ def _open_readers(
     """Open checkpoints, to be closed with `stack`; rules are read once, before any of them."""
     chosen = chosen_rules(rules)
     return [stack.enter_context(closing(CheckpointReader(path, chosen))) for path in paths]
+
+
+def hidden_averages(readers: list[CheckpointReader], ranks: Channel) -> list[str]:
+    """Log, and return, what is to be said of averages that are no tree and are not restored."""
+    hidden = [warning.message for reader in readers for warning in find_hidden(reader.trees)]
+    log_warnings(hidden, ranks)
+    return hidden
 
 
 def check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:

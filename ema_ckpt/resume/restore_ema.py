@@ -24,6 +24,7 @@ from ema_ckpt.resume.flatten import local_shards
 from ema_ckpt.resume.restore_phases import Match, PartRestorer, Target, match
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen
 from ema_ckpt.state_dicts.ema_weights import Averages, find_averages, is_setting, name_averages
+from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.tree import Tree
 
 _COMPARED_SETTINGS = (
@@ -85,11 +86,12 @@ class EmaRestorer(PartRestorer):
         """Let all averages start from the live weights, or refuse that."""
         path, label = self.reader.path, self.label
         if not self.seed_missing:
+            hidden = "".join(f"; {found.message}" for found in find_hidden(self.reader.trees))
             raise SourceError(
                 "unknown-tree",
                 f"{path}: holds no averages {label!r}; its trees are"
-                f" {shown(self.reader.tree_names)}. Pass ema_path=, or missing_ema='seed' to start"
-                " from the restored live weights",
+                f" {shown(self.reader.tree_names)}{hidden}. Pass ema_path=, or missing_ema='seed'"
+                " to start from the restored live weights",
             )
         shadows = self.manager._averages.shadows
         self.findings.seeded += [f"{label}.weights.{shadow.shard.fqn}" for shadow in shadows]

@@ -19,13 +19,20 @@ _AVERAGE = re.compile(r"(?<![a-zA-Z])ema(?![a-z])|EMA|Ema(?![a-z])|[aA]verag(?:e
 _DEPTH = 8
 
 
-def warn_of_hidden(catalog: Catalog, trees: Sequence[Tree]) -> Catalog:
-    """Return the catalog with a warning of each average that lies only below bookkeeping."""
-    return replace(catalog, warnings=(*catalog.warnings, *find_hidden(trees)))
+def warn_of_hidden(catalog: Catalog, trees: Sequence[Tree], named: Sequence[str] = ()) -> Catalog:
+    """Return the catalog with a warning of each average that lies only below bookkeeping.
+
+    Args:
+        named: the trees that are taken, if not all; an average in them is not hidden.
+    """
+    return replace(catalog, warnings=(*catalog.warnings, *find_hidden(trees, named)))
 
 
-def find_hidden(trees: Sequence[Tree]) -> Iterator[Diagnostic]:
-    """Warn of averages below bookkeeping or an optimizer's state, if there is no tree of them."""
+def find_hidden(trees: Sequence[Tree], named: Sequence[str] = ()) -> Iterator[Diagnostic]:
+    """Warn of averages below bookkeeping or an optimizer's state, if there is no tree of them.
+
+    Those that the trees `named` hold, or are, are left away.
+    """
     if of_role(trees, EMA):
         return
     live: dict[str, tuple[int, ...]] = {}
@@ -33,6 +40,8 @@ def find_hidden(trees: Sequence[Tree]) -> Iterator[Diagnostic]:
         live |= {canonical(name): t.shape for name, t in tree.named.items() if is_weight(name, t)}
     for tree in of_role(trees, OTHER, OPTIMIZER):
         for path, count in _averages_in(tree, live):
+            if any(f"{path}.".startswith(f"{name}.") for name in named):
+                continue
             message = (
                 f"an average of the weights may lie below {path!r} ({counted(count, 'tensor')}),"
                 f" inside {tree.role if tree.role == OPTIMIZER else 'bookkeeping'}; it is not taken"

@@ -350,14 +350,15 @@ def default_tree(
     message. A checkpoint that holds nothing has an empty live tree.
 
     Raises:
-        UsageError: `ambiguous-tree` if neither is unique, with one command per candidate.
+        UsageError: `ambiguous-tree` if neither is unique, with one command per candidate;
+            `empty-selection` if no tree holds a tensor, and the checkpoint is not empty.
     """
     averages, lives = of_role(trees, EMA), of_role(trees, LIVE)
     if len(averages or lives) == 1:
         return (averages or lives)[0]
     filled = [tree for tree in trees if tree.tensors or tree.role == OPTIMIZER]
     if not filled:
-        return Tree("", LIVE)
+        return _empty_tree(trees, where)
     counts = f"{counted(len(averages), 'EMA tree')} and {counted(len(lives), 'live tree')}"
     message = f"{where} has {counts}; name the one that is meant"
     candidates = averages + lives or of_role(filled, LIVE, EMA, OTHER)
@@ -367,6 +368,15 @@ def default_tree(
         commands = [command.replace(" consolidate ", " convert ") + options]
     ready = "; ".join(f"`{command}`" for command in commands)
     raise UsageError("ambiguous-tree", f"{message}: {ready}")
+
+
+def _empty_tree(trees: Sequence[Tree], where: str) -> Tree:
+    """Return the tree of a checkpoint that holds nothing at all; refuse values without a tensor."""
+    names = [item.name for tree in trees for item in tree.entries]
+    if names:
+        message = f"{where}: holds no tensor that is read, only other values: {shown(names)}"
+        raise UsageError("empty-selection", f"{message}; `ema-ckpt inspect` shows them")
+    return Tree("", LIVE)
 
 
 def inner_names(tree: Tree) -> dict[str, str]:

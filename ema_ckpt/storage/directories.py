@@ -119,14 +119,26 @@ def _unreadable(path: str, error: Exception) -> EmaCkptError:
 
 
 def modified_at(path: str) -> float | None:
-    """Seconds since the epoch at which a file or directory last changed; None if unknown."""
+    """Seconds since the epoch at which a file or directory last changed.
+
+    None if it is gone, or if the store does not tell, as plain HTTP.
+
+    Raises:
+        AccessError: `unreadable` if the system or the server refuses to tell.
+    """
     try:
         if is_url(path):
             filesystem, base = open_filesystem(path)
-            return float(filesystem.modified(base).timestamp())
+            return float(ask(lambda: filesystem.modified(base), path, path).timestamp())
         return os.stat(path).st_mtime
-    except Exception:  # noqa: BLE001  # whatever a remote file system raises: it is unknown
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except AccessError as error:
+        if isinstance(error.__cause__, NotImplementedError):
+            return None
+        raise
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
 
 
 def walk_files(root: str) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterable
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ _UNSAFE_NAME = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
 _RANGE_NBYTES = 2 << 20
 # What a name says that no file can have, or none that lies there.
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_MOST_ASKED = 16  # files that are looked for again where one is missing
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -96,10 +98,16 @@ def _missing(name: str, root: str) -> SourceError:
     return SourceError("missing-file", f"{name}: no such file in {root}", file=name)
 
 
-def _changed(name: str, root: str, how: str) -> AccessError:
-    hint = "let its writer finish and try again"
+def _changed(
+    name: str, root: str, how: str, hint: str = "let its writer finish and try again"
+) -> AccessError:
     message = f"{name}: {how} while it was read (in {root}); {hint}"
     return AccessError("source-changed", message, file=name)
+
+
+def _removed(name: str, root: str) -> AccessError:
+    hint = "something deletes the checkpoint, as retention jobs do; name the run again"
+    return _changed(name, root, "was removed", hint)
 
 
 def _check_bounds(name: str, offset: int, nbytes: int, size: int) -> None:
@@ -120,6 +128,7 @@ class LocalFiles:
     def __init__(self, root: str | Path, *, are_listed: bool = False) -> None:
         self.root = str(root)
         self._are_listed = are_listed
+        self._was_there = os.path.lexists(self.root)
         self._open: dict[str, tuple[int, int, bool]] = {}
         self._sizes: dict[str, int] = {}
         self._limit = max_open_files()
@@ -145,7 +154,8 @@ class LocalFiles:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in _NO_SUCH_FILE:
-                raise _missing(name, self.root) from None
+                reason = _removed if self._is_being_removed() else _missing
+                raise reason(name, self.root) from None
             raise self._unreadable(name, error) from None
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -153,6 +163,14 @@ class LocalFiles:
             message = f"{name}: not a regular file (in {self.root})"
             raise UnsafeError("unsafe-path", message, file=name)
         return fd, status.st_size
+
+    def _is_being_removed(self) -> bool:
+        """Whether something that was there before is gone: the directory, or a file in it."""
+        known = islice(chain(self._open, self._sizes), _MOST_ASKED)
+        paths = [os.path.join(self.root, name) for name in known]
+        if self._was_there:
+            paths.append(self.root)
+        return not all(map(os.path.lexists, paths))
 
     def _unreadable(self, name: str, error: OSError) -> AccessError:
         hint = "; raise `ulimit -n`" if error.errno in _NO_DESCRIPTORS else ""
@@ -239,7 +257,8 @@ class RemoteFiles:
             try:
                 info = ask(lambda: self._filesystem.info(path), name, self.root)
             except FileNotFoundError:
-                raise _missing(name, self.root) from None
+                reason = _removed if self._is_being_removed() else _missing
+                raise reason(name, self.root) from None
             if not isinstance(info["size"], int):
                 message = f"{name}: the server does not say how long it is (in {self.root})"
                 raise AccessError("unreadable", f"{message}; download it first", file=name)
@@ -255,7 +274,19 @@ class RemoteFiles:
         try:
             return ask(lambda: self._fetch(path, size, offset, nbytes), name, self.root)
         except FileNotFoundError:
-            raise _changed(name, self.root, "vanished") from None
+            raise _removed(name, self.root) from None
+
+    def _is_being_removed(self) -> bool:
+        """Whether the first file that was there before is gone."""
+        known = next(iter(self._sizes), None)
+        if known is None:
+            return False
+        path = self._path(known)
+        try:
+            ask(lambda: self._filesystem.info(path), known, self.root)
+        except FileNotFoundError:
+            return True
+        return False
 
     def _fetch(self, path: str, size: int, offset: int, nbytes: int) -> bytes:
         if is_http(self._filesystem):

@@ -556,6 +556,24 @@ def test_a_directory_that_may_not_be_listed(outsider: Path) -> None:
     assert short(locate_checkpoint(str(outsider)), outsider) == ("dcp", "open", ".metadata")
 
 
+def test_a_sibling_that_may_not_be_listed_is_said(outsider: Path) -> None:
+    dcp_at(outsider / "run" / "step_1")
+    for name in ("closed", "lost+found"):
+        dcp_at(outsider / "run" / name).chmod(0)
+    dcp_at(outsider / "actor")
+    dcp_at(outsider / "critic").chmod(0)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    for root, name in ((outsider / "run", "closed"), (outsider, "critic")):
+        location = locate_checkpoint(str(root))
+        (left_out,) = [item for item in location.left_out if item.path.endswith(name)]
+        assert "is not known" in left_out.diagnostic().message
+        assert (
+            not left_out.is_weights
+        )  # `--strict` refuses what is a checkpoint, which nobody knows
+        assert all("lost+found" not in item.path for item in location.left_out)
+
+
 def test_a_path_that_no_file_system_takes() -> None:
     refused("unreadable", "/" + "x" * 5000)
     refused("unreadable", "a\0b")

@@ -48,7 +48,12 @@ def _refused(root: str, kind: str) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.state[model.weight]["kept"] = odd
     wrong = nn.Linear(2, 4, bias=False)
-    wrong.weight = nn.Parameter(odd)
+    # torch 2.15 makes no parameter of placements that it does not know; this one gets them later.
+    known = DTensor.from_local(
+        odd._local_tensor, mesh, [Shard(0)], run_check=False, shape=odd.shape, stride=odd.stride()
+    )
+    wrong.weight = nn.Parameter(known)
+    wrong.weight._spec = odd._spec
     path = Path(root, kind)
     return [
         _message(lambda: ShardedEMA(wrong)),

@@ -265,6 +265,12 @@ def test_local_pieces_without_shapes_are_refused(written: Path, tmp_path: Path) 
     assert caught.value.code == "unsupported"
     codes = {warning.code for warning in ema_ckpt.inspect(written / "fsdp1-local").warnings}
     assert codes == {"unsupported"}
+    first = min((written / "fsdp1-local").iterdir())
+    (tmp_path / "model_rank0.pt").write_bytes(first.read_bytes())
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"rank 1.* are missing") as caught:
+        ema_ckpt.consolidate(tmp_path / "model_rank0.pt", tmp_path / "out.safetensors")
+    assert caught.value.code == "incomplete"
+    assert ema_ckpt.verify(tmp_path).status == "damaged"
 
 
 def test_one_file_alone_is_refused_where_a_piece_is_needed(written: Path, tmp_path: Path) -> None:

@@ -13,9 +13,13 @@ from torch.distributed.tensor.placement_types import (
     Placement,
     Replicate,
     Shard,
-    _MaskPartial,
     _StridedShard,
 )
+
+try:
+    from torch.distributed.tensor.placement_types import _MaskPartial
+except ImportError:  # torch up to 2.9
+    from torch.distributed.tensor._ops._embedding_ops import _MaskPartial
 
 from ema_ckpt.core.box import Box, flat_range_boxes
 from ema_ckpt.core.errors import StateError

@@ -65,6 +65,13 @@ def _scripted(path: Path) -> None:
         (lambda path: path.write_bytes(pickle.dumps({"w": np.ones(3)}, 4)), "torch", "pickle"),
         (lambda path: path.write_bytes(pickle.dumps({"w": 1}, 0)), "torch", "pickle"),
         (lambda path: path.write_bytes(pickle.dumps({"w": 1}, 1)), "torch", "pickle"),
+        (
+            lambda path: path.write_bytes(
+                pickle.dumps({"metadata": {}, "world_size": 1, "version": "2.0"})
+            ),
+            "torch-checkpointing",
+            "torch_checkpointing",
+        ),
         (lambda path: save_file(TENSORS, path), "safetensors", "safetensors"),
         (lambda path: save_file({}, path), "safetensors", "safetensors"),
         (lambda path: path.write_text(json.dumps({"weight_map": {"a": "b"}})), "index", "index"),

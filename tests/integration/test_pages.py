@@ -13,7 +13,12 @@ from tests.integration.test_table import PINNED
 from tests.test_docs import FENCE, REPO, command_on_path
 
 PAGES = sorted((REPO / "docs" / "how_to").glob("with_*.md"))
-RANKS = {"with_accelerate": 2}
+RANKS = {
+    "with_accelerate": 2,
+    "with_megatron": 2,
+    "with_torch_checkpointing": 1,
+    "with_torchtitan": 2,
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

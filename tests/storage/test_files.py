@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 import ema_ckpt
 from ema_ckpt.core.catalog import Files
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.storage import files as storage
 from ema_ckpt.storage import remote
 from ema_ckpt.storage.directories import is_folder, join, list_folder, parent_of
@@ -176,3 +177,21 @@ def test_files_are_closed_where_an_error_leaves_nobody_to_close_them(fixtures: P
     with pytest.raises(SourceError, match="share the name"):
         ema_ckpt.open(fixtures / "nasty" / "name-collision.pt")
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_what_is_deleted_meanwhile_is_not_called_missing(root: str) -> None:
+    """A file beside others that are still there is missing; one that goes with them was removed."""
+    source = open_files(root)
+    assert source.size("a") == 100
+    with pytest.raises(SourceError) as lost:
+        source.size("none")
+    assert lost.value.code == "missing-file"
+    if is_url(root):
+        fsspec = pytest.importorskip("fsspec")
+        fsspec.filesystem("memory").rm(root.removeprefix("memory:/"), recursive=True)
+    else:
+        shutil.rmtree(root)
+    with pytest.raises(AccessError, match="retention jobs") as caught:
+        source.size("sub/c")
+    assert caught.value.code == "source-changed"
+    source.close()

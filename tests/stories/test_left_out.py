@@ -55,6 +55,48 @@ def other_child(root: Path) -> str:
 CASES: list[Callable[[Path], str]] = [critic, adapter, newer_step, other_child]
 
 
+def hidden(root: Path) -> Path:
+    """Live weights, another tree, and an average below callbacks."""
+    live = weights()
+    average = {"callbacks": {"EMA": {"ema_weights": weights(1.0)}}}
+    return torch_at(
+        root / "last.ckpt",
+        {"state_dict": live, "hyper_parameters": {"x": torch.ones(2)}, **average},
+    )
+
+
+@pytest.mark.parametrize("verb", ["convert", "reshard"])
+def test_a_hidden_average_is_named_where_trees_are_chosen(tmp_path: Path, verb: str) -> None:
+    path, run = hidden(tmp_path), WRITERS[verb]
+    assert not run(path, tmp_path / "all").warnings
+    (warning,) = run(path, tmp_path / "live", tree="state_dict").warnings
+    assert warning.code == "left-out"
+    assert "callbacks.EMA.ema_weights" in warning.message
+    for number, tree in enumerate(("callbacks", "callbacks.EMA", "callbacks.EMA.ema_weights")):
+        done = run(path, tmp_path / f"chosen-{number}", tree=["state_dict", tree])
+        assert "left-out" not in [warning.code for warning in done.warnings]
+
+
+def test_open_and_restore_name_a_hidden_average(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = hidden(tmp_path)
+    with caplog.at_level("WARNING", "ema_ckpt"), ema_ckpt.open(path):
+        assert "callbacks.EMA.ema_weights" in caplog.text
+    caplog.clear()
+    model = torch.nn.Module()
+    model.layer = torch.nn.Module()
+    model.layer.w = torch.nn.Parameter(torch.zeros(2, 3))
+    model.b = torch.nn.Parameter(torch.zeros(2))
+    with caplog.at_level("WARNING", "ema_ckpt"):
+        report = ema_ckpt.restore(path, model=model)
+    assert "callbacks.EMA.ema_weights" in caplog.text
+    assert any("callbacks.EMA.ema_weights" in warning for warning in report.warnings)
+    average = ema_ckpt.ShardedEMA(model, 0.5)
+    with pytest.raises(EmaCkptError, match=r"callbacks\.EMA\.ema_weights"):
+        ema_ckpt.restore(path, model=model, ema=average)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("verb", [*READERS, *WRITERS])
 def test_every_verb_names_it(tmp_path: Path, case: Callable[[Path], str], verb: str) -> None:

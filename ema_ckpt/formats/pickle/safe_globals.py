@@ -51,6 +51,7 @@ _EXECUTOR_FUNCTIONS = _words("""
 # Enumerations and records, which do nothing when made, and numpy's generators, usual in objects.
 _HARMLESS_NAMES = _full_names("""
     signal.Signals http.HTTPStatus http.HTTPMethod os.terminal_size platform.uname_result
+    torch._dynamo.decorators._DimRange
     numpy.random._pickle.__bit_generator_ctor numpy.random._pickle.__generator_ctor
     numpy.random._pickle.__randomstate_ctor
     numpy.random.bit_generator.__pyx_unpickle_SeedSequence

@@ -1,7 +1,8 @@
 """Names of rank files, and the ranks that a family of them lacks.
 
 A rank file is what one process wrote of a checkpoint: `model_world_size_4_rank_0.pt`,
-`ema_rank0.pt`, `model.rank-3.bin`. Files whose names differ in the number alone are a family.
+`ema_rank0.pt`, `model.rank-3.bin`; `consolidated.00.pth` of Llama. Files whose names differ in the
+number alone are a family.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ema_ckpt.core.text import shown
 
 _SUFFIX = "|".join(re.escape(suffix) for suffix in TORCH_SUFFIXES)
 _RANK_FILE = re.compile(
-    rf"((?:.*?[-_.])??rank[-_.]?)(\d+)((?!\d).*?)({_SUFFIX})", re.ASCII | re.DOTALL
+    rf"((?:.*?[-_.])??rank[-_.]?|consolidated\.)(\d+)((?!\d).*?)({_SUFFIX})",
+    re.ASCII | re.DOTALL,
 )
 _RANK_WORD = re.compile(r"rank[-_.]?\Z")
 _WORLD_SIZE = re.compile(r"(?:^|(?<=[-_.]))world[-_]?size[-_.]?(\d+)(?:[-_.]|\Z)", re.ASCII)

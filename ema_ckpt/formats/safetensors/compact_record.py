@@ -42,7 +42,7 @@ def compact(document: Mapping[str, Any], entries: Sequence[Entry], *, has_digest
     """Write the plain `document` of `entries`, the tensors of a header, in this form."""
     place = {entry.name: index for index, entry in enumerate(entries)}
     digests, paths = document["digests"], dict(document.get("paths", {}))
-    short: dict[str, Any] = {"version": VERSION, "header": crc_of(entries)}
+    short: dict[str, Any] = {"version": VERSION, "header": sidecar.crc_text(crc_of(entries))}
     if has_digests:
         short["crc32s"] = _packed_crcs(digests, entries)
     short["order"] = _runs([place[name] for name in digests])
@@ -85,12 +85,15 @@ def expand(document: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str, A
     return plain
 
 
-def crc_of(entries: Iterable[Entry]) -> str:
-    """CRC-32 of names, dtypes and shapes of a header, as a record has it."""
+def crc_of(entries: Iterable[Entry]) -> int:
+    """CRC-32 of names, dtypes and shapes of a header.
+
+    A record has it to tell whether another program has changed the tensors, and kept the record.
+    """
     crc = 0
     for entry in entries:
         crc = crc32(repr((entry.name, entry.dtype, list(entry.shape))).encode(), crc)
-    return f"crc32:{crc:08x}"
+    return crc
 
 
 def _packed_crcs(digests: Mapping[str, Any], entries: Iterable[Entry]) -> str:

@@ -200,7 +200,8 @@ def _read_sidecar(
     source: Files, shards: list[Shard], files: Mapping[str, int], warnings: list[Diagnostic]
 ) -> Sidecar:
     """Read the sidecar in the one file, or the one beside the files if it is about one of them."""
-    if len(files) == len(shards) == 1 and sidecar.KEY in shards[0].metadata:
+    is_one = len(files) == len(shards) == 1
+    if is_one and sidecar.KEY in shards[0].metadata:
         return _parse_own(shards[0], warnings)
     try:
         content = sidecar.read(source)
@@ -211,7 +212,23 @@ def _read_sidecar(
         if error.code == "missing-file":
             return Sidecar()
         raise
-    return content if files.keys() & set(content.files) else Sidecar()
+    if not files.keys() & set(content.files):
+        return Sidecar()
+    return _unless_changed(content, shards[0], shards[0].file, warnings) if is_one else content
+
+
+def _unless_changed(
+    content: Sidecar, shard: Shard, name: str, warnings: list[Diagnostic]
+) -> Sidecar:
+    """Return a sidecar, or none if the tensors of its one file are others than it describes."""
+    if name not in content.describes or not content.is_stale(name, crc_of(sorted(_entries(shard)))):
+        return content
+    warnings.append(sidecar.stale_header(shard.file))
+    return Sidecar()
+
+
+def _entries(shard: Shard) -> list[Entry]:
+    return [Entry(tensor.name, tensor.dtype.name, tensor.shape) for tensor in shard.tensors]
 
 
 def _parse_own(shard: Shard, warnings: list[Diagnostic]) -> Sidecar:
@@ -219,12 +236,11 @@ def _parse_own(shard: Shard, warnings: list[Diagnostic]) -> Sidecar:
     text, file = shard.metadata[sidecar.KEY], shard.file
     document = sidecar.load_json(text, file)
     if not is_compact(document):
-        return sidecar.parse_document(lambda: document, file)
-    entries = [Entry(t.name, t.dtype.name, t.shape) for t in shard.tensors]
-    if document.get("header") != crc_of(entries):
-        message = f"{file}: its record is ignored, as its header was written again since"
-        remedy = "write the file again with ema_ckpt to have digests"
-        warnings.append(Diagnostic("stale-file", f"{message}; {remedy}"))
+        content = sidecar.parse_document(lambda: document, file)
+        return _unless_changed(content, shard, sidecar.ITSELF, warnings)
+    entries = _entries(shard)
+    if document.get("header") != sidecar.crc_text(crc_of(entries)):
+        warnings.append(sidecar.stale_header(file))
         return Sidecar()
     return sidecar.parse_document(lambda: expand(document, entries), file)
 

@@ -22,7 +22,7 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.safetensors import header
-from ema_ckpt.formats.safetensors.compact_record import Entry, compact
+from ema_ckpt.formats.safetensors.compact_record import Entry, compact, crc_of
 from ema_ckpt.formats.safetensors.header import FIELDS, LENGTH_NBYTES, METADATA
 
 _ALIGNMENT = 8
@@ -52,6 +52,10 @@ class _Shard(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the buffer."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def entries(self) -> list[Entry]:
+        """What a record is about: the tensors in the order of the header."""
+        return [Entry(t.name, t.dtype.name, t.source.shape) for t in self.tensors]
 
     def header(self, own: Mapping[str, str]) -> bytes:
         """Encode length, JSON and padding: all that comes before the buffer."""
@@ -100,6 +104,11 @@ class SafetensorsWritePlan:
         return self.index or self.shards[0].file
 
     @cached_property
+    def _described(self) -> Mapping[str, int]:
+        """What the sidecar says of the one file, which has no name ("") if it holds the sidecar."""
+        return {shard.file: crc_of(sorted(shard.entries())) for shard in self.shards}
+
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """Bytes before each shard's buffer. Digests have a fixed width, so zeros show the size."""
         return tuple(len(self._header(shard, {})) for shard in self.shards)
@@ -146,11 +155,10 @@ class SafetensorsWritePlan:
             return shard._replace(metadata=metadata).header({})
         if shard.file or self.form == NAMES_ONLY:
             return shard.header({})
-        document = self._document(digests, ())
+        document = self._document(digests, (), self._described)
         if self.form == PLAIN:
             return shard.header({sidecar.KEY: sidecar.dump(document)})
-        entries = [Entry(t.name, t.dtype.name, t.source.shape) for t in shard.tensors]
-        text = compact(document, entries, has_digests=self.form == COMPACT)
+        text = compact(document, shard.entries(), has_digests=self.form == COMPACT)
         return shard.header({sidecar.KEY: text})
 
     def _beside(self, digests: Mapping[str, int]) -> Iterator[HeaderBytes]:
@@ -158,7 +166,7 @@ class SafetensorsWritePlan:
         files = [shard.file for shard in self.shards]
         if files == [""]:
             return
-        index, describes = b"", {}
+        index, describes = b"", self._described
         if self.index:
             places: dict[str, str] = {}
             for shard in self.shards:

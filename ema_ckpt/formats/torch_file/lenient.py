@@ -199,18 +199,15 @@ def _in_order(value: object, depth: int = 4) -> Iterator[object]:
 
 
 def object_warnings(name: str, value: object, file: str) -> Iterator[Diagnostic]:
-    """Warn about what is unsafe or unknown in an object.
+    """Warn about what is unsafe or unknown in an object of `file`.
 
     Raises:
-        UnsafeError: `unsafe-pickle` if tensors are below something that would be called.
+        UnsafeError: `unsafe-pickle` if tensors are below something that runs code.
     """
-    caller = _caller_of_tensors(value)
-    if caller is not None:
-        called = f"{caller.module}.{caller.name}"
-        message = f"{file}: {name!r}: unpickling the tensors in it would call {called}"
-        raise UnsafeError("unsafe-pickle", message, tensor=name, file=file)
-    unsafe = unsafe_within(value)
-    opaque = opaque_within(value)
+    unsafe, called = unsafe_within(value), called_with_tensors(value)
+    if unsafe is not None and called is not None:
+        raise UnsafeError("unsafe-pickle", f"{file}: {name!r}: {called}", tensor=name, file=file)
+    unsafe, opaque = unsafe or called, opaque_within(value)
     if unsafe is not None:
         yield Diagnostic("unsafe-pickle", f"{name!r}: {unsafe}")
     elif opaque is not None:
@@ -219,8 +216,8 @@ def object_warnings(name: str, value: object, file: str) -> Iterator[Diagnostic]
         yield Diagnostic("opaque", f"{name!r} holds a {opaque}, unknown to ema_ckpt{lost}")
 
 
-def _caller_of_tensors(value: object) -> Opaque | None:
-    """Find something that unpickling would call with a tensor in its arguments or state."""
+def called_with_tensors(value: object) -> str | None:
+    """Describe what unpickling would call with a tensor in its arguments or state, if anything."""
     seen: set[tuple[int, bool]] = set()
     todo: list[tuple[object, Opaque | None]] = [(value, None)]
     while todo:
@@ -229,7 +226,7 @@ def _caller_of_tensors(value: object) -> Opaque | None:
             continue
         seen.add((id(inner), caller is None))
         if isinstance(inner, TensorRef) and caller is not None:
-            return caller
+            return f"unpickling the tensors in it would call {caller.module}.{caller.name}"
         if isinstance(inner, Opaque) and inner.called:
             caller = inner
         todo += [(part, caller) for part in parts_of(inner)]
@@ -262,7 +259,7 @@ def load_inline(item: Object) -> object:
     Raises:
         UnsafeError: `unsafe-pickle` if unpickling it would run code.
     """
-    unsafe = unsafe_within(item.inline)
+    unsafe = unsafe_within(item.inline) or called_with_tensors(item.inline)
     if unsafe is not None:
         message = f"{item.file}: object {item.name!r}: {unsafe}"
         raise UnsafeError("unsafe-pickle", message, tensor=item.name, file=item.file)

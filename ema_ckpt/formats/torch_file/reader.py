@@ -224,12 +224,21 @@ def read_leaves(content: Content) -> tuple[list[tuple[Path, object]], Nesting]:
             kind, remedy = f"a pickled {root.module}.{root.name}", "; save its state_dict()"
         message = f"{file}: holds {kind}, not a dict of tensors{remedy}"
         raise SourceError("unsupported", message, file=file)
+    leaves, nesting = flat_leaves(content)
+    return [(path, value) for path, value in leaves if path], nesting
+
+
+def flat_leaves(content: Content) -> tuple[list[tuple[Path, object]], Nesting]:
+    """List the leaves of whatever a torch file holds; that of a bare value has the path ().
+
+    Raises:
+        SourceError: `unsupported`, `name-collision`.
+    """
     try:
         # Each thing that is stored takes a byte of the pickle at least.
-        leaves, nesting = flatten(root, is_tensor, content.nbytes + 64)
+        return flatten(content.root, is_tensor, content.nbytes + 64)
     except SourceError as error:
-        raise about(error, file=file) from None
-    return [(path, value) for path, value in leaves if path], nesting
+        raise about(error, file=content.archive.file) from None
 
 
 def _digests(archive: Archive, tensors: Sequence[Tensor]) -> Mapping[str, int]:

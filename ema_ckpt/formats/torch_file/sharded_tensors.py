@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeGuard
 
-from ema_ckpt.core.box import Box, MeshCut, placement_box
+from ema_ckpt.core.box import Box, MeshCut, placement_box, unravel
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque
@@ -125,11 +125,7 @@ def _coordinate(mesh: Fields, sizes: Ints) -> Ints | None:
         ranks, rank = mesh.get("_flatten_mesh_list"), mesh.get("_rank")
         if not isinstance(ranks, tuple) or rank not in ranks or len(ranks) != prod(sizes):
             return None
-        index, unraveled = ranks.index(rank), []
-        for size in reversed(sizes):
-            index, position = divmod(index, size)
-            unraveled.append(position)
-        return tuple(reversed(unraveled))
+        return unravel(ranks.index(rank), sizes)
     coordinate = _ints(recorded)
     if not Box(coordinate, (1,) * len(coordinate)).fits(sizes):
         raise _unsupported(f"a rank stands at {list(coordinate)} of a mesh of {list(sizes)}")

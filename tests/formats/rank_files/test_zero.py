@@ -150,3 +150,22 @@ def test_frozen_weights_that_are_cut_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ema_ckpt.EmaCkptError, match="frozen weight 'f'") as caught:
         ema_ckpt.inspect(tmp_path)
     assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_what_nothing_counts_is_never_a_whole(tmp_path: Path, stage: int, lost: int) -> None:
+    """Files that do not say how many there were, one of them missing: no piece has a place."""
+    save(tmp_path, stage, 3)
+    for file in sorted(tmp_path.glob("*optim_states.pt")):
+        state = torch.load(file, weights_only=False)
+        del state["optimizer_state_dict"]["partition_count"]
+        torch.save(state, file)
+    (tmp_path / f"zero_pp_rank_{lost}_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(ema_ckpt.EmaCkptError) as caught:
+        ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
+    assert caught.value.code == "incomplete"
+    seen = ema_ckpt.inspect(tmp_path)
+    assert seen.tensors == ()
+    assert "incomplete" in {warning.code for warning in seen.warnings}
+    assert ema_ckpt.verify(tmp_path).status == "damaged"

@@ -438,11 +438,19 @@ def rewrite_header(path: Path, change) -> None:
     path.write_bytes(raw_file(header, image[8 + nbytes :]))
 
 
+def without_description(header: dict) -> None:
+    """As a record of ema_ckpt before it said of what tensors it is."""
+    record = json.loads(header["__metadata__"]["ema_ckpt"])
+    del record["describes"]
+    header["__metadata__"]["ema_ckpt"] = json.dumps(record)
+
+
 def test_a_digest_of_another_dtype_is_damage(tmp_path):
     tensors = {"w": torch.arange(6, dtype=torch.float16)}
     path = tmp_path / "m.safetensors"
     write(lay_out(entries(tensors)), path, tensors)
     rewrite_header(path, lambda header: header["w"].update(dtype="BF16"))
+    rewrite_header(path, without_description)
     with pytest.raises(
         SourceError, match=r"'w' is bfloat16 \[6\], but its digest was taken of float16"
     ) as caught:
@@ -455,9 +463,74 @@ def test_a_lost_tensor_is_noticed_by_its_digest(tmp_path):
     path = tmp_path / "m.safetensors"
     write(lay_out(entries(tensors)), path, tensors)
     rewrite_header(path, lambda header: header.pop("lost"))
+    rewrite_header(path, without_description)
     with pytest.raises(SourceError, match="'lost'") as caught:
         open_one(path)
     assert caught.value.code == "index-mismatch"
+
+
+EDITS = {
+    "renamed": lambda tensors: {f"new.{name}": tensor for name, tensor in tensors.items()},
+    "cast": lambda tensors: {name: tensor.half() for name, tensor in tensors.items()},
+    "one left out": lambda tensors: dict([*tensors.items()][1:]),
+    "one more": lambda tensors: {**tensors, "model.more": torch.ones(2)},
+    "another shape": lambda tensors: {**tensors, "model.a": tensors["model.a"].t().contiguous()},
+    "other values": lambda tensors: {name: tensor + 1 for name, tensor in tensors.items()},
+    "exchanged": lambda tensors: {
+        **tensors,
+        "model.b": tensors["ema.weights.b"],
+        "ema.weights.b": tensors["model.b"],
+    },
+}
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+def test_another_program_changes_the_tensors_and_keeps_the_record(tmp_path, edit, is_directory):
+    """As `save_file(changed, path, metadata=f.metadata())` does: noticed, and read for what it is now."""
+    tree = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+    average = {
+        "weights": {name: tensor + 0.5 for name, tensor in tree.items()},
+        "num_updates": torch.tensor(2),
+    }
+    torch.save({"model": tree, "ema": average}, tmp_path / "source.pt")
+    path = tmp_path / "ours.safetensors"
+    if is_directory:
+        ema_ckpt.convert(tmp_path / "source.pt", tmp_path / "ours", to="safetensors")
+        path = tmp_path / "ours" / "model.safetensors"
+    else:
+        ema_ckpt.convert(tmp_path / "source.pt", path)
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(path)
+    changed = EDITS[edit](tensors)
+    safetensors.torch.save_file(changed, path, metadata)
+    named = path.parent if is_directory else path
+    seen = ema_ckpt.verify(named)
+    if edit in ("other values", "exchanged"):
+        assert seen.status == "damaged"
+        assert {problem.code for problem in seen.problems} == {"checksum"}
+        return
+    assert seen.status == "unproven"
+    assert "stale-file" in {warning.code for warning in seen.warnings}
+    with ema_ckpt.open(named) as ckpt:
+        assert set(ckpt) == set(changed)
+        for name, tensor in changed.items():
+            assert torch.equal(ckpt[name], tensor)
+
+
+def test_another_program_that_changes_no_tensor_is_not_noticed(tmp_path):
+    torch.save({"model": {"a": torch.ones(2, 3)}, "step": 3}, tmp_path / "source.pt")
+    path = tmp_path / "ours.safetensors"
+    ema_ckpt.convert(tmp_path / "source.pt", path)
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(tensors, path, {**metadata, "author": "me"})
+    seen = ema_ckpt.verify(path)
+    assert (seen.status, seen.warnings) == ("sound", ())
+    with ema_ckpt.open(path) as ckpt:
+        assert ckpt.objects["step"] == 3
 
 
 def test_a_record_of_a_later_version_is_left_alone_with_a_warning(tmp_path):

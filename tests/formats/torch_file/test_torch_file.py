@@ -10,6 +10,7 @@ import random
 import struct
 import subprocess
 import sys
+import warnings
 import zipfile
 import zlib
 from collections import OrderedDict, defaultdict
@@ -326,15 +327,24 @@ def test_a_call_whose_result_is_thrown_away_is_refused(tmp_path, form):
     assert caught.value.code == "unsafe-pickle"
 
 
-@pytest.mark.parametrize("call", [(os.system,), (nameless,)], ids=["executor", "unlisted"])
-def test_nothing_is_called_on_the_way_to_a_tensor(tmp_path, call):
-    for value in (
-        {"w": Hostile(*call, torch.ones(2))},
-        {"a": {"b": [Hostile(*call, {"w": torch.ones(2)})]}},
-    ):
-        with pytest.raises(UnsafeError) as caught:
-            saved(tmp_path, value)
-        assert caught.value.code == "unsafe-pickle"
+BELOW_A_CALL = {
+    "tensor": lambda call: {"w": Hostile(call, torch.ones(2))},
+    "dict": lambda call: {"a": {"b": [Hostile(call, {"w": torch.ones(2)})]}},
+}
+
+
+@pytest.mark.parametrize("form", BELOW_A_CALL)
+def test_nothing_is_called_on_the_way_to_a_tensor(tmp_path, form):
+    with pytest.raises(UnsafeError) as caught:
+        saved(tmp_path, BELOW_A_CALL[form](os.system))
+    assert caught.value.code == "unsafe-pickle"
+    # A function that is not known to run code: the tensors under it are none, and all else is read.
+    catalog = saved(tmp_path, {**BELOW_A_CALL[form](nameless), "plain": torch.ones(3)})
+    assert [tensor.name for tensor in catalog.tensors] == ["plain"]
+    assert [warning.code for warning in catalog.warnings] == ["unsafe-pickle"]
+    with pytest.raises(UnsafeError, match="would call") as caught:
+        catalog.reader.load(catalog.objects[0])
+    assert caught.value.code == "unsafe-pickle"
 
 
 def test_a_hostile_root_is_refused(tmp_path):
@@ -709,3 +719,49 @@ def test_a_file_above_four_gigabytes(tmp_path):
     assert [tensor.nbytes for tensor in opened(path).tensors] == [2**32 + 8, 16]
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
+
+
+def rebuilt(tensor: torch.Tensor, number: int) -> tuple[torch.Tensor, int]:
+    return tensor, number
+
+
+class Rebuilt:
+    """An object that pickles as a call of a function with a tensor, as wrappers of tensors do."""
+
+    def __reduce__(self):
+        return rebuilt, (torch.ones(3), 4)
+
+
+def jagged() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor(
+            [torch.arange(3.0), torch.arange(2.0)], layout=torch.jagged
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "code"), [(jagged, "unsupported"), (Rebuilt, "unsafe-pickle")], ids=["jagged", "call"]
+)
+def test_what_is_not_read_is_refused_only_where_it_is_selected(tmp_path, value, code):
+    path, weights = tmp_path / "run.pt", {"w": torch.arange(3.0)}
+    torch.save({"model": weights, "extra": {"x": value()}}, path)
+    assert code in {warning.code for warning in ema_ckpt.inspect(path).warnings}
+    ema_ckpt.consolidate(path, tmp_path / "out.pt", tree="model")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["w"], weights["w"])
+    with ema_ckpt.open(path) as ckpt:
+        assert torch.equal(ckpt["model.w"], weights["w"])
+    for name in ("all.pt", "all.safetensors"):
+        with pytest.raises(EmaCkptError, match=r"extra\.x") as caught:
+            ema_ckpt.convert(path, tmp_path / name)
+        assert caught.value.code == code
+    ema_ckpt.convert(path, tmp_path / "rest.pt", exclude=["extra.x"])
+    assert ema_ckpt.verify(tmp_path / "rest.pt").status == "sound"
+
+
+def test_what_consolidate_does_not_take_is_said(tmp_path):
+    torch.save({"model": {"w": torch.ones(2)}, "extra": Rebuilt()}, tmp_path / "run.pt")
+    written = ema_ckpt.consolidate(tmp_path / "run.pt", tmp_path / "out.pt")
+    (skipped,) = written.skipped
+    assert skipped.name == "extra"
+    assert "unpickling the tensors in it would call" in skipped.reason
