@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _BLOCK_NBYTES = 1792 << 10
 _REMOTE_BLOCK_NBYTES = 8 << 20
 _LEAST_BLOCK_NBYTES = 16 << 10
-_GATHERED_NBYTES = 48 << 20
 
 
 class WriterArgs(TypedDict, total=False):
@@ -143,7 +142,7 @@ class WriteOptions:
     def gathered_nbytes(self, remote: bool, workers: int) -> int:
         """Bytes of one block that takes a little of every row of a file, as transposing does.
 
-        All workers' blocks have 48 MiB by default, and otherwise half of the budget.
+        All workers' blocks have half of the budget: the more there is, the faster it goes.
         """
-        total = self.budget_nbytes // 2 if self.budget_nbytes else _GATHERED_NBYTES
-        return max(total // workers, self.block_nbytes(remote, workers)) & ~15
+        share = self.budget(remote) // (2 * workers)
+        return max(share, self.block_nbytes(remote, workers)) & ~15
