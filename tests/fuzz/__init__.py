@@ -1,0 +1,1 @@
+"""Fuzzing of every parser; see run.py."""

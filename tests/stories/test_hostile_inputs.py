@@ -1,0 +1,135 @@
+"""Inputs of a few bytes that promise much, and a machine that refuses: soon, in one line, never a wrong verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import dcp_at
+
+REPO = Path(__file__).parents[2]
+FAR = "__1000000000000000000_0.distcp"
+
+
+def command(*words: object, **how: object) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "ema_ckpt", *map(str, words)]
+    return subprocess.run(
+        argv, cwd=REPO, capture_output=True, text=True, timeout=120, check=False, **how
+    )
+
+
+def one_line(ended: subprocess.CompletedProcess[str]) -> bool:
+    errors = [line for line in ended.stderr.splitlines() if not line.startswith("Warning: ")]
+    return len(errors) == 1 and errors[0].startswith("Error: ") and len(errors[0]) < 5000
+
+
+# ---------------------------------------------------------------- ranks that a name promises
+
+
+@pytest.fixture
+def far_rank(tmp_path: Path) -> Path:
+    """A complete checkpoint whose only data file is said to be of rank 10^18."""
+    path = dcp_at(tmp_path / "far")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    places = metadata.storage_data
+    metadata.storage_data = {k: replace(v, relative_path=FAR) for k, v in places.items()}
+    (path / "__0_0.distcp").rename(path / FAR)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_ranks_are_not_made_up(options: tuple[str, ...], far_rank: Path, tmp_path: Path) -> None:
+    ended = command("convert", far_rank, tmp_path / "out", "--to", "dcp", *options)
+    assert ended.returncode == 2
+    assert one_line(ended), ended.stderr
+    assert "give --world-size" in ended.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_given_world_size_or_another_format_goes(far_rank: Path, tmp_path: Path) -> None:
+    for words in (("--to", "dcp", "--world-size", "2"), ("--to", "safetensors")):
+        out = tmp_path / words[1]
+        assert command("convert", far_rank, out, *words).returncode == 0
+        assert command("verify", out, "--against", far_rank).returncode == 0
+
+
+# ---------------------------------------------------------------- views that expand
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A tensor of 2^40 elements that is stored as one."""
+    state = {"model": {"w": torch.zeros(1).expand(2**40), "b": torch.ones(3)}}
+    torch.save(state, tmp_path / "wide.pt")
+    return tmp_path / "wide.pt"
+
+
+@pytest.mark.parametrize("verb", ["consolidate", "convert", "diff"])
+def test_an_expanded_view_is_refused_soon(verb: str, wide: Path, tmp_path: Path) -> None:
+    other = wide if verb == "diff" else tmp_path / "out.safetensors"
+    ended = command(verb, wide, other)
+    assert ended.returncode == 2
+    assert one_line(ended), ended.stderr
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [((), 0), (("--values",), 0), (("--quick",), 0), (("--against", ""), 3)]
+)
+def test_an_expanded_view_is_verified_by_what_is_stored(
+    options: tuple[str, ...], code: int, wide: Path
+) -> None:
+    """Bytes that are not read are not proven, and never called damaged."""
+    words = [word or str(wide) for word in options]
+    ended = command("verify", wide, *words, "--json")
+    assert ended.returncode == code
+    assert not json.loads(ended.stdout)["problems"]
+
+
+def test_the_rest_beside_an_expanded_view_is_written(wide: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rest.pt"
+    assert command("consolidate", wide, out, "--exclude", "w").returncode == 0
+    assert torch.equal(torch.load(out, weights_only=True)["b"], torch.ones(3))
+
+
+# ---------------------------------------------------------------- a machine that refuses
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
+@pytest.mark.parametrize("verb", ["verify", "verify --quick", "inspect"])
+def test_a_shard_that_may_not_be_read_is_no_damage(verb: str, tmp_path_factory) -> None:
+    folder = Path("/tmp") / f"ema-ckpt-nobody-{os.getpid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    try:
+        path = dcp_at(folder / "c")
+        for place in (path, *path.iterdir()):
+            place.chmod(0o755)
+        (path / "__0_0.distcp").chmod(0)
+        name, *options = verb.split()
+        code = (
+            "import os, sys; from ema_ckpt.cli.main import script\n"
+            "import ema_ckpt.cli.commands, ema_ckpt.ops.verify, ema_ckpt.ops.consolidate, ema_ckpt.ops.diff, ema_ckpt.ops.inspect\n"
+            "import ema_ckpt.formats.dcp.reader, ema_ckpt.formats.torch_file.writer, ema_ckpt.cli.output, ema_ckpt.cli.progress\n"
+            "os.setgroups([]); os.setgid(65534); os.setuid(65534); os.chdir('/')\n"
+            "script()"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code, name, path, *options],
+            cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        assert "damaged" not in ended.stdout
+        assert "Permission denied" in ended.stderr
+    finally:
+        shutil.rmtree(folder)
