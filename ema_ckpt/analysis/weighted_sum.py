@@ -46,8 +46,7 @@ def blended_dtype(dtypes: Sequence[DType]) -> DType:
 class WeightedSum:
     """The sums as files, one for each tensor, and as the reader of the catalog that holds them.
 
-    With `verify` every source's storages are compared with their checksums; `finish_state` does
-    what is left of that.
+    With `verify` every source's storages are compared with their checksums.
 
     Attributes:
         overflow: number of finite sums that became infinite in their stored type so far, by name.
@@ -76,6 +75,13 @@ class WeightedSum:
             source = part.catalog.source
             self._verifiers.setdefault(id(source), ChecksumVerifier(source, self._verify))
         return tensor
+
+    def require_full_read(self, name: str) -> None:
+        """Have the terms of a sum compared as a whole."""
+        for part in self._sums[name][1]:
+            verifier = self._verifiers[id(part.catalog.source)]
+            for payload in part.catalog.reader.payloads(part.tensor):
+                verifier.require_full_read(part.tensor.name, payload)
 
     def finish_state(self) -> None:
         """Check storages of which only a part was read. Raises SourceError `checksum`."""

@@ -14,6 +14,7 @@ from ema_ckpt.cli.name_columns import elide, wrap
 from ema_ckpt.cli.output import clean, markup, terminal
 from ema_ckpt.core.text import counted
 from ema_ckpt.ops.results.diff import DiffResult, DiffTensor
+from ema_ckpt.ops.results.quantized import QuantizedEntry
 
 _DEPTH = 3
 _MAX_CHILDREN = 40
@@ -35,8 +36,9 @@ _NO_VALUES = "0, 0"
 def print_diff(result: DiffResult, top: int) -> None:
     """Print a summary, the findings, the modules and the `top` tensors by relative L2."""
     console = terminal()
-    console.print(f"a: tree {markup(repr(result.tree_a))} of {markup(result.resolved_a)}")
-    console.print(f"b: tree {markup(repr(result.tree_b))} of {markup(result.resolved_b)}")
+    a, b = _as_values(result.dequantized_a), _as_values(result.dequantized_b)
+    console.print(f"a: tree {markup(repr(result.tree_a))} of {markup(result.resolved_a)}{a}")
+    console.print(f"b: tree {markup(repr(result.tree_b))} of {markup(result.resolved_b)}{b}")
     console.print(wrap(summary_line(result), console.width))
     for finding in result.findings:
         colour = "cyan" if finding.code in _INFORMATION else "yellow"
@@ -51,6 +53,14 @@ def print_diff(result: DiffResult, top: int) -> None:
         console.print()
         for line in top_lines(result.tensors, top, console.width):
             console.print(line)
+
+
+def _as_values(weights: Sequence[QuantizedEntry] | None) -> str:
+    """Say that quantised weights were compared as values, and of which schemes."""
+    if not weights:
+        return ""
+    schemes = ", ".join(dict.fromkeys(weight.scheme for weight in weights))
+    return f"; {counted(len(weights), 'quantised weight')} ({schemes}) as values"
 
 
 def summary_line(result: DiffResult) -> str:

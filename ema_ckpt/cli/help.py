@@ -16,7 +16,7 @@ OPTION_GROUPS = (
     ("How to average", "sigma_rel weights sigma_rels steps scheme"),
     ("What to compare", "quick manifest check values rtol atol"),
     ("Names and layouts", "rules rule_values inverse rename keep_prefixes expand_ties"),
-    ("Casting", "dtype keep_dtype"),
+    ("Casting", "dtype keep_dtype dequantize"),
     ("Output", "to world_size max_shard_size basename html"),
     ("Safety", "dry_run overwrite resume strict no_verify no_fsync"),
     ("Speed and memory", "threads max_memory distributed"),

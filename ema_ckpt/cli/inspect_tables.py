@@ -41,6 +41,7 @@ def print_inspected(
     console = terminal()
     if tree is not None:
         result = narrow(result, tree)
+    result = with_weights(result)
     _print_head(console, result)
     if shards:
         for line in shard_lines(result.tensors):
@@ -51,6 +52,30 @@ def print_inspected(
         console.print("objects" if values else "objects (values are not read from a URL)")
         for line in object_lines([item.name for item in result.objects], values):
             console.print(escape("  " + wrap(line, console.width - 2, "      ")))
+
+
+def with_weights(result: InspectResult) -> InspectResult:
+    """Show each quantised weight as one tensor of its values' shape, in place of its parts."""
+    stored = {tensor.name: tensor for tensor in result.tensors}
+    shown, hidden = dict[str, TensorEntry](), set[str]()
+    for weight in result.quantized or ():
+        # The parts of a tensor subclass are not listed.
+        codes = stored.get(weight.parts["codes"]) or stored[weight.name]
+        head = codes.name[: len(codes.name) - len(codes.fqn)]
+        sizes = [stored[name].nbytes for name in weight.parts.values() if name in stored]
+        shown[codes.name] = replace(
+            codes,
+            name=weight.name,
+            fqn=weight.name.removeprefix(head),
+            shape=weight.shape,
+            dtype=f"{codes.dtype} ({weight.scheme})",
+            nbytes=sum(sizes) if sizes else codes.nbytes,
+        )
+        hidden.update(weight.parts.values())
+    tensors = [
+        shown.get(t.name, t) for t in result.tensors if t.name in shown or t.name not in hidden
+    ]
+    return replace(result, tensors=tuple(tensors))
 
 
 def _print_head(console: Console, result: InspectResult) -> None:

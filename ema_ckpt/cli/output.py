@@ -88,15 +88,24 @@ def print_written(result: WriteResult, style: Style) -> None:
 
 def print_changes(result: WriteResult) -> None:
     """Print what was renamed, filled, tied and skipped: the first of each, and a count."""
-    by_rules = [] if result.rules is None else list(rule_lines(result.rules))
-    told = set() if result.rules is None else {n for c in result.rules.changes for n in c.before}
-    renamed = [f"renamed {a} -> {b}" for a, b in result.renamed.items() if a not in told]
     ties = [f"tied {dropped} -> {kept}, stored once" for dropped, kept in result.ties.items()]
     filled = [f"filled {name} from the live tree" for name in result.filled]
     skipped = [f"skipped {item.name}: {item.reason}" for item in result.skipped]
-    for lines in (by_rules, renamed, ties, filled, skipped):
+    quantized = [f"dequantized {one.name} ({one.scheme})" for one in result.dequantized or ()]
+    for lines in (quantized, *_renamed(result), ties, filled, skipped):
         for line in _first(lines):
             print(fitted(clean(line), sys.stdout))
+
+
+def _renamed(result: WriteResult) -> tuple[list[str], list[str]]:
+    """Return what rules changed, and what was renamed beside that, a line each."""
+    by_rules: list[str] = []
+    told: set[str] = set()
+    if result.rules is not None:
+        by_rules += rule_lines(result.rules)
+        told = {name for change in result.rules.changes for name in change.before}
+    renamed = [f"renamed {a} -> {b}" for a, b in result.renamed.items() if a not in told]
+    return by_rules, renamed
 
 
 def rule_lines(rules: AppliedRules) -> Iterator[str]:

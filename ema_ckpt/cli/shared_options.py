@@ -150,6 +150,7 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
     option = click.option
     match = "Write only matching names; `*` crosses dots. Repeatable."
     threads = "Maximum number of workers. Default: usable CPUs, at most 8."
+    dequantize = "Write weights with scales beside them as the values they stand for."
     dtype, dtypes = "Cast floating-point weights. Default: keep.", "keep|fp32|bf16|fp16"
     resume = "Keep the partial result if this run fails, and continue one that is there."
     options: list[Decorator] = [
@@ -162,6 +163,7 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Replace a prefix of names. Repeatable.",
         ),
         choice_option("--dtype", dtypes, default="keep", help=dtype),
+        choice_option("--dequantize", "bf16|fp32", help=dequantize),
         option(
             "--keep-dtype",
             multiple=True,

@@ -127,6 +127,19 @@ class ItemKind(NamedTuple):
     sizes: Ints
 
 
+class Subclass(NamedTuple):
+    """A tensor subclass that consists of other tensors.
+
+    Attributes:
+        kind: module and name of the class. attributes: what it holds beside tensors, by name.
+        parts: the tensors inside, by name; no catalog lists them.
+    """
+
+    kind: str
+    attributes: Mapping[str, object]
+    parts: Mapping[str, Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A stored tensor.
@@ -137,6 +150,7 @@ class Tensor:
         storage: equal for tensors that share memory, if the source records it (torch files).
         refusal: why no verb can read it, if so; `coverage.prove` raises it. Shape and dtype are
             then what is recorded of them, and no chunk has bytes.
+        subclass: what a refused tensor consists of, where that can be read.
     """
 
     name: str
@@ -146,6 +160,7 @@ class Tensor:
     chunks: tuple[Chunk, ...]
     storage: tuple[object, ...] | None = None
     refusal: Diagnostic | None = None
+    subclass: Subclass | None = None
     # Set by `coverage.prove`, which several stages call for the same tensor, and by
     # `coverage.between_rows`.
     proven_chunks: tuple[int, ...] | None = field(

@@ -345,7 +345,11 @@ def _relocate_tensor(part: _Part, tensor: Tensor, reader: JoinedReader) -> Tenso
         chunks = tuple(chunk._replace(file=part.directory + chunk.file) for chunk in chunks)
     # Equal keys mean shared memory, so those of different parts must differ.
     storage = None if tensor.storage is None else (part.directory, *tensor.storage)
-    return replace(tensor, name=name, path=path, chunks=chunks, storage=storage)
+    subclass = tensor.subclass
+    if subclass is not None:
+        inner = {key: _relocate_tensor(part, one, reader) for key, one in subclass.parts.items()}
+        subclass = subclass._replace(parts=inner)
+    return replace(tensor, name=name, path=path, chunks=chunks, storage=storage, subclass=subclass)
 
 
 def _relocate_object(part: _Part, item: Object, reader: JoinedReader) -> Object:

@@ -14,6 +14,7 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, OPTIMIZER, TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, parse_size, shown
 from ema_ckpt.discovery.opening import opened
+from ema_ckpt.ops.dequantize import dequantize
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects, unsupported_metadata
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_one
@@ -60,7 +61,8 @@ def consolidate(
     options = WriteOptions.parse(args)
     output = _output_of(out, parse_size(max_shard_size), basename)
     with opened(path) as opened_catalog:
-        catalog = listed(opened_catalog, options)
+        values = dequantize(opened_catalog, options)
+        catalog = listed(values.catalog, options)
         trees = list_trees(catalog)
         catalog = warn_of_hidden(catalog, trees)
         given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
@@ -74,6 +76,7 @@ def consolidate(
         selection = select_tree(ruled.tree, options.selection, ruled.filled or None)
         renamed, rules = ruled.changed_names(selection)
         skipped = [
+            *values.skipped,
             *ruled.skipped,
             *unknown_objects(catalog),
             *(Skipped.tensor(tensor, tensor.name, "not averaged") for tensor in picked.left_out),
@@ -82,7 +85,7 @@ def consolidate(
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in selection.entries))
         warnings = [*catalog.warnings, *ema_warnings(catalog, whole, live, filled)]
-        warnings += ruled.warnings
+        warnings += [*ruled.warnings, *values.warnings()]
         plan, ties = plan_for(output, catalog, selection.entries, expand_ties=options.expand_ties)
         job = PlannedWrite(
             catalog,
@@ -98,6 +101,7 @@ def consolidate(
             ties=ties,
             skipped=skipped,
             warnings=warnings,
+            dequantized=values.entries((e.source for e in selection.entries), catalog.made_from),
         )
         return finish(job, options)
 

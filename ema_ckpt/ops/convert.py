@@ -14,6 +14,7 @@ from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.formats.nesting import moved
+from ema_ckpt.ops.dequantize import dequantize
 from ema_ckpt.ops.files_beside import needed_files
 from ema_ckpt.ops.object_plan import left_out, plan_objects, rank_keyed, refuse_skipped
 from ema_ckpt.ops.results.write import Skipped, WriteResult
@@ -99,7 +100,8 @@ def _transfer(
     """Write all trees, or those of `tree`; `strip` drops wrapper prefixes."""
     started = time.perf_counter()
     with opened(path) as opened_catalog:
-        ruled = rule_all(options.rules, listed(opened_catalog, options))
+        values = dequantize(opened_catalog, options)
+        ruled = rule_all(options.rules, listed(values.catalog, options))
         trees, named = ruled.trees, [tree] if isinstance(tree, str) else [*tree]
         catalog = warn_of_hidden(ruled.catalog, trees, named) if named else ruled.catalog
         selection = select_all(catalog, trees, options.selection, named, strip=strip)
@@ -108,6 +110,7 @@ def _transfer(
         tensors, unfit = _fitting(selection.entries, output.form)
         copied = needed_files(catalog, output.format, output.is_directory)
         skipped = [
+            *values.skipped,
             *ruled.skipped,
             *objects.skipped,
             *unfit,
@@ -115,7 +118,7 @@ def _transfer(
         ]
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in tensors))
-        warnings = [*catalog.warnings, *ruled.warnings, *objects.warnings]
+        warnings = [*catalog.warnings, *values.warnings(copied), *ruled.warnings, *objects.warnings]
         split: list[bool] = []
         if output.form == "dcp":
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]
@@ -143,6 +146,7 @@ def _transfer(
             copied=copied,
             skipped=skipped,
             warnings=warnings,
+            dequantized=values.entries((tensor.source for tensor in tensors), catalog.made_from),
         )
         return finish(job, options)
 

@@ -13,10 +13,12 @@ from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
 from ema_ckpt.core.catalog import Catalog, Diagnostic
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import default_budget, parse_budget, parse_workers
+from ema_ckpt.ops.dequantize import described
 from ema_ckpt.ops.diff_findings import ComparedTrees, find_all
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.object_plan import unknown_objects
 from ema_ckpt.ops.results.diff import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
+from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
@@ -227,6 +229,12 @@ def _warnings(a: Catalog, b: Catalog) -> Iterator[Diagnostic]:
             yield replace(warning, message=f"{catalog.resolved}: {warning.message}")
 
 
+def _compared_values(side: Side) -> tuple[QuantizedEntry, ...] | None:
+    """Describe the quantised weights of a side's tree, which were compared as values."""
+    names = {tensor.name for tensor in side.tree.weights.values()}
+    return described([weight for weight in side.quantized if weight.name in names])
+
+
 def _result(compared: ComparedTrees) -> DiffResult:
     a, b, pairing = compared.a, compared.b, compared.pairing
     total = PairStats.total(list(compared.stats.values()))
@@ -267,6 +275,8 @@ def _result(compared: ComparedTrees) -> DiffResult:
         tensors=tuple(tensors),
         summary=DiffSummary(total.rel_l2, total.largest, total.cosine, total.changed),
         findings=find_all(compared),
+        dequantized_a=_compared_values(a),
+        dequantized_b=_compared_values(b),
     )
     object.__setattr__(result, "pair_stats", compared.stats)  # the class is frozen
     return result

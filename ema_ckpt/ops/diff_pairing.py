@@ -13,7 +13,9 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
+from ema_ckpt.ops.dequantize import with_real_values
 from ema_ckpt.ops.suggest import suggested_command
+from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
@@ -21,11 +23,16 @@ from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees,
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a comparison: a checkpoint, the tree that is compared, and all its trees."""
+    """One side of a comparison: a checkpoint, the tree that is compared, and all its trees.
+
+    Attributes:
+        quantized: weights that are compared as the values they stand for.
+    """
 
     catalog: Catalog
     tree: Tree
     trees: Sequence[Tree]
+    quantized: Sequence[QuantizedTensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +59,10 @@ def open_sides(
     """
     command = suggested_command("diff", path, *(() if other is None else (other,)))
     with ExitStack() as undo:
-        catalog_a = catalog_b = open_catalog(path)
-        undo.callback(catalog_a.source.close)
+        stored = open_catalog(path)
+        undo.callback(stored.source.close)
+        values_a = values_b = with_real_values(stored)
+        catalog_a = catalog_b = values_a.catalog
         trees_a = trees_b = list_trees(catalog_a)
         catalog_a = catalog_b = warn_of_hidden(catalog_a, trees_a)
         if tree is None:
@@ -63,14 +72,16 @@ def open_sides(
         if other is None:
             b = tree_beside(catalog_a, trees_a, a, against)
         else:
-            catalog_b = open_catalog(other)
-            undo.callback(catalog_b.source.close)
+            stored = open_catalog(other)
+            undo.callback(stored.source.close)
+            values_b = with_real_values(stored)
+            catalog_b = values_b.catalog
             trees_b = list_trees(catalog_b)
             catalog_b = warn_of_hidden(catalog_b, trees_b)
             b = tree_of_other(trees_b, tree, against, command, catalog_b.resolved)
         sides = (
-            Side(catalog_a, _with_names_of(b, catalog_a, a), trees_a),
-            Side(catalog_b, _with_names_of(a, catalog_b, b), trees_b),
+            Side(catalog_a, _with_names_of(b, catalog_a, a), trees_a, values_a.weights),
+            Side(catalog_b, _with_names_of(a, catalog_b, b), trees_b, values_b.weights),
         )
         undo.pop_all()
     return sides

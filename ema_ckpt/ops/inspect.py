@@ -10,9 +10,12 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
+from ema_ckpt.ops.dequantize import described
 from ema_ckpt.ops.object_values import object_values
 from ema_ckpt.ops.open import tree_entry
 from ema_ckpt.ops.results.inspect import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
+from ema_ckpt.ops.results.quantized import QuantizedEntry
+from ema_ckpt.reading.quantized.recognise import recognise
 from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.state_dicts.ema_health import check_averages
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
@@ -57,6 +60,7 @@ def inspect_with_values(
         warnings += check_averages(catalog, trees)
         picked = trees if tree is None else find_trees(trees, tree, catalog.resolved)
         globs = (match,) if isinstance(match, str) else tuple(match)
+        selected = select_tensors(catalog, picked, globs)
         result = InspectResult(
             path=catalog.path,
             resolved=catalog.resolved,
@@ -65,11 +69,19 @@ def inspect_with_values(
             nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
             trees=tuple(map(tree_entry, trees)),
             ema={t.name: ema_settings(catalog, t, warnings) for t in trees if t.role == EMA},
-            tensors=tuple(_tensor_entries(trees, select_tensors(catalog, picked, globs))),
+            tensors=tuple(_tensor_entries(trees, selected)),
             objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
             warnings=tuple(warnings),
+            quantized=_quantized(catalog, selected),
         )
         return result, object_values(catalog, most_objects)
+
+
+def _quantized(catalog: Catalog, selected: Iterable[Tensor]) -> tuple[QuantizedEntry, ...] | None:
+    """Describe the quantised weights whose codes are among the tensors."""
+    names = {tensor.name for tensor in selected}
+    weights = recognise(catalog, lenient=True).tensors
+    return described([weight for weight in weights if weight.place in names])
 
 
 def damage(catalog: Catalog) -> Iterator[Diagnostic]:

@@ -103,7 +103,7 @@ def synthesize(
     flags = suggested_options({**profile, **picked, **sizes, **args}, synthesize.__kwdefaults__)
     command = suggested_command("synthesize", *snapshots, out)
     names = (tree,) if isinstance(tree, str) else tree
-    opened_snapshots = open_snapshots(paths, names, (command, flags))
+    opened_snapshots = open_snapshots(paths, names, (command, flags), options)
     try:
         factors, doubts = weights_for(
             opened_snapshots,
@@ -144,7 +144,7 @@ def _write(
     skipped = dict.fromkeys(ruled.skipped)
     for snapshot in snapshots:
         check_sources(snapshot.catalog, snapshot.tree.weights.values())
-        skipped |= dict.fromkeys(unknown_objects(snapshot.catalog))
+        skipped |= dict.fromkeys([*snapshot.values.skipped, *unknown_objects(snapshot.catalog)])
     refuse_skipped(list(skipped), options.strict)
     split = [bool(tensor.source.shape) for tensor in selection.entries]
     plan, _ = plan_for(output, catalog, selection.entries, split=split)
@@ -161,7 +161,8 @@ def _write(
         renamed=renamed,
         rules=rules,
         skipped=list(skipped),
-        warnings=[*catalog.warnings, *warnings],
+        warnings=[*catalog.warnings, *warnings, *snapshots[-1].values.warnings()],
+        dequantized=snapshots[-1].values.entries(last.weights.values(), {}),
         read_paths=resolved,
     )
     result = finish(job, options)

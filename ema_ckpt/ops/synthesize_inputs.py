@@ -22,19 +22,26 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.locate import select_steps
 from ema_ckpt.discovery.opening import open_catalog
+from ema_ckpt.ops.dequantize import Dequantized, dequantize, refuse_unquantized
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees
+from ema_ckpt.writing.options import WriteOptions
 
 _POOR_MISMATCH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One average: a checkpoint, and the tree of it that is summed."""
+    """One average: a checkpoint, and the tree of it that is summed.
+
+    Attributes:
+        values: what was dequantised of it.
+    """
 
     catalog: Catalog
     tree: Tree
+    values: Dequantized
 
     @property
     def label(self) -> str:
@@ -91,7 +98,10 @@ def _check_choice(choice: StepChoice, paths: int) -> None:
 
 
 def open_snapshots(
-    paths: Sequence[str | os.PathLike[str]], names: Sequence[str], call: tuple[str, str]
+    paths: Sequence[str | os.PathLike[str]],
+    names: Sequence[str],
+    call: tuple[str, str],
+    options: WriteOptions,
 ) -> list[Snapshot]:
     """Open the trees `names` of each checkpoint, by default its only EMA.
 
@@ -101,17 +111,21 @@ def open_snapshots(
     Raises:
         UsageError: `ambiguous-tree`, `unknown-tree`. SourceError: as opening raises.
     """
-    command, options = call
+    command, flags = call
     snapshots = []
     with ExitStack() as undo:
         for path in paths:
-            catalog = open_catalog(path)
-            undo.callback(catalog.source.close)
+            stored = open_catalog(path)
+            undo.callback(stored.source.close)
+            values = dequantize(stored, options, required=False)
+            catalog = values.catalog
             trees = list_trees(catalog)
             catalog = warn_of_hidden(catalog, trees)
             picked = [find_tree(trees, name, catalog.resolved) for name in names]
-            picked = picked or [default_tree(trees, command, catalog.resolved, options)]
-            snapshots += [Snapshot(catalog, with_tied_names(catalog, tree)) for tree in picked]
+            picked = picked or [default_tree(trees, command, catalog.resolved, flags)]
+            snapshots += [Snapshot(catalog, with_tied_names(catalog, t), values) for t in picked]
+        if not any(snapshot.values.is_quantized for snapshot in snapshots):
+            refuse_unquantized(snapshots[-1].catalog, options)
         undo.pop_all()
     return snapshots
 

@@ -20,6 +20,7 @@ from ema_ckpt.core.errors import AccessError, EmaCkptError
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
+from ema_ckpt.ops.dequantize import as_written
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster, import_all
 from ema_ckpt.reading.digests import compute_digest, recorded_digest
@@ -58,7 +59,8 @@ def compare_with(
     """
     catalog = open_catalog(origin.path)
     try:
-        whole = with_dropped(catalog) if origin.rules is None else list_ties(catalog)
+        values = as_written(catalog, audit.catalog)
+        whole = with_dropped(values) if origin.rules is None else list_ties(values)
         trees = list_trees(whole)
         if origin.rules is not None:
             ruled = apply_rules(origin.rules, whole, trees)

@@ -20,6 +20,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.files_beside import copy_files
 from ema_ckpt.ops.object_plan import header_text, refuse_left_out
+from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.ops.results.write import AppliedRules, FileEntry, Skipped, WriteResult
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.directories import stamps_of
@@ -228,6 +229,7 @@ class PlannedWrite:
     skipped: Sequence[Skipped] = ()
     warnings: list[Diagnostic] = field(default_factory=list)
     read_paths: Sequence[str] = ()
+    dequantized: tuple[QuantizedEntry, ...] | None = None
 
     @property
     def sources(self) -> list[str]:
@@ -272,6 +274,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         warnings=(*job.warnings, *job.plan.warnings),
         dry_run=options.dry_run,
         rules=job.rules,
+        dequantized=job.dequantized,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ema_ckpt.core.catalog import Files, Payload
 from ema_ckpt.core.crc import combine_crcs, crc32
@@ -45,11 +45,48 @@ def range_crc(source: Files, file: str, offset: int, nbytes: int, block: memoryv
     return crc
 
 
+@runtime_checkable
+class ComputedFiles(Protocol):
+    """Files that are computed as they are read, and find out things on the way."""
+
+    def require_full_read(self, name: str) -> None:
+        """Have all that a file is computed from compared, whether it is read or not."""
+        ...
+
+    def finish_state(self) -> None:
+        """Compare what was read only in part. Raises SourceError `checksum`."""
+        ...
+
+    def dump_state(self) -> object:
+        """Return what was found out, as plain data for `merge_state`."""
+        ...
+
+    def merge_state(self, dumped: Any) -> None:
+        """Add what another process dumped."""
+        ...
+
+    def reset_state(self) -> None:
+        """Forget it."""
+        ...
+
+
+def _computed(source: Files) -> ComputedFiles | None:
+    """Return the files if they are computed, also from behind others that pass calls on."""
+    inner: object = source
+    while inner is not None and not isinstance(inner, ComputedFiles):
+        inner = getattr(inner, "inner", None)
+    return inner
+
+
 class ChecksumVerifier:
-    """Collects CRC-32s of ranges that are read, and compares each storage once it is complete."""
+    """Collects CRC-32s of ranges that are read, and compares each storage once it is complete.
+
+    What files that are computed find out on the way goes with it, from process to process.
+    """
 
     def __init__(self, source: Files, enabled: bool) -> None:
         self._source = source
+        self._computed = _computed(source)
         self._enabled = enabled
         self._lock = threading.Lock()
         # Storages read in part: tensor, payload, intervals and how many bytes these have.
@@ -79,6 +116,8 @@ class ChecksumVerifier:
 
     def require_full_read(self, tensor: str, payload: Payload) -> None:
         """Mark a storage whose ranges cannot be joined into one CRC; `finish` reads it in full."""
+        if self._computed is not None:
+            self._computed.require_full_read(payload.file)
         if payload.crc is not None and self._enabled:
             with self._lock:
                 self._open.setdefault((payload.file, payload.offset), (tensor, payload, [], 0))
@@ -97,18 +136,26 @@ class ChecksumVerifier:
                 if crc != payload.crc:
                     raise mismatch(tensor, payload, crc)
         self._open.clear()
+        if self._computed is not None:
+            self._computed.finish_state()
 
     def reset(self) -> None:
         """Forget what was read."""
         self._open.clear()
+        if self._computed is not None:
+            self._computed.reset_state()
 
     def dump(self) -> list[object]:
         """Return what was read of incomplete storages, as plain data for `merge`."""
-        return [[tensor, *rest] for tensor, *rest in self._open.values()]
+        computed = None if self._computed is None else self._computed.dump_state()
+        return [computed, [[tensor, *rest] for tensor, *rest in self._open.values()]]
 
     def merge(self, dumped: Sequence[Any]) -> None:
         """Add what another process read, after JSON."""
-        for tensor, fields, intervals, nbytes in dumped:
+        computed, opened = dumped
+        if self._computed is not None:
+            self._computed.merge_state(computed)
+        for tensor, fields, intervals, nbytes in opened:
             payload = Payload(*fields)
             if payload.strides is not None:
                 payload = payload._replace(strides=tuple(payload.strides))

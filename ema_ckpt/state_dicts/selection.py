@@ -95,6 +95,20 @@ def cast_target(dtype: str) -> DType | None:
     return by_name(name)
 
 
+def value_type(dequantize: str | None) -> DType | None:
+    """Parse `--dequantize` into the type of the values, or None where nothing is asked for.
+
+    Raises:
+        UsageError: `usage` for anything but `bf16`, `fp32` and torch's names of these.
+    """
+    if dequantize is None:
+        return None
+    name = _CASTS.get(dequantize, dequantize)
+    if name not in ("bfloat16", "float32"):
+        raise UsageError("usage", f"--dequantize {dequantize!r}: expected bf16 or fp32")
+    return by_name(name)
+
+
 def options(
     *,
     match: Iterable[str] = (),

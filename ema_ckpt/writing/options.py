@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
+from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.limits import MIN_BUDGET_NBYTES, default_budget, parse_budget, parse_workers
 from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
-from ema_ckpt.state_dicts.selection import SelectionOptions, options
+from ema_ckpt.state_dicts.selection import SelectionOptions, options, value_type
 
 if TYPE_CHECKING:
     import os
@@ -27,6 +28,7 @@ class WriterArgs(TypedDict, total=False):
         match, exclude, keep_dtype: globs on names as they are written.
         rename: `OLD=NEW` prefixes, or a mapping.
         dtype: `keep`, `fp32`, `bf16` or `fp16`, for floating-point tensors of live and EMA trees.
+        dequantize: `bf16` or `fp32`: write weights that have scales beside them as their values.
         rules: a file of rules for names and layouts, the name of one that comes with the package,
             or what `load_rules` returned. They come before everything else.
         rule_values: numbers that the file leaves open, as `NAME=NUMBER` or a mapping.
@@ -49,6 +51,7 @@ class WriterArgs(TypedDict, total=False):
     exclude: Sequence[str]
     rename: Sequence[str] | Mapping[str, str]
     dtype: str
+    dequantize: str | None
     keep_dtype: Sequence[str]
     rules: str | os.PathLike[str] | Rules | None
     rule_values: Sequence[str] | Mapping[str, int]
@@ -76,6 +79,7 @@ class WriteOptions:
     """
 
     selection: SelectionOptions = field(default_factory=SelectionOptions)
+    dequantize: DType | None = None
     rules: Rules | None = None
     threads: int = 2
     budget_nbytes: int | None = None
@@ -107,6 +111,7 @@ class WriteOptions:
             ),
             threads=parse_workers(args.get("threads")),
             budget_nbytes=parse_budget(args.get("max_memory")),
+            dequantize=value_type(args.get("dequantize")),
             selection=options(
                 match=args.get("match", ()),
                 exclude=args.get("exclude", ()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from ema_ckpt.core.box import is_contiguous_in, linear, whole
 from ema_ckpt.core.catalog import Catalog
@@ -28,27 +28,6 @@ class Outcome(NamedTuple):
     crcs: Sequence[int]
     digests: Mapping[str, int]
     overflow: Mapping[str, int]
-
-
-@runtime_checkable
-class ComputedFiles(Protocol):
-    """Files that are computed as they are read, and find out things on the way."""
-
-    def dump_state(self) -> object:
-        """Return what was found out, as plain data."""
-        ...
-
-    def merge_state(self, dumped: Any) -> None:
-        """Add what another process dumped."""
-        ...
-
-    def reset_state(self) -> None:
-        """Forget it."""
-        ...
-
-    def finish_state(self) -> None:
-        """Check what only the whole can show. Raises SourceError."""
-        ...
 
 
 class _Partial(NamedTuple):
@@ -75,7 +54,6 @@ class RunState:
         """Start with nothing; `on_item` is called with index and CRC-32 of each finished item."""
         self.verifier = ChecksumVerifier(catalog.source, verify)
         self._catalog = catalog
-        self._computed = catalog.source if isinstance(catalog.source, ComputedFiles) else None
         self._items = items
         self._verify = verify
         self._on_item = on_item
@@ -84,8 +62,6 @@ class RunState:
 
     def reset(self) -> None:
         self.verifier.reset()
-        if self._computed is not None:
-            self._computed.reset_state()
         self._crcs: list[int | None] = [None] * len(self._items)
         self._partial: dict[int, _Partial] = {}
         self._overflow: dict[str, int] = {}
@@ -145,8 +121,6 @@ class RunState:
             SourceError: `checksum`; `internal` if a part of an item was not written.
         """
         self.verifier.finish()
-        if self._computed is not None:
-            self._computed.finish_state()
         crcs: list[int] = []
         parts: dict[str, list[Interval]] = {}
         for item, crc in zip(self._items, self._crcs, strict=True):
@@ -170,17 +144,14 @@ class RunState:
     def dump(self) -> bytes:
         crcs = [(index, crc) for index, crc in enumerate(self._crcs) if crc is not None]
         partial = [(index, *intervals) for index, intervals in self._partial.items()]
-        computed = None if self._computed is None else self._computed.dump_state()
-        return dump_json([crcs, partial, self._overflow, self.verifier.dump(), computed])
+        return dump_json([crcs, partial, self._overflow, self.verifier.dump()])
 
     def merge(self, dumped: bytes) -> None:
-        crcs, partial, overflow, verifier, computed = json.loads(dumped)
+        crcs, partial, overflow, verifier = json.loads(dumped)
         for index, crc in crcs:
             self._crcs[index] = crc
         self.add_overflow(overflow)
         self.verifier.merge(verifier)
-        if self._computed is not None:
-            self._computed.merge_state(computed)
         for index, *both in partial:
             intervals, source_intervals = ([(a, n, crc) for a, n, crc in one] for one in both)
             self.record(index, intervals, source_intervals)

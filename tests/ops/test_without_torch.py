@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -70,6 +71,20 @@ def test_every_format(fixture: str) -> None:
         code = f"from ema_ckpt.cli.main import main; main(['verify', {str(path)!r}, '--json'])"
         done = ended(code)
         assert done.returncode in codes, (path, done.stderr)
+
+
+def test_quantised_weights(tmp_path: Path) -> None:
+    """Values are computed with numpy alone, from what every package writes."""
+    truth = json.loads((REPO / "fixtures/quantized.json").read_text())
+    calls = [
+        f"ema_ckpt.consolidate({str(REPO / 'fixtures' / name)!r}, {str(tmp_path / f'{i}.pt')!r}, "
+        "dequantize='bf16')"
+        for i, (name, weights) in enumerate(truth.items())
+        if weights
+    ]
+    done = ended("\n".join(["import ema_ckpt", *calls]))
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.iterdir())) == len(calls) > 10
 
 
 def test_latest(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.stories.commands import FIXTURES, Commands, Ended
 from tests.stories.truth import EXPECTED, REFUSED, trees
 
-_PARTS = ("dcp", "hf", "nasty", "odd", "rank-files", "safetensors", "torch")
+_PARTS = ("dcp", "hf", "nasty", "odd", "quantized", "rank-files", "safetensors", "torch")
 _FORMATS = {name: entry["format"] for name, entry in EXPECTED.items() if name not in REFUSED}
 
 # form: (verb, name of the target or "", options).
@@ -31,7 +31,9 @@ FORMS: dict[str, tuple[str, str, tuple[object, ...]]] = {
     "verify": ("verify", "", ()),
     "verify-values": ("verify", "", ("--values",)),
     "synthesize": ("synthesize", "out.safetensors", ("--weights", "0.5,0.5")),
+    "dequantize": ("consolidate", "out.safetensors", ("--dequantize", "bf16")),
 }
+_OF_QUANTIZED = ("inspect", "convert-safetensors", "dequantize")
 _OF_TREES = ("consolidate-pt", "consolidate-safetensors", "consolidate-hf")
 
 
@@ -57,6 +59,8 @@ def fixtures() -> list[str]:
 
 def _has(fixture: str, form: str) -> bool:
     """Whether a form is tried on a fixture: some are only for what is known to be readable."""
+    if fixture.startswith("quantized/") or form == "dequantize":
+        return fixture.startswith("quantized/") and form in _OF_QUANTIZED
     if form == "reshard-3":
         return (EXPECTED.get(fixture, {}).get("world_size") or 1) > 1
     if form == "convert-back":

@@ -5,7 +5,7 @@ Such a part becomes an `Unreadable` that says why. Whoever needs its value raise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -153,6 +153,15 @@ def big_endian_refused(tensor: Tensor) -> Tensor:
     problem = "its numbers are big-endian, and their bytes are not swapped here"
     remedy = "load it with torch and save it again, or leave it out with --exclude"
     return replace(tensor, refusal=Diagnostic("unsupported", f"{problem}; {remedy}"))
+
+
+def wrapper_subclass(value: Unreadable) -> tuple[str, Mapping[str, object]] | None:
+    """Class and attributes of a tensor that consists of other tensors, as torchao's do."""
+    match value.args:
+        case (Global(name="_rebuild_wrapper_subclass"), Global() as kind, tuple(), dict() as state):
+            named = {key: one for key, one in state.items() if isinstance(key, str)}
+            return f"{kind.module}.{kind.name}", named
+    return None
 
 
 def _recorded_form(value: Unreadable) -> tuple[Ints, DType]:

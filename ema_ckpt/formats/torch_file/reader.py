@@ -8,7 +8,7 @@ are read by `legacy.py` into the same records.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeGuard, cast
 
@@ -21,6 +21,7 @@ from ema_ckpt.core.catalog import (
     Nesting,
     Object,
     Payload,
+    Subclass,
     Tensor,
     check_geometry,
 )
@@ -42,6 +43,7 @@ from ema_ckpt.formats.torch_file.lenient import (
     object_warnings,
     refused,
     refused_tensor,
+    wrapper_subclass,
 )
 from ema_ckpt.formats.torch_file.sharded_tensors import ShardRef, read_subclass
 from ema_ckpt.formats.torch_zip.reader import Archive, read_archive
@@ -128,7 +130,7 @@ def _tensor(archive: Archive, path: Path, value: _AnyTensor) -> Tensor:
         array = Global(value.module, value.name, None)
         value = value.ref or Unreadable(array, "unsupported", value.reason, value.args)
     if isinstance(value, Unreadable):
-        return refused_tensor(path, value, file)
+        return _with_parts(archive, refused_tensor(path, value, file), value)
     name = ".".join(map(str, path))
     shards = [(whole(value.shape), value)] if isinstance(value, TensorRef) else value.shards
     check_geometry(name, value.shape, value.dtype, file)
@@ -146,6 +148,25 @@ def _tensor(archive: Archive, path: Path, value: _AnyTensor) -> Tensor:
         chunks.append(Chunk(box.offsets, box.sizes, file, record.offset, record.nbytes))
         places.append((ref.storage.key, ref.start, ref.strides_in_storage()))
     return Tensor(name, path, value.shape, value.dtype, tuple(chunks), (file, *places))
+
+
+def _with_parts(archive: Archive, tensor: Tensor, value: Unreadable) -> Tensor:
+    """List the tensors inside a subclass that is not read, where they are plain ones."""
+    wrapped = wrapper_subclass(value)
+    if wrapped is None or tensor.refusal is None:
+        return tensor
+    kind, state = wrapped
+    parts, attributes = {}, {}
+    for key, one in state.items():
+        if isinstance(one, TensorRef):
+            parts[key] = _tensor(archive, (*tensor.path, key), one)
+        elif one is not None:
+            attributes[key] = one
+    refusal = tensor.refusal
+    if kind.startswith("torchao."):
+        hint = "or write its values with --dequantize"
+        refusal = Diagnostic(refusal.code, f"{refusal.message}, {hint}")
+    return replace(tensor, refusal=refusal, subclass=Subclass(kind, attributes, parts))
 
 
 class Content(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.results.places import hide_credentials
+from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.ops.results.short_repr import short_repr
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class DiffResult(_PairStatsSlot):
 
     Attributes:
         a, b: what was named. resolved_a, resolved_b: the checkpoints that they stood for.
+        dequantized_a, dequantized_b: quantised weights that were compared as values; without any
+            None, and no field of the JSON.
     """
 
     a: str
@@ -92,6 +95,12 @@ class DiffResult(_PairStatsSlot):
     tensors: tuple[DiffTensor, ...]
     summary: DiffSummary
     findings: tuple[Diagnostic, ...]
+    dequantized_a: tuple[QuantizedEntry, ...] | None = field(
+        default=None, metadata={"json": "if set"}
+    )
+    dequantized_b: tuple[QuantizedEntry, ...] | None = field(
+        default=None, metadata={"json": "if set"}
+    )
 
     __repr__ = short_repr
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.results.places import hide_credentials
+from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.ops.results.short_repr import short_repr
 
 
@@ -54,7 +55,12 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True)
 class InspectResult:
-    """Contents of a checkpoint."""
+    """Contents of a checkpoint.
+
+    Attributes:
+        quantized: weights that several of `tensors` hold together; without any None, and no field
+            of the JSON.
+    """
 
     path: str
     resolved: str
@@ -66,6 +72,7 @@ class InspectResult:
     objects: tuple[ObjectEntry, ...]
     ema: Mapping[str, Mapping[str, object]]
     warnings: tuple[Diagnostic, ...]
+    quantized: tuple[QuantizedEntry, ...] | None = field(default=None, metadata={"json": "if set"})
 
     __repr__ = short_repr
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ema_ckpt.core.catalog import Diagnostic, Tensor
 from ema_ckpt.ops.results.places import hide_credentials
+from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.ops.results.short_repr import short_repr
 
 
@@ -57,6 +58,8 @@ class WriteResult:
         source: what was named. resolved: the checkpoint that it stood for; of `synthesize` one for
             each snapshot.
         rules: what rules did; without rules None, and no field of the JSON.
+        dequantized: quantised weights that are written as values; without any None, and no field of
+            the JSON.
     """
 
     source: str
@@ -75,6 +78,9 @@ class WriteResult:
     warnings: tuple[Diagnostic, ...] = ()
     dry_run: bool = False
     rules: AppliedRules | None = field(default=None, metadata={"json": "if set"})
+    dequantized: tuple[QuantizedEntry, ...] | None = field(
+        default=None, metadata={"json": "if set"}
+    )
 
     __repr__ = short_repr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any
 
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Chunk, Files, Ints, Payload, Tensor, check_geometry
@@ -72,57 +71,38 @@ def constant_payload(tensor: Tensor) -> tuple[Payload, ...] | None:
 
 
 class FilesWithConstants:
-    """The files of a checkpoint, and those in memory that constants are read from."""
+    """The files of a checkpoint, and those in memory that constants are read from.
+
+    Attributes:
+        inner: the files of the checkpoint, which may be computed as they are read.
+    """
 
     def __init__(self, inner: Files) -> None:
-        self._inner = inner
+        self.inner = inner
         self.root = inner.root
 
     def size(self, name: str) -> int:
         data = _constant(name)
-        return self._inner.size(name) if data is None else len(data)
+        return self.inner.size(name) if data is None else len(data)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         data = _constant(name)
         if data is None:
-            return self._inner.read(name, offset, nbytes)
+            return self.inner.read(name, offset, nbytes)
         return data[offset : offset + nbytes]
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         data = _constant(name)
         if data is None:
-            self._inner.read_into(name, offset, buffer)
+            self.inner.read_into(name, offset, buffer)
         else:
             buffer[:] = data[offset : offset + len(buffer)]
 
     def listing(self) -> list[str]:
-        return self._inner.listing()
+        return self.inner.listing()
 
     def close(self) -> None:
-        self._inner.close()
-
-
-class _ComputedFilesWithConstants(FilesWithConstants):
-    """The same where the files are computed as they are read, and find out things on the way."""
-
-    def dump_state(self) -> object:
-        return self._computed.dump_state()
-
-    def merge_state(self, dumped: Any) -> None:
-        self._computed.merge_state(dumped)
-
-    def reset_state(self) -> None:
-        self._computed.reset_state()
-
-    @property
-    def _computed(self) -> Any:
-        return self._inner
-
-
-def with_constants(files: Files) -> Files:
-    """Return the files of a checkpoint, and beside them those that constants are read from."""
-    kind = _ComputedFilesWithConstants if hasattr(files, "dump_state") else FilesWithConstants
-    return kind(files)
+        self.inner.close()
 
 
 def _constant(name: str) -> bytes | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Payload, Reader, Tensor
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
 from ema_ckpt.state_dicts.ema_config import parse_config, with_tied_names
-from ema_ckpt.state_dicts.rules.constants import constant_payload, with_constants
+from ema_ckpt.state_dicts.rules.constants import FilesWithConstants, constant_payload
 from ema_ckpt.state_dicts.rules.ruled_tree import RuledTree, apply_to_tree
 from ema_ckpt.state_dicts.rules.rules import ConstantRule, Rules
 from ema_ckpt.state_dicts.rules.views import StoredViews
@@ -101,7 +101,7 @@ def apply_rules(
             work.trees.append(tree)
     rules.refuse_idle(work.used, catalog.resolved)
     if any(isinstance(rule, ConstantRule) for rule in rules.rules):
-        catalog = replace(catalog, source=with_constants(catalog.source))
+        catalog = replace(catalog, source=FilesWithConstants(catalog.source))
     return work.finish(rules, catalog)
 
 

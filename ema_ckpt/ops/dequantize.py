@@ -1,0 +1,150 @@
+"""Quantised weights in the verbs: described, compared and written as the values they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
+from ema_ckpt.core.dtypes import by_name
+from ema_ckpt.core.errors import SourceError, UsageError
+from ema_ckpt.ops.results.quantized import QuantizedEntry
+from ema_ckpt.ops.results.write import Skipped
+from ema_ckpt.reading.quantized.dequantized import with_values
+from ema_ckpt.reading.quantized.quantization_config import (
+    CONFIG_FILE,
+    read_config,
+    without_quantization,
+)
+from ema_ckpt.reading.quantized.recognise import Recognised, recognise
+from ema_ckpt.reading.quantized.schemes import QuantizedTensor
+from ema_ckpt.writing.options import WriteOptions
+
+_ACTIVATIONS = "scale of what a layer takes or gives; its weight is no longer quantised"
+
+
+class Dequantized(NamedTuple):
+    """A checkpoint with the values of its quantised weights in place of their parts.
+
+    Attributes:
+        weights: those that were quantised. skipped: what has no meaning without them.
+        has_config: whether the model's `config.json` says that it is quantised.
+        is_quantized: whether there is any quantised weight, even one that is not understood.
+    """
+
+    catalog: Catalog
+    weights: tuple[QuantizedTensor, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    has_config: bool = False
+    is_quantized: bool = False
+
+    def entries(
+        self, written: Iterable[Tensor], made_from: Mapping[str, Sequence[Tensor]]
+    ) -> tuple[QuantizedEntry, ...] | None:
+        """Describe the weights that are written, or that rules made others of; None if none is."""
+        names = set[str]()
+        for tensor in written:
+            names.update(source.name for source in made_from.get(tensor.name, (tensor,)))
+        return described([weight for weight in self.weights if weight.name in names])
+
+    def warnings(self, copied: Collection[str] = ()) -> Iterator[Diagnostic]:
+        """Say what became of the settings of the quantisation; `copied` are files beside."""
+        if not self.has_config:
+            return
+        if CONFIG_FILE in copied:
+            message = f"{CONFIG_FILE} is written without its quantization_config, which is no "
+            message += "longer true of these weights"
+        else:
+            message = f"{CONFIG_FILE} of the source has a quantization_config: take it out of the "
+            message += "copy that goes with these weights"
+        yield Diagnostic("quantization-config", message)
+
+
+def described(weights: Sequence[QuantizedTensor]) -> tuple[QuantizedEntry, ...] | None:
+    """Describe quantised weights for a result; None if there are none."""
+    entries = []
+    for weight in weights:
+        layout = weight.layout
+        parts = {role: part.name for role, part in weight.parts.items()}
+        entry = QuantizedEntry(
+            weight.name, weight.scheme, layout.logical_shape, layout.block, parts
+        )
+        entries.append(entry)
+    return tuple(entries) or None
+
+
+def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True) -> Dequantized:
+    """Replace quantised weights by their values, if the options ask for it.
+
+    A weight that is not understood stays under the name of its codes, and refuses to be read.
+
+    Raises:
+        UsageError: `empty-selection` if none is quantised, unless it is not `required`.
+        SourceError: `unsupported` for a method that nobody here understands, by its name.
+    """
+    if options.dequantize is None:
+        return Dequantized(catalog)
+    config = read_config(catalog)
+    if not config.is_known:
+        message = f"{catalog.resolved}: quantised by {config.method!r}, which is not understood; "
+        raise SourceError("unsupported", message + "without --dequantize it is copied as it is")
+    found = recognise(catalog)
+    if not found.tensors and not found.refused:
+        if required:
+            refuse_unquantized(catalog, options)
+        return Dequantized(catalog)
+    edited = without_quantization(catalog)
+    refused = tuple([_refused(tensor, found) for tensor in catalog.tensors])
+    changed = with_values(
+        _without(replace(catalog, tensors=refused), found.activations),
+        found.tensors,
+        options.dequantize,
+        verify=options.verify,
+        replaced={} if edited is None else {CONFIG_FILE: edited},
+    )
+    skipped = [Skipped.tensor(tensor, tensor.name, _ACTIVATIONS) for tensor in found.activations]
+    return Dequantized(changed, found.tensors, tuple(skipped), edited is not None, True)
+
+
+def refuse_unquantized(catalog: Catalog, options: WriteOptions) -> None:
+    """Raise UsageError `empty-selection` if `--dequantize` is given: it has nothing to do."""
+    if options.dequantize is not None:
+        message = f"--dequantize: {catalog.resolved} has no quantised weight"
+        raise UsageError("empty-selection", message)
+
+
+def _without(catalog: Catalog, left_out: Iterable[Tensor]) -> Catalog:
+    """Return a checkpoint without some of its tensors."""
+    gone = {tensor.name for tensor in left_out}
+    return replace(
+        catalog,
+        tensors=tuple([tensor for tensor in catalog.tensors if tensor.name not in gone]),
+        order=tuple([name for name in catalog.order if name not in gone]),
+    )
+
+
+def _refused(tensor: Tensor, found: Recognised) -> Tensor:
+    refusal = found.refused.get(tensor.name)
+    return tensor if refusal is None else replace(tensor, refusal=refusal)
+
+
+def with_real_values(catalog: Catalog) -> Dequantized:
+    """Replace those quantised weights that are understood by their values in float32."""
+    found = recognise(catalog, lenient=True)
+    if not found.tensors:
+        return Dequantized(catalog)
+    changed = with_values(_without(catalog, found.activations), found.tensors, by_name("float32"))
+    return Dequantized(changed, found.tensors)
+
+
+def as_written(origin: Catalog, result: Catalog) -> Catalog:
+    """Return the checkpoint that `result` was made from, dequantised if `result` is.
+
+    A copy has the codes of all weights, or at least some codes of a type that is used for nothing
+    else.
+    """
+    values = with_real_values(origin)
+    types = {weight.parts["codes"].dtype for weight in values.weights}
+    kept = [tensor.dtype.kind for tensor in result.tensors if tensor.dtype in types]
+    return origin if "low" in kept or len(kept) >= len(values.weights) else values.catalog

@@ -1,0 +1,314 @@
+"""A checkpoint whose quantised weights are computed as they are read.
+
+It is a catalog like any other: in place of the parts of each weight there is one tensor of a
+floating-point type, in a file of its own that is nowhere on disk. Reading bytes of that file reads
+the same rows of the parts, whatever chunks of whatever files hold them, and computes the values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ema_ckpt.core.box import Box, flat_range_boxes
+from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Reader, Tensor
+from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.dtypes import DType, by_name
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.reading.box_reader import BoxReader, locate_box
+from ema_ckpt.reading.cast import Caster
+from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
+from ema_ckpt.reading.overlaps import UNITS
+from ema_ckpt.reading.quantized.schemes import QuantizedTensor
+from ema_ckpt.reading.quantized.torchao import header_keys
+from ema_ckpt.reading.quantized.values import compute_box
+
+if TYPE_CHECKING:
+    from ema_ckpt.reading.decode import Array
+
+_READ_NBYTES = 512 << 10
+# Values computed at once, at most: their float32 stay in the second-level cache.
+_PASS_NUMEL = 256 << 10
+
+
+class ComputedWeights:
+    """The files of a checkpoint, with one more for each quantised weight.
+
+    Attributes:
+        replaced: files whose content is another than the stored one, by name.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        weights: Mapping[str, QuantizedTensor],
+        dtype: DType,
+        *,
+        verify: bool,
+        replaced: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.root = catalog.source.root
+        self._stored = catalog
+        self._weights = weights
+        self._dtype = dtype
+        self._replaced = replaced or {}
+        self._verifier = ChecksumVerifier(catalog.source, verify)
+        self._payloads: dict[str, tuple[Payload, ...]] = {}
+        self._worker = threading.local()
+
+    # What is found out while computing.
+
+    def require_full_read(self, name: str) -> None:
+        """Have the parts of a weight compared as a whole."""
+        weight = self._weights.get(name)
+        for part in () if weight is None else weight.parts.values():
+            for payload in self._located(part):
+                self._verifier.require_full_read(part.name, payload)
+
+    def finish_state(self) -> None:
+        """Compare what was read only in part with its checksums."""
+        self._verifier.finish()
+
+    def dump_state(self) -> object:
+        return self._verifier.dump()
+
+    def merge_state(self, dumped: Any) -> None:
+        self._verifier.merge(dumped)
+
+    def reset_state(self) -> None:
+        self._verifier.reset()
+
+    # Files.
+
+    def size(self, name: str) -> int:
+        if name in self._replaced:
+            return len(self._replaced[name])
+        weight = self._weights.get(name)
+        if weight is None:
+            return self._stored.source.size(name)
+        for part in weight.parts.values():
+            self._check_files(part)
+        return prod(weight.layout.shape) * self._dtype.itemsize
+
+    def _check_files(self, part: Tensor) -> None:
+        """Check that the files that hold a part are there and long enough."""
+        for index in prove(part):
+            file = part.chunks[index].file
+            expected, found = self._stored.files.get(file, 0), self._stored.source.size(file)
+            if found < expected:
+                sized = f"expected at least {expected} bytes, found {found}"
+                message = f"{file}: {sized}: the file is truncated; it holds {part.name!r}"
+                raise SourceError("truncated-file", message, tensor=part.name, file=file)
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self.read_into(name, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        if name in self._replaced:
+            buffer[:] = self._replaced[name][offset : offset + len(buffer)]
+            return
+        weight = self._weights.get(name)
+        if weight is None:
+            self._stored.source.read_into(name, offset, buffer)
+            return
+        itemsize = self._dtype.itemsize
+        if offset % itemsize or len(buffer) % itemsize:
+            raise SourceError("internal", f"{weight.name!r}: read at {offset}, inside an element")
+        first, count = offset // itemsize, len(buffer) // itemsize
+        place = 0
+        for data in self._values(weight, first, first + count):
+            buffer[place : place + len(data)] = data
+            place += len(data)
+
+    def listing(self) -> list[str]:
+        return self._stored.source.listing()
+
+    def close(self) -> None:
+        self._stored.source.close()
+
+    # Values.
+
+    def _values(self, weight: QuantizedTensor, first: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes of elements [first, stop) piece by piece, each valid until the next.
+
+        What it takes to compute them stays below three times the bytes that are asked for.
+        """
+        layout = weight.layout
+        shape = layout.logical_shape
+        rounding = _Rounding(by_name(layout.rounded), self._dtype)
+        # Rows of a transposed weight are columns of its groups: whole groups are taken at once.
+        rows = layout.block[-1] if layout.is_transposed else 1
+        limit = min(_PASS_NUMEL, max((stop - first) // 2, 1))
+        for begin, end in _passes(shape, rows, limit, first, stop):
+            for box in flat_range_boxes(shape, begin, end):
+                if not layout.is_transposed:
+                    yield rounding.rounded(compute_box(weight, box, self._read))
+                    continue
+                stored = _exchanged(box)
+                data = rounding.rounded(compute_box(weight, stored, self._read))
+                yield _transposed(data, stored, self._dtype)
+
+    def _located(self, tensor: Tensor) -> tuple[Payload, ...]:
+        payloads = self._payloads.get(tensor.name)
+        if payloads is None:
+            payloads = self._payloads[tensor.name] = self._stored.reader.payloads(tensor)
+        return payloads
+
+    def _read(self, tensor: Tensor, box: Box) -> Array:
+        """Read a box of a part; its bytes are valid until the thread's next read."""
+        import numpy as np
+
+        worker = self._worker
+        if not hasattr(worker, "reader"):
+            worker.reader = BoxReader(_READ_NBYTES, self._verifier)
+            worker.memory = bytearray()
+        nbytes = box.numel * tensor.dtype.itemsize
+        if len(worker.memory) < nbytes:
+            worker.memory = bytearray(nbytes)
+        payloads = self._located(tensor)
+        located = locate_box(self._stored.source, tensor, payloads, prove(tensor), box)
+        view = memoryview(worker.memory)[:nbytes]
+        worker.reader.read(located, view)
+        return np.frombuffer(view, np.uint8)
+
+
+class _Rounding:
+    """Rounds float32: to the type of a scheme where it has one, then to the type asked for."""
+
+    def __init__(self, scheme: DType, target: DType) -> None:
+        single = by_name("float32")
+        self._casters = [Caster(single, target)]
+        if scheme not in (single, target):
+            self._casters = [Caster(single, scheme), Caster(scheme, single), *self._casters]
+
+    def rounded(self, values: Array) -> memoryview:
+        """Round values; the bytes are valid until the next call."""
+        import numpy as np
+
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        for caster in self._casters:
+            data = caster.cast(data)
+        return data
+
+
+def _transposed(data: memoryview, box: Box, dtype: DType) -> memoryview:
+    """Exchange the last two dims of the values of a box."""
+    import numpy as np
+
+    stored = np.frombuffer(data, UNITS[dtype.itemsize]).reshape(-1, *box.sizes[-2:])
+    exchanged = np.ascontiguousarray(np.swapaxes(stored, 1, 2))
+    return exchanged.reshape(-1).view(np.uint8).data
+
+
+class _DequantizedReader:
+    """The reader of a checkpoint, and of the weights that are computed."""
+
+    def __init__(self, inner: Reader, weights: Mapping[str, QuantizedTensor]) -> None:
+        self._inner = inner
+        self._weights = weights
+
+    def payloads(self, tensor: Tensor) -> tuple[Payload, ...]:
+        if tensor.first_file not in self._weights:
+            return self._inner.payloads(tensor)
+        whole = tensor.nbytes
+        itemsize = tensor.dtype.itemsize
+        return tuple([Payload(c.file, 0, whole, start=c.offset // itemsize) for c in tensor.chunks])
+
+    def load(self, item: Object) -> object:
+        return self._inner.load(item)
+
+
+def with_values(
+    catalog: Catalog,
+    weights: Sequence[QuantizedTensor],
+    dtype: DType,
+    *,
+    verify: bool = True,
+    replaced: Mapping[str, bytes] | None = None,
+) -> Catalog:
+    """Return a checkpoint that has the values of quantised weights in place of their parts.
+
+    Args:
+        dtype: type of the values. verify: compare stored checksums with what is read.
+        replaced: content of files that is another than the stored one.
+    """
+    by_file, by_place, gone = {}, {}, set[str]()
+    for weight in weights:
+        file = f"{weight.parts['codes'].first_file}#{weight.name}"
+        by_file[file] = weight
+        by_place[weight.place] = _computed_tensor(weight, file, dtype)
+        gone.update(part.name for part in weight.parts.values())
+    files = ComputedWeights(catalog, by_file, dtype, verify=verify, replaced=replaced)
+    told = header_keys(catalog.header_text) if weights else set()
+    tensors = []
+    for tensor in catalog.tensors:
+        if tensor.name in by_place:
+            tensors.append(by_place[tensor.name])
+        elif tensor.name not in gone:
+            tensors.append(tensor)
+    return replace(
+        catalog,
+        tensors=tuple(tensors),
+        source=files,
+        reader=_DequantizedReader(catalog.reader, by_file),
+        digests={name: crc for name, crc in catalog.digests.items() if name not in gone},
+        header_text={key: text for key, text in catalog.header_text.items() if key not in told},
+        order=tuple(_order(catalog.order, by_place, gone)),
+    )
+
+
+def _computed_tensor(weight: QuantizedTensor, file: str, dtype: DType) -> Tensor:
+    """The tensor of a weight's values, in the rows that the codes are stored in."""
+    shape = weight.layout.logical_shape
+    row_numel = prod(shape[1:])
+    chunks = []
+    for offsets, sizes in _row_boxes(weight, shape):
+        start = offsets[0] * row_numel * dtype.itemsize if offsets else 0
+        chunks.append(Chunk(offsets, sizes, file, start, prod(sizes) * dtype.itemsize))
+    return Tensor(weight.name, weight.path, shape, dtype, tuple(chunks))
+
+
+def _row_boxes(weight: QuantizedTensor, shape: Sequence[int]) -> Iterator[Box]:
+    """Yield the rows of each chunk of the codes, or the whole where they are cut otherwise."""
+    codes = weight.parts["codes"]
+    boxes = dict.fromkeys(chunk.box for chunk in codes.chunks)
+    is_rows = all(box.sizes[1:] == codes.shape[1:] for box in boxes)
+    if not is_rows or codes.shape[:1] != tuple(shape[:1]):
+        yield Box((0,) * len(shape), tuple(shape))
+        return
+    for box in boxes:
+        rest = tuple(shape[1:])
+        yield Box((*box.offsets[:1], *(0,) * len(rest)), (*box.sizes[:1], *rest))
+
+
+def _order(order: Iterable[str], by_place: Mapping[str, Tensor], gone: set[str]) -> Iterator[str]:
+    for name in order:
+        if name in by_place:
+            yield by_place[name].name
+        elif name not in gone:
+            yield name
+
+
+def _passes(
+    shape: Sequence[int], rows: int, limit: int, first: int, stop: int
+) -> Iterator[tuple[int, int]]:
+    """Cut elements [first, stop) into passes of whole multiples of `rows`, if these are short."""
+    numel = rows * shape[-1]
+    step = max(limit // max(numel, 1), 1) * numel
+    if numel > limit and rows == 1:
+        step = limit
+    while first < stop:
+        end = min((first // step + 1) * step, stop)
+        yield first, end
+        first = end
+
+
+def _exchanged(box: Box) -> Box:
+    """Exchange the last two dims of a box."""
+    offsets, sizes = box
+    return Box((*offsets[:-2], offsets[-1], offsets[-2]), (*sizes[:-2], sizes[-1], sizes[-2]))

@@ -1,0 +1,254 @@
+"""Recognise weights stored with scales beside them, in a whole checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Path, Tensor
+from ema_ckpt.core.errors import EmaCkptError, SourceError, about
+from ema_ckpt.core.names import OPTIMIZER
+from ema_ckpt.reading.box_reader import BoxReader, locate
+from ema_ckpt.reading.quantized.quantization_config import QuantizationConfig, read_config
+from ema_ckpt.reading.quantized.schemes import (
+    ACTIVATIONS,
+    FOREIGN,
+    SCHEMES,
+    Found,
+    QuantizedTensor,
+    Scheme,
+)
+from ema_ckpt.reading.quantized.torchao import (
+    Description,
+    described_in_header,
+    described_in_subclass,
+    weight_of,
+)
+from ema_ckpt.state_dicts.tree import list_trees
+
+Ints = tuple[int, ...]
+_WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
+_ENDINGS = (*FOREIGN, *_WEIGHT_SCALES)
+_CODES = frozenset().union(*(scheme.dtypes for scheme in SCHEMES))
+_SCALES = tuple([scheme.scale for scheme in SCHEMES])
+_MAX_DIMS = 8
+_MAX_SIZE = 2**40
+
+
+class Recognised(NamedTuple):
+    """The quantised weights of a checkpoint.
+
+    Attributes:
+        tensors: those whose values can be computed.
+        refused: why others cannot, by the stored name of their codes.
+        activations: stored scales of what layers take and give, which go with their weights.
+    """
+
+    tensors: tuple[QuantizedTensor, ...] = ()
+    refused: Mapping[str, Diagnostic] = {}
+    activations: tuple[Tensor, ...] = ()
+
+
+def recognise(catalog: Catalog, *, lenient: bool = False) -> Recognised:
+    """Recognise quantised weights outside optimizer state; reads `config.json` and shapes.
+
+    Raises:
+        SourceError: `unreadable` for a `config.json` that is no JSON object, unless `lenient`.
+    """
+    if not any(map(_is_of_a_scheme, catalog.tensors)):
+        return Recognised()
+    stored = _outside_optimizers(catalog)
+    described = described_in_header(catalog.header_text, stored)
+    try:
+        config = read_config(catalog)
+    except SourceError:
+        if not lenient:
+            raise
+        config = QuantizationConfig()
+    search = _Search(catalog, stored, config)
+    for name, description in described.items():
+        search.look_at_description(name, description)
+    for tensor in stored.values():
+        search.look_at(tensor)
+    activations = tuple(search.activations_of(search.tensors))
+    return Recognised(tuple(search.tensors), search.refused, activations)
+
+
+def _outside_optimizers(catalog: Catalog) -> dict[str, Tensor]:
+    """Return the tensors that are no optimizer's state, by stored name."""
+    moments = set[int]()
+    for tree in list_trees(catalog):
+        if tree.role == OPTIMIZER:
+            moments.update(map(id, tree.tensors))
+    return {tensor.name: tensor for tensor in catalog.tensors if id(tensor) not in moments}
+
+
+def _is_of_a_scheme(tensor: Tensor) -> bool:
+    """Whether a tensor may be a part, so that checkpoints without any are passed over fast."""
+    if tensor.dtype.kind == "low" or tensor.subclass is not None:
+        return True
+    return tensor.dtype.name in _CODES or tensor.name.endswith(_ENDINGS)
+
+
+def _fitting(tensor: Tensor) -> list[Scheme]:
+    """List the schemes whose codes a tensor may be, by its name and type."""
+    of_type = [scheme for scheme in SCHEMES if tensor.dtype.name in scheme.dtypes]
+    return [scheme for scheme in of_type if tensor.name.endswith(scheme.ending)]
+
+
+def _is_scale_of_weight(name: str) -> bool:
+    return name.rpartition(".")[2] in _WEIGHT_SCALES
+
+
+class _Search:
+    """Weights found so far among the stored tensors."""
+
+    def __init__(
+        self, catalog: Catalog, stored: Mapping[str, Tensor], config: QuantizationConfig
+    ) -> None:
+        self.tensors: list[QuantizedTensor] = []
+        self.refused: dict[str, Diagnostic] = {}
+        self._catalog = catalog
+        self._stored = stored
+        self._config = config
+        self._taken: set[str] = set()
+
+    def look_at(self, tensor: Tensor) -> None:
+        """Add the weight that a tensor holds the codes of, or why it is not understood."""
+        if tensor.name in self._taken:
+            return
+        subclass = described_in_subclass(tensor)
+        fitting = _fitting(tensor)
+        if subclass is not None:
+            self._add_described(tensor.name, tensor, subclass)
+        elif not self._add_scaled(tensor, fitting):
+            self._doubt(tensor, fitting)
+
+    def _add_scaled(self, tensor: Tensor, fitting: list[Scheme]) -> bool:
+        """Add the weight of the first scheme whose scales are there, if there is one."""
+        for scheme in fitting:
+            weight = _weight_name(scheme, tensor.name)
+            if weight + scheme.scale not in self._stored:
+                continue
+            try:
+                self.tensors.append(self._weight(scheme, weight, tensor))
+            except EmaCkptError as error:
+                self._refuse(tensor, error.code, f"{scheme.name}: {error}")
+            return True
+        return False
+
+    def _doubt(self, tensor: Tensor, fitting: list[Scheme]) -> None:
+        """Refuse a tensor that is part of something that is not understood, or not whole."""
+        name = tensor.name
+        foreign = [kind for ending, kind in FOREIGN.items() if name.endswith(ending)]
+        if foreign:
+            reason = f"quantised by {foreign[0]}, which is not understood"
+            self._refuse(tensor, "unsupported", reason)
+        elif _is_scale_of_weight(name):
+            self._look_for_weight(tensor)
+        elif name.endswith(_SCALES):  # of eight bits
+            return
+        elif fitting and (tensor.dtype.kind == "low" or _is_weight(fitting[0], name)):
+            scales = [repr(_weight_name(one, name) + one.scale) for one in fitting]
+            reason = f"its scales are missing: no {' or '.join(scales)}"
+            self._refuse(tensor, "incomplete", reason)
+        elif tensor.dtype.kind == "low":
+            reason = f"{tensor.dtype.name} without a scheme that is understood"
+            self._refuse(tensor, "unsupported", reason)
+
+    def _look_for_weight(self, scale: Tensor) -> None:
+        """Refuse scales without any tensor that they could be of."""
+        weight = scale.name.removesuffix("_inv").removesuffix("_scale")
+        forms = [weight + ending for ending in dict.fromkeys(one.ending for one in SCHEMES)]
+        if not any(name in self._stored for name in forms):
+            self._refuse(scale, "incomplete", f"its weight is missing: no {weight!r}")
+
+    def look_at_description(self, name: str, described: Description) -> None:
+        """Add a weight of torchao, by its description in the header."""
+        parts = list(described.parts.values())
+        self._taken.update(part.name for part in parts)
+        if parts:
+            codes = described.parts.get("qdata", parts[0])
+            self._add_described(name, codes, described)
+
+    def _add_described(self, name: str, tensor: Tensor, described: Description) -> None:
+        try:
+            if name != tensor.name and name in self._stored:
+                raise SourceError("name-collision", f"{name!r} is there as well")
+            self.tensors.append(weight_of(name, tensor, described))
+        except EmaCkptError as error:
+            self._refuse(tensor, error.code, str(error))
+
+    def _weight(self, scheme: Scheme, weight: str, codes: Tensor) -> QuantizedTensor:
+        parts = {"codes": codes, "scale": self._stored[weight + scheme.scale]}
+        for ending, reason in scheme.refused.items():
+            if weight + ending in self._stored:
+                raise SourceError("unsupported", f"{reason}: {weight + ending!r}")
+        for ending in scheme.needed.values():
+            if weight + ending not in self._stored:
+                raise SourceError("incomplete", f"{weight + ending!r} is missing")
+        for role, ending in {**scheme.needed, **scheme.further}.items():
+            if weight + ending in self._stored:
+                parts[role] = self._stored[weight + ending]
+        if weight != codes.name and weight in self._stored:
+            raise SourceError("name-collision", f"{weight!r} is there as well")
+        for part in parts.values():
+            if part.refusal is not None:
+                raise SourceError(part.refusal.code, f"{part.name!r}: {part.refusal.message}")
+        shape = _integers(self._catalog, parts["shape"]) if "shape" in parts else None
+        layout = scheme.layout(Found(parts, self._config, shape))
+        path = _weight_path(codes, scheme.ending, weight)
+        return QuantizedTensor(weight, path, scheme.name, parts, layout, codes.name)
+
+    def _refuse(self, tensor: Tensor, code: str, reason: str) -> None:
+        remedy = "leave it out with --exclude, or copy it as it is, without --dequantize"
+        self.refused[tensor.name] = Diagnostic(code, f"{reason}; {remedy}")
+
+    def activations_of(self, tensors: list[QuantizedTensor]) -> Iterator[Tensor]:
+        """Yield the scales of what the layers of these weights take and give."""
+        layers = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in tensors)
+        for layer in layers:
+            for ending in ACTIVATIONS:
+                tensor = self._stored.get(f"{layer}.{ending}" if layer else ending)
+                if tensor is not None:
+                    yield tensor
+
+
+def _weight_name(scheme: Scheme, codes: str) -> str:
+    return codes.removesuffix(scheme.ending) if scheme.ending else codes
+
+
+def _is_weight(scheme: Scheme, name: str) -> bool:
+    """Whether codes without scales are a weight by their name: `weight`, or a form of it."""
+    return _weight_name(scheme, name).rpartition(".")[2] == "weight"
+
+
+def _weight_path(codes: Tensor, ending: str, weight: str) -> Path:
+    """Path of the weight: that of the codes, with another last key."""
+    if len(codes.path) == 1:
+        return (weight,)
+    last = codes.path[-1]
+    if ending and isinstance(last, str):
+        if last == ending.removeprefix("."):  # a key of its own
+            return codes.path[:-1]
+        return (*codes.path[:-1], last.removesuffix(ending))
+    return codes.path
+
+
+def _integers(catalog: Catalog, tensor: Tensor) -> Ints:
+    """Read the few integers of a tensor that holds a shape."""
+    import numpy as np
+
+    is_shape = tensor.dtype.kind == "int" and len(tensor.shape) == 1
+    if not is_shape or not 0 < tensor.numel <= _MAX_DIMS:
+        message = f"{tensor.name!r} is {tensor.dtype.name} {list(tensor.shape)}, not a shape"
+        raise SourceError("unsupported", message)
+    try:
+        data = memoryview(bytearray(tensor.nbytes))
+        BoxReader(len(data)).read(locate(catalog, tensor), data)
+    except SourceError as error:
+        raise about(error, tensor=tensor.name) from None
+    sizes = np.frombuffer(data, tensor.dtype.numpy).tolist()
+    if not all(0 <= size < _MAX_SIZE for size in sizes):
+        raise SourceError("unsupported", f"{tensor.name!r} holds {sizes}, not a shape")
+    return tuple(sizes)
