@@ -1,0 +1,86 @@
+"""`synthesize RUN --last N` against the time to read the same steps.
+
+    python tests/bench/merge_steps.py                          # 10 steps of 2 GB, 5 runs
+    python tests/bench/merge_steps.py --size 0.2GB --runs 3
+
+N steps of a run, each a DCP checkpoint of eight ranks, are merged into one safetensors file, not synced, so that the
+disk counts as little as it can. Beside it `cat` reads every file of the steps, and `cp` writes what the merge writes.
+In random order, process start included.
+
+The bars: at most 1.3 times the time to read them, at most 100 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import checkpoints
+from diff import _size
+from measure import Contender, file_system, machine, race, table
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {"PYTHONPATH": str(ROOT)}
+
+
+def main() -> None:
+    options = _options()
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="ema-ckpt-bench-") as scratch:
+        folder = Path(scratch)
+        told = {
+            **machine(),
+            "file system": file_system(folder),
+            "load": f"{os.getloadavg()[0]:.1f}",
+        }
+        print(", ".join(f"{key} {value}" for key, value in told.items()), end="\n\n")
+        _merge(folder, options)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", type=_size, default="2GB", help="bytes of one step")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--dir", help="where to put the temporary directory")
+    return parser.parse_args()
+
+
+def _merge(folder: Path, options: argparse.Namespace) -> None:
+    run = folder / "run"
+    run.mkdir()
+    first = run / "step_1"
+    checkpoints.build("row", options.size, first)
+    for step in range(2, options.steps + 1):
+        shutil.copytree(first, run / f"step_{step}")
+    target, copied = folder / "merged.safetensors", folder / "copied"
+    merge = [sys.executable, "-m", "ema_ckpt", "synthesize", str(run), str(target), "-q"]
+    merge += ["--last", str(options.steps), "--scheme", "linear", "--no-fsync"]
+    files = [str(path) for path in sorted(run.glob("*/*"))]
+    count = options.runs
+    contenders = [
+        Contender(
+            "cat of all steps", ["/bin/sh", "-c", 'cat "$@" > /dev/null', "-", *files], [], count
+        ),
+        Contender("cp of one step", ["cp", "-r", str(first), str(copied)], [copied], count),
+        Contender("synthesize --last", merge, [target], count, ENV),
+    ]
+    race(contenders, lambda: None, folder / "log")
+    read = contenders[0].seconds
+    rows = [["", "seconds", "CPU s", "peak RSS MB", "x cat"]]
+    for contender in contenders:
+        spent, memory = f"{contender.cpu_seconds:.2f}", f"{contender.peak_mb:.0f}"
+        ratio = f"{contender.seconds / read:.2f}"
+        rows.append([contender.name, f"{contender.seconds:.2f}", spent, memory, ratio])
+    nbytes = sum(os.path.getsize(file) for file in files)
+    print(f"{options.steps} steps, {nbytes / 1e9:.2f} GB\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
