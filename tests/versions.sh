@@ -4,8 +4,9 @@
 #   tests/versions.sh 2.9.1 2.14.1        these releases; without any, those of the table in the docs
 #   TESTS="tests/ema" tests/versions.sh   other tests
 #
-# Each release gets an environment of its own in the temporary directory, one at a time, which is
-# removed after its tests: a build with CUDA takes 5 to 7 GB. CPU builds serve as well.
+# What a release writes becomes a fixture by `python fixtures/make.py releases` in its environment, which
+# KEEP=1 leaves in place. Each release gets an environment of its own in the temporary directory, one at a time, which is
+# removed after its tests otherwise: a build with CUDA takes 5 to 7 GB. CPU builds serve as well.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
@@ -25,7 +26,7 @@ run_release() {
     python=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     echo "| $release | $python | $summary | $(grep -c '^FAILED\|^ERROR' "$log") |"
     grep '^FAILED\|^ERROR' "$log" >&2
-    rm -rf "$venv"
+    [ -n "${KEEP:-}" ] || rm -rf "$venv"
 }
 
 echo "| torch | Python | tests | failed |"
