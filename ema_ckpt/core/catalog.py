@@ -311,7 +311,7 @@ class Catalog:
         left_out: places of checkpoints beside this one that were passed over; a warning names each.
         problems: damage that a lenient reader passed over; it is in no other field.
         made_from: the stored tensors behind each one that rules made, by its name.
-        rules: a digest of those rules, or "".
+        made_by: a digest of how values were computed and of those rules, or "".
         find_mismatches: reads the metadata again for entries that contradict each other, and
             returns each one's name and what is wrong.
     """
@@ -340,7 +340,7 @@ class Catalog:
     left_out: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     made_from: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    rules: str = ""
+    made_by: str = ""
     find_mismatches: Callable[[], Sequence[tuple[str, str]]] = tuple
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -103,8 +104,19 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
         verify=options.verify,
         replaced={} if edited is None else {CONFIG_FILE: edited},
     )
+    made_by = _made_by(found.tensors, options.dequantize.name)
+    changed = replace(changed, made_by=made_by)
     skipped = [Skipped.tensor(tensor, tensor.name, _ACTIVATIONS) for tensor in found.activations]
     return Dequantized(changed, found.tensors, tuple(skipped), edited is not None, True)
+
+
+def _made_by(weights: Sequence[QuantizedTensor], values: str) -> str:
+    """Digest of how values are computed: an interrupted run that computed others starts anew."""
+    lines = [values]
+    for weight in weights:
+        parts = {role: part.name for role, part in sorted(weight.parts.items())}
+        lines.append(f"{weight.name} {weight.scheme} {tuple(weight.layout)} {parts}")
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def refuse_unquantized(catalog: Catalog, options: WriteOptions) -> None:

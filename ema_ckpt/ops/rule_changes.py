@@ -69,9 +69,9 @@ class RuledSource:
 
 def listed(catalog: Catalog, options: WriteOptions) -> Catalog:
     """List tied names that the source dropped where they are written, or where rules see them."""
-    if options.expand_ties:
-        return with_dropped(catalog)
-    return catalog if options.rules is None else list_ties(catalog)
+    if options.rules is not None:
+        return list_ties(catalog)
+    return with_dropped(catalog) if options.expand_ties else catalog
 
 
 def rule_all(rules: Rules | None, catalog: Catalog) -> RuledSource:

@@ -210,6 +210,7 @@ def virtual_catalog(
         files=files,
         warnings=tuple(warnings),
         left_out=tuple(left_out),
+        made_by=" ".join([snapshot.values.catalog.made_by for snapshot in snapshots]).strip(),
     )
 
 

@@ -361,7 +361,7 @@ def identity_of(job: PlannedWrite, stamps: Mapping[str, str]) -> dict[str, str]:
     source, plan = hashlib.sha256(), hashlib.sha256()
     for file, stamp in stamps.items():
         source.update(f"{file}\0{stamp}\0".encode("utf-8", "surrogatepass"))
-    plan.update(job.catalog.rules.encode())
+    plan.update(job.catalog.made_by.encode())
     for item in job.plan.items:
         tensor = item.output
         names = f"{tensor.name}\0{tensor.source.name}\0{tensor.dtype.name}"

@@ -158,7 +158,7 @@ def check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:
     mine = []
     for reader in readers:
         catalog = reader.catalog
-        mine.append([reader.path, len(catalog.tensors), catalog.files, catalog.rules])
+        mine.append([reader.path, len(catalog.tensors), catalog.files, catalog.made_by])
     everyone = ranks.exchange(mine)
     names = sorted({" and ".join(path for path, *_ in one) for one in everyone})
     if len(names) > 1:

@@ -97,9 +97,13 @@ class ObjectDestination:
         return folder._replace(files=tuple(name for name in folder.files if name not in left))
 
     def _kind(self) -> bool | None:
-        """Whether a directory is there, or a file (False), or nothing (None)."""
+        """Whether a directory is there, or a file (False), or nothing (None).
+
+        A directory that holds nothing counts as nothing: stores that have directories keep it where
+        a write has failed.
+        """
         kind = is_folder(self.url)
-        if kind and self.leftovers.unpublished and not self._folder.files + self._folder.folders:
+        if kind and not self._folder.files + self._folder.folders:
             return None
         return kind
 

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ema_ckpt
+from ema_ckpt.discovery.opening import opened
+from ema_ckpt.ops.dequantize import dequantize
 from ema_ckpt.ops.results.as_json import as_json
+from ema_ckpt.writing.options import WriteOptions
 from tests.stories.commands import Commands
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -289,3 +292,13 @@ def test_rules_see_the_values(tmp_path: Path) -> None:
     assert torch.equal(ruled["up.0"], values["model.layers.0.mlp.up_proj.weight"].t())
     assert len(result.dequantized or ()) == 1
     assert ema_ckpt.verify(out, against=source, rules=rules).status == "sound"
+
+
+def test_an_interrupted_run_is_not_continued_with_other_values(tmp_path: Path) -> None:
+    """bf16 values in fp32 and fp32 values have one plan of bytes, and are not the same run."""
+    with opened(FIXTURES / UNDERSTOOD[0]) as catalog:
+        made = {
+            asked: dequantize(catalog, WriteOptions.parse({"dequantize": asked})).catalog.made_by
+            for asked in ("bf16", "fp32")
+        }
+    assert made["bf16"] != made["fp32"] and all(made.values())

@@ -286,3 +286,26 @@ def test_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--rules goes with --against" in capsys.readouterr().err
     assert exit_code(["convert", call[1], str(tmp_path / "c.pt"), "--inverse"]) == 2
     assert "--inverse goes with --rules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("expand_ties", [False, True])
+def test_a_dropped_name_is_no_tie_of_what_is_written(tmp_path: Path, *, expand_ties: bool) -> None:
+    """A header that records `head.weight` as tied does not bring it back after a rule drops it."""
+    save_file(
+        {"emb.weight": torch.arange(6.0).reshape(2, 3), "norm": torch.ones(2)},
+        tmp_path / "tied.safetensors",
+        metadata={"head.weight": "emb.weight"},
+    )
+    (tmp_path / "drop.toml").write_text("[[rule]]\ndrop = 'head.weight'\n")
+    out = tmp_path / "out.safetensors"
+    result = convert(
+        tmp_path / "tied.safetensors",
+        out,
+        rules=tmp_path / "drop.toml",
+        expand_ties=expand_ties,
+    )
+    assert result.ties == {}
+    assert "head.weight" in [item.name for item in result.skipped]
+    convert(out, tmp_path / "back.pt", expand_ties=True)
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert set(back) == {"emb.weight", "norm"}

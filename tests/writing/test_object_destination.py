@@ -187,6 +187,8 @@ def test_a_run_that_fails_leaves_nothing(
         WRITERS[name](fixtures / "dcp" / "fsdp2-w4", f"{store}/{name}")
     monkeypatch.undo()
     assert objects(store) == {}
+    WRITERS[name](fixtures / "dcp" / "fsdp2-w4", f"{store}/{name}")  # nothing is in the way
+    assert ema_ckpt.verify(f"{store}/{name}").status == "sound"
 
 
 def test_a_failed_overwrite_leaves_the_old_checkpoint_sound(

@@ -220,11 +220,35 @@ def _read_sidecar(
 def _unless_changed(
     content: Sidecar, shard: Shard, name: str, warnings: list[Diagnostic]
 ) -> Sidecar:
-    """Return a sidecar, or none if the tensors of its one file are others than it describes."""
-    if name not in content.describes or not content.is_stale(name, crc_of(sorted(_entries(shard)))):
+    """Return a sidecar, or none if the tensors of its one file are others than it describes.
+
+    Raises:
+        SourceError: `index-mismatch` if one name differs in one character, which is damage and no
+            program's work.
+    """
+    entries = _entries(shard)
+    if name not in content.describes or not content.is_stale(name, crc_of(sorted(entries))):
         return content
+    recorded = {Entry(key, digest.dtype, digest.shape) for key, digest in content.digests.items()}
+    lost, added = recorded.difference(entries), set(entries) - recorded
+    if not lost and not added:
+        return content
+    if len(lost) == len(added) == 1:
+        _refuse_damaged_name(lost.pop(), added.pop(), shard.file)
     warnings.append(sidecar.stale_header(shard.file))
     return Sidecar()
+
+
+def _refuse_damaged_name(recorded: Entry, stored: Entry, file: str) -> None:
+    """Refuse a file in which one name differs from the recorded one in one character."""
+    is_same_tensor = recorded[1:] == stored[1:]
+    if not is_same_tensor or len(recorded.name) != len(stored.name):
+        return
+    differing = sum([a != b for a, b in zip(recorded.name, stored.name, strict=True)])
+    if differing == 1:
+        message = f"{file}: tensor {stored.name!r} is recorded as {recorded.name!r}: one character "
+        message += "was damaged, or changed by another program; take the file from its source"
+        raise SourceError("index-mismatch", message, tensor=stored.name, file=file)
 
 
 def _entries(shard: Shard) -> list[Entry]:

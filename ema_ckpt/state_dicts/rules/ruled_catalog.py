@@ -184,7 +184,7 @@ class _CatalogWork:
             digests=self._digests(catalog),
             order=tuple(self._order(catalog.order)),
             made_from=self._sources,
-            rules=rules.digest + "inverse" * rules.is_inverse,
+            made_by=catalog.made_by + rules.digest + "inverse" * rules.is_inverse,
         )
         warnings = []
         for number, name in sorted(self._inexact.items()):

@@ -718,3 +718,19 @@ def test_a_fifo_in_the_place_of_a_shard_is_refused_and_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "model-00002-of-00003.safetensors")
     with pytest.raises(UnsafeError):
         open_index(tmp_path)
+
+
+def test_one_damaged_character_of_a_name_is_no_change_by_a_program(
+    tmp_path: Path, fixtures: Path
+) -> None:
+    path = tmp_path / "ours.safetensors"
+    ema_ckpt.convert(fixtures / "dcp" / "trees-w1", path)
+    data = path.read_bytes()
+    at = data.index(b',"optimizer.state.') + 12  # in the header's entry, not in the record
+    changed = data[:at] + b"w" + data[at + 1 :]
+    path.write_bytes(changed)
+    seen = ema_ckpt.verify(path)
+    assert seen.status == "damaged"
+    assert {problem.code for problem in seen.problems} == {"index-mismatch"}
+    with pytest.raises(SourceError, match="one character"):
+        ema_ckpt.convert(path, tmp_path / "copy")
