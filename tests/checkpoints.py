@@ -64,7 +64,7 @@ def _template() -> Path:
 
 def dcp_at(path: Path) -> Path:
     """A complete DCP checkpoint of a model and its EMA."""
-    shutil.copytree(_template(), path)
+    shutil.copytree(_template(), path, copy_function=shutil.copyfile)  # written now
     return path
 
 

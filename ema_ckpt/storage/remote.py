@@ -80,18 +80,19 @@ def is_http(filesystem: AbstractFileSystem) -> bool:
 
 
 def ask(
-    question: Callable[[], AnswerT], what: str, url: str, patience: Patience = _READ_PATIENCE
+    question: Callable[[], AnswerT], what: str, url: str, patience: Patience | None = None
 ) -> AnswerT:
     """Ask a server, four times within about five seconds where trying again may help.
 
     Args:
         what: the file or directory asked about. `url`: where it is.
-        patience: how often is asked, and how long.
+        patience: how often is asked, and how long; that of reading without it.
 
     Raises:
         FileNotFoundError: there is nothing.
         AccessError: `unreadable`: the server failed, refused or could not be reached.
     """
+    patience = patience or _READ_PATIENCE
     started, tries = time.monotonic(), 0
     while True:
         tries += 1

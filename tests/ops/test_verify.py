@@ -37,7 +37,7 @@ REPO = Path(__file__).parents[2]
 UNPROVEN = {
     "dcp/fsdp2-w2-crc-off", "hf/one-file", "hf/sharded", "safetensors/dtypes.safetensors",
     "safetensors/net-and-ema.safetensors", "safetensors/plain.safetensors", "safetensors/tied-save-model.safetensors",
-    "torch/crc-off.pt",
+    "torch/crc-off.pt", "rank-files/torch-checkpointing",
 }  # fmt: skip
 HONEST = sorted(
     f"{folder}/{path.name}"

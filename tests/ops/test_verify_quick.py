@@ -148,7 +148,8 @@ def test_every_truncated_missing_or_foreign_file_is_found(
             continue
         new = {w.code for w in warnings if w not in before.warnings}
         if (Path(name).name, mutation) in UNSEEN:
-            assert not new, (name, mutation)
+            # Another whole file, of which a neighbour or the record may tell all the same.
+            assert new <= {"ema-unrelated", "stale-file"}, (name, mutation)
         else:
             assert new, (name, mutation)
             assert new <= ONLY_WARNED, (name, mutation)

@@ -738,11 +738,16 @@ def test_the_nearest_name_is_listed_first() -> None:
         ({"generator": {"w": W}, "critic": {"w": W}}, "generator"),
         ({"net": {"w": W}, "model": {"w": W}, "ema": {"w": W}}, "ema"),
         ({}, ""),
-        ({"step": 3}, ""),
     ],
 )
 def test_the_default_tree(tree: dict, name: str) -> None:
     assert default_tree(list_trees(catalog_of(tree))).name == name
+
+
+def test_values_without_a_tensor_are_no_empty_checkpoint() -> None:
+    with pytest.raises(UsageError, match="no tensor that is read") as caught:
+        default_tree(list_trees(catalog_of({"step": 3})))
+    assert caught.value.code == "empty-selection"
 
 
 @pytest.mark.parametrize(
@@ -866,7 +871,8 @@ def test_any_state_dict_is_told_apart_without_loss(tree: dict, nested: bool) -> 
     try:
         chosen = default_tree(found)
     except UsageError as error:
-        assert error.code == "ambiguous-tree"
+        has_values = bool(catalog.objects) and not catalog.tensors
+        assert error.code == ("empty-selection" if has_values else "ambiguous-tree")
     else:
         assert chosen.role in ("ema", "live")
 

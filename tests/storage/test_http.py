@@ -38,7 +38,7 @@ def checkpoints(fixtures: Path) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_DELAYS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(remote, "_READ_PATIENCE", remote.Patience((0.01, 0.01, 0.01), 5.0))
 
 
 def data_files(handler: Handler) -> bool:
