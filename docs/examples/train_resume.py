@@ -73,7 +73,7 @@ def train(run: Path, steps: int) -> None:
         step = report.extra["step"]
         if rank == 0:
             print(
-                f"resumed {report.path.name}, written by {report.world_size} ranks, on {world}",
+                f"resumed {Path(report.path).name}, written by {report.world_size} ranks, on {world}",
                 flush=True,
             )
 
@@ -116,7 +116,7 @@ def train(run: Path, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def finish(saving: Future[Path]) -> None:
+def finish(saving: Future[Path | str]) -> None:
     """Wait until a checkpoint is complete, and say so."""
     path = saving.result()
     if dist.get_rank() == 0:
