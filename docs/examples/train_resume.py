@@ -72,10 +72,8 @@ def train(run: Path, steps: int) -> None:
         report = restore(run, model=model, ema=ema, optimizer=optimizer, extra=extra)
         step = report.extra["step"]
         if rank == 0:
-            print(
-                f"resumed {Path(report.path).name}, written by {report.world_size} ranks, on {world}",
-                flush=True,
-            )
+            found = Path(report.path).name
+            print(f"resumed {found}, written by {report.world_size} ranks, on {world}", flush=True)
 
     saving = None
     while step < steps:
@@ -118,7 +116,7 @@ def train(run: Path, steps: int) -> None:
 
 def finish(saving: Future[Path | str]) -> None:
     """Wait until a checkpoint is complete, and say so."""
-    path = saving.result()
+    path = Path(saving.result())
     if dist.get_rank() == 0:
         print(f"saved {path.name}", flush=True)
 
