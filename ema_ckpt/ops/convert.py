@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
@@ -111,7 +111,7 @@ def _transfer(
         copied = needed_files(catalog, output.format, output.is_directory)
         skipped = [
             *values.skipped,
-            *ruled.skipped,
+            *_asked_for(ruled.skipped, named),
             *objects.skipped,
             *unfit,
             *left_out(catalog, tensors, output.form, copied),
@@ -149,6 +149,13 @@ def _transfer(
             dequantized=values.entries((tensor.source for tensor in tensors), catalog.made_from),
         )
         return finish(job, options)
+
+
+def _asked_for(skipped: Iterable[Skipped], trees: Sequence[str]) -> Iterator[Skipped]:
+    """Yield what rules left out of the trees that are named, or of all if none is."""
+    for item in skipped:
+        if not trees or any(not tree or f"{item.name}.".startswith(f"{tree}.") for tree in trees):
+            yield item
 
 
 def _fitting(

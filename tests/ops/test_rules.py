@@ -309,3 +309,16 @@ def test_a_dropped_name_is_no_tie_of_what_is_written(tmp_path: Path, *, expand_t
     convert(out, tmp_path / "back.pt", expand_ties=True)
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert set(back) == {"emb.weight", "norm"}
+
+
+def test_an_optimizer_that_is_not_asked_for_is_not_left_out(tmp_path: Path) -> None:
+    source = tmp_path / "run.pt"
+    weights = {"w": torch.ones(2)}
+    moments = {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": weights, "ema": weights, "optimizer": moments}, source)
+    (tmp_path / "rename.toml").write_text("[[rule]]\nfrom = 'w'\nto = 'v'\n")
+    options = {"rules": tmp_path / "rename.toml", "strict": True}
+    convert(source, tmp_path / "ema.safetensors", tree="ema", **options)
+    assert set(load_file(tmp_path / "ema.safetensors")) == {"ema.v"}
+    with pytest.raises(EmaCkptError, match="optimizer"):
+        convert(source, tmp_path / "all.safetensors", **options)
