@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from ema_ckpt.core.errors import UsageError
 
-TESTED = ((2, 11), (2, 14))
+TESTED = ((2, 11), (2, 16))
 """The torch versions that the tests run on, from the first up to but without the second."""
 
 _checked = False

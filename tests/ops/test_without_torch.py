@@ -150,7 +150,8 @@ def test_several_processes(world: str | None, blocked: str, tmp_path: Path) -> N
         ("2.10.9", True),
         ("2.11.0", False),
         ("2.13.0+cpu", False),
-        ("2.14.0a0+git12", True),
+        ("2.15.0+cu132", False),
+        ("2.16.0a0+git12", True),
         ("3.0", True),
     ],
 )
@@ -165,7 +166,7 @@ def test_a_torch_outside_the_range_is_told_once(
             torch_import.import_torch("a test")
     assert len(told) == warns
     if warns:
-        assert "2.11 up to, without, 2.14" in str(told[0].message)
+        assert "2.11 up to, without, 2.16" in str(told[0].message)
 
 
 def test_the_range_is_that_of_the_extra() -> None:
