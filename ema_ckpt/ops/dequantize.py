@@ -5,22 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, UsageError
-from ema_ckpt.ops.results.quantized import QuantizedEntry
+from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.ops.results.write import Skipped
-from ema_ckpt.reading.quantized.dequantized import with_values
-from ema_ckpt.reading.quantized.quantization_config import (
-    CONFIG_FILE,
-    read_config,
-    without_quantization,
-)
-from ema_ckpt.reading.quantized.recognise import Recognised, recognise
-from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 from ema_ckpt.writing.options import WriteOptions
+
+if TYPE_CHECKING:
+    from ema_ckpt.reading.quantized.recognise import Recognised
+    from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 
 _ACTIVATIONS = "scale of what a layer takes or gives; its weight is no longer quantised"
 
@@ -53,6 +49,8 @@ class Dequantized(NamedTuple):
         """Say what became of the settings of the quantisation; `copied` are files beside."""
         if not self.has_config:
             return
+        from ema_ckpt.reading.quantized.quantization_config import CONFIG_FILE
+
         if CONFIG_FILE in copied:
             message = f"{CONFIG_FILE} is written without its quantization_config, which is no "
             message += "longer true of these weights"
@@ -60,19 +58,6 @@ class Dequantized(NamedTuple):
             message = f"{CONFIG_FILE} of the source has a quantization_config: take it out of the "
             message += "copy that goes with these weights"
         yield Diagnostic("quantization-config", message)
-
-
-def described(weights: Sequence[QuantizedTensor]) -> tuple[QuantizedEntry, ...] | None:
-    """Describe quantised weights for a result; None if there are none."""
-    entries = []
-    for weight in weights:
-        layout = weight.layout
-        parts = {role: part.name for role, part in weight.parts.items()}
-        entry = QuantizedEntry(
-            weight.name, weight.scheme, layout.logical_shape, layout.block, parts
-        )
-        entries.append(entry)
-    return tuple(entries) or None
 
 
 def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True) -> Dequantized:
@@ -86,6 +71,14 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
     """
     if options.dequantize is None:
         return Dequantized(catalog)
+    from ema_ckpt.reading.quantized.dequantized import with_values
+    from ema_ckpt.reading.quantized.quantization_config import (
+        CONFIG_FILE,
+        read_config,
+        without_quantization,
+    )
+    from ema_ckpt.reading.quantized.recognise import recognise
+
     config = read_config(catalog)
     if not config.is_known:
         message = f"{catalog.resolved}: quantised by {config.method!r}, which is not understood; "
@@ -143,6 +136,9 @@ def _refused(tensor: Tensor, found: Recognised) -> Tensor:
 
 def with_real_values(catalog: Catalog) -> Dequantized:
     """Replace those quantised weights that are understood by their values in float32."""
+    from ema_ckpt.reading.quantized.dequantized import with_values
+    from ema_ckpt.reading.quantized.recognise import recognise
+
     found = recognise(catalog, lenient=True)
     if not found.tensors:
         return Dequantized(catalog)

@@ -13,12 +13,11 @@ from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
 from ema_ckpt.core.catalog import Catalog, Diagnostic
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import default_budget, parse_budget, parse_workers
-from ema_ckpt.ops.dequantize import described
 from ema_ckpt.ops.diff_findings import ComparedTrees, find_all
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.object_plan import unknown_objects
 from ema_ckpt.ops.results.diff import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
-from ema_ckpt.ops.results.quantized import QuantizedEntry
+from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges

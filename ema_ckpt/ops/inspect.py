@@ -10,11 +10,10 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.dequantize import described
 from ema_ckpt.ops.object_values import object_values
 from ema_ckpt.ops.open import tree_entry
 from ema_ckpt.ops.results.inspect import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
-from ema_ckpt.ops.results.quantized import QuantizedEntry
+from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.reading.quantized.recognise import recognise
 from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.state_dicts.ema_health import check_averages

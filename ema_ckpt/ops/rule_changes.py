@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
 from ema_ckpt.core.names import canonical
 from ema_ckpt.ops.results.write import AppliedRules, RuleChange, Skipped
-from ema_ckpt.state_dicts.rules.ruled_catalog import (
-    Change,
-    RuledCheckpoint,
-    apply_rules,
-    list_ties,
-)
-from ema_ckpt.state_dicts.rules.rules import Rules
 from ema_ckpt.state_dicts.selection import Selection
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, list_trees
 from ema_ckpt.writing.options import WriteOptions
+
+if TYPE_CHECKING:
+    from ema_ckpt.state_dicts.rules.ruled_catalog import Change, RuledCheckpoint
+    from ema_ckpt.state_dicts.rules.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,8 @@ class RuledSource:
 def listed(catalog: Catalog, options: WriteOptions) -> Catalog:
     """List tied names that the source dropped where they are written, or where rules see them."""
     if options.rules is not None:
+        from ema_ckpt.state_dicts.rules.ruled_catalog import list_ties
+
         return list_ties(catalog)
     return with_dropped(catalog) if options.expand_ties else catalog
 
@@ -83,6 +83,8 @@ def rule_all(rules: Rules | None, catalog: Catalog) -> RuledSource:
     trees = list_trees(catalog)
     if rules is None:
         return RuledSource(catalog, trees)
+    from ema_ckpt.state_dicts.rules.ruled_catalog import apply_rules
+
     return _ruled(rules, apply_rules(rules, catalog, trees))
 
 
@@ -100,6 +102,8 @@ def rule_one(
     filled = filled or {}
     if rules is None:
         return RuledSource(catalog, (tree,), filled=filled)
+    from ema_ckpt.state_dicts.rules.ruled_catalog import apply_rules
+
     named = {**tree.weights, **filled}
     done = apply_rules(rules, catalog, [replace(tree, named=named)], keeps_places=False)
     ruled = done.trees[0]

@@ -28,7 +28,6 @@ from ema_ckpt.storage.files import local_path
 from ema_ckpt.writing.destination import Destination, LocalDestination, WriteRequest
 from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
-from ema_ckpt.writing.object_destination import ObjectDestination
 from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.output_files import OutputFiles
 from ema_ckpt.writing.preflight import resolve_target
@@ -87,6 +86,8 @@ def destination_of(out: str | os.PathLike[str]) -> Destination:
     text = os.fspath(out)
     path = local_path(text)
     if path is None:
+        from ema_ckpt.writing.object_destination import ObjectDestination
+
         return ObjectDestination(text)
     resolve_target(path)  # before a Path takes a slash from a URL
     return LocalDestination(Path(path))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +25,16 @@ class QuantizedEntry:
     shape: tuple[int, ...]
     block: tuple[int, ...]
     parts: Mapping[str, str]
+
+
+def described(weights: Sequence[QuantizedTensor]) -> tuple[QuantizedEntry, ...] | None:
+    """Describe quantised weights for a result; None if there are none."""
+    entries = []
+    for weight in weights:
+        layout = weight.layout
+        parts = {role: part.name for role, part in weight.parts.items()}
+        entry = QuantizedEntry(
+            weight.name, weight.scheme, layout.logical_shape, layout.block, parts
+        )
+        entries.append(entry)
+    return tuple(entries) or None
