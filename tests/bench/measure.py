@@ -180,6 +180,12 @@ def file_system(path: Path) -> str:
     return max(above, key=lambda pair: len(pair[0]), default=["", "?"])[1]
 
 
+def heading(folder: Path) -> str:
+    """Describe the machine, the file system of `folder` and the present load, in one line."""
+    told = machine() | {"file system": file_system(folder), "load": f"{os.getloadavg()[0]:.1f}"}
+    return ", ".join(f"{key} {value}" for key, value in told.items())
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """`rows` (the first are headings) as a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import checkpoints
 from diff import _size
-from measure import Contender, file_system, machine, race, table
+from measure import Contender, heading, race, table
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {"PYTHONPATH": str(ROOT)}
@@ -44,12 +44,7 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="ema-ckpt-bench-") as scratch:
         folder = Path(scratch)
-        told = {
-            **machine(),
-            "file system": file_system(folder),
-            "load": f"{os.getloadavg()[0]:.1f}",
-        }
-        print(", ".join(f"{key} {value}" for key, value in told.items()), end="\n\n")
+        print(heading(folder), end="\n\n")
         _pieces(folder, options.runs)
         _hashes(folder, options)
 

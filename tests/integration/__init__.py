@@ -15,7 +15,7 @@ _KEPT: list[Any] = []  # a torch.library.Library takes its definitions along whe
 def _declare_missing_operators() -> None:
     """Declare torchvision's two operators that it annotates even if its own library cannot be loaded.
 
-    The registry's torchvision is built for CUDA. Beside a CPU build of torch its library does not load, and then its
+    PyPI's torchvision is built for CUDA. Beside a CPU build of torch its library does not load, and then its
     import fails with `operator torchvision::nms does not exist`. timm, lightning and transformers import it; nothing
     here detects objects.
     """

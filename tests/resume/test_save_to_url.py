@@ -11,6 +11,7 @@ from torch import nn
 
 import ema_ckpt
 from ema_ckpt import ShardedEMA, TargetError, restore, save
+from tests.object_stores import refuse_marker
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -52,14 +53,7 @@ def test_a_save_to_a_url_and_back() -> None:
 def test_a_save_to_a_url_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"memory://{uuid.uuid4().hex}/runs/step_1"
     filesystem, base = fsspec.core.url_to_fs(url)
-    usual = filesystem.mv
-
-    def failing(old: str, new: str, **options: object) -> None:
-        if new.endswith(".metadata"):
-            raise OSError("refused")
-        usual(old, new, **options)
-
-    monkeypatch.setattr(filesystem, "mv", failing)
+    refuse_marker(filesystem, monkeypatch)
     with pytest.raises(ema_ckpt.AccessError, match="refused"):
         save(url, model=nn.Linear(2, 2))
     assert filesystem.find(base) == []

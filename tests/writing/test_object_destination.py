@@ -13,6 +13,7 @@ import pytest
 import ema_ckpt
 from ema_ckpt.writing.part_files import divide_memory
 from ema_ckpt.writing.publish_order import PublishOrder
+from tests.object_stores import refuse_marker
 
 Write = Callable[[str], object]
 
@@ -198,14 +199,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint_sound(
     WRITERS["resharded"](source, url)
     before = objects(url)
     filesystem, _ = fsspec.core.url_to_fs(store)
-    usual = filesystem.mv
-
-    def failing(old: str, new: str, **options: object) -> None:
-        if new.endswith(".metadata"):
-            raise OSError("refused")
-        usual(old, new, **options)
-
-    monkeypatch.setattr(filesystem, "mv", failing)
+    refuse_marker(filesystem, monkeypatch)
     with pytest.raises(ema_ckpt.AccessError, match="refused"):
         ema_ckpt.reshard(source, url, 2, overwrite=True)
     monkeypatch.undo()
