@@ -1,4 +1,4 @@
-"""`save` to a URL and `restore` from it; several ranks and S3 are in tests/stories/test_object_targets.py."""
+"""`save` to a URL and `restore` from it, by one process; S3 as a target of commands is in tests/stories/test_object_targets.py."""
 
 from __future__ import annotations
 
