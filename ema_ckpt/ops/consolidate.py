@@ -62,7 +62,7 @@ def consolidate(
     output = _output_of(out, parse_size(max_shard_size), basename)
     with opened(path) as opened_catalog:
         values = dequantize(opened_catalog, options)
-        catalog = listed(values.catalog, options)
+        catalog = listed(values.catalog, options.rules, expand_ties=options.expand_ties)
         trees = list_trees(catalog)
         catalog = warn_of_hidden(catalog, trees)
         given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}

@@ -101,12 +101,13 @@ def _transfer(
     started = time.perf_counter()
     with opened(path) as opened_catalog:
         values = dequantize(opened_catalog, options)
-        ruled = rule_all(options.rules, listed(values.catalog, options))
+        rules, expand_ties = options.rules, options.expand_ties
+        ruled = rule_all(rules, listed(values.catalog, rules, expand_ties=expand_ties))
         trees, named = ruled.trees, [tree] if isinstance(tree, str) else [*tree]
         catalog = warn_of_hidden(ruled.catalog, trees, named) if named else ruled.catalog
         selection = select_all(catalog, trees, options.selection, named, strip=strip)
         objects = plan_objects(catalog, selection.objects, output.format)
-        renamed, rules = ruled.changed_names(selection)
+        renamed, applied = ruled.changed_names(selection)
         tensors, unfit = _fitting(selection.entries, output.form)
         copied = needed_files(catalog, output.format, output.is_directory)
         skipped = [
@@ -141,7 +142,7 @@ def _transfer(
             started,
             source=catalog.path,
             renamed=renamed,
-            rules=rules,
+            rules=applied,
             ties=ties,
             copied=copied,
             skipped=skipped,

@@ -12,7 +12,6 @@ from ema_ckpt.ops.results.write import AppliedRules, RuleChange, Skipped
 from ema_ckpt.state_dicts.selection import Selection
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree, list_trees
-from ema_ckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from ema_ckpt.state_dicts.rules.ruled_catalog import Change, RuledCheckpoint
@@ -65,13 +64,13 @@ class RuledSource:
         return renamed, AppliedRules(self.rules.name, self.rules.is_inverse, tuple(applied))
 
 
-def listed(catalog: Catalog, options: WriteOptions) -> Catalog:
+def listed(catalog: Catalog, rules: Rules | None, *, expand_ties: bool) -> Catalog:
     """List tied names that the source dropped where they are written, or where rules see them."""
-    if options.rules is not None:
+    if rules is not None:
         from ema_ckpt.state_dicts.rules.ruled_catalog import list_ties
 
         return list_ties(catalog)
-    return with_dropped(catalog) if options.expand_ties else catalog
+    return with_dropped(catalog) if expand_ties else catalog
 
 
 def rule_all(rules: Rules | None, catalog: Catalog) -> RuledSource:

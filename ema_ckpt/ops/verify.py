@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ema_ckpt.analysis.audit import Audit, audit_checkpoint
 from ema_ckpt.analysis.structure import audit_structure
@@ -38,11 +38,13 @@ from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.state_dicts.ema_health import check_averages
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
-from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
-from ema_ckpt.state_dicts.rules.rules import Rules
+from ema_ckpt.state_dicts.rules.chosen import chosen_rules
 from ema_ckpt.state_dicts.tree import list_trees
 from ema_ckpt.storage.directories import join, list_folder
 from ema_ckpt.storage.files import is_url
+
+if TYPE_CHECKING:
+    from ema_ckpt.state_dicts.rules.rules import Rules
 
 # Opening fails with these if there is no checkpoint to judge, or none that can be judged.
 _NO_VERDICT = frozenset(

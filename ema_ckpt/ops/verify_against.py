@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ema_ckpt.analysis.audit import Audit
 from ema_ckpt.core.catalog import Catalog, Tensor
@@ -21,17 +21,18 @@ from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import as_written
+from ema_ckpt.ops.rule_changes import listed, rule_all
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster, import_all
 from ema_ckpt.reading.digests import compute_digest, recorded_digest
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.state_dicts.ema_config import with_tied_names
-from ema_ckpt.state_dicts.rules.ruled_catalog import apply_rules, list_ties
-from ema_ckpt.state_dicts.rules.rules import Rules
-from ema_ckpt.state_dicts.ties import with_dropped
-from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees
+from ema_ckpt.state_dicts.tree import Tree, inner_names
 from ema_ckpt.storage.files import is_url
+
+if TYPE_CHECKING:
+    from ema_ckpt.state_dicts.rules.rules import Rules
 
 _BLOCK_NBYTES = 512 << 10
 _SECONDS_PER_BYTE, _SECONDS_PER_TENSOR = 0.3e-9, 50e-6  # of one worker
@@ -60,12 +61,8 @@ def compare_with(
     catalog = open_catalog(origin.path)
     try:
         values = as_written(catalog, audit.catalog)
-        whole = with_dropped(values) if origin.rules is None else list_ties(values)
-        trees = list_trees(whole)
-        if origin.rules is not None:
-            ruled = apply_rules(origin.rules, whole, trees)
-            whole, trees = ruled.catalog, ruled.trees
-        _Comparison(audit, whole, trees, threads).run(progress)
+        ruled = rule_all(origin.rules, listed(values, origin.rules, expand_ties=True))
+        _Comparison(audit, ruled.catalog, ruled.trees, threads).run(progress)
     finally:
         catalog.source.close()
 

@@ -30,7 +30,7 @@ from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
 from ema_ckpt.resume.restore_phases import Findings, RestoreContext, Restorer, RestoreReport
 from ema_ckpt.resume.save_async import wait_for_background_save
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
-from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
+from ema_ckpt.state_dicts.rules.chosen import chosen_rules
 
 if TYPE_CHECKING:
     from ema_ckpt.ema.manager import ShardedEMA

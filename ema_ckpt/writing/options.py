@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.limits import MIN_BUDGET_NBYTES, default_budget, parse_budget, parse_workers
+from ema_ckpt.state_dicts.rules.chosen import chosen_rules
 from ema_ckpt.state_dicts.selection import SelectionOptions, options, value_type
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ class WriteOptions:
         if unknown:
             raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
         return cls(
-            rules=_rules(args),
+            rules=chosen_rules(
+                args.get("rules"), args.get("rule_values", ()), inverse=args.get("inverse", False)
+            ),
             threads=parse_workers(args.get("threads")),
             budget_nbytes=parse_budget(args.get("max_memory")),
             dequantize=value_type(args.get("dequantize")),
@@ -148,14 +151,3 @@ class WriteOptions:
         """
         share = self.budget(remote) // (2 * workers)
         return max(share, self.block_nbytes(remote, workers)) & ~15
-
-
-def _rules(args: WriterArgs) -> Rules | None:
-    """Return the rules that are given; their modules are loaded for nothing else."""
-    rules, values = args.get("rules"), args.get("rule_values", ())
-    inverse = args.get("inverse", False)
-    if rules is None and not values and not inverse:
-        return None
-    from ema_ckpt.state_dicts.rules.rule_file import chosen_rules
-
-    return chosen_rules(rules, values, inverse=inverse)

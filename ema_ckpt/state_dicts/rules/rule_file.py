@@ -64,30 +64,6 @@ def load_rules(
     return rules.inverse if inverse else rules
 
 
-def chosen_rules(
-    rules: str | os.PathLike[str] | Rules | None,
-    values: Sequence[str] | Mapping[str, int] = (),
-    *,
-    inverse: bool = False,
-) -> Rules | None:
-    """Return the rules of a call: read from a file, or as they were given.
-
-    Raises:
-        UsageError: `usage` for options that go with rules alone, and for what is no rule;
-            `not-found`.
-    """
-    if rules is None:
-        if values or inverse:
-            flag = "--rule-values" if values else "--inverse"
-            raise UsageError("usage", f"{flag} goes with --rules")
-        return None
-    if not isinstance(rules, Rules):
-        return load_rules(rules, values, inverse=inverse)
-    if values:
-        raise UsageError("usage", "rule_values: the rules were read already; give them there")
-    return rules.inverse if inverse else rules
-
-
 def _read(file: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the name of the file in messages, and its text."""
     path = os.fspath(file)
