@@ -72,6 +72,8 @@ def consolidate(
         fill_from = _fill_tree(catalog, trees, whole, live, fill)
         filled = {} if fill_from is None else missing_weights(whole, fill_from)
         ruled = rule_one(options.rules, catalog, whole, filled)
+        if options.selection.keep_prefixes:
+            ruled.refuse_mixed_prefixes()
         catalog = ruled.catalog
         selection = select_tree(ruled.tree, options.selection, ruled.filled or None)
         renamed, rules = ruled.changed_names(selection)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Unpack
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
@@ -102,8 +102,11 @@ def _transfer(
     with opened(path) as opened_catalog:
         values = dequantize(opened_catalog, options)
         rules, expand_ties = options.rules, options.expand_ties
-        ruled = rule_all(rules, listed(values.catalog, rules, expand_ties=expand_ties))
-        trees, named = ruled.trees, [tree] if isinstance(tree, str) else [*tree]
+        named = [tree] if isinstance(tree, str) else [*tree]
+        ruled = rule_all(rules, listed(values.catalog, rules, expand_ties=expand_ties), named)
+        if options.selection.keep_prefixes or not strip:
+            ruled.refuse_mixed_prefixes()
+        trees = ruled.trees
         catalog = warn_of_hidden(ruled.catalog, trees, named) if named else ruled.catalog
         selection = select_all(catalog, trees, options.selection, named, strip=strip)
         objects = plan_objects(catalog, selection.objects, output.format)
@@ -112,7 +115,7 @@ def _transfer(
         copied = needed_files(catalog, output.format, output.is_directory)
         skipped = [
             *values.skipped,
-            *_asked_for(ruled.skipped, named),
+            *ruled.skipped,
             *objects.skipped,
             *unfit,
             *left_out(catalog, tensors, output.form, copied),
@@ -150,13 +153,6 @@ def _transfer(
             dequantized=values.entries((tensor.source for tensor in tensors), catalog.made_from),
         )
         return finish(job, options)
-
-
-def _asked_for(skipped: Iterable[Skipped], trees: Sequence[str]) -> Iterator[Skipped]:
-    """Yield what rules left out of the trees that are named, or of all if none is."""
-    for item in skipped:
-        if not trees or any(not tree or f"{item.name}.".startswith(f"{tree}.") for tree in trees):
-            yield item
 
 
 def _fitting(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
-from ema_ckpt.core.names import canonical
+from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.names import OPTIMIZER
 from ema_ckpt.ops.results.write import AppliedRules, RuleChange, Skipped
 from ema_ckpt.state_dicts.selection import Selection
 from ema_ckpt.state_dicts.ties import with_dropped
-from ema_ckpt.state_dicts.tree import Tree, list_trees
+from ema_ckpt.state_dicts.tree import Tree, list_trees, of_role
 
 if TYPE_CHECKING:
     from ema_ckpt.state_dicts.rules.ruled_catalog import Change, RuledCheckpoint
@@ -25,6 +26,7 @@ class RuledSource:
     Attributes:
         filled: those of the weights that another tree gave, by name; they are not in `trees`.
         labels: names to show in place of full ones.
+        unwrapped: a stored name of which rules made one that lacks a wrapper prefix; None if none.
     """
 
     catalog: Catalog
@@ -35,11 +37,23 @@ class RuledSource:
     skipped: tuple[Skipped, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    unwrapped: str | None = None
 
     @property
     def tree(self) -> Tree:
         """The only tree."""
         return self.trees[0]
+
+    def refuse_mixed_prefixes(self) -> None:
+        """Refuse rules that make a name without a wrapper prefix where such prefixes stay.
+
+        Raises:
+            UsageError: `unsupported`, with a name that would lose one.
+        """
+        if self.unwrapped is not None:
+            message = f"wrapper prefixes are kept, and the rules make of {self.unwrapped!r}"
+            remedy = "`convert` and `consolidate` without --keep-prefixes drop all of them"
+            raise UsageError("unsupported", f"{message} a name without its own; {remedy}")
 
     def changed_names(self, selection: Selection) -> tuple[dict[str, str], AppliedRules | None]:
         """Return the new name of everything that got one, and what became of what by rules."""
@@ -73,18 +87,47 @@ def listed(catalog: Catalog, rules: Rules | None, *, expand_ties: bool) -> Catal
     return with_dropped(catalog) if expand_ties else catalog
 
 
-def rule_all(rules: Rules | None, catalog: Catalog) -> RuledSource:
+def rule_all(rules: Rules | None, catalog: Catalog, only: Sequence[str] = ()) -> RuledSource:
     """List the trees of a checkpoint, after rules if there are any.
 
+    Args:
+        only: what is written, as `--tree` names it; rules apply to the trees that have part in it.
+
     Raises:
-        UsageError, SourceError: as rules raise.
+        UsageError, SourceError: as rules raise; `unsupported` if `only` names an optimizer.
     """
     trees = list_trees(catalog)
     if rules is None:
         return RuledSource(catalog, trees)
     from ema_ckpt.state_dicts.rules.ruled_catalog import apply_rules
 
-    return _ruled(rules, apply_rules(rules, catalog, trees))
+    wanted = trees
+    if only:
+        _refuse_optimizers(trees, only)
+        wanted = tuple([tree for tree in trees if _has_part(tree, only)])
+    ruled = _ruled(rules, apply_rules(rules, catalog, wanted or trees))
+    apart = [tree for tree in trees if wanted and tree not in wanted]
+    return replace(ruled, trees=(*ruled.trees, *apart))
+
+
+def _has_part(tree: Tree, names: Sequence[str]) -> bool:
+    """Whether a name is the tree's, of something in it or around it, or the end of its name."""
+    own = f"{tree.name}." if tree.name else ""
+    for name in names:
+        below = f"{name}." if name else ""
+        if own.startswith(below) or below.startswith(own) or own.endswith(f".{below}"):
+            return True
+    return False
+
+
+def _refuse_optimizers(trees: Sequence[Tree], names: Sequence[str]) -> None:
+    """Refuse a call that names an optimizer, or something in one."""
+    for tree in of_role(trees, OPTIMIZER):
+        for name in names:
+            if f"{name}.".startswith(f"{tree.name}.") or tree.name.endswith(f".{name}"):
+                message = f"tree {name!r}: optimizer state is not carried through rules"
+                remedy = "leave out --rules, or that tree"
+                raise UsageError("unsupported", f"{message}; {remedy}")
 
 
 def rule_one(
@@ -112,8 +155,8 @@ def rule_one(
         sources = done.catalog.made_from.get(tensor.name, (tensor,))
         is_added = any(source.name in given for source in sources)
         (added if is_added else kept)[name] = tensor
-    labels = {tensor.name: canonical(name) for name, tensor in named.items()}
-    labels |= {tensor.name: canonical(name) for name, tensor in ruled.named.items()}
+    labels = {tensor.name: name for name, tensor in named.items()}
+    labels |= {tensor.name: name for name, tensor in ruled.named.items()}
     done = replace(done, trees=(replace(ruled, named=kept),))
     return replace(_ruled(rules, done, labels), filled=added)
 
@@ -134,4 +177,5 @@ def _ruled(
         skipped=tuple(skipped),
         warnings=done.warnings,
         labels=labels,
+        unwrapped=done.unwrapped,
     )

@@ -9,7 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ema_ckpt import EmaCkptError, consolidate, convert, load_rules, reshard, synthesize, verify
+from ema_ckpt import (
+    EmaCkptError,
+    consolidate,
+    convert,
+    inspect,
+    load_rules,
+    reshard,
+    restore,
+    synthesize,
+    verify,
+)
 from ema_ckpt.cli.main import main
 from tests.checkpoints import save_dcp
 
@@ -322,3 +332,85 @@ def test_an_optimizer_that_is_not_asked_for_is_not_left_out(tmp_path: Path) -> N
     assert set(load_file(tmp_path / "ema.safetensors")) == {"ema.v"}
     with pytest.raises(EmaCkptError, match="optimizer"):
         convert(source, tmp_path / "all.safetensors", **options)
+
+
+RENAMED = '[[rule]]\nfrom = "layers.{n}.a"\nto = "blocks.{n}.a"\n'
+
+
+def wrapped(folder: Path, name: str) -> Path:
+    """A DCP checkpoint whose weights lie below wrappers; `name` has the place of a number and a letter."""
+    named = {name.format(n=n, w=w): torch.randn(2, 3) for n in range(2) for w in "ab"}
+    state = {key: {"exp_avg": torch.zeros(2, 3)} for key in named}
+    return save_dcp(folder / "run", {"model": named, "ema": named, "optimizer": {"state": state}})
+
+
+def names_of(path: Path) -> set[str]:
+    return {tensor.name for tensor in inspect(path).tensors}
+
+
+def test_a_wrapper_prefix_that_is_kept_is_on_every_name(tmp_path: Path) -> None:
+    run, rules = wrapped(tmp_path, "module.layers.{n}.{w}"), rules_file(tmp_path, RENAMED)
+    bare = {"blocks.0.a", "blocks.1.a", "layers.0.b", "layers.1.b"}
+    kept = {f"{tree}.module.{name}" for tree in ("model", "ema") for name in bare}
+    result = reshard(run, tmp_path / "resharded", 2, rules=rules)
+    assert names_of(tmp_path / "resharded") == kept
+    assert result.renamed["ema.module.layers.0.a"] == "ema.module.blocks.0.a"
+    assert verify(tmp_path / "resharded", against=run, rules=rules).status == "sound"
+    convert(run, tmp_path / "kept.pt", rules=rules, keep_prefixes=True)
+    assert names_of(tmp_path / "kept.pt") == kept
+    result = consolidate(run, tmp_path / "whole.pt", rules=rules, keep_prefixes=True)
+    assert names_of(tmp_path / "whole.pt") == {f"module.{name}" for name in bare}
+    assert result.renamed["module.layers.0.a"] == "module.blocks.0.a"
+    result = consolidate(run, tmp_path / "stripped.pt", rules=rules)
+    assert names_of(tmp_path / "stripped.pt") == bare
+    assert result.renamed["module.layers.0.a"] == "blocks.0.a"
+    assert result.renamed["module.layers.0.b"] == "layers.0.b"
+    assert len(result.renamed) == 4
+
+
+def test_a_wrapper_inside_of_a_name_cannot_be_kept(tmp_path: Path) -> None:
+    run = wrapped(tmp_path, "layers.{n}._checkpoint_wrapped_module.{w}")
+    rules = rules_file(tmp_path, RENAMED)
+    out = tmp_path / "out"
+    for write in (
+        lambda: reshard(run, out, 2, rules=rules),
+        lambda: convert(run, out, rules=rules, keep_prefixes=True),
+        lambda: consolidate(run, out, rules=rules, keep_prefixes=True),
+    ):
+        with pytest.raises(EmaCkptError, match=r"_checkpoint_wrapped_module\.a") as caught:
+            write()
+        assert caught.value.code == "unsupported"
+        assert not out.exists()
+    convert(run, out, rules=rules)
+    assert "ema.blocks.1.a" in names_of(out)
+
+
+def test_rules_apply_to_the_trees_that_are_asked_for(tmp_path: Path) -> None:
+    source = tmp_path / "run.pt"
+    moments = {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"w": torch.ones(2)}, "ema": {"v": torch.ones(2)}, "optimizer": moments}, source)  # fmt: skip
+    rules = rules_file(tmp_path, '[[rule]]\ndrop = "w"\n\n[[rule]]\nfrom = "v"\nto = "u"\n')
+    out = tmp_path / "out.pt"
+    with pytest.raises(EmaCkptError, match="fits no name"):
+        convert(source, out, tree="ema", rules=rules)
+    for tree in ("optimizer", "optimizer.state", ["ema", "optimizer"]):
+        with pytest.raises(EmaCkptError, match="optimizer state is not carried") as caught:
+            convert(source, out, tree=tree, rules=rules)
+        assert caught.value.code == "unsupported"
+    with pytest.raises(EmaCkptError, match="has no tree 'modle'"):
+        convert(source, out, tree="modle", rules=rules)
+    rules = rules_file(tmp_path, '[[rule]]\nfrom = "v"\nto = "u"\n')
+    result = convert(source, out, tree="ema", rules=rules, strict=True)
+    assert (names_of(out), result.skipped) == ({"ema.u"}, ())
+
+
+@pytest.mark.parametrize("rules", [["rules.toml"], 5, b"rules.toml"])
+def test_what_is_no_path_is_refused_in_one_line(tmp_path: Path, rules: object) -> None:
+    run = training(tmp_path)
+    for call in (
+        lambda: consolidate(run, tmp_path / "out.pt", rules=rules),
+        lambda: restore(run, model=torch.nn.Linear(2, 2), rules=rules),
+        lambda: load_rules(rules),
+    ):
+        with pytest.raises(EmaCkptError, match=f"found {type(rules).__name__}"):
+            call()

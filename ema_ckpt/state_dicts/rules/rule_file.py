@@ -66,7 +66,7 @@ def load_rules(
 
 def _read(file: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the name of the file in messages, and its text."""
-    path = os.fspath(file)
+    path = _path_of(file)
     shipped = _SHIPPED / f"{path}.toml"
     if path in shipped_names() and not os.path.exists(path):
         return path, shipped.read_text(encoding="utf-8")
@@ -86,6 +86,14 @@ def _read(file: str | os.PathLike[str]) -> tuple[str, str]:
         return path, data.decode("utf-8")
     except UnicodeDecodeError:
         raise UsageError("usage", f"{path}: not TOML: it is no UTF-8 text") from None
+
+
+def _path_of(file: object) -> str:
+    """Return the path that a caller gave; UsageError `usage` for a list of them, for example."""
+    if isinstance(file, (str, os.PathLike)):
+        return os.fspath(file)
+    wanted = "one file of rules, by path or name, or what load_rules returned"
+    raise UsageError("usage", f"rules: expected {wanted}; found {type(file).__name__}")
 
 
 def parse_values(values: Iterable[str] | Mapping[str, int]) -> dict[str, int]:

@@ -53,6 +53,7 @@ class RuledCheckpoint:
         changes: what became of what, by full names.
         dropped: tensors and objects that are left out, with the reason.
         warnings: about rules whose inverse does not lead back.
+        unwrapped: a stored name of which rules made one that lacks a wrapper prefix; None if none.
     """
 
     catalog: Catalog
@@ -60,6 +61,7 @@ class RuledCheckpoint:
     changes: tuple[Change, ...] = ()
     dropped: tuple[tuple[Tensor | Object, str], ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
+    unwrapped: str | None = None
 
 
 def list_ties(catalog: Catalog) -> Catalog:
@@ -130,6 +132,7 @@ class _CatalogWork:
         self._changes: list[Change] = []
         self._dropped: list[tuple[Tensor | Object, str]] = []
         self._inexact: dict[int, str] = {}
+        self._unwrapped: str | None = None
 
     def leave_out(self, tree: Tree) -> None:
         """Leave out a tree of an optimizer."""
@@ -148,6 +151,7 @@ class _CatalogWork:
         self._added += done.added
         self._sources |= done.sources
         self._moved |= done.moved
+        self._unwrapped = self._unwrapped or done.unwrapped
         for _, tensor, number in done.dropped:
             self._dropped.append((tensor, f"dropped by rule {number} of {rules.name}"))
         self._changes += _changes(done)
@@ -197,6 +201,7 @@ class _CatalogWork:
             tuple(self._changes),
             tuple(self._dropped),
             tuple(warnings),
+            self._unwrapped,
         )
 
     def _order(self, order: Iterable[str]) -> list[str]:

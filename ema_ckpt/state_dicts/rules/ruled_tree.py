@@ -82,6 +82,7 @@ class RuledTree:
         moved: the stored names of tensors that are as they were, by their new full names.
         dropped: names and tensors that are left out, with the number of the rule.
         tied: other names of averages that are stored once, by the name that is stored.
+        unwrapped: a stored name of which rules made one that lacks a wrapper prefix; None if none.
     """
 
     tree: Tree
@@ -94,6 +95,7 @@ class RuledTree:
     used: set[int] = field(default_factory=set)
     inexact: dict[int, str] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
+    unwrapped: str | None = None
 
 
 def apply_to_tree(
@@ -128,6 +130,7 @@ def apply_to_tree(
         result.replaced |= beside.result.replaced
         result.sources |= beside.result.sources
         result.moved |= beside.result.moved
+        result.unwrapped = result.unwrapped or beside.result.unwrapped
     tensors: list[Tensor] = []
     for tensor in tree.tensors:
         tensors += result.replaced.get(tensor.name, [tensor])
@@ -202,7 +205,8 @@ class _TreeWork:
 
     def _add(self, name: str, item: Item, origins: Sequence[str]) -> None:
         place = self._place(origins)
-        full, path = place.name(name), place.path(name)
+        stored = self._wrapped(name, origins)
+        full, path = place.name(stored), place.path(stored)
         sources = [self._weights[origin] for origin in origins]
         result = self.result
         if isinstance(item, Tensor):
@@ -215,11 +219,29 @@ class _TreeWork:
             tensor = self._views.add(item, full, path)
         result.sources[full] = tuple(sources)
         result.origins[name] = tuple(origins)
-        self.named[name] = tensor
+        self.named[stored] = tensor
         if sources:
             result.replaced.setdefault(sources[0].name, []).append(tensor)
         else:
             result.added.append(tensor)
+
+    def _wrapped(self, name: str, origins: Sequence[str]) -> str:
+        """Return a new name behind the wrapper prefix that its origins begin with, as `module.`.
+
+        Prefixes inside of names have no place in a new one; that one is lost is noted.
+        """
+        models = origins or list(self._weights)[:1]
+        prefixes: set[str] = set()
+        for model in models:
+            key = self._keys[model]
+            if not key.endswith(model):
+                self.result.unwrapped = self.result.unwrapped or key
+                return name
+            prefixes.add(key[: len(key) - len(model)])
+        if len(prefixes) > 1:
+            self.result.unwrapped = self.result.unwrapped or self._keys[models[0]]
+            return name
+        return prefixes.pop() + name if prefixes else name
 
     def _place(self, origins: Sequence[str]) -> Place:
         """Return where the first of some weights is; that of any weight if there are none."""
