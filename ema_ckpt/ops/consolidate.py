@@ -15,6 +15,7 @@ from ema_ckpt.core.names import EMA, OPTIMIZER, TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, parse_size, shown
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.dequantize import dequantize
+from ema_ckpt.ops.files_beside import settings_beside
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects, unsupported_metadata
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_one
@@ -76,6 +77,7 @@ def consolidate(
             ruled.refuse_mixed_prefixes()
         catalog = ruled.catalog
         selection = select_tree(ruled.tree, options.selection, ruled.filled or None)
+        copied, without = settings_beside(catalog, output.is_directory)
         renamed, rules = ruled.changed_names(selection)
         skipped = [
             *values.skipped,
@@ -83,6 +85,7 @@ def consolidate(
             *unknown_objects(catalog),
             *(Skipped.tensor(tensor, tensor.name, "not averaged") for tensor in picked.left_out),
             *unsupported_metadata(catalog, selection.entries, output.format),
+            *without,
         ]
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in selection.entries))
@@ -101,6 +104,7 @@ def consolidate(
             rules=rules,
             filled=selection.filled,
             ties=ties,
+            copied=copied,
             skipped=skipped,
             warnings=warnings,
             dequantized=values.entries((e.source for e in selection.entries), catalog.made_from),

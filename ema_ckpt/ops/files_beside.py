@@ -1,4 +1,7 @@
-"""Files beside the weights that the format's owner needs: copied within the format, unopened."""
+"""Files beside the weights that the format's owner needs: copied within the format, unopened.
+
+Across formats one is copied too: the settings of quantised weights, whose values depend on them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.ops.results.write import Skipped
 from ema_ckpt.storage.directories import list_folder
 from ema_ckpt.writing.output_files import Outputs
 
@@ -25,15 +29,44 @@ def needed_files(catalog: Catalog, form: str, is_directory: bool) -> dict[str, i
 
     Those of a part of a checkpoint lie where the target has no place for them.
     """
+    if not is_directory:
+        return {}
     root = catalog.source.root
     is_whole = catalog.resolved.rstrip("/") == root.rstrip("/")
-    if catalog.format != form or not is_directory or not is_whole:
-        return {}
+    if catalog.format != form or not is_whole:
+        return quantization_settings(catalog)
     sizes = {}
     for name in list_folder(root).files:
         if is_needed(name) and name not in catalog.files:
             sizes[name] = catalog.source.size(name)
     return sizes
+
+
+def quantization_settings(catalog: Catalog) -> dict[str, int]:
+    """Return the files, with their sizes, that say how the weights are quantised, if they are.
+
+    Without them codes and scales that are copied could not always be read as values.
+    """
+    from ema_ckpt.reading.quantized.quantization_config import files_with_settings
+
+    names = files_with_settings(catalog)
+    if not names:
+        return {}
+    from ema_ckpt.reading.quantized.recognise import recognise
+
+    found = recognise(catalog, lenient=True)
+    if not found.tensors and not found.refused:  # the settings of other weights beside them
+        return {}
+    return {name: catalog.source.size(name) for name in names}
+
+
+def settings_beside(catalog: Catalog, is_directory: bool) -> tuple[dict[str, int], list[Skipped]]:
+    """Return the settings of quantised weights that go along, and those for which is no place."""
+    settings = quantization_settings(catalog)
+    if is_directory:
+        return settings, []
+    reason = "says how these weights are quantised: put it beside the file that is written"
+    return {}, [Skipped(name, name, reason) for name in settings]
 
 
 def copy_files(catalog: Catalog, files: Mapping[str, int], outputs: Outputs) -> None:

@@ -208,3 +208,42 @@ def test_fp8_blocks_of_transformers(tmp_path: Path) -> None:
         "q.weight",
         lambda dtype: Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype),
     )
+
+
+def test_the_scale_byte_255(tmp_path: Path) -> None:
+    """NaN by OCP Microscaling Formats 1.0 and in torchao. compressed-tensors makes 2^128 of it, which is infinite: no
+    value of theirs in such a group is a number either."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype
+
+    codes = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
+    scales = torch.tensor([255, 120, 254, 255, 0, 127, 1, 255], dtype=torch.uint8)[:, None]
+    state = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    save_file(state, tmp_path / "m.safetensors")
+    values = dequantized(tmp_path / "m.safetensors", "bf16")["weight"]
+    exponents = scales.view(torch.float8_e8m0fnu)
+    theirs = to_dtype(state["weight"], exponents, torch.float8_e4m3fn, 32, torch.float32)
+    assert torch.equal(values.isnan(), theirs.isnan())
+    assert values[scales[:, 0] == 255].isnan().all()
+    settings = QuantizationArgs(**FLOAT8, strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=settings)
+    compressor = BaseCompressor.get_value_from_registry("mxfp8-quantized")
+    expected = compressor.decompress(state, scheme)["weight"]
+    known = scales[:, 0] != 255
+    assert torch.equal(values[known].nan_to_num(7.0), expected[known].nan_to_num(7.0))
+    assert not expected[~known].isfinite().any()
+
+
+def test_tied_weights_of_torchao_stay_tied(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = quantised_layers()
+    layers["head.weight"] = layers["int8.weight"]
+    torch.save(layers, tmp_path / "model.pt")
+    values = dequantized(tmp_path / "model.pt", "fp32")
+    assert values["head.weight"].data_ptr() == values["int8.weight"].data_ptr()
+    assert torch.equal(values["head.weight"], layers["int8.weight"].dequantize(torch.float32))
+    result = ema_ckpt.consolidate(
+        tmp_path / "model.pt", tmp_path / "o.safetensors", dequantize="bf16"
+    )
+    assert result.ties == {"head.weight": "int8.weight"}

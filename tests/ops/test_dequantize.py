@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ema_ckpt
@@ -212,7 +213,6 @@ def test_a_damaged_scale_is_noticed(tmp_path: Path) -> None:
     """The parts are compared with the checksums that the checkpoint records."""
     source = FIXTURES / "quantized/fp8-blocks"
     ema_ckpt.reshard(source, tmp_path / "dcp", 1)
-    shutil.copy(source / "config.json", tmp_path / "dcp/config.json")
     ema_ckpt.consolidate(tmp_path / "dcp", tmp_path / "sound.pt", dequantize="fp32")
     check(torch.load(tmp_path / "sound.pt", weights_only=True), "quantized/fp8-blocks", "float32")
     stored = load_file(source / "model-00002-of-00002.safetensors")
@@ -231,7 +231,6 @@ def test_a_damaged_scale_is_noticed(tmp_path: Path) -> None:
 def test_a_missing_file_of_scales_is_named_before_anything_is_written(tmp_path: Path) -> None:
     source = FIXTURES / "quantized/fp8-blocks"
     ema_ckpt.reshard(source, tmp_path / "dcp", 2)
-    shutil.copy(source / "config.json", tmp_path / "dcp/config.json")
     (tmp_path / "dcp/__1_0.distcp").unlink()
     error = refused(tmp_path / "dcp", tmp_path / "out.pt", dry_run=True)
     assert error.code == "missing-file"
@@ -302,3 +301,121 @@ def test_an_interrupted_run_is_not_continued_with_other_values(tmp_path: Path) -
             for asked in ("bf16", "fp32")
         }
     assert made["bf16"] != made["fp32"] and all(made.values())
+
+
+def test_weights_that_share_their_parts_stay_tied(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    codes, scales = torch.randn(24, 16).to(torch.float8_e4m3fn), torch.rand(24, 1)
+    other = {"o.weight": codes, "o.weight_scale": scales.clone()}  # shares its codes alone
+    first = {"a.weight": codes, "a.weight_scale": scales}
+    second = {"b.weight": codes, "b.weight_scale": scales}
+    torch.save({**first, **second, **other}, tmp_path / "run.pt")
+    result = ema_ckpt.consolidate(tmp_path / "run.pt", tmp_path / "out.pt", dequantize="fp32")
+    values = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert values.keys() == {"a.weight", "b.weight", "o.weight"}
+    expected = codes.float() * scales
+    assert all(torch.equal(value, expected) for value in values.values())
+    places = [value.untyped_storage().data_ptr() for value in values.values()]
+    assert places[0] == places[1] != places[2]
+    assert result.nbytes == 2 * expected.nbytes
+    file = tmp_path / "out.safetensors"
+    result = ema_ckpt.convert(tmp_path / "run.pt", file, dequantize="fp32")
+    assert result.ties == {"b.weight": "a.weight"}
+    assert load_file(file).keys() == {"a.weight", "o.weight"}
+    assert ema_ckpt.verify(file, against=tmp_path / "run.pt").status == "sound"
+    apart = tmp_path / "apart.safetensors"
+    ema_ckpt.convert(tmp_path / "run.pt", apart, dequantize="fp32", expand_ties=True)
+    assert all(torch.equal(value, expected) for value in load_file(apart).values())
+    assert len(load_file(apart)) == 3
+
+
+@pytest.mark.parametrize("fixture", ["fp8-blocks", "int4-groups"])
+def test_ties_of_parts_that_a_file_records_become_ties_of_weights(
+    fixture: str, tmp_path: Path
+) -> None:
+    """As `save_model` of safetensors records them: the dropped name, and the one that was kept."""
+    tensors = {}
+    for file in sorted((FIXTURES / "quantized" / fixture).glob("*.safetensors")):
+        tensors |= load_file(file)
+    layer = "model.layers.0.mlp.up_proj."
+    ties = {f"head.{n.removeprefix(layer)}": n for n in tensors if n.startswith(layer)}
+    assert len(ties) > 1
+    source, out = tmp_path / "source.safetensors", tmp_path / "out.safetensors"
+    save_file(tensors, source, metadata=ties)
+    shutil.copy(FIXTURES / "quantized" / fixture / "config.json", tmp_path)
+    result = ema_ckpt.consolidate(source, out, dequantize="bf16")
+    assert result.ties == {"head.weight": f"{layer}weight"}
+    with safe_open(out, "pt") as file:
+        assert set(file.keys()) == {f"{layer}weight", NORM}
+        recorded = {key: kept for key, kept in file.metadata().items() if key.startswith("head.")}
+    assert recorded == {"head.weight": f"{layer}weight"}
+    apart = tmp_path / "apart.safetensors"
+    ema_ckpt.consolidate(source, apart, dequantize="bf16", expand_ties=True)
+    written = load_file(apart)
+    assert torch.equal(written["head.weight"], written[f"{layer}weight"])
+    assert written.keys() == {"head.weight", f"{layer}weight", NORM}
+
+
+@pytest.mark.parametrize("verb", ["reshard", "convert", "consolidate"])
+def test_settings_of_codes_that_are_copied_go_with_them(verb: str, tmp_path: Path) -> None:
+    """Block sizes that do not follow from shapes: without config.json nothing could be computed."""
+    torch.manual_seed(0)
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    codes = torch.randn(64, 96).to(torch.float8_e4m3fn)
+    save_file(
+        {"w.weight": codes, "w.weight_scale_inv": torch.rand(4, 2)}, source / "model.safetensors"
+    )
+    settings = b'{"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 64]}}'
+    (source / "config.json").write_bytes(settings)
+    ema_ckpt.consolidate(source, tmp_path / "expected.pt", dequantize="fp32")
+    if verb == "reshard":
+        result = ema_ckpt.reshard(source, copy, 2)
+    elif verb == "convert":  # also from a file that is named itself
+        result = ema_ckpt.convert(source / "model.safetensors", copy, "dcp")
+    else:
+        ema_ckpt.reshard(source, tmp_path / "dcp", 2)
+        result = ema_ckpt.consolidate(tmp_path / "dcp", copy)
+    assert (copy / "config.json").read_bytes() == settings
+    assert ("config.json", len(settings)) in [(file.path, file.nbytes) for file in result.files]
+    assert "config.json" not in [item.name for item in result.skipped]
+    ema_ckpt.consolidate(copy, tmp_path / "values.pt", dequantize="fp32")
+    values, expected = (
+        torch.load(tmp_path / name, weights_only=True) for name in ("values.pt", "expected.pt")
+    )
+    assert torch.equal(values["w.weight"], expected["w.weight"])
+    assert ema_ckpt.verify(copy, against=source).status == "sound"
+
+
+def test_settings_do_not_go_with_other_weights(tmp_path: Path) -> None:
+    settings = '{"quantization_config": {"quant_method": "fp8"}}'
+    (tmp_path / "config.json").write_text(settings)
+    torch.save({"w": torch.ones(3)}, tmp_path / "plain.pt")
+    ema_ckpt.convert(tmp_path / "plain.pt", tmp_path / "plain", "dcp")
+    assert not (tmp_path / "plain/config.json").exists()
+    source = FIXTURES / "quantized/fp8-blocks"  # written as values, it is not quantised any more
+    values = ema_ckpt.reshard(source, tmp_path / "values", 2, dequantize="bf16")
+    assert not (tmp_path / "values/config.json").exists()
+    assert "take it out" in values.warnings[0].message
+    single = ema_ckpt.convert(source, tmp_path / "single.pt")
+    assert "config.json" in [item.name for item in single.skipped]
+    (left,) = ema_ckpt.consolidate(source, tmp_path / "one.pt").skipped
+    assert (left.name, "beside" in left.reason) == ("config.json", True)
+
+
+def test_the_scale_byte_255_is_nan(tmp_path: Path) -> None:
+    """OCP Microscaling Formats 1.0, section 5.4.1, as torch's float8_e8m0fnu has it too."""
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 3, 16), dtype=torch.uint8)
+    scales = torch.tensor([[127, 255, 0], [254, 128, 255]], dtype=torch.uint8)
+    save_file({"w.blocks": blocks, "w.scales": scales}, tmp_path / "m.safetensors")
+    ema_ckpt.consolidate(tmp_path / "m.safetensors", tmp_path / "out.pt", dequantize="fp32")
+    groups = torch.load(tmp_path / "out.pt", weights_only=True)["w"].reshape(2, 3, 32)
+    factors = scales.view(torch.float8_e8m0fnu).float()
+    assert torch.equal(groups.isnan().all(2), factors.isnan())
+    assert torch.equal(groups.isnan().any(2), scales == 255)
+    small = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([small, -small])
+    values = table[torch.stack([blocks & 15, blocks >> 4], dim=-1).long()].reshape(2, 3, 32)
+    expected = values * factors[..., None]
+    assert torch.equal(groups.nan_to_num(7.0), expected.nan_to_num(7.0))

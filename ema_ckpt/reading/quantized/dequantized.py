@@ -23,6 +23,7 @@ from ema_ckpt.reading.cast import Caster
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.overlaps import UNITS
 from ema_ckpt.reading.quantized.schemes import QuantizedTensor
+from ema_ckpt.reading.quantized.tied import shared_storage, ties_of_values
 from ema_ckpt.reading.quantized.torchao import header_keys
 from ema_ckpt.reading.quantized.values import compute_box
 
@@ -259,6 +260,7 @@ def with_values(
         digests={name: crc for name, crc in catalog.digests.items() if name not in gone},
         header_text={key: text for key, text in catalog.header_text.items() if key not in told},
         order=tuple(_order(catalog.order, by_place, gone)),
+        ties=ties_of_values(catalog.ties, weights),
     )
 
 
@@ -270,7 +272,8 @@ def _computed_tensor(weight: QuantizedTensor, file: str, dtype: DType) -> Tensor
     for offsets, sizes in _row_boxes(weight, shape):
         start = offsets[0] * row_numel * dtype.itemsize if offsets else 0
         chunks.append(Chunk(offsets, sizes, file, start, prod(sizes) * dtype.itemsize))
-    return Tensor(weight.name, weight.path, shape, dtype, tuple(chunks))
+    storage = shared_storage(weight)
+    return Tensor(weight.name, weight.path, shape, dtype, tuple(chunks), storage)
 
 
 def _row_boxes(weight: QuantizedTensor, shape: Sequence[int]) -> Iterator[Box]:

@@ -57,6 +57,19 @@ def read_config(catalog: Catalog) -> QuantizationConfig:
     return QuantizationConfig()
 
 
+def files_with_settings(catalog: Catalog) -> list[str]:
+    """Return the files beside a checkpoint that say how its weights are quantised."""
+    names = []
+    for name in (CONFIG_FILE, OTHER_CONFIG_FILE):
+        try:
+            document = _document(catalog, name)
+        except SourceError:  # no settings of ours; what quantised weights it belongs to says so
+            continue
+        if _settings(document) is not None or isinstance(document.get("quantization"), dict):
+            names.append(name)
+    return names
+
+
 def without_quantization(catalog: Catalog) -> bytes | None:
     """Return `config.json` without its quantisation settings; None if it has none."""
     document = _document(catalog, CONFIG_FILE)
