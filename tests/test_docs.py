@@ -246,38 +246,3 @@ def command_on_path(tmp_path: Path) -> dict[str, str]:
         "PYTHONPATH": str(REPO),
         "NO_COLOR": "1",
     }
-
-
-# A page of another package is written as its users write; names and calls of ours are checked.
-PACKAGE_PAGE_TYPES = (
-    "# mypy: allow-untyped-defs, allow-untyped-calls, check-untyped-defs\n"
-    '# mypy: disable-error-code="override,var-annotated,arg-type,assignment,return-value"'
-)
-
-
-@pytest.mark.slow
-def test_examples_have_strict_types(tmp_path: Path) -> None:
-    """The python blocks of each page, run or not, and the scripts in docs/examples."""
-    pytest.importorskip("mypy")
-    for page in PAGES:
-        blocks = [m["body"] for m in FENCE.finditer(text_of(page)) if m["info"][:6] == "python"]
-        if blocks and page.name != "python.md":
-            head = [PACKAGE_PAGE_TYPES] if page.name.startswith("with_") else []
-            (tmp_path / f"{page.stem}_page.py").write_text("\n".join(head + blocks))
-    for script in (REPO / "docs" / "examples").glob("*.py"):
-        shutil.copy(script, tmp_path)
-    files = [path.name for path in tmp_path.glob("*.py")]
-    assert len(files) > 8
-    # Packages that are not installed, or carry no types, count as Any here.
-    foreign = ["--disable-error-code=import-not-found", "--disable-error-code=import-untyped"]
-    options = ["--strict", "--allow-subclassing-any", "--follow-imports=silent", *foreign]
-    options += ["--cache-dir", str(tmp_path / "cache")]
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, *files],
-        cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout

@@ -96,7 +96,7 @@ class ShardedEMA:
         )  # fmt: skip
         self._settings.warn_of_lost_updates()
         self._counter = UpdateCounter(self._settings.schedule, every)
-        self.model = model
+        self.model: nn.Module = model
         self._prepared = PreparedSteps(self._settings, self._counter)
         self._events_reported = 0
         self._recording = Recording()
