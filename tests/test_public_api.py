@@ -130,7 +130,7 @@ def test_the_manager_shows_what_is_for_users() -> None:
     assert shown == {
         "advance", "attach", "copy_to", "current_decay", "decay", "detach", "full_state_dict",
         "load_state_dict", "model", "nbytes", "nonfinite_events", "num_updates", "rebind", "reset",
-        "samples_seen", "state_dict", "swap", "update", "wait",
+        "samples_seen", "state_dict", "swap", "update", "use_distributed_checkpointing", "wait",
     }  # fmt: skip
     assert ema_ckpt.ShardedEMA(model, 0.9).decay == 0.9
     schedule = ema_ckpt.Warmup(0.99)

@@ -71,6 +71,9 @@ class ShardedEMA:
         StateError: the model cannot be averaged as it is (on `meta`, placeholders of ZeRO stage 3).
     """
 
+    use_distributed_checkpointing = True
+    """By this NeMo Automodel's recipes know to save the state through DCP: each rank its shards."""
+
     _averages: Averages
 
     def __init__(

@@ -4,7 +4,7 @@ Every trainer shapes its EMA differently. The layouts below are tried in order, 
 counts:
 
     weights.<fqn>            this package, beside `num_updates`
-    state.<fqn>.ema_params   optimizer-style state per parameter (NeMo Automodel)
+    state.<fqn>.ema_params   optimizer-style state per parameter (torchtitan)
     shadow_params.<N>        positions in the order of the live parameters (diffusers, torch_ema)
     ema_model.<fqn>          a module beside `online_model` (ema-pytorch)
     shadow.<fqn>             a plain dictionary
@@ -127,6 +127,8 @@ def _per_parameter(tensors: Tensors) -> Averages | None:
         if name.startswith("state."):
             if name.endswith(_EMA_PARAMS):
                 averages[name.removeprefix("state.").removesuffix(_EMA_PARAMS)] = tensor
+        elif name.startswith("param_groups."):
+            continue
         elif not tensor.dtype.is_discrete and not is_setting(name, tensor):
             return None  # a weight that is no optimizer's state
     return Averages("state.<fqn>.ema_params", averages) if averages else None

@@ -114,7 +114,8 @@ class Group:
         names = self.names()
         if "num_updates" in names and any(name.startswith("weights.") for name in names):
             return True
-        weights = floating_among(self.tensors)
+        own = {n: t for n, t in self.tensors.items() if not n.startswith("param_groups.")}
+        weights = floating_among(own)
         states = inside(weights, "state.")
         return 0 < len(states) == len(weights) and are_ema_params(states)
 
@@ -157,7 +158,7 @@ class Group:
     def known_role(self) -> str | None:
         """The role that name or contents tell; an EMA needs a weight, a live tree a tensor."""
         named = tree_role(self.name) if self.role is None else self.role
-        if named != OTHER and self.is_optimizer:
+        if named != OTHER and self.is_optimizer and not self.is_average:
             return OPTIMIZER
         role = EMA if self.is_average else named
         if role == EMA and not self.has_weight:

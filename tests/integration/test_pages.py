@@ -13,8 +13,10 @@ from tests.integration.test_table import PINNED
 from tests.test_docs import FENCE, REPO, command_on_path
 
 PAGES = sorted((REPO / "docs" / "how_to").glob("with_*.md"))
+OWN_ENVIRONMENT = {"with_automodel": "nemo_automodel"}
 RANKS = {
     "with_accelerate": 2,
+    "with_automodel": 2,
     "with_megatron": 2,
     "with_torch_checkpointing": 1,
     "with_torchtitan": 2,
@@ -32,6 +34,8 @@ def test_the_version_is_the_pinned_one(page: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    if page.stem in OWN_ENVIRONMENT:
+        pytest.importorskip(OWN_ENVIRONMENT[page.stem])
     environment = command_on_path(tmp_path) | {
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import ema_ckpt
 from ema_ckpt import ShardedEMA, Warmup
@@ -60,20 +63,28 @@ def longlive(path: Path) -> Path:
 
 
 def automodel(path: Path) -> Path:
-    """NeMo Automodel: `model/`, `optim/` and `ema/` beside each other, the average as optimizer-like state."""
+    """NeMo Automodel: `model/` in torch's safetensors shards, `optim/` and `ema/` as DCP, the average under plain names."""
     step = path / "epoch_0_step_100"
-    save_dcp(step / "model", live())
+    writer = HuggingFaceStorageWriter(str(step / "model"), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(live(), storage_writer=writer, no_dist=True)
     moments = {
         name: {"exp_avg": torch.ones_like(t), "step": torch.tensor(100.0)}
         for name, t in live().items()
     }
     save_dcp(step / "optim", {"optim": {"state": moments}})
-    save_dcp(
-        step / "ema",
-        {"state": {name: {"ema_params": t} for name, t in average().items()}, "decay": 0.999},
-    )
+    save_dcp(step / "ema", average())
     torch.save({"rng": 1}, step / "rng_state.pt")
     return path
+
+
+def torchtitan(path: Path) -> Path:
+    """torchtitan's `EMAOptimizersContainer`: the average as if it were an optimizer's state, in the same DCP."""
+    moments = {f"optimizer.state.{name}.exp_avg": t for name, t in live().items()}
+    averages = {f"ema_optimizer.state.{name}.ema_params": t for name, t in average().items()}
+    groups = {f"ema_optimizer.param_groups.{name}.lr": 0.1 for name in live()}
+    return save_dcp(path / "step-100", {**live(), **moments, **averages, **groups})
 
 
 DIST_EMA = {
@@ -226,7 +237,8 @@ class Seed:
 
 SEEDS = [
     Seed(longlive, "generator", "generator_ema", "model."),
-    Seed(automodel, "model", "ema", decay=0.999),
+    Seed(automodel, "model", "ema"),
+    Seed(torchtitan, "", "ema_optimizer"),
     Seed(dist_ema, "model", "ema", updates=321, decay=0.9999),
     Seed(cosmos, "net", "net_ema"),
     Seed(diffusers_folder, "model", "unet_ema", updates=55, decay=0.9999),
@@ -261,7 +273,8 @@ def test_the_documented_table_has_these_layouts_and_trees() -> None:
         encoding="utf-8"
     )
     rows = [
-        [cell.strip(" `") for cell in line.split("|")] for line in text.split("## ")[0].splitlines()
+        [cell.strip(' `"') for cell in line.split("|")]
+        for line in text.split("## ")[0].splitlines()
     ]
     # What torch_checkpointing writes is in tests/integration.
     trees = [
