@@ -12,18 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ema_ckpt.analysis.accumulator import BLOCK_NUMEL, Accumulator
 from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Tensor
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
-from ema_ckpt.reading.cast import Caster
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
-from ema_ckpt.reading.decode import decode
+from ema_ckpt.runtime.page_buffer import buffer as page_buffer
+from ema_ckpt.storage.files import LocalFiles, is_url
 
 if TYPE_CHECKING:
     from ema_ckpt.reading.decode import Array
 
 _BLOCK_NBYTES = 512 << 10
+_AHEAD_NBYTES = 4 << 20
 _KEPT_LOCATIONS = 8  # tensors being written at a time
 
 
@@ -73,6 +75,8 @@ class WeightedSum:
         self._sums[file] = (tensor, tuple(parts))
         for part in parts:
             source = part.catalog.source
+            if isinstance(source, LocalFiles):
+                source.read_ahead(_AHEAD_NBYTES)
             self._verifiers.setdefault(id(source), ChecksumVerifier(source, self._verify))
         return tensor
 
@@ -132,17 +136,28 @@ class WeightedSum:
             # Integers, say, must not pass through float64.
             buffer[:] = self._read(located[0], first, count)
             return
-        total: Array = np.empty(0)
+        step = _numel_at_once(tensor, located, count)
+        overflow = 0
         with np.errstate(over="ignore", invalid="ignore"):
-            for part, box in zip(parts, located, strict=True):
-                values = decode(self._read(box, first, count), box.tensor.dtype, np.float64)
-                values *= part.weight
-                total = np.add(total, values, out=total) if total.size else values
-        caster = Caster(by_name("float64"), tensor.dtype.part)
-        buffer[:] = caster.cast(total.view("u1"))
-        if caster.overflow:
+            for start in range(0, count, step):
+                numel = min(step, count - start)
+                total = self._add_up(name, first + start, numel)
+                out = buffer[start * itemsize : (start + numel) * itemsize]
+                overflow += self._buffers.accumulator.round_into(total, tensor.dtype, out)
+        if overflow:
             with self._lock:
-                self.overflow[tensor.name] = self.overflow.get(tensor.name, 0) + caster.overflow
+                self.overflow[tensor.name] = self.overflow.get(tensor.name, 0) + overflow
+
+    def _add_up(self, name: str, first: int, count: int) -> Array:
+        """Add up elements of all parts of a sum; valid until the thread's next sum."""
+        accumulator = self._buffers.accumulator
+        tensor, parts = self._sums[name]
+        numbers = count * (tensor.dtype.itemsize // tensor.dtype.part.itemsize)
+        total = accumulator.begin(numbers)
+        for index, (part, box) in enumerate(zip(parts, self._locate(name), strict=True)):
+            block = self._read(box, first, count)
+            accumulator.add(total, block, box.tensor.dtype, part.weight, is_first=index == 0)
+        return total
 
     def listing(self) -> list[str]:
         return list(self._sums)
@@ -161,17 +176,49 @@ class WeightedSum:
                 self._located[name] = located
             return located
 
+    @property
+    def _buffers(self) -> _Buffers:
+        """What the calling thread reads and adds up with."""
+        found: _Buffers | None = getattr(self._worker, "buffers", None)
+        if found is None:
+            found = self._worker.buffers = _Buffers()
+        return found
+
     def _read(self, located: LocatedBox, first: int, count: int) -> memoryview:
         """Read elements of a part; the result is valid until the thread's next read."""
-        worker, source = self._worker, located.source
-        if not hasattr(worker, "readers"):
-            worker.readers, worker.block = {}, bytearray()
-        if id(source) not in worker.readers:
-            verifier = self._verifiers[id(source)]
-            worker.readers[id(source)] = BoxReader(_BLOCK_NBYTES, verifier)
+        buffers, source = self._buffers, located.source
+        reader = buffers.readers.get(id(source))
+        if reader is None:
+            reader = BoxReader(_BLOCK_NBYTES, self._verifiers[id(source)])
+            buffers.readers[id(source)] = reader
         itemsize = located.tensor.dtype.itemsize
-        if len(worker.block) < count * itemsize:
-            worker.block = bytearray(count * itemsize)
-        view = memoryview(worker.block)[: count * itemsize]
-        worker.readers[id(source)].read(located, view, first * itemsize)
+        view = buffers.block(count * itemsize)
+        reader.read(located, view, first * itemsize)
         return view
+
+
+class _Buffers:
+    """Buffers of one thread: a reader for each source, what was read last, and sums."""
+
+    def __init__(self) -> None:
+        self.readers: dict[int, BoxReader] = {}
+        self.accumulator = Accumulator()
+        self._block = memoryview(b"")
+
+    def block(self, nbytes: int) -> memoryview:
+        """Return `nbytes` bytes to read into."""
+        if len(self._block) < nbytes:
+            self._block = page_buffer(nbytes)
+        return self._block[:nbytes]
+
+
+def _numel_at_once(tensor: Tensor, located: Sequence[LocatedBox], count: int) -> int:
+    """Choose how many of `count` elements are added up at once.
+
+    Few, so that they stay in the cache, where all parts are ranges of local files; what is put
+    together from columns, or comes from far away, is read as it is asked for.
+    """
+    for box in located:
+        if box.ranges is None or is_url(box.source.root):
+            return max(count, 1)
+    return BLOCK_NUMEL // (tensor.dtype.itemsize // tensor.dtype.part.itemsize)

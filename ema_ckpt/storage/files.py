@@ -133,6 +133,22 @@ class LocalFiles:
         self._sizes: dict[str, int] = {}
         self._limit = max_open_files()
         self._lock = threading.Lock()
+        self._ahead_nbytes = 0
+
+    def read_ahead(self, nbytes: int) -> None:
+        """Have `nbytes` fetched ahead of what is read, file by file.
+
+        The kernel does so by itself for one reader of a file; forked processes that read different
+        places share what it knows of the file, and take turns in misleading it.
+        """
+        self._ahead_nbytes = nbytes if hasattr(os, "posix_fadvise") else 0
+
+    def _fetch_ahead(self, fd: int, offset: int, end: int) -> None:
+        """Ask for the next window of a file where a read comes to the end of one."""
+        window = self._ahead_nbytes
+        if end // window != offset // window:
+            start = (end // window + 1) * window
+            os.posix_fadvise(fd, start, window, os.POSIX_FADV_WILLNEED)
 
     def _descriptor(self, name: str) -> tuple[int, int, bool]:
         """A descriptor, the file's bytes, and whether it stays open; else the caller closes it."""
@@ -207,6 +223,8 @@ class LocalFiles:
         fd, size, stays_open = self._descriptor(name)
         done, nbytes = 0, len(buffer)
         try:
+            if self._ahead_nbytes:
+                self._fetch_ahead(fd, offset, offset + nbytes)
             while done < nbytes:
                 count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
                 if not count:

@@ -2,6 +2,7 @@
 
     python tests/bench/merge_steps.py                          # 10 steps of 2 GB, 5 runs
     python tests/bench/merge_steps.py --size 0.2GB --runs 3
+    python tests/bench/merge_steps.py --cold                   # from the disk, not from the page cache
 
 N steps of a run, each a DCP checkpoint of eight ranks, are merged into one safetensors file, not synced, so that the
 disk counts as little as it can. Beside it `cat` reads every file of the steps, and `cp` writes what the merge writes.
@@ -17,6 +18,8 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import checkpoints
@@ -42,6 +45,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--size", type=_size, default="2GB", help="bytes of one step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="drop the steps from the page cache")
     parser.add_argument("--dir", help="where to put the temporary directory")
     return parser.parse_args()
 
@@ -65,7 +69,7 @@ def _merge(folder: Path, options: argparse.Namespace) -> None:
         Contender("cp of one step", ["cp", "-r", str(first), str(copied)], [copied], count),
         Contender("synthesize --last", merge, [target], count, ENV),
     ]
-    race(contenders, lambda: None, folder / "log")
+    race(contenders, partial(_drop, files) if options.cold else _nothing, folder / "log")
     read = contenders[0].seconds
     rows = [["", "seconds", "CPU s", "peak RSS MB", "x cat"]]
     for contender in contenders:
@@ -73,8 +77,22 @@ def _merge(folder: Path, options: argparse.Namespace) -> None:
         ratio = f"{contender.seconds / read:.2f}"
         rows.append([contender.name, f"{contender.seconds:.2f}", spent, memory, ratio])
     nbytes = sum(os.path.getsize(file) for file in files)
-    print(f"{options.steps} steps, {nbytes / 1e9:.2f} GB\n")
+    place = "the disk" if options.cold else "the page cache, as far as it holds them"
+    print(f"{options.steps} steps, {nbytes / 1e9:.2f} GB, from {place}\n")
     print(table(rows))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _drop(files: Sequence[str]) -> None:
+    """Drop files from the page cache; what is dirty is written first."""
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -194,4 +195,42 @@ def test_what_is_deleted_meanwhile_is_not_called_missing(root: str) -> None:
     with pytest.raises(AccessError, match="retention jobs") as caught:
         source.size("sub/c")
     assert caught.value.code == "source-changed"
+    source.close()
+
+
+def _is_cached(path: Path, offset: int) -> bool:
+    """Whether a page can be read without waiting for the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux tells what is cached")
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_the_next_window_is_fetched_ahead(is_asked: bool, tmp_path: Path) -> None:
+    mib = 1 << 20
+    path = tmp_path / "big"
+    data = os.urandom(mib)
+    with path.open("wb") as file:
+        for _ in range(48):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if _is_cached(path, 33 * mib):
+        pytest.skip("a file system that keeps everything in memory")
+    source = LocalFiles(tmp_path)
+    if is_asked:
+        source.read_ahead(8 * mib)
+    found = bytearray(mib)
+    source.read_into("big", 7 * mib + 512 * 1024, memoryview(found))  # across the end of a window
+    assert found == data[mib // 2 :] + data[: mib // 2]
+    deadline = time.monotonic() + 20 * is_asked
+    while not _is_cached(path, 23 * mib) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _is_cached(path, 23 * mib) == is_asked
     source.close()
