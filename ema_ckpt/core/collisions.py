@@ -6,7 +6,8 @@ with a secret.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
 
 from ema_ckpt.core.errors import SourceError
 
@@ -19,6 +20,19 @@ class Collisions:
     def __init__(self) -> None:
         self._first: dict[int, object] = {}
         self._different: dict[int, set[object]] = {}
+        # Keys of which the number of hashes alone was looked at, and those hashes.
+        self._noted: list[Sequence[Hashable]] = []
+        self._count = 0
+        self._hashes: set[int] = set()
+
+    def check_all(self, keys: Sequence[Hashable]) -> None:
+        """As `check`, for many at once: faster as long as nearly all have hashes of their own."""
+        self._noted.append(keys)
+        self._count += len(keys)
+        self._hashes.update(map(hash, keys))
+        if self._count - len(self._hashes) > _MAX_KEYS:
+            noted, self._noted = self._noted, []
+            self.check(chain.from_iterable(noted))
 
     def check(self, keys: Iterable[Hashable]) -> None:
         """Note `keys`. Raises SourceError `unsupported` if a hundred have one hash."""

@@ -7,16 +7,18 @@ interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ema_ckpt.core.catalog import Ints, Path
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
-from ema_ckpt.formats.dcp.metadata_fast import Shortcuts
+from ema_ckpt.formats.dcp.metadata_fast import Classes, Shortcuts
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
@@ -140,6 +142,7 @@ _ALLOWED: dict[tuple[str, str], Maker] = {
     ("torch.distributed.checkpoint.planner", "WriteItemType"): lambda value: value,
     ("torch.distributed.checkpoint.planner", "LoadItemType"): lambda value: value,
 }
+_CLASSES = Classes(_Tensor, _Properties, _Chunk, _Index, _Info, ItemPlace)
 
 
 def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
@@ -161,7 +164,7 @@ def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
 
 
 def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
-    prepare = Shortcuts(_Chunk, _Index, _Info, ItemPlace).prepare if fast else None
+    prepare = Shortcuts(_CLASSES).prepare if fast else None
     root = loads(data, _ALLOWED, where=where, prepare=prepare)
     if isinstance(root, Opaque):
         root = _derived_root(root)
@@ -209,10 +212,15 @@ def _metadata(fields: dict[str, object], where: str) -> Metadata:
     return result
 
 
-def _add_items(result: Metadata, items: dict[object, object], where: str) -> None:
-    keys = [_key(key) for key in items]
+def _add_items(result: Metadata, items: dict[object, Any], where: str) -> None:
+    keys = [key if key.__class__ is tuple else _key(key) for key in items]
+    if not _are_keys(keys):
+        keys = [_key(key) for key in keys]
     if len(keys) > _MANY:
-        Collisions().check(offsets for _, offsets in keys)
+        Collisions().check_all(keys)
+    if set(map(type, items.values())) <= {ItemPlace}:
+        result.items = dict(zip(keys, items.values(), strict=True))
+        return
     for item, place in zip(keys, items.values(), strict=True):
         result.items[item] = _place(place, item[0], where)
 
@@ -245,10 +253,23 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
     except SourceError as error:
         raise about(error, tensor=name, file=where) from None
     shape = _ints(entry.fields["size"])
-    boxes = tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])
+    boxes = tuple(chunks)
+    if not _are_boxes(boxes, len(shape)):
+        boxes = tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])
     if len(boxes) > _MANY:
         Collisions().check(boxes)
     return TensorEntry(dtype, shape, boxes)
+
+
+def _are_boxes(chunks: Sequence[Any], rank: int) -> bool:
+    """Whether all are as the shortcuts read chunks, with nothing wrong: `_chunk` says what is."""
+    if not set(map(type, chunks)) <= {tuple} or not set(map(len, chunks)) <= {2}:
+        return False
+    runs: list[Any] = list(chain.from_iterable(chunks))
+    if not set(map(type, runs)) <= {tuple} or not set(map(len, runs)) <= {rank}:
+        return False
+    numbers = list(chain.from_iterable(runs))
+    return set(map(type, numbers)) <= {int} and min(numbers, default=0) >= 0
 
 
 def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]:
@@ -276,6 +297,16 @@ def _path(path: object, name: str, max_index: int, where: str) -> Path:
             message = f"{where}: {item}, in a checkpoint of far fewer entries"
             raise SourceError("out-of-bounds", message, tensor=name, file=where)
     return path
+
+
+def _are_keys(keys: Sequence[Any]) -> bool:
+    """Whether all are as the shortcuts read indices of chunks, with nothing wrong."""
+    if not set(map(type, keys)) <= {tuple} or not set(map(len, keys)) <= {2}:
+        return False
+    names, offsets = zip(*keys, strict=True) if keys else ((), ())
+    if not set(map(type, names)) <= {str} or not set(map(type, offsets)) <= {tuple}:
+        return False
+    return set(map(type, chain.from_iterable(offsets))) <= {int}
 
 
 def _key(key: object) -> Key:

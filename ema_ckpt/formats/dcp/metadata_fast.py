@@ -1,21 +1,23 @@
 """Read the frequent instances of a `.metadata` whole, each by one regular expression.
 
-A checkpoint of 20 000 tensors on 8 ranks is 12 million opcodes, nearly all of instances of three
-classes: chunk, index and place. An instance that torch would write differently is left to the
-interpreter, opcode by opcode. A test compares both ways on all fixtures and on damaged ones.
+A checkpoint of 20 000 tensors on 8 ranks is 12 million opcodes, nearly all of instances of four
+classes: tensor, chunk, index and place. An instance that torch would write differently is left to
+the interpreter, opcode by opcode. A test compares both ways on all fixtures and on damaged ones.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Ints
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.machine import Machine
-from ema_ckpt.formats.pickle.safe_globals import Global
+from ema_ckpt.formats.pickle.memo import UNBUILT
+from ema_ckpt.formats.pickle.safe_globals import Global, Replacement
 
 _INT_NBYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # by opcode; LONG1 (0x8A) says its own
 _REF = rb"(h.|j....)"
@@ -23,6 +25,10 @@ _ONE = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
 _INT = rb"(" + _ONE + rb")"
 # As many numbers as their tuple's opcode takes: TUPLE1, TUPLE2, TUPLE3, or MARK ... TUPLE.
 _INTS = rb"(%b\x85|%b{2}\x86|%b{3}\x87|\(%b+t)" % ((_ONE,) * 4)
+_FIELD = re.compile(rb"[\x88\x89]|h.|j....", re.DOTALL)
+_BOOLEANS = {b"\x88": True, b"\x89": False}
+_FIELDS = rb"((?:[\x88\x89]|h.|j....){4,5})"  # of `TensorProperties`, after the dtype
+_APPENDED = (b"aub", b"eub")  # one item of a list; or all from the mark on
 _COUNT = rb"(?:K.|M..|J....|N)"
 _OPENED = b")\x81\x94}\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK
 _SIZED = b"\x94\x85\x94R\x94"  # after the numbers of a `torch.Size`
@@ -33,6 +39,14 @@ _CHUNK = re.compile(re.escape(_OPENED) + _REF + _SIZE + _REF + _SIZE + _BUILT, r
 _HEAD = re.compile(re.escape(_OPENED) + _REF + _TEXT, re.DOTALL)
 _INDEX_TAIL = re.compile(_REF + _COUNT + _REF + _SIZE + _BUILT, re.DOTALL)
 _INFO_TAIL = re.compile(_REF + _INT + _REF + _INT + _BUILT, re.DOTALL)
+_SHORT_TEXT = 0x8C
+_NAME = rb"(h.|j....|\x8c.[^\x94]*\x94)"  # a text with this byte in it is read alone
+_BLOCK = 4096  # instances; their groups are in memory at a time
+_TENSOR_HEAD = re.compile(
+    re.escape(_OPENED) + _REF + _REF + re.escape(b")\x81\x94(") + _REF + _FIELDS + b"t\x94b"
+    + _REF + _SIZE + _REF + re.escape(b"]\x94") + rb"(\(?)",
+    re.DOTALL,
+)  # fmt: skip
 _INSTANCE_COUNT = 2  # memoized objects of an instance: itself and its dict
 _SIZE_COUNT = 3  # of a `torch.Size`: its numbers, the tuple around them, itself
 
@@ -43,6 +57,17 @@ Reader = Callable[[Machine], "Form | None"]
 """Reads one instance; None if it is not as expected. An empty form tells nothing of others."""
 
 
+class Classes(NamedTuple):
+    """What replaces torch's classes, and what makes a place from file, offset and length."""
+
+    tensor: Callable[[], Replacement]
+    properties: Callable[[], Replacement]
+    chunk: object
+    item_index: object
+    place: object
+    make_place: Callable[[str, int, int], object]
+
+
 class _Class(NamedTuple):
     """A class with a reader, and the opcode that pushes it."""
 
@@ -51,26 +76,44 @@ class _Class(NamedTuple):
     reader: Reader
 
 
-class Shortcuts:
-    """Reader of whole instances; it keeps the memo as the interpreter would.
+class _Row:
+    """Instances alike, one after the other: literal opcodes, and expressions, in turn.
 
-    `chunk`, `index` and `place` are the classes that replace torch's; `make_place` makes the value
-    of a place from file, offset and length.
+    Every expression is one group; one that is given between groups without parentheses is skipped.
     """
 
-    def __init__(
-        self, chunk: object, index: object, place: object, make_place: Callable[..., object]
-    ) -> None:
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        texts = [part if index % 2 else re.escape(part) for index, part in enumerate(parts)]
+        one = b"".join(texts)
+        # The same without groups: a parenthesis that is no literal one.
+        bare = re.sub(rb"(?<!\\)\((?!\?)", b"(?:", one)
+        self._one = re.compile(one, re.DOTALL)
+        self._block = re.compile(b"(?:%b){1,%d}+" % (bare, _BLOCK), re.DOTALL)
+
+    def blocks(self, machine: Machine) -> Iterator[tuple[list[tuple[bytes, ...]], int]]:
+        """Find the instances from here on, in blocks: the groups of each, and the block's end."""
+        while match := self._block.match(machine.data, machine.pos):
+            end = match.end()
+            yield self._one.findall(machine.data, machine.pos, end), end
+
+
+class Shortcuts:
+    """Reader of whole instances; it keeps the memo as the interpreter would."""
+
+    def __init__(self, classes: Classes) -> None:
+        self._new = classes
         self._readers: dict[object, Reader] = {
-            chunk: self._chunk,
-            index: self._index,
-            place: self._place,
+            classes.tensor: self._tensor,
+            classes.chunk: self._chunk,
+            classes.item_index: self._index,
+            classes.place: self._place,
         }
-        self._make_place = make_place
+        self._known_properties: dict[bytes, Replacement] = {}
         self._classes: dict[bytes, _Class] = {}
-        self._rows: dict[tuple[bytes, ...], re.Pattern[bytes]] = {}
+        self._forms: dict[bytes, Form] = {}  # of chunks, and of items, by their class
+        self._rows: dict[tuple[bytes, ...], _Row] = {}
         self._refs: dict[bytes, object] = {}
-        self._ints: dict[bytes, Ints] = {}
+        self._ints: dict[bytes, int] = {}  # offsets and lengths, none of them negative
         self._tuples: dict[bytes, Ints] = {}
         self._texts: dict[str, str] = {}
         # Field names that were looked up and are right, by class: they recur in every instance.
@@ -84,24 +127,32 @@ class Shortcuts:
 
     def _read_row(self, named: Global, reader: Reader, machine: Machine) -> None:
         """Read an instance of the class that was just pushed, and all that follow it in a row."""
-        current = _Class(self._ref_before(machine, named), named, reader)
-        if current.ref:
-            self._classes[current.ref] = current
-        index_form: Form = ()
-        while (form := current.reader(machine)) is not None:
-            following = self._following(machine)
-            if following is not None and form:
-                if current.reader == following.reader == self._chunk:
-                    self._read_chunks(machine, current.ref, form)
-                elif index_form and following.reader == self._index:
-                    self._read_items(machine, (following.ref, *index_form, current.ref, *form))
-                following = self._following(machine)
-            if following is None:
-                return
-            index_form = form if current.reader == self._index else ()
-            current = following
+        ref = self._ref_before(machine, named)
+        if not ref:
+            reader(machine)
+            return
+        self._classes[ref] = _Class(ref, named, reader)
+        machine.stack.pop()
+        machine.pos -= len(ref)
+        self._read_all(machine)
+
+    def _read_all(self, machine: Machine) -> None:
+        """Read all instances from here on, up to another opcode or one that is not as expected."""
+        index: Form = ()  # reference and form of the index just before
+        while (current := self._following(machine)) is not None:
+            if self._read_alike(machine, current):
+                continue
             machine.pos += len(current.ref)
             machine.stack.append(current.named)
+            form = current.reader(machine)
+            if form is None:
+                return
+            form = (current.ref, *form) if form else ()
+            if form and current.reader == self._chunk:
+                self._forms[current.ref] = form
+            elif form and index:
+                self._forms[index[0]] = index + form
+            index = form if current.reader == self._index else ()
 
     def _ref_before(self, machine: Machine, named: Global) -> bytes:
         """Return the opcode, just before this position, that pushed a class; empty if in doubt."""
@@ -117,55 +168,84 @@ class Shortcuts:
         nbytes = 2 if machine.data[pos : pos + 1] == b"h" else 5
         return self._classes.get(machine.data[pos : pos + nbytes])
 
-    def _row(self, *parts: bytes) -> re.Pattern[bytes]:
-        """Return the expression of instances alike: literal opcodes, and expressions, in turn."""
-        row = self._rows.get(parts)
-        if row is None:
-            texts = [part if index % 2 else re.escape(part) for index, part in enumerate(parts)]
-            row = self._rows[parts] = re.compile(b"".join(texts), re.DOTALL)
-        return row
+    def _read_alike(self, machine: Machine, first: _Class) -> bool:
+        """Read instances that differ from earlier ones in names and numbers; False if none do."""
+        form = self._forms.get(first.ref)
+        if form is None:
+            return False
+        before = machine.pos
+        if first.reader == self._chunk:
+            self._read_chunks(machine, form)
+        else:
+            self._read_items(machine, form)
+        return machine.pos != before
 
-    def _read_chunks(self, machine: Machine, ref: bytes, form: Form) -> None:
-        """Read chunks that differ from the one before in numbers alone."""
-        key, size, key2, size2 = form
+    def _read_chunks(self, machine: Machine, form: Form) -> None:
+        """Read chunks that differ from an earlier one in numbers alone."""
+        ref, key, size, key2, size2 = form
         opened = ref + _OPENED + key + size
         row = self._row(opened, _INTS, _SIZED + key2 + size2, _INTS, _SIZED + _BUILT)
-        data, pos, count, tuples = machine.data, machine.pos, machine.memo.count, self._tuples
-        memo, numbers, push = machine.memo.items, machine.memo.skip(), machine.stack.append
-        while match := row.match(data, pos):
-            run, run2 = match.groups()
-            pair = tuples.get(run) or self._tuple(run), tuples.get(run2) or self._tuple(run2)
-            push(pair)
-            memo += pair
-            numbers.extend((count + 4, count + 7))
-            count += 8
-            pos = match.end()
-        machine.pos, machine.memo.count = pos, count
+        tuples, push, memo = self._tuples, machine.stack.append, machine.memo
+        numbers = memo.skip()
+        for found, end in row.blocks(machine):
+            count = memo.count
+            for run, run2 in found:
+                pair = tuples.get(run) or self._tuple(run), tuples.get(run2) or self._tuple(run2)
+                push(pair)
+                memo.items += pair
+                numbers.extend((count + 4, count + 7))
+                count += 8
+            machine.pos, memo.count = end, count
 
     def _read_items(self, machine: Machine, form: Form) -> None:
-        """Read indices and places that differ from those before in names and numbers alone."""
+        """Read indices and places that differ from earlier ones in names and numbers alone."""
         index_ref, key, key2, key3, size, place_ref, key4, key5, key6 = form
-        second = _SIZED + _BUILT + place_ref + _OPENED + key4
-        opened = index_ref + _OPENED + key
         row = self._row(
-            *(opened, _REF, key2, _COUNT, key3 + size, _INTS),
-            *(second, _REF, key5, _INT, key6, _INT, _BUILT),
+            *(index_ref + _OPENED + key, _NAME, key2, _COUNT, key3 + size, _INTS),
+            *(_SIZED + _BUILT + place_ref + _OPENED + key4, _REF, key5, _INT, key6, _INT, _BUILT),
         )
-        data, pos, count, tuples = machine.data, machine.pos, machine.memo.count, self._tuples
-        memo, numbers, stack = machine.memo.items, machine.memo.skip(), machine.stack
-        while match := row.match(data, pos):
-            name_ref, run, file_ref, run2, run3 = match.groups()
-            name, file = self._ref(machine, name_ref), self._ref(machine, file_ref)
-            (offset,), (nbytes,) = self._numbers(run2), self._numbers(run3)
-            if name.__class__ is not str or file.__class__ is not str or min(offset, nbytes) < 0:
-                break
-            offsets = tuples.get(run) or self._tuple(run)
-            stack += ((name, offsets), self._make_place(file, offset, nbytes))
-            memo.append(offsets)
-            numbers.append(count + 4)
-            count += 7
-            pos = match.end()
-        machine.pos, machine.memo.count = pos, count
+        tuples, refs, ints, memo = self._tuples, self._refs, self._ints, machine.memo
+        make_place, push, built = self._new.make_place, machine.stack.append, memo.items.append
+        number = memo.skip().append
+        for found, end in row.blocks(machine):
+            count = memo.count
+            for name_run, run, file_ref, run2, run3 in found:
+                if name_run[0] == _SHORT_TEXT:
+                    name: object = self._written(name_run)
+                    built(name)
+                    number(count + _INSTANCE_COUNT)
+                    count += 1
+                else:
+                    name = refs.get(name_run) or self._ref(machine, name_run)
+                file = refs.get(file_ref) or self._ref(machine, file_ref)
+                if name.__class__ is not str or file.__class__ is not str:
+                    raise _unexpected()
+                offsets = tuples.get(run) or self._tuple(run)
+                offset, nbytes = ints.get(run2), ints.get(run3)
+                if offset is None:
+                    offset = self._natural(run2)
+                if nbytes is None:
+                    nbytes = self._natural(run3)
+                push((name, offsets))
+                push(make_place(file, offset, nbytes))
+                built(offsets)
+                number(count + 4)
+                count += 7
+            machine.pos, memo.count = end, count
+
+    def _row(self, *parts: bytes) -> _Row:
+        """Return the row of instances alike: literal opcodes, and expressions, in turn."""
+        row = self._rows.get(parts)
+        if row is None:
+            row = self._rows[parts] = _Row(parts)
+        return row
+
+    def _written(self, run: bytes) -> str:
+        """Return the text of an opcode that holds it, and of its MEMOIZE."""
+        if run[1] != len(run) - 3:
+            raise _unexpected()
+        text = run[2:-1].decode("utf-8", "surrogatepass")
+        return self._texts.setdefault(text, text)
 
     def _ref(self, machine: Machine, ref: bytes) -> object:
         value = self._refs.get(ref)
@@ -176,11 +256,15 @@ class Shortcuts:
                 self._refs[ref] = value
         return value
 
-    def _numbers(self, run: bytes) -> Ints:
-        numbers = self._ints.get(run)
-        if numbers is None:
-            numbers = self._ints[run] = tuple(_decode_ints(run))
-        return numbers
+    def _natural(self, run: bytes) -> int:
+        """Decode an offset or a length. Raises SourceError if it is negative."""
+        number = self._ints.get(run)
+        if number is None:
+            (number,) = _decode_ints(run)
+            if number < 0:
+                raise _unexpected()
+            self._ints[run] = number
+        return number
 
     def _tuple(self, run: bytes) -> Ints:
         """Decode the numbers of a tuple, given with the tuple's opcodes around them."""
@@ -255,6 +339,61 @@ class Shortcuts:
         machine.replace_top((name, offsets), tail.end(), memo.count, memo.kept)
         return (key, key2, key3, ref) if run else ()
 
+    def _tensor(self, machine: Machine) -> Form | None:
+        """Read a tensor with all of its chunks."""
+        match = _TENSOR_HEAD.match(machine.data, machine.pos)
+        if match is None:
+            return None
+        key, properties_ref, dtype_ref, others, key2, ref, run, key3, opened = match.groups()
+        memo = _Memo()
+        properties = self._properties(machine, properties_ref, dtype_ref + others, memo)
+        size = self._size(machine, ref, run, memo)
+        if properties is None or size is None:
+            return None
+        if not self._are_named(machine, ("properties", "size", "chunks"), key, key2, key3):
+            return None
+        memo.count += 1  # the list
+        tensor, chunks = self._new.tensor(), list[object]()
+        tensor.setstate({"properties": properties, "size": size, "chunks": chunks})
+        before = machine.state()
+        machine.replace_top(tensor, match.end(), memo.count, memo.kept)
+        below = len(machine.stack)
+        self._read_all(machine)
+        chunks += machine.stack[below:]
+        end = _APPENDED[bool(opened)] if chunks else b"ub"
+        if bool(opened) != (len(chunks) > 1) or not machine.data.startswith(end, machine.pos):
+            machine.go_back(before)  # to where a frame begins within it, for example
+            return None
+        del machine.stack[below:]
+        machine.pos += len(end)
+        return ()
+
+    def _properties(
+        self, machine: Machine, ref: bytes, refs: bytes, memo: _Memo
+    ) -> Replacement | None:
+        """Read `TensorProperties` by the class, and by their fields: references and booleans."""
+        named, make = self._ref(machine, ref), self._new.properties
+        if named.__class__ is not Global or named.make is not self._new.properties:
+            return None
+        key = ref + refs
+        if key not in self._known_properties:
+            values = [self._field(machine, field) for field in _FIELD.findall(refs)]
+            if None in values:
+                return None
+            properties = make()
+            properties.setstate(tuple(values))
+            self._known_properties[key] = properties
+        memo.add(self._known_properties[key])
+        memo.count += 1  # the tuple
+        return self._known_properties[key]
+
+    def _field(self, machine: Machine, opcode: bytes) -> object:
+        """Return what one opcode pushes: a boolean, or an object of the memo; None if unknown."""
+        if opcode in _BOOLEANS:
+            return _BOOLEANS[opcode]
+        value = self._ref(machine, opcode)
+        return None if value is UNBUILT else value
+
     def _place(self, machine: Machine) -> Form | None:
         head = _HEAD.match(machine.data, machine.pos)
         if head is None:
@@ -267,10 +406,7 @@ class Shortcuts:
         key, (key2, run, key3, run2) = head[1], tail.groups()
         if not self._are_named(machine, ("relative_path", "offset", "length"), key, key2, key3):
             return None
-        (offset,), (nbytes,) = self._numbers(run), self._numbers(run2)
-        if offset < 0 or nbytes < 0:
-            return None
-        place = self._make_place(file, offset, nbytes)
+        place = self._new.make_place(file, self._natural(run), self._natural(run2))
         machine.replace_top(place, tail.end(), memo.count, memo.kept)
         return key, key2, key3
 
@@ -293,6 +429,11 @@ class _Memo:
         """Add the three objects of a `torch.Size`; the last of them may be needed again."""
         self.count += _SIZE_COUNT
         self.kept.append((self.count - 1, numbers))
+
+
+def _unexpected() -> SourceError:
+    """Return what makes the interpreter read the whole pickle, and say what is wrong with it."""
+    return SourceError("unreadable", "an item of the metadata is not as torch writes it")
 
 
 def _decode_ints(run: bytes) -> list[int]:

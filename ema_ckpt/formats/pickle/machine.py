@@ -16,12 +16,12 @@ from typing import NoReturn
 
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
+from ema_ckpt.formats.pickle.keys import check_keys
 from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement, is_executor
 
 Allowed = Mapping[tuple[str, str], Maker]
 MARK = object()  # on the stack: where a tuple, list or dict begins
-_MERSENNE = (1 << 61) - 1  # Python's hashes of numbers are remainders by this prime
 
 
 class LocatedBytes(bytes):
@@ -125,6 +125,16 @@ class Machine:
         self.memo.skip_to(count, kept)
         self.stack[-1] = value
         self.pos = end
+
+    def state(self) -> tuple[int, int, object, tuple[int, int]]:
+        """Return what `go_back` needs to undo what a shortcut reads from here on."""
+        return self.pos, len(self.stack), self.stack[-1], self.memo.state()
+
+    def go_back(self, state: tuple[int, int, object, tuple[int, int]]) -> None:
+        """Undo what was read since `state`, which has taken nothing from the stack but its top."""
+        self.pos, depth, top, memo = state
+        self.stack[depth - 1 :] = [top]
+        self.memo.go_back(memo)
 
     def find_global(self, module: str, name: str) -> Global:
         """Return the one `Global` of that name."""
@@ -277,30 +287,18 @@ def _build(machine: Machine) -> None:
         raise ValueError(f"a {type(target).__name__} is given a state")
 
 
-def _key(machine: Machine, key: object) -> object:
-    if isinstance(key, tuple):
-        # A tuple of tuples can be small here and take forever to hash: each level may repeat the
-        # one below.
-        for part in key:
-            if not isinstance(part, tuple):
-                continue
-            if len(part) > 64 or any(isinstance(inner, tuple) for inner in part):
-                message = "a pickled dict or set has a deeply nested tuple as its key"
-                raise SourceError("unsupported", message)
-    elif isinstance(key, int):
-        if abs(key) < _MERSENNE:
-            return key
-    elif not isinstance(key, float | complex):
-        return key
-    machine.collisions.check((key,))
-    return key
+def _frozenset(machine: Machine) -> frozenset[object]:
+    items = machine.pop_mark()
+    check_keys(machine.collisions, items)
+    return frozenset(items)
 
 
 def _set_items(machine: Machine, items: list[object]) -> None:
     target = machine.stack[-1]
     if isinstance(target, dict):
-        for index in range(0, len(items), 2):
-            target[_key(machine, items[index])] = items[index + 1]
+        keys, values = items[::2], items[1::2]
+        check_keys(machine.collisions, keys)
+        target.update(zip(keys, values, strict=True))
     elif isinstance(target, Opaque):
         target.entries.extend(items)
     else:
@@ -323,7 +321,8 @@ def _extend(machine: Machine, items: list[object]) -> None:
     if isinstance(target, list):
         target.extend(items)
     elif isinstance(target, set):
-        target.update([_key(machine, item) for item in items])
+        check_keys(machine.collisions, items)
+        target.update(items)
     elif isinstance(target, Opaque):
         target.entries.extend(items)
     else:
@@ -390,7 +389,7 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"t": _push(lambda m: tuple(m.pop_mark())),
     b"l": _push(lambda m: m.pop_mark()),
     b"d": _dict,
-    b"\x91": _push(lambda m: frozenset([_key(m, item) for item in m.pop_mark()])),
+    b"\x91": _push(_frozenset),
     b"c": _push(lambda m: m.find_global(m.read_line(), m.read_line())),
     b"\x93": _push(_stack_global),
     b"R": lambda m: _call(m, calls=True),

@@ -67,3 +67,14 @@ class Memo:
             numbers.append(self.count + number)
             self.items.append(value)
         self.count += count
+
+    def state(self) -> tuple[int, int]:
+        """Return what `go_back` needs to forget what is stored from here on."""
+        self.skip()
+        return self.count, len(self.items)
+
+    def go_back(self, state: tuple[int, int]) -> None:
+        """Forget what was stored since `state`."""
+        self.count, built = state
+        del self.items[built:]
+        del self.skip()[built:]

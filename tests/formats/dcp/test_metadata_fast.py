@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 
 from ema_ckpt import EmaCkptError
 from ema_ckpt.formats.dcp.metadata import Metadata, parse
@@ -67,3 +77,51 @@ def test_an_instance_that_is_built_twice() -> None:
 def test_a_replaced_run_of_bytes(data: bytes, place: int, length: int, new: bytes) -> None:
     place %= len(data)
     check_same(data[:place] + new + data[place + length :])
+
+
+NAMES = st.one_of(
+    st.from_regex(r"[a-z.]{1,12}", fullmatch=True),
+    st.sampled_from(["“quoted” — name", "ends in \x94", "é" * 100, "n" * 300]),
+)
+SHAPES = st.lists(st.sampled_from([0, 1, 300, 70_000, 1 << 33, 1 << 45]), max_size=4)
+
+
+def same_text(text: str) -> str:
+    """Return an equal text that pickle does not refer back to."""
+    return text.encode().decode()
+
+
+@given(
+    st.dictionaries(NAMES, st.tuples(SHAPES, st.integers(0, 5)), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_what_torch_pickles(
+    drawn: dict[str, tuple[list[int], int]], copies: int, shared: bool
+) -> None:
+    """Names in full and by reference, numbers of every width, lists of none, one and several."""
+    entries: dict[str, object] = {}
+    items = {}
+    for copy in range(copies):
+        for name, (shape, count) in drawn.items():
+            full = f"{name}.{copy}"
+            size = torch.Size(shape)
+            chunks = [ChunkStorageMetadata(torch.Size([i] * len(size)), size) for i in range(count)]
+            properties = TensorProperties(dtype=(torch.float32, torch.int8)[copy % 2])
+            entries[full] = TensorStorageMetadata(properties, size, chunks)
+            for i, chunk in enumerate(chunks):
+                key = MetadataIndex(full if shared else same_text(full), chunk.offsets, i)
+                items[key] = _StorageInfo(f"__{i}_0.distcp", copy << (8 * i), i)
+    data = pickle.dumps(TorchMetadata(entries, None, items), protocol=4)
+    check_same(data)
+    result = parse(data, "t")
+    for name, entry in entries.items():
+        read = result.entries[name]
+        assert read is not None and isinstance(entry, TensorStorageMetadata)
+        assert read.shape == tuple(entry.size)
+        expected = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        assert list(read.chunks) == expected
+    assert result.items == {
+        (key.fqn, tuple(key.offset)): (place.relative_path, place.offset, place.length, ())
+        for key, place in items.items()
+    }
