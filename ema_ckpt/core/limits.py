@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
+
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import parse_size
-from ema_ckpt.runtime.thread_pool import worker_count
 
 MIN_BUDGET_NBYTES = 4 << 20
 MAX_RANKS = 1 << 20
+_MAX_WORKERS = 8
 _LOCAL_BUDGET_NBYTES = 16 << 20
 _REMOTE_BUDGET_NBYTES = 256 << 20
 
 
 def parse_workers(threads: int | None) -> int:
-    """Return the number of workers. Raises UsageError `usage` below 1."""
+    """Return the number of workers, by default one for each usable processor, at most eight.
+
+    Raises:
+        UsageError: `usage` below 1.
+    """
     if threads is not None and threads < 1:
         raise UsageError("usage", f"--threads {threads}: expected 1 or more")
-    return worker_count(threads)
+    return threads or min(_usable_processors(), _MAX_WORKERS)
+
+
+def _usable_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_ranks(count: int, what: str) -> int:

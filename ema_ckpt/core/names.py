@@ -1,4 +1,4 @@
-"""Rules on names: wrapper prefixes, roles of trees and parts, globs, renames, near misses."""
+"""Rules on names: wrapper prefixes, roles of trees and parts, globs, renames."""
 
 from __future__ import annotations
 
@@ -205,16 +205,3 @@ def _covered(path: Path, old: str, new: str) -> tuple[int, int]:
         end += len(str(element)) + 1
         count += 1
     return count, end
-
-
-def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """Sort `names` by similarity to `name`, the most similar first; ties keep their order."""
-    from difflib import SequenceMatcher
-
-    matcher = SequenceMatcher(b=name, autojunk=False)
-
-    def distance(other: str) -> float:
-        matcher.set_seq1(other)
-        return -matcher.ratio()
-
-    return sorted(names, key=distance)

@@ -19,7 +19,7 @@ from ema_ckpt.ops.files_beside import settings_beside
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects, unsupported_metadata
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_one
-from ema_ckpt.ops.suggest import suggested_command, suggested_options
+from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, plan_for
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled

@@ -127,7 +127,7 @@ def _transfer(
         if output.form == "dcp":
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]
             warnings += [*rank_keyed(names), *low_precision_casts(tensors, trees)]
-            split = split_rows(catalog, trees, tensors)
+            split = tensors_to_split(catalog, trees, tensors)
         plan, ties = plan_for(
             output,
             catalog,
@@ -191,10 +191,10 @@ def low_precision_casts(
         yield Diagnostic("ema-low-precision", f"{stored}: a run that resumes from them stalls")
 
 
-def split_rows(
+def tensors_to_split(
     catalog: Catalog, trees: Sequence[Tree], tensors: Sequence[OutputTensor]
 ) -> list[bool]:
-    """Return which tensors are cut into rows: as in the source, or the weights of a whole one."""
+    """Return which tensors are split into rows: as in the source, or the weights of a whole one."""
     owner: dict[int, Tree] = {}
     settings: set[int] = set()
     for tree in trees:

@@ -14,7 +14,7 @@ from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import with_real_values
-from ema_ckpt.ops.suggest import suggested_command
+from ema_ckpt.ops.suggested_commands import suggested_command
 from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden

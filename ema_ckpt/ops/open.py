@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.core.names import nearest
+from ema_ckpt.core.nearest_names import nearest
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.torch_import import import_torch
 from ema_ckpt.discovery.opening import open_catalog

@@ -17,7 +17,7 @@ from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects
 from ema_ckpt.ops.results.write import WriteResult
 from ema_ckpt.ops.rule_changes import rule_one
-from ema_ckpt.ops.suggest import suggested_command, suggested_options
+from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,
     StepChoice,

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 JobT = TypeVar("JobT")
-_MAX_WORKERS = 8
-
-
-def usable_cpus() -> int:
-    """Count the processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def worker_count(threads: int | None) -> int:
-    """Return `threads`, or by default one worker for each usable processor, at most eight."""
-    return threads or min(usable_cpus(), _MAX_WORKERS)
 
 
 def run_threads(

@@ -24,11 +24,11 @@ from ema_ckpt.core.names import (
     canonical,
     glob_matcher,
     is_wrapped,
-    nearest,
     parse_rename,
     rename_path,
     tree_role,
 )
+from ema_ckpt.core.nearest_names import nearest
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor
 from ema_ckpt.state_dicts.ema_weights import AVERAGED_MODEL, POSITIONS

@@ -17,9 +17,9 @@ from ema_ckpt.core.names import (
     SETTINGS,
     canonical,
     live_partners,
-    nearest,
     tree_role,
 )
+from ema_ckpt.core.nearest_names import nearest
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.state_dicts.ema_weights import (
     AVERAGED_MODEL,

@@ -14,7 +14,6 @@ from ema_ckpt.core.names import (
     canonical,
     glob_matcher,
     live_partners,
-    nearest,
     parse_rename,
     part_role,
     rename_path,
@@ -207,8 +206,3 @@ def test_a_renamed_path_joins_to_the_renamed_name(path: list, cut: int, new: str
     name = ".".join(map(str, path))
     old = name[: min(cut, len(name))]
     assert ".".join(map(str, rename_path(tuple(path), old, new))) == new + name[len(old) :]
-
-
-def test_the_nearest_name_comes_first() -> None:
-    assert nearest("emma", ["optimizer", "model", "ema"])[0] == "ema"
-    assert nearest("x", []) == []

@@ -22,10 +22,10 @@ from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.cast import Caster
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.overlaps import UNITS
+from ema_ckpt.reading.quantized.scaled_values import compute_box
 from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 from ema_ckpt.reading.quantized.tied import shared_storage, ties_of_values
 from ema_ckpt.reading.quantized.torchao import header_keys
-from ema_ckpt.reading.quantized.values import compute_box
 
 if TYPE_CHECKING:
     from ema_ckpt.reading.decode import Array

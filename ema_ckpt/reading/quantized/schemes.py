@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Path, Tensor
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.quantized.blocks import aligned, block_sizes, misfit
+from ema_ckpt.reading.quantized.block_sizes import aligned, block_sizes, misfit
 from ema_ckpt.reading.quantized.codes import E8M0, packed_integers
 from ema_ckpt.reading.quantized.quantization_config import QuantizationConfig
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import shown
-from ema_ckpt.reading.quantized.blocks import aligned, block_sizes, misfit
+from ema_ckpt.reading.quantized.block_sizes import aligned, block_sizes, misfit
 from ema_ckpt.reading.quantized.codes import E8M0
 from ema_ckpt.reading.quantized.schemes import Layout, QuantizedTensor
 

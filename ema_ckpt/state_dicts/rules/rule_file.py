@@ -10,7 +10,7 @@ from typing import Any
 
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import EmaCkptError, UsageError
-from ema_ckpt.core.names import nearest
+from ema_ckpt.core.nearest_names import nearest
 from ema_ckpt.core.text import shown
 from ema_ckpt.state_dicts.rules.name_patterns import (
     COMPONENT,

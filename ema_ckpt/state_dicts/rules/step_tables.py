@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.core.names import nearest
+from ema_ckpt.core.nearest_names import nearest
 from ema_ckpt.state_dicts.rules.steps import (
     Concatenate,
     Flatten,

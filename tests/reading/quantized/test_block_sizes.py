@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.reading.quantized.blocks import aligned, block_sizes
+from ema_ckpt.reading.quantized.block_sizes import aligned, block_sizes
 
 Ints = tuple[int, ...]
 

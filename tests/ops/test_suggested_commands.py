@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ema_ckpt.cli.commands import run
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.ops.suggest import suggested_command, suggested_options
+from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize import synthesize
 from tests.checkpoints import ema, torch_at, weights
 
