@@ -48,10 +48,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `quick` the tests that are not thorough, of modules that start no processes and are no stories."""
+    """Mark as `quick` what is in no other group, of modules that start no processes and are no stories."""
     for item in items:
-        takes_long = item.get_closest_marker("slow") or item.get_closest_marker("thorough")
-        if not takes_long and not _is_not_quick(item.path):
+        is_other = any(map(item.get_closest_marker, ("slow", "thorough", "integration")))
+        if not is_other and not _is_not_quick(item.path):
             item.add_marker("quick")
 
 
