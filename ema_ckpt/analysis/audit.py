@@ -87,8 +87,8 @@ class Audit:
         return self.crcs.get((payload.file, payload.offset), payload.crc)
 
     def unproven(self) -> list[str]:
-        """Names of tensors of which some payload has no checksum."""
-        names: list[str] = []
+        """Names of tensors of which some payload has no checksum, and of objects without one."""
+        names = [item.name for item in self.catalog.objects if item.is_bare]
         for tensor in self.catalog.tensors if self.unchecked else ():
             for payload in self.located(tensor):
                 if payload is not None and (payload.file, payload.offset) in self.unchecked:
@@ -189,6 +189,9 @@ def check_metadata(audit: Audit) -> None:
     for entry in catalog.unknown_entries:
         # An entry without a place has an unknown size: counted as one byte.
         audit.unchecked[entry.file or entry.name, entry.offset] = entry.nbytes or 1
+    for number, item in enumerate(catalog.objects):
+        if item.is_bare:  # one byte too
+            audit.unchecked[item.file, -1 - number] = 1
     for name, message in catalog.find_mismatches():
         audit.report("index-mismatch", message, name)
     for tensor in catalog.tensors:
@@ -226,6 +229,7 @@ def _check_checksums(audit: Audit, threads: int, progress: Callable[[int], None]
 def _add_record(audit: Audit, record: StoredRecord, crc: int | EmaCkptError) -> None:
     """Add the CRC-32 of a record that was read, or the error of reading it."""
     owner, file = record.owner or None, record.file
+    is_first = record.key not in audit.crcs
     if record.is_payload:
         audit.crcs[record.key] = None if isinstance(crc, EmaCkptError) else crc
     if isinstance(crc, EmaCkptError):
@@ -234,7 +238,7 @@ def _add_record(audit: Audit, record: StoredRecord, crc: int | EmaCkptError) -> 
     if record.is_payload:
         if record.crc is None:
             audit.unchecked[record.key] = record.nbytes
-        else:
+        elif is_first:
             audit.checked += record.nbytes
     if record.crc is not None and crc != record.crc:
         cause = OTHER_BYTES if record.is_recorded else "the file is damaged"

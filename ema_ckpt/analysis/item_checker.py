@@ -29,6 +29,7 @@ class ItemChecker:
         self._items = items
         self._found = found
         self._block = block
+        self._shared: tuple[str, int, range, list[int]] = ("", 0, range(0), [])
 
     def check_run(self, job: ItemRun) -> int:
         """Check neighbouring items; return the bytes of their payloads."""
@@ -68,7 +69,7 @@ class ItemChecker:
 
     def _check(self, items: FileItems, item: int, data: memoryview | None) -> int:
         number, offset = items.numbers[item], items.offsets[item]
-        if items.is_repeated(item):
+        if self._is_follower(items, item):
             self._locate(number)
             return 0
         payload = self._recognise(items, item, data)
@@ -98,10 +99,10 @@ class ItemChecker:
         """Check a part of a large item; return its bytes of payload."""
         items = self._items.files[job.file]
         number, offset = items.numbers[job.item], items.offsets[job.item]
-        if items.is_repeated(job.item):
+        if self._is_follower(items, job.item):
             return 0 if job.start else self._check(items, job.item, None)
         payload = self._recognise(items, job.item)
-        if payload is None and self._is_parsed(number):  # the first of its kind
+        if payload is None and self._parsed(number):  # the first of its kind
             payload = self._recognise(items, job.item)
         if payload is None:
             return 0 if job.start else self._check_records(number)
@@ -120,6 +121,35 @@ class ItemChecker:
             crc = payload and join_crcs([part for part in intervals if part[1]], payload.nbytes)
             if payload is None or not self._accept(number, payload, crc):
                 self._check_records(number)
+        self._found.tell_followers(lambda number: self._items.chunk(number)[0].name)
+
+    def _is_follower(self, items: FileItems, item: int) -> bool:
+        """Whether an item before has the same payload, under another name; note which."""
+        if not items.is_repeated(item):
+            return False
+        key = items.name, items.offsets[item]
+        if self._shared[:2] != key:
+            group = items.at_one_place(item)
+            self._shared = *key, group, self._leaders([items.numbers[one] for one in group])
+        _, _, group, leaders = self._shared
+        number, leader = items.numbers[item], leaders[item - group.start]
+        if leader == number:
+            return False
+        self._found.followers[number] = leader
+        return True
+
+    def _leaders(self, numbers: list[int]) -> list[int]:
+        """Of each chunk the first whose payload is the same; itself, if it cannot be located."""
+        firsts: dict[tuple[str, int, int], int] = {}
+        leaders = []
+        for number in numbers:
+            payload = self._parsed(number)
+            if payload is None:
+                leaders.append(number)
+            else:
+                place = payload.file, payload.offset, payload.nbytes
+                leaders.append(firsts.setdefault(place, number))
+        return leaders
 
     def _recognise(
         self, items: FileItems, item: int, data: memoryview | None = None
@@ -131,14 +161,14 @@ class ItemChecker:
 
     # Record by record.
 
-    def _is_parsed(self, number: int) -> bool:
-        """Have the reader parse an item's archive, and learn its kind; False if it is damaged."""
+    def _parsed(self, number: int) -> Payload | None:
+        """Have the reader parse an item's archive, and learn its kind; None if it is damaged."""
         tensor, chunk = self._items.chunk(number)
         try:
-            self._reader.payloads(replace(tensor, chunks=(chunk,)))
+            (payload,) = self._reader.payloads(replace(tensor, chunks=(chunk,)))
         except SourceError:
-            return False
-        return True
+            return None
+        return payload
 
     def _locate(self, number: int) -> Payload | None:
         """Locate the payload of a chunk and note it, or the error."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
 from ema_ckpt.analysis.records import StoredRecord
@@ -40,6 +40,7 @@ class ItemFindings:
         bare: CRC-32s of payloads without a stored one, by number of the chunk.
         parts: CRC-32s of parts of large payloads, by number.
         records: those of items that were read record by record. failures: see `Failure`.
+        followers: chunks with the payload of another one, by number, with that one's.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,17 @@ class ItemFindings:
         self.parts: dict[int, list[Interval]] = {}
         self.records: list[CheckedRecord] = []
         self.failures: list[Failure] = []
+        self.followers: dict[int, int] = {}
+
+    def tell_followers(self, name_of: Callable[[int], str]) -> None:
+        """Say of each follower what was found of the payload that it shares."""
+        records: dict[int, list[CheckedRecord]] = {}
+        for checked in self.records:
+            records.setdefault(checked.number, []).append(checked)
+        for number, leader in self.followers.items():
+            for checked in records.get(leader, ()):
+                record = replace(checked.record, owner=name_of(number))
+                self.records.append(checked._replace(number=number, record=record))
 
     def dump(self) -> list[object]:
         """Return everything as plain data."""
@@ -60,11 +72,13 @@ class ItemFindings:
             records.append([number, place, astuple(record), crc, dump_error(error)])
         failures = [[number, dump_error(error), size] for number, error, size in self.failures]
         bare, parts = list(self.bare.items()), list(self.parts.items())
-        return [self.checked_nbytes, bare, parts, records, failures]
+        followers = list(self.followers.items())
+        return [self.checked_nbytes, bare, parts, records, failures, followers]
 
     def merge(self, dumped: Sequence[Any]) -> None:
         """Add what another process dumped, after JSON."""
-        checked_nbytes, bare, parts, records, failures = dumped
+        checked_nbytes, bare, parts, records, failures, followers = dumped
+        self.followers.update(followers)
         self.checked_nbytes += checked_nbytes
         self.bare.update(bare)
         for number, intervals in parts:

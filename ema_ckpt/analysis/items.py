@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,8 +46,13 @@ class FileItems(NamedTuple):
     numbers: array[int]
 
     def is_repeated(self, item: int) -> bool:
-        """Whether the item before is the same under another name."""
+        """Whether the item before lies at the same place, under another name."""
         return item > 0 and self.offsets[item - 1] == self.offsets[item]
+
+    def at_one_place(self, item: int) -> range:
+        """Return the items that lie where `item` does."""
+        offset = self.offsets[item]
+        return range(bisect_left(self.offsets, offset), bisect_right(self.offsets, offset))
 
 
 class ItemLocation(NamedTuple):

@@ -193,7 +193,8 @@ def _summary(result: VerifyResult) -> str:
 def _told(manifest: ManifestResult) -> str:
     files = counted(manifest.files, "file")
     done = "listed in" if manifest.written else "match"
-    return f"{files} {done} {manifest.path}"
+    left = f", which leaves out {len(manifest.uncovered)}" if manifest.uncovered else ""
+    return f"{files} {done} {manifest.path}{left}"
 
 
 def _coloured(text: str, colour: str) -> str:

@@ -186,7 +186,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """A stored value that is no tensor: the span of its pickle, or an `inline` value."""
+    """A stored value that is no tensor: the span of its pickle, or an `inline` value.
+
+    Attributes:
+        is_bare: whether an inline value comes from a record that has no checksum.
+    """
 
     name: str
     path: Path
@@ -195,6 +199,7 @@ class Object:
     nbytes: int = 0
     inline: object = None
     is_inline: bool = False
+    is_bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

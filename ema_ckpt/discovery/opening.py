@@ -89,7 +89,7 @@ def _open(location: Location, path: str, *, lenient: bool) -> Catalog:
         if location.format == DCP:
             from ema_ckpt.formats.dcp.reader import open_dcp
 
-            return open_dcp(source, names, path, resolved, location.metadata)
+            return open_dcp(source, names, path, resolved, location.metadata, lenient=lenient)
         if location.format == SAFETENSORS:
             from ema_ckpt.formats.safetensors.reader import open_safetensors
 

@@ -12,7 +12,8 @@ in a zip record of that name in a torch file:
      "objects": [{"name", "path", "value"}],  "ties": {dropped name: kept name},
     "describes": {file: "crc32:8hex"}  the index that this document goes with; of one safetensors
                         file the tensors' entries in its header, under "" if it holds the document
-    "chunks": {file: [[offset, "crc32:8hex"], ...]}  of each item of a DCP file}
+    "chunks": {file: [[offset, "crc32:8hex"], ...]}  of each item of a DCP file
+    "crc32": "crc32:8hex"}        of this document without this entry, which is the last
 
 The CRC-32 of an item is that of its payload: of the storage of a tensor, of an object's pickle. A
 digest is the CRC-32 of the tensor's logical row-major little-endian bytes. It has a fixed width,
@@ -29,11 +30,12 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple
 
-from ema_ckpt.core.catalog import Diagnostic, Files, Nesting, Object, Path, Tensor
+from ema_ckpt.core.catalog import Diagnostic, Files, Nesting, Object, Path, Problem, Tensor
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.dtypes import DTYPE_NAMES, by_name
 from ema_ckpt.core.errors import RefusedError, SourceError, about
 from ema_ckpt.core.write_plan import OutputTensor
+from ema_ckpt.formats import record_checksum
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
 
@@ -180,8 +182,12 @@ def _crc_texts(crcs: Mapping[str, int]) -> dict[str, str]:
     return {name: crc_text(crc) for name, crc in crcs.items()}
 
 
-def dump(document: object) -> str:
-    """Write a document, in UTF-8 where that can be."""
+def dump(document: Mapping[str, Any]) -> str:
+    """Write a document and its checksum, in UTF-8 where that can be."""
+    return record_checksum.with_checksum(_dump(document))
+
+
+def _dump(document: Mapping[str, Any]) -> str:
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A name in a DCP may be no Unicode, which UTF-8 cannot write and an escape can.
     return text if is_unicode(text) else json.dumps(document, separators=(",", ":"))
@@ -215,18 +221,40 @@ def crc_text(crc: int) -> str:
     return f"crc32:{crc:08x}"
 
 
-def read(source: Files) -> Sidecar:
+def read(source: Files, problems: list[Problem] | None = None) -> Sidecar:
     """Parse the sidecar of a directory. Raises as `parse`; SourceError `missing-file`."""
-    return parse(source.read(SIDECAR, 0, source.size(SIDECAR)), SIDECAR)
+    return parse(source.read(SIDECAR, 0, source.size(SIDECAR)), SIDECAR, problems)
 
 
-def parse(text: str | bytes, file: str) -> Sidecar:
+def parse(text: str | bytes, file: str, problems: list[Problem] | None = None) -> Sidecar:
     """Parse the document that lies in, or is, the file `file`.
 
+    Args:
+        problems: gets it, instead of an error, if the document is not what its checksum says.
+
     Raises:
-        SourceError: `bad-header` if this package did not write it so.
+        SourceError: `bad-header` if this package did not write it so, `checksum`.
     """
-    return parse_document(lambda: load_json(text, file), file)
+    document = load_json(text, file)
+    check_own(text, document, file, problems)
+    return parse_document(lambda: document, file)
+
+
+def check_own(
+    text: str | bytes, document: object, file: str, problems: list[Problem] | None = None
+) -> None:
+    """Compare a document with its own checksum, which older ones lack; as `parse` does."""
+    if not isinstance(document, dict) or record_checksum.KEY not in document:
+        return
+    if not record_checksum.is_changed(text, document, _dump):
+        return
+    reason = "the record of ema_ckpt in it is damaged, or was changed, since it was written"
+    remedy = "use another copy, or remove the record to read without digests"
+    message = f"{file}: {reason} (its own CRC-32 differs); {remedy}"
+    error = SourceError("checksum", message, file=file)
+    if problems is None:
+        raise error
+    problems.append(Problem.of(error))
 
 
 def parse_document(load: Callable[[], Any], file: str) -> Sidecar:
@@ -256,10 +284,11 @@ def _parse_document(document: Any, file: str) -> Sidecar:
     ties = {name: _text(kept) for name, kept in document.get("ties", {}).items()}
     raw_objects = document.get("objects", [])
     limit = _MAX_INDEX + len(digests) + len(raw_objects) + len(ties)
+    is_bare = record_checksum.KEY not in document
     objects: list[Object] = []
     for item in raw_objects:
         name, path, value = _text(item["name"]), _path(item["path"], limit), decode(item["value"])
-        objects.append(Object(name, path, file, inline=value, is_inline=True))
+        objects.append(Object(name, path, file, inline=value, is_inline=True, is_bare=is_bare))
     return Sidecar(
         version=VERSION,
         digests=digests,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ema_ckpt.analysis.audit import Audit, audit_checkpoint
+from ema_ckpt.analysis.exchangeable import exchangeable_files, warning_of
 from ema_ckpt.analysis.structure import audit_structure
 from ema_ckpt.analysis.value_scan import ABSURD, Scanner, ValueCounts, has_values
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Problem, refuse_problems
@@ -188,6 +189,8 @@ class _Report:
         self.checked = 0
         self.unchecked: dict[tuple[str, str], int] = {}  # bytes by a root and a file below it
         self.unproven: list[str] = []  # tensors of which some payload has no checksum
+        self.alike: list[list[str]] = []  # files that could be exchanged without a trace
+        self.unlisted: list[str] = []  # files of the checkpoint that a manifest leaves out
 
     def open(self) -> Iterator[tuple[Catalog, bool]]:
         """Yield the checkpoint and True, or each part of it that opens and False."""
@@ -197,7 +200,8 @@ class _Report:
             self.add_error(error)
             return
         self.root, self.resolved = location.root, location.resolved
-        self.files.update(location.names)
+        for part in (location, *[part for _, part in location.parts]):
+            self.files |= {self.name_below(self.root, (part.root, name)) for name in part.names}
         self.warnings += location.warnings
         bare = location._replace(left_out=(), warnings=())
         if self.quick:  # metadata that is kept is not read twice
@@ -251,10 +255,12 @@ class _Report:
         self.warnings += audit.warnings
         self.checked += audit.checked
         root = audit.catalog.source.root
-        self.files |= audit.sizes.keys()
+        self.files |= {self.name_below(self.root, (root, name)) for name in audit.sizes}
         for (file, _), nbytes in audit.unchecked.items():
             self.unchecked[root, file] = self.unchecked.get((root, file), 0) + nbytes
         self.unproven += audit.unproven()
+        if not self.quick:
+            self.alike += exchangeable_files(audit)
 
     def compare_or_write(
         self, manifest: Path, workers: Workers, progress: Callable[[int], None] | None
@@ -272,9 +278,20 @@ class _Report:
         self.manifest = hashed.result
         self.problems |= dict.fromkeys(hashed.problems)
         self.warnings += hashed.warnings
+        if hashed.result.written:
+            return
         for place in list(self.unchecked):
             if self.name_below(files.root, place) in hashed.matching:
                 self.checked += self.unchecked.pop(place)
+        own = {self.name_below(files.root, (self.root, file)) for file in self.files}
+        self.unlisted = [name for name in hashed.result.uncovered if name in own]
+        if self.unlisted:
+            these = f"{shown(self.unlisted)} of the checkpoint itself"
+            reason = "so that pieces that were changed or exchanged together with them go unseen"
+            message = f"{manifest}: does not list {these}, {reason}; write a new manifest"
+            self.warnings.append(Diagnostic("unchecked", message))
+        else:
+            self.alike.clear()
 
     def name_below(self, root: str, place: tuple[str, str]) -> str:
         """Name of a file, given as another root and a name below it, relative to `root`."""
@@ -284,7 +301,7 @@ class _Report:
     def result(self) -> VerifyResult:
         """Return the verdict."""
         unchecked = sum(self.unchecked.values())
-        status = "unproven" if unchecked else "sound"
+        status = "unproven" if unchecked or self.unlisted else "sound"
         if self.problems:
             status = "damaged"
         if unchecked and not self.quick:
@@ -292,6 +309,7 @@ class _Report:
             names = f" ({shown(self.unproven)})" if self.unproven else ""
             message = f"{payload}{names} may be damaged without a trace"
             self.warnings.append(Diagnostic("unchecked", message))
+        self.warnings += map(warning_of, self.alike)
         verdict = VerifyResult(
             path=self.path,
             resolved=self.resolved,

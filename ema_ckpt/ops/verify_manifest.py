@@ -134,8 +134,9 @@ def compare_manifest(
         else:
             values = f"expected SHA-256 {listed[name]} as in {manifest}, found {found}"
             problems.append(Problem("checksum", None, name, f"{name}: {values}; {_OTHER_COPY}"))
-    result = ManifestResult(str(manifest), False, len(matching), sum(sizes.values()))
     extra = [name for name in files.names if name not in listed]
+    nbytes = sum(sizes.values())
+    result = ManifestResult(str(manifest), False, len(matching), nbytes, tuple(extra))
     return HashedFiles(result, tuple(problems), _unlisted(extra, manifest), frozenset(matching))
 
 

@@ -176,7 +176,7 @@ class ObjectDirectory:
         files = dict.fromkeys([*map(self._file, range(ranks)), SIDECAR, METADATA_NAME], 0)
         request = self._request._replace(files=files)
         self._order = destination.publish_order(request)
-        self._note = destination.note(self._store, self._order, request, _PART_NBYTES)
+        self._note = destination.note(self._order, request, _PART_NBYTES)
         return str(self._generation)
 
     def join(self, begun: str) -> None:
@@ -234,7 +234,7 @@ class ObjectDirectory:
             return
         files = [self._file(one) for one in range(ranks)]
         if self._order is not None:
-            self._store.delete(self._order.removable([*files, *self._attempted]))
+            self._order.delete_written(self._store, [*files, *self._attempted])
         clear_uploads(self._store, files, "__")
         if self._note is not None:
             self._note.delete()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
-from ema_ckpt.core.crc import crc32
 from ema_ckpt.storage.multipart import MultipartUpload, has_multipart, uploads_below
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.writing.destination import WriteRequest
 from ema_ckpt.writing.journal import check_recorded
+from ema_ckpt.writing.publish_order import marker_crc
 from ema_ckpt.writing.upload_note import UploadNote, notes_of, refuse_living
 
 
@@ -75,12 +75,6 @@ class Leftovers:
         if self.unpublished:
             self._store.delete([one for one in note.written if one in self.unpublished])
         self._parent.delete([name])
-
-
-def marker_crc(store: ObjectStore, marker: str) -> int | None:
-    """CRC-32 of the object that completes a directory; None if it is not there."""
-    data = store.read(marker)
-    return None if data is None else crc32(data)
 
 
 def clear_uploads(store: ObjectStore, names: Collection[str], prefix: str) -> None:

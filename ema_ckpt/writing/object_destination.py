@@ -34,11 +34,11 @@ from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.remote import open_filesystem
 from ema_ckpt.storage.stage_names import is_stage_name
 from ema_ckpt.writing.destination import Draft, WriteRequest
-from ema_ckpt.writing.leftovers import Leftovers, marker_crc
+from ema_ckpt.writing.leftovers import Leftovers
 from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.part_files import PartFiles, PartSizes, divide_memory, whole_memory
 from ema_ckpt.writing.preflight import is_checkpoint_file
-from ema_ckpt.writing.publish_order import PublishOrder
+from ema_ckpt.writing.publish_order import PublishOrder, marker_crc
 from ema_ckpt.writing.streamed_files import StreamedFiles
 from ema_ckpt.writing.upload_note import NoteFile, UploadNote
 
@@ -154,23 +154,19 @@ class ObjectDestination:
             options, sizes = divide_memory(request.options, request.files, given)
         else:
             options, sizes = whole_memory(request.options)
-        note = self.note(store, order, request, sizes.nbytes)
+        note = self.note(order, request, sizes.nbytes)
         if left is not None:
             self.leftovers.forget(left[0])
         return _Begun(order, old, options, sizes, note, left[1] if left else None)
 
-    def note(
-        self, store: ObjectStore, order: PublishOrder, request: WriteRequest, part_nbytes: int
-    ) -> NoteFile:
+    def note(self, order: PublishOrder, request: WriteRequest, part_nbytes: int) -> NoteFile:
         """Leave the note of this run beside the target."""
-        written, before = list[str](), None
+        written = list[str]()
         if request.is_directory:
             written = [name for name in order.names.values() if name not in order.existing]
-            if order.marker in order.existing:
-                before = marker_crc(store, order.marker)
         generation = self.generation if request.is_directory else 0
         content = UploadNote(
-            request.identity, part_nbytes, generation, written, order.marker, before
+            request.identity, part_nbytes, generation, written, order.marker, order.before
         )
         return NoteFile(ObjectStore(parent_of(self.url)), self.name, content)
 
@@ -231,7 +227,10 @@ class ObjectDestination:
             existing = {self.name}
         marker = names[request.marker]
         late = [name for name in names.values() if name in existing and name != marker]
-        return PublishOrder(request.files, names, [*late, marker], existing)
+        before = None
+        if request.is_directory and marker in existing:
+            before = marker_crc(self._inside, marker)
+        return PublishOrder(request.files, names, [*late, marker], existing, before)
 
     def publish(
         self,

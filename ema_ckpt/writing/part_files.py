@@ -285,7 +285,7 @@ class PartFiles:
             if file.upload is not None:
                 file.upload.abort()
                 file.upload = None
-        self._store.delete(self._order.removable(self._put))
+        self._order.delete_written(self._store, self._put)
         self._put.clear()
 
     def close(self) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
+
+from ema_ckpt.core.crc import crc32
+from ema_ckpt.core.display import displayed
+from ema_ckpt.core.errors import AccessError
+from ema_ckpt.core.text import shown
+from ema_ckpt.storage.object_store import ObjectStore
 
 
 class PublishOrder(NamedTuple):
@@ -14,12 +21,14 @@ class PublishOrder(NamedTuple):
         late: objects that appear at the end, in this order: those that replace one, which nobody
             shall see while the old checkpoint is the valid one, and last the marker.
         existing: objects that were there before; they are never deleted as this run's own.
+        before: CRC-32 of a directory's marker as it was before, if it was.
     """
 
     files: Mapping[str, int]
     names: Mapping[str, str]
     late: Sequence[str]
     existing: Set[str]
+    before: int | None = None
 
     @property
     def marker(self) -> str:
@@ -27,12 +36,34 @@ class PublishOrder(NamedTuple):
         return self.late[-1]
 
     def removable(self, written: Iterable[str]) -> list[str]:
-        """Of the objects that this run wrote, those it may delete again, the marker first.
+        """Of the objects that this run wrote, those that were not there before, the last first."""
+        return [name for name in reversed(list(written)) if name not in self.existing]
 
-        None if the marker was there before and has been written, or may have been: the new
-        checkpoint could be the valid one.
+    def delete_written(self, store: ObjectStore, written: Iterable[str]) -> None:
+        """Delete what a run wrote that has failed.
+
+        All of it stays, and is told, if the marker was there before and may have been written: the
+        new checkpoint could be the valid one.
         """
         names = list(written)
-        if self.marker in names and self.marker in self.existing:
-            return []
-        return [name for name in reversed(names) if name not in self.existing]
+        own = self.removable(names)
+        if self.marker in names and self.marker in self.existing and not self._is_old(store):
+            message = f"{self.marker} may be the new one already, so {shown(own)} were left there"
+            remedy = "look with verify, and write again to replace what is there"
+            text = displayed(f"{store.url}: {message}; {remedy}")
+            logging.getLogger("ema_ckpt").warning(text)
+            return
+        store.delete(own)
+
+    def _is_old(self, store: ObjectStore) -> bool:
+        """Whether the marker is known to be the one that was there before."""
+        try:
+            return self.before is not None and marker_crc(store, self.marker) == self.before
+        except AccessError:
+            return False
+
+
+def marker_crc(store: ObjectStore, marker: str) -> int | None:
+    """CRC-32 of the object that completes a directory; None if it is not there."""
+    data = store.read(marker)
+    return None if data is None else crc32(data)

@@ -111,7 +111,7 @@ class StreamedFiles:
         for stream in self._streams.values():
             stream.abort()
         self._streams.clear()
-        self._store.delete(self._publish_order.removable(self._put))
+        self._publish_order.delete_written(self._store, self._put)
         self._put.clear()
 
     def close(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 import shutil
 from pathlib import Path
 
@@ -9,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ema_ckpt import EmaCkptError, verify
 from ema_ckpt.analysis import items
@@ -82,3 +87,75 @@ def test_parts_of_large_items(
     assert verify(path, threads=3, progress=progress.append) == expected
     assert min(progress) > 0
     assert sum(progress) == 3 * 4000 or flip
+
+
+def share_item(path: Path, name: str, shape: tuple[int, ...] | None = None) -> None:
+    """Let `name` come first in the metadata and lie where `model.w` does, with another shape if one is given."""
+    metadata = FileSystemReader(path).read_metadata()
+    entry = copy.deepcopy(metadata.state_dict_metadata["model.w"])
+    if shape is not None:
+        entry.size = torch.Size(shape)
+        entry.chunks[0] = dataclasses.replace(entry.chunks[0], sizes=torch.Size(shape))
+    metadata.state_dict_metadata = {name: entry, **metadata.state_dict_metadata}
+    for index, place in list(metadata.storage_data.items()):
+        if index.fqn == "model.w":
+            metadata.storage_data[MetadataIndex(name, index.offset, index.index)] = place
+    metadata.planner_data = {name: tuple(name.split(".")), **metadata.planner_data}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def flip_payload(path: Path, tensor: torch.Tensor) -> None:
+    (file,) = path.glob("*.distcp")
+    raw = bytearray(file.read_bytes())
+    at = raw.index(tensor.numpy().tobytes())
+    raw[at + 5] ^= 4
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("segment_nbytes", [items._SEGMENT_NBYTES, 1000])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_names_at_one_item(
+    threads: int, segment_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The payload is read once; damage is that of each name, and a wrong name hides nothing."""
+    monkeypatch.setattr(items, "_SEGMENT_NBYTES", segment_nbytes)
+    weight = torch.randn(40, 30)
+
+    def made(name: str, *aliases: str, shape: tuple[int, ...] | None = None) -> Path:
+        path = save_dcp(tmp_path / name, {"model": {"w": weight, "other": torch.ones(3)}})
+        for alias in aliases:
+            share_item(path, alias, shape)
+        return path
+
+    def damaged(path: Path) -> set[tuple[str, str | None]]:
+        found = verify(path, threads=threads)
+        assert found.status == "damaged"
+        return {(problem.code, problem.tensor) for problem in found.problems}
+
+    shared = made("shared", "model.a", "model.b")
+    found = verify(shared, threads=threads)
+    assert (found.status, found.checked_bytes) == ("sound", 4 * (1200 + 3))
+    flip_payload(shared, weight)
+    names = ("model.a", "model.b", "model.w")
+    assert damaged(shared) == {("checksum", name) for name in names}
+
+    wrong = made("wrong", "model.a", shape=(30, 40))
+    assert damaged(wrong) == {("index-mismatch", "model.a")}
+    assert verify(wrong, threads=threads).checked_bytes == 4 * (1200 + 3)
+    flip_payload(wrong, weight)
+    assert damaged(wrong) == {("index-mismatch", "model.a"), ("checksum", "model.w")}
+
+
+def test_many_names_at_one_item_take_the_time_of_one(tmp_path: Path) -> None:
+    """Bytes read are counted: a metadata file of kilobytes cannot have a terabyte read."""
+    path = save_dcp(tmp_path / "c", {"model": {"w": torch.zeros(1 << 20)}})
+    for number in range(100):
+        share_item(path, f"model.a{number}")
+    before = bytes_read()
+    assert verify(path, threads=1).status == "sound"
+    assert bytes_read() - before < 3 * (4 << 20)
+
+
+def bytes_read() -> int:
+    text = Path("/proc/self/io").read_text()
+    return int(text.split("rchar:")[1].split()[0])

@@ -121,6 +121,55 @@ def test_a_manifest_that_lists_half_proves_half(tmp_path: Path) -> None:
     assert (found.status, found.checked_bytes, found.unchecked_bytes) == ("unproven", 16384, 16384)
 
 
+def exchange(path: Path) -> None:
+    (path / "__0_0.distcp").rename(path / "aside")
+    (path / "__1_0.distcp").rename(path / "__0_0.distcp")
+    (path / "aside").rename(path / "__1_0.distcp")
+
+
+def test_pieces_that_are_exchanged_with_the_metadata_are_not_proved(
+    fixtures: Path, tmp_path: Path
+) -> None:
+    """Torch's own files of two ranks, and metadata that a manifest of the data files leaves out."""
+    path = tmp_path / "c"
+    shutil.copytree(fixtures / "dcp" / "strided-w2", path)
+    data = ["__0_0.distcp", "__1_0.distcp"]
+    (tmp_path / "data").write_text(sha256sum(path, *data).stdout)
+    verify(path, manifest=tmp_path / "all")
+    raw = (path / ".metadata").read_bytes()
+    swapped = (
+        raw.replace(b"__0_0", b"__X_0").replace(b"__1_0", b"__0_0").replace(b"__X_0", b"__1_0")
+    )
+    (path / ".metadata").write_bytes(swapped)
+    alone = verify(path)
+    assert (alone.status, alone.problems) == ("sound", ())  # torch records nothing to tell it by
+    assert any("placement" in w.message for w in alone.warnings if w.code == "unchecked")
+    for quick in (False, True):
+        found = verify(path, manifest=tmp_path / "data", quick=quick)
+        assert (found.status, found.problems) == ("unproven", ())
+        assert found.manifest.uncovered == (".metadata",)
+        assert any("'.metadata' of the checkpoint itself" in w.message for w in found.warnings)
+        found = verify(path, manifest=tmp_path / "all", quick=quick)
+        assert [(p.code, p.file) for p in found.problems] == [("checksum", ".metadata")]
+        ended = command(path, "--manifest", tmp_path / "data", *["--quick"] * quick)
+        assert ended.returncode == 3
+        assert "leaves out 1" in ended.stdout
+    (path / ".metadata").write_bytes(raw)
+    exchange(path)
+    found = verify(path, manifest=tmp_path / "all")
+    assert {(p.code, p.file) for p in found.problems} == {("checksum", name) for name in data}
+    exchange(path)
+    found = verify(path, manifest=tmp_path / "all")
+    assert (found.status, found.warnings) == ("sound", ()), "a whole manifest tells whose files are"
+
+
+def test_files_of_one_size_that_a_record_places_are_not_warned_of(
+    fixtures: Path, tmp_path: Path
+) -> None:
+    ema_ckpt.reshard(fixtures / "dcp" / "strided-w2", tmp_path / "ours", 2)
+    assert verify(tmp_path / "ours").warnings == ()
+
+
 @pytest.mark.parametrize(
     "name", ["new\nline", "back\\slash", "carriage\rreturn", " blank ", "*star"]
 )

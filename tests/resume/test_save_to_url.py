@@ -57,3 +57,37 @@ def test_a_save_to_a_url_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ema_ckpt.AccessError, match="refused"):
         save(url, model=nn.Linear(2, 2))
     assert filesystem.find(base) == []
+
+
+def test_an_overwriting_save_that_fails_at_the_marker_leaves_the_old_checkpoint_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"memory://{uuid.uuid4().hex}/runs/step_1"
+    save(url, model=nn.Linear(2, 2))
+    filesystem, base = fsspec.core.url_to_fs(url)
+    before = {path: filesystem.cat_file(path) for path in filesystem.find(base)}
+    refuse_marker(filesystem, monkeypatch)
+    with pytest.raises(ema_ckpt.AccessError, match="refused"):
+        save(url, model=nn.Linear(2, 2), overwrite=True)
+    found = filesystem.find(base.rpartition("/")[0])
+    assert {path: filesystem.cat_file(path) for path in found} == before, "no shard, no note"
+    assert ema_ckpt.verify(url).status == "sound"
+    assert caplog.messages == []
+
+
+def test_an_overwriting_save_whose_marker_arrived_leaves_what_it_names(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store has the new marker and its answer was lost: the new checkpoint is the valid one."""
+    url = f"memory://{uuid.uuid4().hex}/runs/step_1"
+    save(url, model=nn.Linear(2, 2))
+    filesystem, _ = fsspec.core.url_to_fs(url)
+    refuse_marker(filesystem, monkeypatch, is_lost=True)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ema_ckpt.AccessError, match="refused"):
+        save(url, model=model, overwrite=True)
+    assert any(".metadata may be the new one already" in message for message in caplog.messages)
+    assert ema_ckpt.verify(url).status == "sound"
+    back = nn.Linear(2, 2)
+    restore(url, model=back)
+    assert torch.equal(back.weight, model.weight)

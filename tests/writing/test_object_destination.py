@@ -11,6 +11,8 @@ import fsspec
 import pytest
 
 import ema_ckpt
+from ema_ckpt.core.crc import crc32
+from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.writing.part_files import divide_memory
 from ema_ckpt.writing.publish_order import PublishOrder
 from tests.object_stores import refuse_marker
@@ -267,5 +269,22 @@ def test_what_replaced_something_is_never_deleted_again() -> None:
     fresh = PublishOrder({}, {}, ["marker"], set())
     assert fresh.removable(["a", "marker"]) == ["marker", "a"]
     replacing = PublishOrder({}, {}, ["record", "marker"], {"record", "marker"})
-    assert replacing.removable(["a", "record"]) == ["a"]
-    assert replacing.removable(["a", "record", "marker"]) == []
+    assert replacing.removable(["a", "record", "marker"]) == ["a"]
+
+
+def test_what_a_new_marker_may_name_is_left_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    store = ObjectStore(f"memory://{uuid.uuid4().hex}/c")
+    for name in ("a", "record", "marker"):
+        store.put(name, b"old")
+    order = PublishOrder({}, {}, ["record", "marker"], {"record", "marker"}, crc32(b"old"))
+    order.delete_written(store, ["a", "record", "marker"])
+    assert {name: store.read(name) for name in ("a", "record", "marker")} == {
+        "a": None, "record": b"old", "marker": b"old",
+    }  # fmt: skip
+    assert caplog.messages == []
+    store.put("a", b"new")
+    store.put("marker", b"new")
+    order.delete_written(store, ["a", "record", "marker"])
+    assert store.read("a") == b"new"
+    (said,) = caplog.messages
+    assert "marker may be the new one already, so 'a' were left there" in said

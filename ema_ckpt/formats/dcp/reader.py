@@ -21,6 +21,7 @@ from ema_ckpt.core.catalog import (
     Object,
     Path,
     Payload,
+    Problem,
     Tensor,
     check_geometry,
 )
@@ -52,10 +53,14 @@ def open_dcp(
     path: str,
     resolved: str,
     parts: Sequence[Metadata] | None = None,
+    *,
+    lenient: bool = False,
 ) -> Catalog:
     """Read the metadata `names` (`.metadata`, or every `__R.metadata`) of the directory `source`.
 
-    `parts` is the content of `names` where it has been parsed before.
+    Args:
+        parts: the content of `names` where it has been parsed before.
+        lenient: list a damaged record beside them in `Catalog.problems`, and go on.
 
     Raises:
         UnsafeError: `unsafe-pickle`, `unsafe-path`.
@@ -75,7 +80,8 @@ def open_dcp(
             objects.append(Object(name, entry_path, file, place.offset, place.nbytes))
         else:
             tensors.append(_tensor(name, entry_path, listing, required))
-    content, warnings = _read_sidecar(source, names, parts, required)
+    problems: list[Problem] = []
+    content, warnings = _read_sidecar(source, names, parts, required, problems if lenient else None)
     recorded = tuple(content.digests)
     ranks = _ranks_in(required, _DATA_FILE)
     opaque = {name: kind for part in parts for name, kind in part.opaque.items()}
@@ -100,6 +106,7 @@ def open_dcp(
         nesting=content.nesting or Nesting(),
         order=tuple(parts_by_name),
         unknown_entries=unknown_entries(parts),
+        problems=tuple(problems),
         find_mismatches=_mismatches(source, names, parts, recorded),
     )
 
@@ -131,11 +138,15 @@ def required_files(parts: Iterable[Metadata]) -> dict[str, int]:
 
 
 def _read_sidecar(
-    source: Files, names: Sequence[str], parts: Iterable[Metadata], files: Iterable[str]
+    source: Files,
+    names: Sequence[str],
+    parts: Iterable[Metadata],
+    files: Iterable[str],
+    problems: list[Problem] | None,
 ) -> tuple[Sidecar, list[Diagnostic]]:
     """Read the sidecar if it is about one of the files of this checkpoint, as they are now."""
     try:
-        content = sidecar.read(source)
+        content = sidecar.read(source, problems)
     except RefusedError as error:
         return Sidecar(), [sidecar.unread(error)]
     except SourceError as error:

@@ -27,7 +27,7 @@ from ema_ckpt.core.crc import crc32
 from ema_ckpt.formats import sidecar
 
 VERSION = 2
-_SHARED = ("keys", "tuples", "objects", "ties")  # as in the plain form
+_SHARED = ("keys", "tuples", "objects", "ties", "crc32")  # as in the plain form
 
 
 class Entry(NamedTuple):

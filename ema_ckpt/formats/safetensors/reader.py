@@ -79,9 +79,9 @@ def open_safetensors(
     else:
         shards, files = _open_files(source, names, problems, lenient=lenient)
         warnings += _unseen_ranks(shards, resolved)
+    content = _read_sidecar(source, shards, files, warnings, problems)
     if not lenient:
         refuse_problems(problems)
-    content = _read_sidecar(source, shards, files, warnings)
     if is_index:
         content = _unless_stale(content, source, names[0], warnings)
     if content.version > sidecar.VERSION:
@@ -197,14 +197,18 @@ def _unseen_ranks(shards: Sequence[Shard], where: str) -> Iterable[Diagnostic]:
 
 
 def _read_sidecar(
-    source: Files, shards: list[Shard], files: Mapping[str, int], warnings: list[Diagnostic]
+    source: Files,
+    shards: list[Shard],
+    files: Mapping[str, int],
+    warnings: list[Diagnostic],
+    problems: list[Problem],
 ) -> Sidecar:
     """Read the sidecar in the one file, or the one beside the files if it is about one of them."""
     is_one = len(files) == len(shards) == 1
     if is_one and sidecar.KEY in shards[0].metadata:
-        return _parse_own(shards[0], warnings)
+        return _parse_own(shards[0], warnings, problems)
     try:
-        content = sidecar.read(source)
+        content = sidecar.read(source, problems)
     except RefusedError as error:
         warnings.append(sidecar.unread(error))
         return Sidecar()
@@ -255,10 +259,11 @@ def _entries(shard: Shard) -> list[Entry]:
     return [Entry(tensor.name, tensor.dtype.name, tensor.shape) for tensor in shard.tensors]
 
 
-def _parse_own(shard: Shard, warnings: list[Diagnostic]) -> Sidecar:
+def _parse_own(shard: Shard, warnings: list[Diagnostic], problems: list[Problem] | None) -> Sidecar:
     """Parse the record in a file's own header, in either form."""
     text, file = shard.metadata[sidecar.KEY], shard.file
     document = sidecar.load_json(text, file)
+    sidecar.check_own(text, document, file, problems)
     if not is_compact(document):
         content = sidecar.parse_document(lambda: document, file)
         return _unless_changed(content, shard, sidecar.ITSELF, warnings)

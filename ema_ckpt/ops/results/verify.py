@@ -40,12 +40,15 @@ class ManifestResult:
     Attributes:
         path: the manifest. written: whether it was made; if not, files were compared with it.
         files, nbytes: files that were listed or that match, and bytes that were hashed.
+        uncovered: files that are there and that it does not list; if one of them belongs to the
+            checkpoint, this is `unproven`.
     """
 
     path: str
     written: bool
     files: int
     nbytes: int
+    uncovered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,14 @@ class GateResult(VerifyResult):
 
     quick: bool
     manifest: ManifestResult | None
+
+    @property
+    def passes(self) -> bool:
+        """Whether nothing is wrong, and nothing unproven but payload that `quick` leaves out."""
+        is_compared = self.manifest is not None and not self.manifest.written
+        return self.status == "sound" or (
+            self.quick and self.status == "unproven" and not is_compared
+        )
 
     @classmethod
     def of(cls, verdict: VerifyResult, quick: bool, manifest: ManifestResult | None) -> GateResult:

@@ -61,6 +61,7 @@ def test_the_plain_form_comes_back(drawn: tuple[dict, list[Entry]]) -> None:
     short = json.loads(text)
     back = json.loads(json.dumps(expand(short, entries)))
     assert back.pop("sequence") == list(document["digests"])
+    assert back.pop("crc32") == short["crc32"]
     assert back == document
     assert sidecar.crc_text(crc_of(entries)) == short["header"]
     without = json.loads(compact(document, entries, has_digests=False))

@@ -439,9 +439,9 @@ def rewrite_header(path: Path, change) -> None:
 
 
 def without_description(header: dict) -> None:
-    """As a record of ema_ckpt before it said of what tensors it is."""
+    """As a record of ema_ckpt before it said of what tensors it is, and had a checksum."""
     record = json.loads(header["__metadata__"]["ema_ckpt"])
-    del record["describes"]
+    del record["describes"], record["crc32"]
     header["__metadata__"]["ema_ckpt"] = json.dumps(record)
 
 
