@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ema_ckpt
+from tests.distributed import launcher
 from tests.s3_server import KEYS, Proxy, Request, S3Server
+from tests.stories import ranks_to_s3
 
 pytestmark = [
     pytest.mark.integration,
@@ -299,3 +302,77 @@ def test_credentials_and_reasons(
     ema_ckpt.consolidate(source, "s3://bucket/a.safetensors", dry_run=True)
     assert not [r for r in proxy.requests if r.method not in ("GET", "HEAD")]
     assert objects("s3://bucket") == {}
+
+
+# ---------------------------------------------------------------- ranks that save
+
+
+def environment(proxy: Proxy) -> dict[str, str]:
+    names = ("ENDPOINT_URL", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "DEFAULT_REGION")
+    return {f"AWS_{name}": os.environ[f"AWS_{name}"] for name in names}
+
+
+def assert_restored(values: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    assert len(saved) > 20
+    assert values.keys() == saved.keys()
+    for name, value in saved.items():
+        assert torch.equal(values[name], value), name
+
+
+def test_two_ranks_save_and_three_restore_bit_for_bit(proxy: Proxy) -> None:
+    url = "s3://bucket/run/step_1"
+    saved = launcher.run(2, ranks_to_s3.train_and_save, environment(proxy), url, 1)[0]
+    assert {name.rpartition("/")[2] for name in objects(url)} == {
+        "__0_0.distcp", "__1_0.distcp", "ema_ckpt.json", ".metadata",
+    }  # fmt: skip
+    assert uploads() == []
+    assert ema_ckpt.verify(url).status == "sound"
+    found = launcher.run(3, ranks_to_s3.restore_whole, environment(proxy), "s3://bucket/run")
+    path, extra, values = found[0]
+    assert (path, extra) == (url, ranks_to_s3.STEP)
+    assert_restored(values, saved)
+
+
+def test_ranks_killed_between_shards_and_marker_leave_the_former_step(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    old, new = "s3://bucket/run/step_1", "s3://bucket/run/step_2"
+    saved = launcher.run(2, ranks_to_s3.train_and_save, environment(proxy), old, 1)[0]
+    kill = tmp_path / "kill"
+
+    def at_marker(request: Request) -> str | None:
+        is_marker = request.method == "PUT" and request.path.endswith("step_2/.metadata")
+        return "stall" if is_marker else None
+
+    def kill_when_stalled() -> None:
+        if proxy.stalled.wait(50):
+            kill.touch()
+
+    proxy.rule = at_marker
+    watcher = threading.Thread(target=kill_when_stalled)
+    watcher.start()
+    with pytest.raises(launcher.WorkersFailed):
+        launcher.run(2, ranks_to_s3.train_and_save, environment(proxy), new, 2, str(kill))
+    watcher.join()
+    assert kill.exists(), "they were killed at the marker, and did not fail before it"
+    proxy.rule = lambda request: None
+    proxy.release()
+    there = {name.rpartition("/")[2] for name in objects(new)}
+    assert {"__0_0.distcp", "__1_0.distcp"} <= there
+    assert ".metadata" not in there
+    assert ema_ckpt.latest("s3://bucket/run") == old
+    path, _, values = launcher.run(
+        3, ranks_to_s3.restore_whole, environment(proxy), "s3://bucket/run"
+    )[0]
+    assert path == old
+    assert_restored(values, saved)
+    again = launcher.run(2, ranks_to_s3.train_and_save, environment(proxy), new, 2)[0]
+    assert ema_ckpt.latest("s3://bucket/run") == new
+    assert ema_ckpt.verify(new).status == "sound"
+    assert not torch.equal(again["model.0.weight"], saved["model.0.weight"])
+    assert set(objects("s3://bucket/run")) == {
+        f"{step}/{name}"
+        for step in ("step_1", "step_2")
+        for name in ("__0_0.distcp", "__1_0.distcp", "ema_ckpt.json", ".metadata")
+    }, "no note is left"
+    assert uploads() == []
