@@ -14,6 +14,8 @@ from ema_ckpt.storage.stage_names import is_stage_name
 
 # What file systems call the checksum, the version or the time of an object.
 _STAMP_FIELDS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
+# The file that a folder with these needs, under a name that web servers do not list.
+_HIDDEN, _NAMED_BY_HIDDEN = ".metadata", ".distcp"
 
 
 class Folder(NamedTuple):
@@ -108,7 +110,21 @@ def _list_remote(url: str) -> Folder:
     folders = {base_name(str(item["name"])) for item in items if item["type"] == "directory"}
     # Object stores list the placeholder of the directory itself among its contents.
     files = names - folders - {"", base_name(base)}
+    if is_http(filesystem) and _lacks_hidden(files):
+        files |= _hidden_files(url)
     return Folder(url, tuple(sorted(folders - {""})), tuple(sorted(files)))
+
+
+def _lacks_hidden(files: set[str]) -> bool:
+    return _HIDDEN not in files and any(name.endswith(_NAMED_BY_HIDDEN) for name in files)
+
+
+def _hidden_files(url: str) -> set[str]:
+    """Return the files of a folder that the pages of nginx and Apache leave out, if there are any.
+
+    They list no name that begins with a dot.
+    """
+    return {_HIDDEN} if is_folder(join(url, _HIDDEN)) is False else set()
 
 
 def _unreadable(path: str, error: Exception) -> EmaCkptError:

@@ -278,3 +278,18 @@ def test_a_process_that_is_killed_ends_the_other(source: Path, tmp_path: Path) -
     assert first.returncode == 2
     assert "another process ended without a word" in err
     assert os.listdir(tmp_path) == []
+
+
+def test_a_url_is_refused_by_name_in_one_line(source: Path) -> None:
+    """Processes share a file system and no object store; nobody waits for another one that is refused."""
+    ends = launch(2, "consolidate", source, "memory://runs/x.safetensors", "--json")
+    for code, out, err in ends:
+        assert code == 2
+        assert "Traceback" not in err
+        assert err.count("\n") <= 1
+    errors = [json.loads(out)["error"] for _, out, _ in ends if out]
+    assert errors
+    for error in errors:
+        assert error["code"] == "unsupported"
+        assert "memory://runs/x.safetensors" in error["message"]
+        assert "write to a URL from one process" in error["message"]

@@ -18,6 +18,7 @@ class Server(ThreadingHTTPServer):
     """Serves `root`. `fault` may answer a request itself: it is given the handler, and returns whether it did.
 
     Attributes:
+        lists_hidden: whether its pages list names that begin with a dot, as those of nginx and Apache do not.
         honours_ranges: whether it sends the range that is asked for, or the whole file.
         requests: "METHOD path" of every request, in order.
     """
@@ -28,7 +29,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
         self.fault: Callable[[Handler], bool] = lambda handler: False
-        self.honours_ranges = True
+        self.honours_ranges = self.lists_hidden = True
         self.requests: list[str] = []
 
     def url(self, name: str = "", user: str = "") -> str:
@@ -52,7 +53,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         path = self.server.root / self.path.partition("?")[0].strip("/")
         if path.is_dir():
-            names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir())
+            inside = [p for p in path.iterdir() if self.server.lists_hidden or p.name[0] != "."]
+            names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in inside)
             page = "".join(f'<a href="{name}">{name}</a>\n' for name in names)
             self.answer(200, f"<html>{page}</html>".encode(), "text/html")
         elif path.is_file():

@@ -63,6 +63,22 @@ def test_a_verdict_is_the_same_behind_a_server(
     assert (served.status, served.checked_bytes) == (local.status, local.checked_bytes)
 
 
+def test_metadata_that_a_page_does_not_list_is_found(
+    checkpoints: Server, fixtures: Path, tmp_path: Path
+) -> None:
+    checkpoints.lists_hidden = False
+    assert list_folder(checkpoints.url(DCP)).files == (
+        ".metadata", "__0_0.distcp", "__1_0.distcp",
+    )  # fmt: skip
+    assert ema_ckpt.verify(checkpoints.url(DCP)).status == "sound"
+    shutil.copytree(fixtures / DCP, tmp_path / "c")
+    (tmp_path / "c" / ".metadata").unlink()
+    with serving(tmp_path) as server:
+        server.lists_hidden = False
+        found = ema_ckpt.verify(server.url("c"))
+    assert [problem.code for problem in found.problems] == ["missing-metadata"]
+
+
 @pytest.mark.parametrize("path", [DCP, ONE_FILE])
 def test_a_server_that_ignores_ranges_is_no_damage(checkpoints: Server, path: str) -> None:
     checkpoints.honours_ranges = False
@@ -113,11 +129,18 @@ def test_a_server_without_any_answer_is_no_empty_place(server: Server, verb: obj
 
 
 def test_a_server_that_recovers_is_asked_again(checkpoints: Server) -> None:
-    def fails_every_other_time(handler: Handler) -> bool:
-        return len(checkpoints.requests) % 2 == 0 and answer(handler, 503)
+    """Whatever is asked fails the first time; several workers ask at once."""
+    asked: set[tuple[str, str, str | None]] = set()
 
-    checkpoints.fault = fails_every_other_time
+    def fails_at_first(handler: Handler) -> bool:
+        request = handler.command, handler.path, handler.headers.get("Range")
+        is_first = request not in asked
+        asked.add(request)
+        return is_first and answer(handler, 503)
+
+    checkpoints.fault = fails_at_first
     assert ema_ckpt.verify(checkpoints.url(DCP)).status == "sound"
+    assert len(asked) > 5
 
 
 def test_a_file_that_vanishes_meanwhile_is_a_change_and_no_damage(server: Server) -> None:
