@@ -16,9 +16,10 @@ torch is an extra: the verbs and `latest` work without it, the training side rai
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.2.0"
+
+# Type checkers know the name; importing typing's takes as long as all else until Ctrl-C is handled.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from ema_ckpt.core.errors import (
@@ -146,7 +147,7 @@ def __getattr__(name: str) -> object:
         from ema_ckpt.core.torch_import import import_torch
 
         import_torch(f"ema_ckpt.{name}")
-    value: Any = getattr(import_module(home), _RENAMED.get(name, name))
+    value = getattr(import_module(home), _RENAMED.get(name, name))
     if callable(value):  # where users import it from; pickles name this place too
         value.__module__, value.__name__, value.__qualname__ = __name__, name, name
     globals()[name] = value
