@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Finder())
 runpy.run_module("ema_ckpt", run_name="__main__", alter_sys=True)
 """
 PLACES = [
-    "ema_ckpt.cli", "ema_ckpt.cli.main", "atexit",  # before there are handlers
+    "ema_ckpt.cli.main", "atexit",  # before there are handlers
     "ema_ckpt.cli.commands", "click", "ema_ckpt.ops.inspect",  # after
 ]  # fmt: skip
 
@@ -50,9 +50,11 @@ def test_one_line(place: str, is_json: bool, fixtures: Path) -> None:
 
 def test_the_command_begins_there() -> None:
     """The installed command and `python -m` run the same guarded lines, which import nothing before."""
-    assert 'ema-ckpt = "ema_ckpt.__main__:script"' in (REPO / "pyproject.toml").read_text()
+    assert 'ema-ckpt = "ema_ckpt.cli.start:script"' in (REPO / "pyproject.toml").read_text()
     code = "import sys; before = set(sys.modules); import ema_ckpt.__main__; print(*sorted(set(sys.modules) - before))"
     ended = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=REPO, capture_output=True, text=True, check=True
     )
-    assert set(ended.stdout.split()) == {"__future__", "ema_ckpt", "ema_ckpt.__main__"}
+    assert set(ended.stdout.split()) == {
+        "__future__", "ema_ckpt", "ema_ckpt.__main__", "ema_ckpt.cli", "ema_ckpt.cli.start",
+    }  # fmt: skip
