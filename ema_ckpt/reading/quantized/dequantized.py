@@ -13,16 +13,15 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ema_ckpt.core.box import Box, flat_range_boxes
+from ema_ckpt.core.box import Box
 from ema_ckpt.core.catalog import Catalog, Chunk, Object, Payload, Reader, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.dtypes import DType, by_name
+from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.box_reader import BoxReader, locate_box
-from ema_ckpt.reading.cast import Caster
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
-from ema_ckpt.reading.overlaps import UNITS
-from ema_ckpt.reading.quantized.scaled_values import compute_box
+from ema_ckpt.reading.quantized.codes import Memory
+from ema_ckpt.reading.quantized.computation import Computation
 from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 from ema_ckpt.reading.quantized.tied import shared_storage, ties_of_values
 from ema_ckpt.reading.quantized.torchao import header_keys
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from ema_ckpt.reading.decode import Array
 
 _READ_NBYTES = 512 << 10
-# Values computed at once, at most: their float32 stay in the second-level cache.
-_PASS_NUMEL = 256 << 10
 
 
 class ComputedWeights:
@@ -122,7 +119,7 @@ class ComputedWeights:
             raise SourceError("internal", f"{weight.name!r}: read at {offset}, inside an element")
         first, count = offset // itemsize, len(buffer) // itemsize
         place = 0
-        for data in self._values(weight, first, first + count):
+        for data in self._computation().values(weight, first, first + count):
             buffer[place : place + len(data)] = data
             place += len(data)
 
@@ -134,25 +131,13 @@ class ComputedWeights:
 
     # Values.
 
-    def _values(self, weight: QuantizedTensor, first: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes of elements [first, stop) piece by piece, each valid until the next.
-
-        What it takes to compute them stays below three times the bytes that are asked for.
-        """
-        layout = weight.layout
-        shape = layout.logical_shape
-        rounding = _Rounding(by_name(layout.rounded), self._dtype)
-        # Rows of a transposed weight are columns of its groups: whole groups are taken at once.
-        rows = layout.block[-1] if layout.is_transposed else 1
-        limit = min(_PASS_NUMEL, max((stop - first) // 2, 1))
-        for begin, end in _passes(shape, rows, limit, first, stop):
-            for box in flat_range_boxes(shape, begin, end):
-                if not layout.is_transposed:
-                    yield rounding.rounded(compute_box(weight, box, self._read))
-                    continue
-                stored = _exchanged(box)
-                data = rounding.rounded(compute_box(weight, stored, self._read))
-                yield _transposed(data, stored, self._dtype)
+    def _computation(self) -> Computation:
+        """What the calling thread computes with."""
+        found: Computation | None = getattr(self._worker, "computation", None)
+        if found is None:
+            memory = self._worker.memory = Memory()
+            found = self._worker.computation = Computation(self._read, self._dtype, memory)
+        return found
 
     def _located(self, tensor: Tensor) -> tuple[Payload, ...]:
         payloads = self._payloads.get(tensor.name)
@@ -160,50 +145,19 @@ class ComputedWeights:
             payloads = self._payloads[tensor.name] = self._stored.reader.payloads(tensor)
         return payloads
 
-    def _read(self, tensor: Tensor, box: Box) -> Array:
-        """Read a box of a part; its bytes are valid until the thread's next read."""
+    def _read(self, tensor: Tensor, box: Box, name: str) -> Array:
+        """Read a box of a part into the thread's memory of a name."""
         import numpy as np
 
         worker = self._worker
         if not hasattr(worker, "reader"):
             worker.reader = BoxReader(_READ_NBYTES, self._verifier)
-            worker.memory = bytearray()
-        nbytes = box.numel * tensor.dtype.itemsize
-        if len(worker.memory) < nbytes:
-            worker.memory = bytearray(nbytes)
+        memory: Memory = worker.memory
+        data = memory.array(name, box.numel * tensor.dtype.itemsize, np.uint8)
         payloads = self._located(tensor)
         located = locate_box(self._stored.source, tensor, payloads, prove(tensor), box)
-        view = memoryview(worker.memory)[:nbytes]
-        worker.reader.read(located, view)
-        return np.frombuffer(view, np.uint8)
-
-
-class _Rounding:
-    """Rounds float32: to the type of a scheme where it has one, then to the type asked for."""
-
-    def __init__(self, scheme: DType, target: DType) -> None:
-        single = by_name("float32")
-        self._casters = [Caster(single, target)]
-        if scheme not in (single, target):
-            self._casters = [Caster(single, scheme), Caster(scheme, single), *self._casters]
-
-    def rounded(self, values: Array) -> memoryview:
-        """Round values; the bytes are valid until the next call."""
-        import numpy as np
-
-        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-        for caster in self._casters:
-            data = caster.cast(data)
+        worker.reader.read(located, data.data)
         return data
-
-
-def _transposed(data: memoryview, box: Box, dtype: DType) -> memoryview:
-    """Exchange the last two dims of the values of a box."""
-    import numpy as np
-
-    stored = np.frombuffer(data, UNITS[dtype.itemsize]).reshape(-1, *box.sizes[-2:])
-    exchanged = np.ascontiguousarray(np.swapaxes(stored, 1, 2))
-    return exchanged.reshape(-1).view(np.uint8).data
 
 
 class _DequantizedReader:
@@ -295,23 +249,3 @@ def _order(order: Iterable[str], by_place: Mapping[str, Tensor], gone: set[str])
             yield by_place[name].name
         elif name not in gone:
             yield name
-
-
-def _passes(
-    shape: Sequence[int], rows: int, limit: int, first: int, stop: int
-) -> Iterator[tuple[int, int]]:
-    """Cut elements [first, stop) into passes of whole multiples of `rows`, if these are short."""
-    numel = rows * shape[-1]
-    step = max(limit // max(numel, 1), 1) * numel
-    if numel > limit and rows == 1:
-        step = limit
-    while first < stop:
-        end = min((first // step + 1) * step, stop)
-        yield first, end
-        first = end
-
-
-def _exchanged(box: Box) -> Box:
-    """Exchange the last two dims of a box."""
-    offsets, sizes = box
-    return Box((*offsets[:-2], offsets[-1], offsets[-2]), (*sizes[:-2], sizes[-1], sizes[-2]))

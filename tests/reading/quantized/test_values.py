@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import ema_ckpt
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.discovery.opening import open_catalog
-from ema_ckpt.reading.quantized import dequantized
+from ema_ckpt.reading.quantized import computation
 from ema_ckpt.reading.quantized.dequantized import with_values
 from ema_ckpt.reading.quantized.recognise import recognise
 
@@ -40,7 +40,7 @@ def experts(tmp_path: Path) -> tuple[Path, torch.Tensor]:
 def test_any_range(
     experts: tuple[Path, torch.Tensor], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dequantized, "_PASS_NUMEL", passes)
+    monkeypatch.setattr(computation, "_PASS_NUMEL", passes)
     path, values = experts
     catalog = open_catalog(path)
     computed = with_values(catalog, recognise(catalog).tensors, by_name("float32"))
