@@ -91,9 +91,9 @@ def run_once(command: Sequence[str], log: Path, env: dict[str, str] | None = Non
         SystemExit: the command failed; the end of its output is shown.
     """
     helper = [sys.executable, "-S", "-E", "-c", _HELPER, str(log), *map(str, command)]
-    done = subprocess.run(
-        helper, capture_output=True, text=True, check=True, env={**os.environ, **(env or {})}
-    )
+    # Modules are compiled once, as an installation does it, and not at each start.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", **(env or {})}
+    done = subprocess.run(helper, capture_output=True, text=True, check=True, env=environment)
     seconds, peak, code, cpu = done.stdout.split()
     result = Run(float(seconds), int(peak), int(code), float(cpu))
     if result.code:
