@@ -25,6 +25,7 @@ _MAX_BATCHES = 1024  # fit into the one page that a pipe has at least
 # Ends what a child sends: neither its exit status nor the end of the pipe can be relied on.
 _END = b"."
 _THREADS = "/proc/self/task"
+_MEMORY = "/proc/self/statm"  # in pages: size, resident, ...
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 OnBytes = Callable[[int], None]
@@ -39,6 +40,16 @@ def can_fork() -> bool:
     if not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
         return False
     return not os.path.isdir(_THREADS) or len(os.listdir(_THREADS)) == 1
+
+
+def memory_nbytes() -> int:
+    """Return the bytes of this process that are in memory; 0 where the system does not tell."""
+    try:
+        with open(_MEMORY) as file:
+            pages = int(file.read().split()[1])
+    except OSError:
+        return 0
+    return pages * mmap.PAGESIZE
 
 
 def jobs_per_batch(jobs: int) -> int:

@@ -22,7 +22,7 @@ from ema_ckpt.runtime.fork_pool import OnBytes, can_fork, run_forked
 
 REPO = Path(__file__).parents[2]
 HERE = os.getpid()
-executor.LEAST_SECONDS = 0
+executor.LEAST_SECONDS = executor.FORK_SECONDS = 0
 
 
 def start(
