@@ -64,16 +64,18 @@ def _as_values(weights: Sequence[QuantizedEntry] | None) -> str:
 
 
 def summary_line(result: DiffResult) -> str:
-    """Return counts and totals in one line."""
+    """Return counts in one line, and totals if there is a pair."""
     summary = result.summary
     numel = sum(tensor.numel for tensor in result.tensors)
-    parts = [
-        f"{counted(result.compared, 'tensor')} compared, {result.identical} identical",
-        f"relative L2 {_number(summary.rel_l2)}",
-        f"max |a-b| {_number(summary.max_abs)}",
-        f"cosine {_number(summary.cosine, '.6f')}",
-        f"{summary.changed:,} of {counted(numel, 'element')} changed",
-    ]
+    parts = ["no tensor compared"]
+    if result.compared:
+        parts = [
+            f"{counted(result.compared, 'tensor')} compared, {result.identical} identical",
+            f"relative L2 {_number(summary.rel_l2)}",
+            f"max |a-b| {_number(summary.max_abs)}",
+            f"cosine {_number(summary.cosine, '.6f')}",
+            f"{summary.changed:,} of {counted(numel, 'element')} changed",
+        ]
     if result.mismatched or result.only_in_a or result.only_in_b:
         shapes = counted(len(result.mismatched), "shape differs", "shapes differ")
         names = counted(len(result.only_in_a), "name")

@@ -165,6 +165,7 @@ def unpaired_names(compared: ComparedTrees) -> Iterator[Diagnostic]:
         yield Diagnostic("keys-differ", f"only in {_where(a)}: {names}")
     if pairing.only_in_b and a.tree.role == EMA:
         lacks = f"lacks {counted(len(pairing.only_in_b), 'name')} of {_where(b)}"
-        hint = "consolidate --fill takes them from there"
-        message = f"EMA {a.tree.name!r} {lacks}: {shown(pairing.only_in_b)}; {hint}"
+        message = f"EMA {a.tree.name!r} {lacks}: {shown(pairing.only_in_b)}"
+        if compared.is_pair:
+            message += "; consolidate --fill takes them from there"
         yield Diagnostic("ema-partial", message)

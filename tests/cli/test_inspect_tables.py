@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ema_ckpt.cli.diff_tables import print_diff
+from ema_ckpt.cli.diff_tables import print_diff, summary_line
 from ema_ckpt.cli.inspect_tables import print_inspected
 from ema_ckpt.cli.name_columns import elide
 from ema_ckpt.cli.object_lines import object_lines, value_text
@@ -226,6 +226,35 @@ def test_elided_names_never_look_alike(names: list[str], width: int) -> None:
         head, _, tail = name.partition("…")
         assert full.startswith(head)
         assert full.endswith(tail)
+
+
+def test_names_are_cut_between_components_where_that_tells_them_apart() -> None:
+    names = [
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.10.mlp.gate_proj.weight",
+        "head.weight",
+    ]
+    assert elide(names, 31) == [
+        "…layers.1.mlp.gate_proj.weight",
+        "…layers.10.mlp.gate_proj.weight",
+        "head.weight",
+    ]
+    assert elide(["model.a.layers.1.weight", "lm.b.layers.2.weight"], 15) == [
+        "model.…1.weight",
+        "lm.b.…2.weight",
+    ]
+    assert elide(["left.layers.1.weight", "right.layers.1.weight"], 12) == [
+        "left….weight",
+        "righ….weight",
+    ]
+
+
+def test_nothing_compared_has_no_totals(tmp_path: Path) -> None:
+    paths = [torch_at(tmp_path / f"{name}.pt", {name: torch.ones(2)}) for name in ("x", "yy")]
+    assert (
+        summary_line(diff(*paths))
+        == "no tensor compared; 0 shapes differ, 1 name only in a, 1 only in b"
+    )
 
 
 def test_names_that_no_width_tells_apart_are_whole() -> None:

@@ -93,7 +93,9 @@ def test_charts_show_all_tensors(written: Path, fixtures: Path) -> None:
     bars = re.findall(r'<rect class="bar".*?<title>(\d+) tensors?:', text, re.DOTALL)
     assert sum(map(int, bars)) == len(diff(fixtures / "tiny-lm").tensors)
     assert text.count('<polyline class="line') == 8
+    assert text.count('<svg class="sample"') == 8
     assert "model.layers.*.mlp.up_proj.weight" in text
+    assert "8 of 9 kinds of tensors are drawn" in text
 
 
 def test_names_and_undefined_numbers_do_no_harm(tmp_path: Path) -> None:
@@ -117,7 +119,9 @@ def test_nothing_to_compare_is_a_page_too(tmp_path: Path) -> None:
     save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
     save_file({"y": torch.ones(2)}, tmp_path / "b.safetensors")
     diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", html=tmp_path / "p.html")
-    assert Page((tmp_path / "p.html").read_text(encoding="utf-8")).rows[1:] == []
+    text = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert Page(text).rows[1:] == []
+    assert re.findall("<dd>(.*?)</dd>", text) == ["–", "–", "–", "–", "0 of 0"]
 
 
 def test_where_it_cannot_be_written(tmp_path: Path, fixtures: Path) -> None:

@@ -18,6 +18,8 @@ from ema_ckpt.ema.model.shards import ReplicaGroup, Shadow
 
 # What each replica sends at a time; the scratch is this times one more than their number.
 _MESSAGE_NBYTES = 8 << 20
+# The name since torch 2.14, which warns of the older one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Piece(NamedTuple):
@@ -104,7 +106,7 @@ def _all_gather(message: Sequence[_Piece], replica: ReplicaGroup) -> None:
     for piece, memory in zip(message, torch.split(sent, sizes), strict=True):
         part = piece.shadow.average.view(-1)[piece.offset : piece.offset + piece.numel]
         memory.view(piece.target.dtype)[: part.numel()].copy_(part)
-    dist.all_gather_into_tensor(received, sent, group=replica.group)
+    _all_gather_single(received, sent, group=replica.group)
     for index, part in enumerate(received.view(replica.count, -1)):
         for piece, memory in zip(message, torch.split(part, sizes), strict=True):
             start, numel = _parts(piece.shadow, replica.count)[index]

@@ -21,7 +21,14 @@ from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import EmaCkptError, TargetError, UsageError
 from ema_ckpt.core.names import EMA
 from ema_ckpt.core.text import counted
-from ema_ckpt.ops.diff_html.charts import curves, depth_chart, histogram
+from ema_ckpt.ops.diff_html.charts import (
+    MAX_CURVES,
+    Curve,
+    curves,
+    depth_chart,
+    histogram,
+    line_sample,
+)
 from ema_ckpt.ops.diff_pairing import Pairing, Side
 from ema_ckpt.ops.results.diff import DiffResult, DiffTensor
 from ema_ckpt.state_dicts.ema_config import read_ema_config
@@ -161,9 +168,9 @@ def summary_section(result: DiffResult, sides: Sides) -> Iterator[str]:
     yield f'<p class="sides"><b>a</b> tree {a} of {_text(result.resolved_a)}{of_a}<br>'
     yield f"<b>b</b> tree {b} of {_text(result.resolved_b)}{of_b}</p>"
     tiles = (
-        ("relative L2", _number(summary.rel_l2)),
-        ("max |a−b|", _number(summary.max_abs)),
-        ("1 − cosine", _number(1 - summary.cosine)),
+        ("relative L2", _number(summary.rel_l2 if result.compared else math.nan)),
+        ("max |a−b|", _number(summary.max_abs if result.compared else math.nan)),
+        ("1 − cosine", _number(1 - summary.cosine if result.compared else math.nan)),
         ("elements changed", f"{summary.changed / numel:.2%}" if numel else "–"),
         ("tensors identical", f"{result.identical} of {result.compared}"),
     )
@@ -191,13 +198,22 @@ def charts_section(result: DiffResult) -> Iterator[str]:
     if distribution:
         yield "<section><h2>Tensors by relative L2</h2>"
         yield f'<div class="scroll">{distribution}</div></section>'
-    lines = curves(result.tensors)
-    if lines:
-        yield f'<section><h2>Over depth</h2>\n<div class="scroll">{depth_chart(lines)}</div>'
-        legend = ""
-        for number, curve in enumerate(lines):
-            legend += f'<li><i class="s{number}"></i>{_text(curve.label)}</li>'
-        yield f'<ul class="legend">{legend}</ul></section>'
+    yield from _depth_section(curves(result.tensors))
+
+
+def _depth_section(every: Sequence[Curve]) -> Iterator[str]:
+    if not every:
+        return
+    lines = every[:MAX_CURVES]
+    yield f'<section><h2>Over depth</h2>\n<div class="scroll">{depth_chart(lines)}</div>'
+    legend = ""
+    for number, curve in enumerate(lines):
+        legend += f"<li>{line_sample(number)}{_text(curve.label)}</li>"
+    yield f'<ul class="legend">{legend}</ul>'
+    if len(every) > len(lines):
+        kinds = f"{len(lines)} of {len(every)} kinds of tensors are drawn"
+        yield f'<p class="quiet">{kinds}: those in most layers that differ most.</p>'
+    yield "</section>"
 
 
 def unpaired_section(result: DiffResult) -> Iterator[str]:

@@ -13,9 +13,9 @@ from ema_ckpt.core.text import counted
 from ema_ckpt.ops.results.diff import DiffTensor
 
 _WIDTH, _HEIGHT = 760, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 12, 52
 _BASE = _HEIGHT - _BOTTOM
-_MAX_CURVES = 8
+MAX_CURVES = 8
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 
@@ -42,7 +42,7 @@ class _Scale:
 
 
 def curves(tensors: Sequence[DiffTensor]) -> tuple[Curve, ...]:
-    """Return the curves of the names with most layers, largest difference first."""
+    """Return a curve for each kind of tensor: those with most layers first, then by difference."""
     layers: dict[str, dict[int, float]] = {}
     for tensor in tensors:
         match = _LAYER.search(tensor.name)
@@ -51,9 +51,7 @@ def curves(tensors: Sequence[DiffTensor]) -> tuple[Curve, ...]:
             layers.setdefault(label, {})[int(match[1])] = tensor.rel_l2
     ranked = sorted(layers.items(), key=lambda item: (-len(item[1]), -max(item[1].values())))
     return tuple(
-        Curve(label, tuple(sorted(points.items())))
-        for label, points in ranked[:_MAX_CURVES]
-        if len(points) > 1
+        Curve(label, tuple(sorted(points.items()))) for label, points in ranked if len(points) > 1
     )
 
 
@@ -84,7 +82,7 @@ def histogram(tensors: Sequence[DiffTensor]) -> str:
 
 
 def depth_chart(lines: Sequence[Curve]) -> str:
-    """Return a chart with one line for each curve, relative L2 on a logarithmic scale."""
+    """Return a chart of at most MAX_CURVES curves, relative L2 on a logarithmic scale."""
     if not lines:
         return ""
     layers, logs = [], []
@@ -128,13 +126,19 @@ def _axes(
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{up}" y2="{up}"/>'
         yield f'<text class="tick" x="{_LEFT - 6}" y="{up + 4}" text-anchor="end">{text}</text>'
     for value, text in x_ticks:
-        place = f'x="{x(value)}" y="{_BASE + 16}"'
+        place = f'x="{x(value)}" y="{_BASE + 20}"'
         yield f'<text class="tick" {place} text-anchor="middle">{text}</text>'
     place = f'x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 6}"'
     yield f'<text class="axis" {place} text-anchor="middle">{x_label}</text>'
     middle = (_TOP + _BASE) / 2
-    place = f'x="12" y="{middle}" text-anchor="middle" transform="rotate(-90 12 {middle})"'
+    place = f'x="18" y="{middle}" text-anchor="middle" transform="rotate(-90 18 {middle})"'
     yield f'<text class="axis" {place}>{y_label}</text>'
+
+
+def line_sample(number: int) -> str:
+    """Return what a curve looks like, for the legend."""
+    line = f'<line class="line s{number}" x1="0" x2="36" y1="5" y2="5"/>'
+    return f'<svg class="sample" viewBox="0 0 36 10" aria-hidden="true">{line}</svg>'
 
 
 def _svg(label: str, parts: Sequence[str]) -> str:
