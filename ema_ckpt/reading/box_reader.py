@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 _GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
 # From a gigabyte on, a tensor may be so many times the bytes that a file has of it.
 _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 1 << 30, 64
-# Columns that are transposed at once, and what rows are longer by, so that those at a power of two
-# do not push each other out of the cache: five times as fast as without either.
-_COLUMNS, _PAD_NBYTES = 128, 64
+# Columns that are transposed at once, in tiles that the cache holds, and what rows are longer by,
+# so that those at a power of two do not push each other out of it: five times as fast as without.
+_COLUMNS, _TILE_NBYTES, _PAD_NBYTES = 128, 256 << 10, 64
 _dest = attrgetter("dest")
 
 
@@ -299,12 +299,16 @@ def _copy_tile(target: NDArray[Any], values: NDArray[Any]) -> None:
         target[...] = values
         return
     pad = max(_PAD_NBYTES // values.itemsize, 1)
-    rows = np.empty((_COLUMNS, *values.shape[:-2], values.shape[-2] + pad), values.dtype)
-    for first in range(0, values.shape[-1], _COLUMNS):
-        columns = values[..., first : first + _COLUMNS]
-        part = rows[: columns.shape[-1], ..., :-pad]
+    step = min(max(_TILE_NBYTES // (_COLUMNS * values.itemsize), 1), values.shape[-2])
+    rows = np.empty((_COLUMNS, *values.shape[:-2], step + pad), values.dtype)
+    for first, start in product(
+        range(0, values.shape[-1], _COLUMNS), range(0, values.shape[-2], step)
+    ):
+        near = (..., slice(start, start + step), slice(first, first + _COLUMNS))
+        columns = values[near]
+        part = rows[: columns.shape[-1], ..., : columns.shape[-2]]
         part[...] = np.moveaxis(columns, -1, 0)
-        target[..., first : first + _COLUMNS] = np.moveaxis(part, 0, -1)
+        target[near] = np.moveaxis(part, 0, -1)
 
 
 class _Tile(NamedTuple):
