@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import cast
+from typing import NamedTuple, cast
 
 from ema_ckpt.core.catalog import Ints, Path
 from ema_ckpt.core.dtypes import DType
@@ -36,8 +36,7 @@ _OPENED = b")\x81\x94}\x94("
 _SIZED = b"\x94\x85\x94R\x94"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredItem:
+class StoredItem(NamedTuple):
     """Where an item lies: offsets of its chunk (None for an object), file, first byte, bytes."""
 
     offsets: Ints | None

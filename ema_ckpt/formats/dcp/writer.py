@@ -7,9 +7,10 @@ in `__r_0.distcp`; whole tensors lie in `__0_0.distcp`, objects first as in torc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, lru_cache
+from itertools import chain, repeat
 from math import prod
 from typing import NamedTuple
 
@@ -34,16 +35,19 @@ _VERSION = Member("version", 2, b"3\n")
 Chunks = dict[str, list[tuple[int, int]]]  # offset and CRC-32 of each item, by file
 
 
-class _Archive(NamedTuple):
-    """One archive in the output: a tensor's, an object's that is new, or one that is copied."""
+class _ObjectArchive(NamedTuple):
+    """The archive of an object in the output: a new one, or one that is copied.
+
+    Attributes:
+        crc: of the pickle.
+    """
 
     file: str
     offset: int
     nbytes: int
-    is_tensor: bool
     zip: ZipLayout | None
-    copied: Object | None = None
-    crc: int = 0  # of an object's pickle
+    copied: Object | None
+    crc: int
 
 
 class _Planned(NamedTuple):
@@ -62,7 +66,7 @@ class DcpWritePlan:
 
     files: Mapping[str, int]
     items: Sequence[WriteItem]
-    archives: Sequence[_Archive]
+    objects: Sequence[_ObjectArchive]
     metadata: bytes
     source: Files
     tensors: Sequence[OutputTensor]
@@ -70,42 +74,29 @@ class DcpWritePlan:
     warnings: Sequence[Diagnostic] = ()
     marker = METADATA_NAME
 
-    @cached_property
-    def _tensor_archives(self) -> Sequence[_Archive]:
-        """Those of the items, in their order."""
-        return [archive for archive in self.archives if archive.is_tensor]
-
     def fixed_bytes(self) -> Iterator[HeaderBytes]:
         """Yield the archives of objects."""
-        for archive in self.archives:
+        for archive in self.objects:
             if archive.copied is not None:
                 yield from self._copy(archive, archive.copied)
-            elif not archive.is_tensor:
-                yield from self._around(archive, [])
+            elif archive.zip is not None:
+                yield from _around(archive.file, archive.offset, archive.zip, [])
 
     def item_bytes(self, index: int, crc: int) -> Iterator[HeaderBytes]:
         """Yield the archive around one payload."""
-        return self._around(self._tensor_archives[index], [crc])
+        item = self.items[index]
+        return _around(item.file, _archive_offset(item), _archive_of(item), [crc])
 
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
     ) -> Iterator[HeaderBytes]:
-        item_crcs = iter(crcs)
-        chunks: Chunks = {}
-        for archive in self.archives:
-            crc = next(item_crcs) if archive.is_tensor else archive.crc
-            chunks.setdefault(archive.file, []).append((archive.offset, crc))
+        chunks = _chunks(self.objects, self.items, crcs)
         content = _sidecar(self.tensors, digests, self.nesting, self.metadata, chunks)
         yield HeaderBytes(sidecar.SIDECAR, 0, content)
         # Last, since it makes the directory a checkpoint.
         yield HeaderBytes(METADATA_NAME, 0, self.metadata)
 
-    def _around(self, archive: _Archive, crcs: Sequence[int]) -> Iterator[HeaderBytes]:
-        if archive.zip is not None:
-            for offset, data in archive.zip.header_bytes(crcs):
-                yield HeaderBytes(archive.file, archive.offset + offset, data)
-
-    def _copy(self, archive: _Archive, source: Object) -> Iterator[HeaderBytes]:
+    def _copy(self, archive: _ObjectArchive, source: Object) -> Iterator[HeaderBytes]:
         for start in range(0, archive.nbytes, _COPY_NBYTES):
             nbytes = min(_COPY_NBYTES, archive.nbytes - start)
             data = self.source.read(source.file, source.offset + start, nbytes)
@@ -140,27 +131,32 @@ def lay_out(
     planned = _in_order(tensors, objects, split, order)
     ranks_of_empty = _place_empty_chunks(planned, world_size)
     ranks = [_RankFile(f"__{rank}_{generation}.distcp", source) for rank in range(world_size)]
-    stored = {item.name: [ranks[0].put_object(item)] for item in objects}
+    stored = _Stored()
+    for item in objects:
+        stored.objects[item.name] = ranks[0].put_object(item)
     for tensor, is_split in zip(tensors, split, strict=True):
         empty_rank = ranks_of_empty.get(tensor.name)
         boxes = _boxes(tensor.source.shape, is_split, world_size, empty_rank)
-        stored[tensor.name] = [ranks[rank].put(tensor, box) for rank, box in boxes]
+        stored.items_of[tensor.name] = [ranks[rank].put(tensor, box) for rank, box in boxes]
     entries = {item.name: item.entry for item in planned}
     paths = {item.name: item.path for item in planned}
     metadata = dump_metadata(entries, stored, paths)
     files = {rank_file.name: rank_file.nbytes for rank_file in ranks}
     items: list[WriteItem] = []
-    archives: list[_Archive] = []
-    chunks: Chunks = {}
     for rank_file in ranks:
         items += rank_file.items
-        archives += rank_file.archives
-        if rank_file.archives:
-            chunks[rank_file.name] = [(archive.offset, 0) for archive in rank_file.archives]
+    archives = ranks[0].objects
+    chunks = _chunks(archives, items, repeat(0))
     nesting = nesting or Nesting()
     files[sidecar.SIDECAR] = len(_sidecar(tensors, {}, nesting, metadata, chunks))
     files[METADATA_NAME] = len(metadata)
     return DcpWritePlan(files, items, archives, metadata, source, tuple(tensors), nesting)
+
+
+@lru_cache(maxsize=64)
+def _split_rows(shape: Ints, parts: int) -> tuple[Box, ...]:
+    """Cut a shape as `split_rows` does; tensors of one shape share the boxes."""
+    return tuple(split_rows(shape, parts))
 
 
 def _boxes(
@@ -170,7 +166,7 @@ def _boxes(
     if not is_split or not shape:
         yield 0, whole(shape)
         return
-    for rank, box in enumerate(split_rows(shape, world_size)):
+    for rank, box in enumerate(_split_rows(shape, world_size)):
         if box.sizes[0] or rank == empty_rank:
             yield rank, box
 
@@ -261,6 +257,57 @@ def _tensor_archive(dtype: DType, sizes: tuple[int, ...]) -> ZipLayout:
     return ZipLayout(_FOLDER, [data, _BYTEORDER, Member("data/0", nbytes), _VERSION])
 
 
+def _archive_of(item: WriteItem) -> ZipLayout:
+    """Return the archive around an item; not kept, as there may be millions."""
+    return _tensor_archive(item.output.dtype, item.box.sizes)
+
+
+def _archive_offset(item: WriteItem) -> int:
+    """Return where in its file the archive around an item begins."""
+    return item.offset - _archive_of(item).offsets[2]
+
+
+def _around(file: str, start: int, layout: ZipLayout, crcs: Sequence[int]) -> Iterator[HeaderBytes]:
+    for offset, data in layout.header_bytes(crcs):
+        yield HeaderBytes(file, start + offset, data)
+
+
+def _chunks(
+    objects: Iterable[_ObjectArchive], items: Iterable[WriteItem], crcs: Iterable[int]
+) -> Chunks:
+    """List offset and CRC-32 of each archive by file; objects lie first."""
+    chunks: Chunks = {}
+    for archive in objects:
+        chunks.setdefault(archive.file, []).append((archive.offset, archive.crc))
+    for item, crc in zip(items, crcs, strict=False):
+        chunks.setdefault(item.file, []).append((_archive_offset(item), crc))
+    return chunks
+
+
+class _Stored(Mapping[str, Sequence[StoredItem]]):
+    """Where the items of each name lie, made when asked for: there may be millions."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, StoredItem] = {}
+        self.items_of: dict[str, list[WriteItem]] = {}
+
+    def __getitem__(self, name: str) -> Sequence[StoredItem]:
+        if name in self.objects:
+            return [self.objects[name]]
+        found = []
+        for item in self.items_of[name]:
+            layout, box = _archive_of(item), item.box
+            start = item.offset - layout.offsets[2]
+            found.append(StoredItem(box.offsets, box.sizes, item.file, start, layout.nbytes))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self.objects, self.items_of)
+
+    def __len__(self) -> int:
+        return len(self.objects) + len(self.items_of)
+
+
 class _RankFile:
     """A data file being filled."""
 
@@ -269,14 +316,15 @@ class _RankFile:
         self._source = source  # of archives that are copied
         self.nbytes = 0
         self.items: list[WriteItem] = []
-        self.archives: list[_Archive] = []
+        self.objects: list[_ObjectArchive] = []
 
-    def put(self, tensor: OutputTensor, box: Box) -> StoredItem:
+    def put(self, tensor: OutputTensor, box: Box) -> WriteItem:
         """Append the archive of a box of a tensor."""
         layout = _tensor_archive(tensor.dtype, box.sizes)
-        self.items.append(WriteItem(tensor, box, self.name, self.nbytes + layout.offsets[2]))
-        archive = _Archive(self.name, self.nbytes, layout.nbytes, True, layout)
-        return self._append(archive, box.offsets, box.sizes)
+        item = WriteItem(tensor, box, self.name, self.nbytes + layout.offsets[2])
+        self.items.append(item)
+        self.nbytes += layout.nbytes
+        return item
 
     def put_object(self, item: OutputObject) -> StoredItem:
         """Append an object's archive: its own if it has one, or a new one of its value."""
@@ -286,8 +334,7 @@ class _RankFile:
             crc = copied.record("data.pkl").crc
             if crc is None:
                 crc = crc32(copied.read("data.pkl"))
-            archive = _Archive(self.name, self.nbytes, source.nbytes, False, None, source, crc)
-            return self._append(archive, None, ())
+            return self._append(source.nbytes, None, source, crc)
         try:
             pickle = dumps(source.inline)
         except TypeError as error:
@@ -295,11 +342,12 @@ class _RankFile:
             raise TargetError("unsupported", message) from None
         data = Member("data.pkl", len(pickle), pickle)
         layout = ZipLayout(_FOLDER, [data, _BYTEORDER, _VERSION])
-        crc = crc32(pickle)
-        archive = _Archive(self.name, self.nbytes, layout.nbytes, False, layout, None, crc)
-        return self._append(archive, None, ())
+        return self._append(layout.nbytes, layout, None, crc32(pickle))
 
-    def _append(self, archive: _Archive, offsets: Ints | None, sizes: Ints) -> StoredItem:
-        self.archives.append(archive)
-        self.nbytes += archive.nbytes
-        return StoredItem(offsets, sizes, self.name, archive.offset, archive.nbytes)
+    def _append(
+        self, nbytes: int, layout: ZipLayout | None, copied: Object | None, crc: int
+    ) -> StoredItem:
+        archive = _ObjectArchive(self.name, self.nbytes, nbytes, layout, copied, crc)
+        self.objects.append(archive)
+        self.nbytes += nbytes
+        return StoredItem(None, (), self.name, archive.offset, nbytes)
