@@ -70,7 +70,7 @@ class ComputedFiles(Protocol):
         ...
 
 
-def _computed(source: Files) -> ComputedFiles | None:
+def computed_files(source: Files) -> ComputedFiles | None:
     """Return the files if they are computed, also from behind others that pass calls on."""
     inner: object = source
     while inner is not None and not isinstance(inner, ComputedFiles):
@@ -86,7 +86,7 @@ class ChecksumVerifier:
 
     def __init__(self, source: Files, enabled: bool) -> None:
         self._source = source
-        self._computed = _computed(source)
+        self._computed = computed_files(source)
         self._enabled = enabled
         self._lock = threading.Lock()
         # Storages read in part: tensor, payload, intervals and how many bytes these have.

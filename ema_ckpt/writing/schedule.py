@@ -18,6 +18,7 @@ from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.write_plan import WriteItem, WritePlan
 from ema_ckpt.reading.box_reader import LocatedBox, locate_box
 from ema_ckpt.reading.cast import import_all
+from ema_ckpt.reading.checksum_verifier import computed_files
 from ema_ckpt.reading.overlaps import RowBlocks
 from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.storage.files import is_url
@@ -35,8 +36,10 @@ _MAX_GAP_NBYTES = 4096
 # The kernel serialises writes to one file. Measured on 16 cores with four and eight workers: rows
 # 1.2 s and 1.4 s; columns 2.5 s and 3.6 s.
 _WORKERS_PER_FILE = 4
-# Of one worker: to copy a byte, to find and read a chunk, to assemble or cast a byte.
+# Of one worker: to copy a byte, to find and read a chunk, to assemble or cast a byte; and besides,
+# to compute a byte of a sum or of a quantised weight.
 _SECONDS_PER_BYTE, _SECONDS_PER_READ, _LOCKED_SECONDS_PER_BYTE = 0.4e-9, 20e-6, 0.15e-9
+_COMPUTED_SECONDS_PER_BYTE = 2e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class Schedule:
 
     def __init__(self, catalog: Catalog, plan: WritePlan, options: WriteOptions) -> None:
         self.items = plan.items
+        self._source = catalog.source
         self.is_remote = is_url(catalog.source.root)
         most = options.most_workers(self.is_remote)
         if self.is_remote or not options.forks:
@@ -150,7 +154,6 @@ class Schedule:
             self.copy_nbytes = min(self.block_nbytes, _COPY_NBYTES)
         self._gathered_nbytes = options.gathered_nbytes(self.is_remote, self.workers.number)
         self._reader = catalog.reader
-        self._source = catalog.source
         # A tensor that goes to several files is located once: its items come far apart.
         self._recurs = len({item.output.name for item in self.items}) < len(self.items)
         self._payloads: dict[str, tuple[Payload, ...]] = {}
@@ -182,12 +185,15 @@ class Schedule:
         nbytes = sum([item.nbytes for item in self.items])
         free_seconds = nbytes * _SECONDS_PER_BYTE
         locked_seconds = reads * _SECONDS_PER_READ
+        is_computed = computed_files(self._source) is not None
         if computed:
             locked_seconds += nbytes * _LOCKED_SECONDS_PER_BYTE
+        if is_computed:
+            free_seconds += nbytes * _COMPUTED_SECONDS_PER_BYTE
         if all(source == target for source, target in computed):
             threads = min(threads, _WORKERS_PER_FILE * files)
         workers = Workers.fit(threads, free_seconds, locked_seconds)
-        if computed and workers.processes:
+        if workers.processes and (computed or is_computed):
             # Child processes share what is imported before. numpy may start threads, which forbid
             # children.
             import_all(computed)
