@@ -421,6 +421,6 @@ class Rules:
         needed = [rule for rule in idle if not rule.optional]
         if needed or (idle and not used):
             first = (needed or idle)[0]
-            several = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
-            message = f"{self.name}: rule {first.number} ({first.title}){several} fits no name"
+            fits = f"and {len(needed) - 1} more fit" if len(needed) > 1 else "fits"
+            message = f"{self.name}: rule {first.number} ({first.title}) {fits} no name"
             raise UsageError("empty-selection", f"{message} of {where}")
