@@ -123,6 +123,9 @@ def same_bytes_as_by_one(source: str, out: str, copied: str = "") -> None:
         ("consolidate", "folder", "--max-shard-size", "8MB"),
         ("consolidate", "half.safetensors", "--dtype", "bf16"),
         ("reshard", "ranks", "--world-size", 3),
+        ("convert", "converted.safetensors"),
+        ("convert", "converted.pt", "--dtype", "fp16"),
+        ("synthesize", "sum.safetensors", "--weights", "0.75", "--tree", "model"),
     ):
         left, right = Path(out, "one", name), Path(out, "several", name)
         for parent in (left.parent, right.parent):
