@@ -54,6 +54,9 @@ def between_rows(tensor: Tensor, proven: Sequence[int], first: int, stop: int) -
 
 
 def _prove(tensor: Tensor) -> list[int]:
+    is_plain = all([chunk.file and 0 not in chunk.sizes for chunk in tensor.chunks])
+    if is_plain and _are_rows(tensor, tensor.chunks):
+        return list(range(len(tensor.chunks)))
     first_of_box: dict[Box, int] = {}
     for index, chunk in enumerate(tensor.chunks):
         if 0 not in chunk.sizes:
@@ -126,7 +129,7 @@ def _open_rows(tensor: Tensor, boxes: list[Box]) -> list[tuple[int, int]]:
     return spans
 
 
-def _are_rows(tensor: Tensor, chunks: list[Chunk]) -> bool:
+def _are_rows(tensor: Tensor, chunks: Sequence[Chunk]) -> bool:
     """Check the common case fast: whole rows in order, end to end."""
     shape = tensor.shape
     if not shape:

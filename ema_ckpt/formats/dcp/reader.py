@@ -243,10 +243,12 @@ def _tensor(name: str, path: Path, parts: list[Metadata], required: dict[str, in
             raise _unreadable(f"{name!r} is a tensor on one rank only", name)
         if (entry.shape, entry.dtype) != (first.shape, first.dtype):
             raise _unreadable(f"ranks disagree on the shape of {name!r}", name)
+        find = part.items.get
         for offsets, sizes in entry.chunks:
-            place = part.items.get((name, offsets), _EMPTY_PLACE)
-            file = _require(place, required)
-            chunks.append(Chunk(offsets, sizes, file, place.offset, place.nbytes))
+            file, start, nbytes, _ = place = find((name, offsets), _EMPTY_PLACE)
+            if file and start + nbytes > required.get(file, -1):
+                _require(place, required)
+            chunks.append(Chunk(offsets, sizes, file, start, nbytes))
     if not isinstance(first, TensorEntry):
         raise _unreadable(f"{name!r} is no tensor", name)
     check_geometry(name, first.shape, first.dtype, METADATA_NAME)
