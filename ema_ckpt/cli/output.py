@@ -192,9 +192,10 @@ def _summary(result: VerifyResult) -> str:
 
 def _told(manifest: ManifestResult) -> str:
     files = counted(manifest.files, "file")
-    done = "listed in" if manifest.written else "match"
+    if manifest.written:
+        return f"wrote {manifest.path}, with the digests of {files}"
     left = f", which leaves out {len(manifest.uncovered)}" if manifest.uncovered else ""
-    return f"{files} {done} {manifest.path}{left}"
+    return f"{files} match {manifest.path}{left}"
 
 
 def _coloured(text: str, colour: str) -> str:

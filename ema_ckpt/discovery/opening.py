@@ -42,8 +42,7 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
     """
     text = os.fspath(path)
     location = locate_checkpoint(text)
-    if location.note:
-        logging.getLogger("ema_ckpt").info(displayed(location.note))
+    log_choice(location)
     try:
         return open_location(location, text, lenient=lenient)
     except EmaCkptError as error:
@@ -51,6 +50,12 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
             raise
         message = f"{location.resolved}: removed while it was being opened; name the run again"
         raise SourceError("source-changed", message, file=error.file) from error
+
+
+def log_choice(location: Location) -> None:
+    """Log which of several checkpoints was chosen, to `ema_ckpt`, level info."""
+    if location.note:
+        logging.getLogger("ema_ckpt").info(displayed(location.note))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.completeness import with_metadata
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import SAFETENSORS, TORCH, LeftOut, Location, is_index
-from ema_ckpt.discovery.opening import open_location
+from ema_ckpt.discovery.opening import log_choice, open_location
 from ema_ckpt.ops.results.verify import GateResult, ManifestResult, VerifyResult
 from ema_ckpt.ops.verify_against import Origin, compare_with
 from ema_ckpt.ops.verify_manifest import (
@@ -199,6 +199,7 @@ class _Report:
         except EmaCkptError as error:
             self.add_error(error)
             return
+        log_choice(location)
         self.root, self.resolved = location.root, location.resolved
         for part in (location, *[part for _, part in location.parts]):
             self.files |= {self.name_below(self.root, (part.root, name)) for name in part.names}

@@ -169,6 +169,17 @@ def test_every_nasty_fixture_ends_in_a_verdict_or_an_error(fixtures: Path) -> No
             assert status in ("sound", "unproven", "damaged")
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_choice_of_a_step_is_logged(
+    quick: bool, tmp_path: Path, fixtures: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (9, 10):
+        shutil.copytree(fixtures / "dcp/fsdp2-w2", tmp_path / f"step_{step}")
+    caplog.set_level("INFO", "ema_ckpt")
+    verify(tmp_path, quick=quick)
+    assert caplog.messages == [f"reading step_10, the newest complete of 2 steps in {tmp_path}"]
+
+
 def test_the_message_tells_how_much_is_covered(tmp_path: Path) -> None:
     """Rows 0-1 of four, in metadata edited by hand."""
     path = save_dcp(tmp_path / "c", {"model": {"w": torch.arange(16.0).reshape(4, 4)}})

@@ -266,7 +266,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path) -> None:
     assert json.loads(absent.stdout)["error"]["code"] == "not-found"
     written = command(checkpoint, "--manifest", sums)
     assert written.returncode == 0
-    assert f"6 files listed in {sums}" in written.stdout
+    assert f"wrote {sums}, with the digests of 6 files" in written.stdout
     compared = command(checkpoint, "--manifest", sums, "--check", "--quick", "--json")
     assert compared.returncode == 0
     manifest = json.loads(compared.stdout)["manifest"]
