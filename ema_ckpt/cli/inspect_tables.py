@@ -91,6 +91,12 @@ def _print_head(console: Console, result: InspectResult) -> None:
         text = ", ".join(f"{key} {_setting(value)}" for key, value in recorded.items())
         text = markup(text) or "no settings recorded"
         console.print(f"EMA {markup(repr(name))}: {text}")
+    schemes = Counter([weight.scheme for weight in result.quantized or ()])
+    for scheme, count in schemes.items():
+        console.print(
+            f"{counted(count, 'quantised weight')} ({markup(scheme)}), written as stored, or as "
+            "values with --dequantize"
+        )
 
 
 def _setting(value: object) -> str:

@@ -54,7 +54,7 @@ def between_rows(tensor: Tensor, proven: Sequence[int], first: int, stop: int) -
 
 
 def _prove(tensor: Tensor) -> list[int]:
-    is_plain = all([chunk.file and 0 not in chunk.sizes for chunk in tensor.chunks])
+    is_plain = all(chunk.file and 0 not in chunk.sizes for chunk in tensor.chunks)
     if is_plain and _are_rows(tensor, tensor.chunks):
         return list(range(len(tensor.chunks)))
     first_of_box: dict[Box, int] = {}

@@ -254,6 +254,7 @@ def test_the_terminal_says_what_is_quantised(tmp_path: Path) -> None:
     shown = commands.run("inspect", source).stdout
     assert "mlp.up_proj.weight int32 (pack-quantized) 24 × 96" in shown
     assert "weight_scale" not in shown
+    assert "1 quantised weight (pack-quantized), written as stored, or as values with" in shown
     inside = commands.run("inspect", FIXTURES / "quantized/torchao.pt").stdout
     assert "int4.weight bfloat16 (torchao-IntxUnpackedToInt8Tensor) 24 × 96" in inside
     out = tmp_path / "out.pt"
