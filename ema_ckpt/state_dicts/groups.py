@@ -176,9 +176,12 @@ class Group:
 
     @cached_property
     def inner_kinds(self) -> frozenset[str | None]:
-        """The roles of the dictionaries in it that hold weights."""
-        weighty = [child.kinds for child in self.children.values() if child.has_weight]
-        return frozenset().union(*weighty)
+        """The roles of the dictionaries in it that hold weights, or describe an optimizer."""
+        found: set[str | None] = set()
+        for child in self.children.values():
+            if child.has_weight or child.known_role == OPTIMIZER:
+                found |= child.kinds
+        return frozenset(found)
 
     @cached_property
     def opens(self) -> bool:

@@ -10,6 +10,7 @@ from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import EMA, LIVE, OTHER, first_components
 from ema_ckpt.core.text import shown
+from ema_ckpt.state_dicts.composer import separate_algorithms
 from ema_ckpt.state_dicts.embedded import group_by_name, separate, without_online_model
 from ema_ckpt.state_dicts.groups import Group, Item, group_by_nesting
 
@@ -48,6 +49,7 @@ def group_entries(catalog: Catalog) -> list[Group]:
         groups = list(chain.from_iterable(map(separate, group_by_nesting(catalog))))
     else:
         groups = group_by_name(catalog)
+    groups = separate_algorithms(catalog, groups)
     groups = list(chain.from_iterable(map(without_online_model, groups)))
     _assign_roles(groups)
     return groups

@@ -56,10 +56,9 @@ def read(tree: str, values: State, *said: str) -> Callable[[Callable[[Path], Pat
 
 @read("state_dict", weights(), "epoch_latest.pt is left out")
 def open_clip(root: Path) -> Path:
-    for epoch in (4, 5):
-        state = {"epoch": epoch, "state_dict": weights(prefix="module."), "scaler": {"scale": 1.0}}
+    for epoch in ("4", "5", "latest"):
+        state = {"epoch": 5, "name": "run", "state_dict": weights(prefix="module.")}
         saved({**state, "optimizer": adam()}, root / "checkpoints" / f"epoch_{epoch}.pt")
-    saved({"state_dict": weights()}, root / "checkpoints" / "epoch_latest.pt")
     return root
 
 
@@ -128,8 +127,37 @@ def deepspeed_universal(root: Path) -> Path:
     return root
 
 
+def composer(root: Path, *, is_active: bool) -> Path:
+    """As Composer 0.32 saves: while `ema_weights_active`, model and dictionary are exchanged."""
+    ema_model = {"named_parameters_dict": weights(0.5), "named_buffers_dict": {}}
+    algorithm = {"repr": "EMA", "ema_model": ema_model, "ema_weights_active": is_active}
+    sgd = {
+        "state": {name: {"momentum_buffer": None} for name in weights()},
+        "param_groups": [{"lr": 0.1, "params": list(weights())}],
+    }
+    state = {"model": weights(), "optimizers": {"DecoupledSGDW": sgd}, "algorithms": [("EMA", algorithm)]}  # fmt: skip
+    return saved({"state": state, "rng": [{"python": 1}]}, root / "ep2-ba4-rank0.pt")
+
+
+@read("state.model", weights())
+def composer_with_the_average_in_the_model(root: Path) -> Path:
+    return composer(root, is_active=True)
+
+
+@read("state.algorithms.0.1.ema_model.named_parameters_dict", weights(0.5))
+def composer_with_the_average_beside_the_model(root: Path) -> Path:
+    return composer(root, is_active=False)
+
+
+@read("state.model", weights())
+def an_optimizer_without_tensors(root: Path) -> Path:
+    sgd = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    state = {"model": weights(), "optimizer": sgd, "teacher": weights(0.5)}
+    return saved({"state": state}, root / "last.pt")
+
+
 @read("state.model", weights(), "'state.algorithms.0.1.ema_model'")
-def composer_with_its_own_average(root: Path) -> Path:
+def composer_of_an_old_release(root: Path) -> Path:
     average = ("EMA", {"ema_model": {"named_parameters_dict": weights(0.5)}})
     state = {"model": weights(), "optimizers": {"AdamW": adam()}, "algorithms": [average]}
     return saved({"state": state, "rng": [{"python": 1}]}, root / "ep0-ba4-rank0.pt")
@@ -146,7 +174,7 @@ def xtuner(root: Path) -> Path:
     return saved(state, root / "iter_500.pth").parent
 
 
-@read("module", weights(), "")
+@read("module", weights(), "the optimizer's state in ZeRO partitions is not read")
 def xtuner_with_deepspeed(root: Path) -> Path:
     step = root / "iter_500.pth"  # a directory
     shapes = OrderedDict((name, tensor.shape) for name, tensor in weights().items())

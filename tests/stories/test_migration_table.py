@@ -208,6 +208,21 @@ def mmcv(path: Path) -> Path:
     return path / "latest.pth"
 
 
+def composer(path: Path) -> Path:
+    """Composer's `EMA`: exchanged while `ema_weights_active`, the live weights in a list of pairs."""
+    algorithm = {
+        "ema_model": {"named_parameters_dict": live(), "named_buffers_dict": {}},
+        "ema_weights_active": True,
+    }
+    groups = [{"lr": 0.1, "params": list(live())}]
+    state = {
+        "model": average(), "optimizers": {"SGD": {"state": {}, "param_groups": groups}},
+        "algorithms": [("EMA", algorithm)],
+    }  # fmt: skip
+    torch.save({"state": state, "rng": [{"seed": 1}]}, path / "ep2-ba4-rank0.pt")
+    return path / "ep2-ba4-rank0.pt"
+
+
 def dictionary(path: Path) -> Path:
     """A dictionary around everything, plain values beside the trees."""
     tree = {"model": live(), "ema": average(), "epoch": 3, "config": {"lr": 0.1}}
@@ -251,6 +266,7 @@ SEEDS = [
     Seed(dotless, "state_dict", "model_ema", updates=17, decay=0.9999),
     Seed(mmengine, "ema_state_dict", "state_dict", updates=30),
     Seed(mmcv, "state_dict", "state_dict.ema"),
+    Seed(composer, "state.algorithms.0.1.ema_model.named_parameters_dict", "state.model"),
     Seed(dictionary, "ckpt.model", "ckpt.ema"),
 ]
 by_seed = pytest.mark.parametrize("seed", SEEDS, ids=[seed.write.__name__ for seed in SEEDS])

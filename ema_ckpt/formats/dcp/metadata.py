@@ -320,7 +320,7 @@ def _key(key: object) -> Key:
 def _place(place: object, name: str, where: str) -> ItemPlace:
     if isinstance(place, ItemPlace):
         return place
-    fields = place.fields if isinstance(place, _Info) else {}
+    fields = _fields_of_place(place)
     file, offset, nbytes = (fields.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int:
         raise ValueError("an item has no place")
@@ -329,6 +329,15 @@ def _place(place: object, name: str, where: str) -> ItemPlace:
         raise SourceError("out-of-bounds", message, tensor=name, file=where)
     transforms = fields.get("transform_descriptors") or ()
     return ItemPlace(file, offset, nbytes, tuple(map(str, transforms)))  # type: ignore[call-overload]
+
+
+def _fields_of_place(place: object) -> dict[str, object]:
+    """Return the fields of a place; a class of another package, as OLMo-core's, has the same."""
+    if isinstance(place, _Info):
+        return place.fields
+    if isinstance(place, Opaque) and not place.called and isinstance(place.state, dict):
+        return place.state
+    return {}
 
 
 def _ints(value: object) -> Ints:

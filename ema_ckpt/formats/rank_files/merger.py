@@ -315,6 +315,7 @@ class Merger:
                 self.tensors.append(replace(tensor, name=full, path=(TREE, name)))
         reason = "the optimizer's state in ZeRO partitions is not read"
         self.rank_private.append(RankPrivate(("optimizer_state_dict",), names[0], reason))
+        self.warnings.append(Diagnostic("left-out", f"{names[0]} and its like: {reason}"))
         for name in weights.left_out:
             self.rank_private.append(RankPrivate((name,), model.name, "not read from ZeRO's files"))
 

@@ -51,7 +51,32 @@ def derived(metadata: Any, name: str) -> Any:
     return Derived(**vars(metadata), mcore_data={"w": {"shape": torch.Size([6])}})
 
 
+def with_places(metadata: Any, **more: Any) -> Any:
+    """Places of a class of another package, with torch's fields, as OLMo-core writes (3.0)."""
+    module = types.ModuleType("olmo_like")
+    sys.modules[module.__name__] = module
+
+    @dataclass
+    class Place:
+        relative_path: str
+        offset: int
+        length: int
+
+    Place.__module__, Place.__qualname__ = module.__name__, "_StorageInfo"
+    module._StorageInfo = Place
+    for key, place in metadata.storage_data.items():
+        fields = {
+            "relative_path": place.relative_path,
+            "offset": place.offset,
+            "length": place.length,
+        }
+        metadata.storage_data[key] = Place(**{**fields, **more})
+    return metadata
+
+
 CHANGES = {
+    "places of another class": with_places,
+    "a derived class with places of another": lambda metadata: with_places(derived(metadata, "M")),
     "the ranks' plans": with_plans,
     "a derived class": lambda metadata: derived(metadata, "MCoreMetadata"),
     "another derived class with plans": lambda metadata: with_plans(derived(metadata, "Mine")),
@@ -87,3 +112,20 @@ def test_an_instance_without_the_fields_is_no_metadata(tmp_path: Path) -> None:
     path = rewritten(tmp_path / "c", lambda metadata: SavePlan([]))
     with pytest.raises(EmaCkptError, match="no DCP metadata"):
         ema_ckpt.inspect(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({"length": "all"}, "unreadable"),
+        ({"offset": -1}, "out-of-bounds"),
+        ({"relative_path": "../x"}, "unsafe-path"),
+    ],
+)
+def test_places_of_another_class_are_checked_as_torchs_are(
+    tmp_path: Path, more: dict[str, Any], code: str
+) -> None:
+    path = rewritten(tmp_path / "run", lambda metadata: with_places(metadata, **more))
+    with pytest.raises(EmaCkptError) as caught:
+        ema_ckpt.consolidate(path, tmp_path / "out.pt")
+    assert caught.value.code == code
