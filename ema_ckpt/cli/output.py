@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from shutil import get_terminal_size
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _UNLIMITED_COLUMNS = 100_000
 _MAX_PROBLEMS = 40
 _MAX_LINES = 10
+_COMMAND = re.compile("`[^`]*`")
+_JOINT = "\0"  # in no line that is printed
 _VERDICT_COLOURS = {"sound": "1;32", "unproven": "1;33", "damaged": "1;31"}
 
 
@@ -80,10 +83,12 @@ def print_written(result: WriteResult, style: Style) -> None:
     verb = "would write" if result.dry_run else "wrote"
     if result.dry_run or len(result.files) > 1:
         for entry in result.files:
-            print(f"{verb} {clean(entry.path)} ({format_size(entry.nbytes)})")
+            line = f"{verb} {clean(entry.path)} ({format_size(entry.nbytes)})"
+            print(fitted(line, sys.stdout))
     payload = f"{counted(result.tensors, 'tensor')}, {format_size(result.nbytes)}"
     tree = "" if result.tree is None else f" of tree {result.tree!r}"
-    print(clean(f"{verb} {payload}{tree} to {result.target} in {result.seconds:.2f} s"))
+    line = clean(f"{verb} {payload}{tree} to {result.target} in {result.seconds:.2f} s")
+    print(fitted(line, sys.stdout))
 
 
 def print_changes(result: WriteResult) -> None:
@@ -144,13 +149,14 @@ def _first(lines: Sequence[str]) -> list[str]:
 def fitted(line: str, stream: TextIO) -> str:
     """Break a line between words where a terminal would break it anywhere.
 
-    Not one with a command in backquotes, which is to be copied as it is.
+    A command in backquotes, which is to be copied, stays on one line.
     """
     from ema_ckpt.cli.name_columns import wrap
 
-    if "`" in line or not stream.isatty():
+    if not stream.isatty():
         return line
-    return wrap(line, get_terminal_size().columns)
+    joined = _COMMAND.sub(lambda found: found[0].replace(" ", _JOINT), line)
+    return wrap(joined, get_terminal_size().columns).replace(_JOINT, " ")
 
 
 def print_verified(result: VerifyResult, style: Style) -> None:
@@ -164,8 +170,9 @@ def print_verified(result: VerifyResult, style: Style) -> None:
     hidden = len(result.problems) - _MAX_PROBLEMS
     if hidden > 0:
         print(f"… {counted(hidden, 'more problem', 'more problems')}, which --json lists")
+    verdict = fitted(f"{result.status}: {clean(_summary(result))}", sys.stdout)
     colour = _VERDICT_COLOURS[result.status]
-    print(f"{_coloured(result.status, colour)}: {clean(_summary(result))}")
+    print(_coloured(result.status, colour) + verdict.removeprefix(result.status))
 
 
 def _summary(result: VerifyResult) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ema_ckpt.cli.diff_tables import module_table, top_lines
+from ema_ckpt.cli.diff_tables import module_table, summary_line, top_lines
 from ema_ckpt.cli.output import Style, print_verified
 from ema_ckpt.ops.diff import diff
 from ema_ckpt.ops.results.diff import DiffResult
@@ -98,3 +98,11 @@ def test_the_verdict_is_coloured_on_a_terminal(
     os.close(near)
     assert shown in text
     assert ("\x1b" in text) != plain
+
+
+def test_nothing_compared_has_no_totals(tmp_path: Path) -> None:
+    paths = [torch_at(tmp_path / f"{name}.pt", {name: torch.ones(2)}) for name in ("x", "yy")]
+    assert (
+        summary_line(diff(*paths))
+        == "no tensor compared; 0 shapes differ, 1 name only in a, 1 only in b"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import struct
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ema_ckpt.cli.output import Style, print_written, warning_lines
+from ema_ckpt.cli.output import Style, fitted, print_written, warning_lines
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.convert import convert
 from tests.checkpoints import torch_at
@@ -65,3 +66,20 @@ def test_words_are_not_broken_at_80_columns(fixtures: Path) -> None:
     lines = shown.decode().splitlines()
     assert any(line.startswith("Warning: ") for line in lines)
     assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_break_between_words_and_commands_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "`ema-ckpt consolidate some/run out.pt --tree 'net ema'`"
+    line = f"Error: two trees could be meant here; for one of them: {command}; or name the other"
+    lines = fitted(line, Screen()).split("\n")
+    assert lines[0] == "Error: two trees could be meant here;"
+    assert any(command in one for one in lines)
+    assert all(len(one) <= 40 for one in lines if command not in one)
+    assert " ".join(one.strip() for one in lines) == line
+    assert fitted(line, io.StringIO()) == line
