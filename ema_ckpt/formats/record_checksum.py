@@ -28,7 +28,8 @@ def is_changed(
     """
     recorded = document[KEY]
     raw = text if isinstance(text, bytes) else _encoded(text)
-    if recorded == _crc_text(raw[:-_NBYTES] + b"}"):
+    before = crc32(memoryview(raw)[: max(len(raw) - _NBYTES, 0)])
+    if recorded == _crc_text(b"}", before):
         return False
     rest = {key: value for key, value in document.items() if key != KEY}
     try:
@@ -41,5 +42,5 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _crc_text(raw: bytes) -> str:
-    return f"crc32:{crc32(raw):08x}"
+def _crc_text(raw: bytes, before: int = 0) -> str:
+    return f"crc32:{crc32(raw, before):08x}"
