@@ -176,5 +176,5 @@ def _hash(
 def _unlisted(names: Sequence[str], manifest: Path) -> tuple[Diagnostic, ...]:
     if not names:
         return ()
-    which = f"{counted(len(names), 'file')} that it does not list: {shown(names)}"
-    return (Diagnostic("unchecked", f"{manifest}: there is {which}; nothing is compared with it"),)
+    which = f"{counted(len(names), 'file')} beside those that it lists: {shown(names)}"
+    return (Diagnostic("unchecked", f"{manifest}: {which}; not compared"),)

@@ -92,7 +92,7 @@ def test_missing_and_extra_files_are_said(checkpoint: Path, tmp_path: Path) -> N
     found = verify(checkpoint, manifest=sums)
     assert [(p.code, p.file) for p in found.problems] == [("missing-file", "config.json")]
     (said,) = [w.message for w in found.warnings if w.code == "unchecked"]
-    assert "1 file that it does not list: 'README.md'" in said
+    assert "1 file beside those that it lists: 'README.md'; not compared" in said
     assert found.manifest.files == 5
 
 
@@ -161,6 +161,24 @@ def test_pieces_that_are_exchanged_with_the_metadata_are_not_proved(
     exchange(path)
     found = verify(path, manifest=tmp_path / "all")
     assert (found.status, found.warnings) == ("sound", ()), "a whole manifest tells whose files are"
+
+
+def test_the_files_of_every_part_have_to_be_listed(tmp_path: Path) -> None:
+    for part, fill in (("model", 1.0), ("ema", 2.0)):
+        save_dcp(tmp_path / "step_1" / part, {"w": torch.full((3,), fill)})
+    alone = verify(tmp_path / "step_1")
+    (said,) = [w.message for w in alone.warnings if "placement" in w.message]
+    assert "'ema/__0_0.distcp'" in said and "'model/__0_0.distcp'" in said
+    verify(tmp_path / "step_1", manifest=tmp_path / "all")
+    lines = (tmp_path / "all").read_text().splitlines(True)
+    assert len(lines) == 4
+    for left_out in lines:
+        (tmp_path / "some").write_text("".join([line for line in lines if line != left_out]))
+        found = verify(tmp_path / "step_1", manifest=tmp_path / "some", quick=True)
+        assert (found.status, found.problems) == ("unproven", ())
+        assert found.manifest.uncovered == (left_out.split()[1],)
+    whole = verify(tmp_path / "step_1", manifest=tmp_path / "all", quick=True)
+    assert (whole.status, whole.warnings) == ("sound", ())
 
 
 def test_files_of_one_size_that_a_record_places_are_not_warned_of(
