@@ -57,6 +57,11 @@ def _prove(tensor: Tensor) -> list[int]:
     is_plain = all(chunk.file and 0 not in chunk.sizes for chunk in tensor.chunks)
     if is_plain and _are_rows(tensor, tensor.chunks):
         return list(range(len(tensor.chunks)))
+    return _prove_boxes(tensor)
+
+
+def _prove_boxes(tensor: Tensor) -> list[int]:
+    """Prove chunks of any form, the first of each box."""
     first_of_box: dict[Box, int] = {}
     for index, chunk in enumerate(tensor.chunks):
         if 0 not in chunk.sizes:

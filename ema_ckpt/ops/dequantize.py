@@ -12,6 +12,7 @@ from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.ops.results.write import Skipped
+from ema_ckpt.storage.files import is_url
 from ema_ckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
@@ -90,11 +91,13 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
         return Dequantized(catalog)
     edited = without_quantization(catalog)
     refused = tuple([_refused(tensor, found) for tensor in catalog.tensors])
+    is_remote = is_url(catalog.source.root)
     changed = with_values(
         _without(replace(catalog, tensors=refused), found.activations),
         found.tensors,
         options.dequantize,
         verify=options.verify,
+        kept_nbytes=options.gathered_nbytes(is_remote, options.most_workers(is_remote)),
         replaced={} if edited is None else {CONFIG_FILE: edited},
     )
     made_by = _made_by(found.tensors, options.dequantize.name)

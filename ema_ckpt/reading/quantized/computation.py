@@ -28,11 +28,11 @@ _LONG_PASS_NUMEL = 256 << 10
 class Computation:
     """Computes values with memory that is used again."""
 
-    def __init__(self, read: ReadBox, dtype: DType, memory: Memory) -> None:
+    def __init__(self, read: ReadBox, dtype: DType, memory: Memory, kept_nbytes: int) -> None:
         self._read = read
         self._dtype = dtype
         self._memory = memory
-        self._groups = GroupReader(read)
+        self._groups = GroupReader(read, kept_nbytes)
         self._table: tuple[object, ScaleTable] | None = None
         self._rounding: dict[str, _Rounding] = {}
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ema_ckpt.reading.decode import Array
 
 _READ_NBYTES = 512 << 10
+_KEPT_NBYTES = 4 << 20
 
 
 class ComputedWeights:
@@ -47,12 +48,14 @@ class ComputedWeights:
         *,
         verify: bool,
         replaced: Mapping[str, bytes] | None = None,
+        kept_nbytes: int,
     ) -> None:
         self.root = catalog.source.root
         self._stored = catalog
         self._weights = weights
         self._dtype = dtype
         self._replaced = replaced or {}
+        self._kept_nbytes = kept_nbytes
         self._verifier = ChecksumVerifier(catalog.source, verify)
         self._payloads: dict[str, tuple[Payload, ...]] = {}
         self._worker = threading.local()
@@ -136,7 +139,9 @@ class ComputedWeights:
         found: Computation | None = getattr(self._worker, "computation", None)
         if found is None:
             memory = self._worker.memory = Memory()
-            found = self._worker.computation = Computation(self._read, self._dtype, memory)
+            found = self._worker.computation = Computation(
+                self._read, self._dtype, memory, self._kept_nbytes
+            )
         return found
 
     def _located(self, tensor: Tensor) -> tuple[Payload, ...]:
@@ -185,12 +190,14 @@ def with_values(
     *,
     verify: bool = True,
     replaced: Mapping[str, bytes] | None = None,
+    kept_nbytes: int = _KEPT_NBYTES,
 ) -> Catalog:
     """Return a checkpoint that has the values of quantised weights in place of their parts.
 
     Args:
         dtype: type of the values. verify: compare stored checksums with what is read.
         replaced: content of files that is another than the stored one.
+        kept_nbytes: what one thread may keep of codes that are read again.
     """
     by_file, by_place, gone = {}, {}, set[str]()
     for weight in weights:
@@ -198,7 +205,9 @@ def with_values(
         by_file[file] = weight
         by_place[weight.place] = _computed_tensor(weight, file, dtype)
         gone.update(part.name for part in weight.parts.values())
-    files = ComputedWeights(catalog, by_file, dtype, verify=verify, replaced=replaced)
+    files = ComputedWeights(
+        catalog, by_file, dtype, verify=verify, replaced=replaced, kept_nbytes=kept_nbytes
+    )
     told = header_keys(catalog.header_text) if weights else set()
     tensors = []
     for tensor in catalog.tensors:

@@ -31,8 +31,6 @@ Rounded = Callable[["Array"], memoryview]
 # Bytes of codes looked up at once, so that positions and values stay in the cache; of a tile that
 # is transposed, and rows of it.
 _STRIP_NBYTES, _TILE_NBYTES, _TILE_ROWS = 32 << 10, 32, 1024
-# Codes of a transposed weight that are kept from read to read: all rows, as many columns as fit.
-_BAND_NBYTES = 8 << 20
 # A table of one weight alone takes as long as the values of so many codes.
 _LEAST_NUMEL = 1 << 18
 
@@ -139,10 +137,15 @@ class Groups(NamedTuple):
 
 
 class GroupReader:
-    """Reads groups of a weight; those of transposed ones in bands of whole rows. For one thread."""
+    """Reads groups of a weight; those of transposed ones in bands, kept for what is read next.
 
-    def __init__(self, read: ReadBox) -> None:
+    A band has all rows of a matrix, and as many columns as `kept_nbytes` hold codes of: the more,
+    the fewer bytes of a file are read several times. For one thread.
+    """
+
+    def __init__(self, read: ReadBox, kept_nbytes: int) -> None:
         self._read = read
+        self._kept_nbytes = kept_nbytes
         self._band: tuple[object, Span, Groups] | None = None
 
     def rows(self, weight: QuantizedTensor, lead: Ints, rows: Span, groups: Span) -> Groups:
@@ -155,7 +158,7 @@ class GroupReader:
         key, band = (weight.name, lead), self._band
         if band is None or band[0] != key or not _is_within(groups, band[1]):
             nbytes = weight.parts["codes"].numel // weight.parts["scale"].numel * height
-            length = max(groups.length, min(_BAND_NBYTES // nbytes, count - groups.first))
+            length = max(groups.length, min(self._kept_nbytes // nbytes, count - groups.first))
             span = Span(groups.first, length)
             self._band = None
             found = self._groups(weight, lead, Span(0, height), span, "band of ")

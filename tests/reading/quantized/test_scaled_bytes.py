@@ -79,7 +79,6 @@ def stored(
 ) -> Iterator[tuple[Catalog, torch.Tensor]]:
     """A DCP of two ranks, and the values of its weight; every band has a single group."""
     monkeypatch.setattr(scaled_bytes, "_LEAST_NUMEL", 0)
-    monkeypatch.setattr(scaled_bytes, "_BAND_NBYTES", 40_000)
     torch.manual_seed(0)
     tensors, values = request.param()
     save_file(tensors, tmp_path / "plain.safetensors")
@@ -94,7 +93,7 @@ def test_any_range(stored: tuple[Catalog, torch.Tensor], dtype: str) -> None:
     catalog, values = stored
     weights = recognise(catalog).tensors
     assert [scaled_bytes.has_table(weight) for weight in weights] == [True]
-    computed = with_values(catalog, weights, by_name(dtype))
+    computed = with_values(catalog, weights, by_name(dtype), kept_nbytes=40_000)
     (tensor,) = computed.tensors
     kind = getattr(torch, dtype)
     flat = values.to(kind).reshape(-1)
