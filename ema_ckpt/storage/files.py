@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -148,7 +149,8 @@ class LocalFiles:
         window = self._ahead_nbytes
         if end // window != offset // window:
             start = (end // window + 1) * window
-            os.posix_fadvise(fd, start, window, os.POSIX_FADV_WILLNEED)
+            with contextlib.suppress(OSError):  # it is advice; the read itself tells what is wrong
+                os.posix_fadvise(fd, start, window, os.POSIX_FADV_WILLNEED)
 
     def _descriptor(self, name: str) -> tuple[int, int, bool]:
         """A descriptor, the file's bytes, and whether it stays open; else the caller closes it."""
