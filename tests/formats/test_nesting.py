@@ -10,6 +10,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.nesting import flatten, renest
+from tests.searches import examples
 
 SCALARS = st.none() | st.integers() | st.text(max_size=3)
 TREES = st.dictionaries(
@@ -27,7 +28,7 @@ TREES = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(TREES)
 def test_paths_are_those_of_torch(tree):
     leaves, _ = flatten(tree, lambda _leaf: False, 10_000)
@@ -39,7 +40,7 @@ def test_paths_are_those_of_torch(tree):
     assert ours == {name: tuple(path) for name, path in paths.items()}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     TREES
     | st.dictionaries(

@@ -26,6 +26,7 @@ from ema_ckpt.reading.overlaps import (
     row_ranges,
 )
 from ema_ckpt.storage.files import LocalFiles
+from tests.searches import examples
 
 KINDS = {"int16": "<i2", "float32": "<f4", "complex128": "<c16", "uint8": "u1", "float64": "<f8"}
 
@@ -76,7 +77,9 @@ def stored(
 
 
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=examples(200),
+    deadline=None,
 )
 @given(case=stored(), block_nbytes=st.integers(1, 300), limit=st.integers(16, 400), data=st.data())
 def test_blocks_equal_numpy(
@@ -129,7 +132,9 @@ def test_blocks_equal_numpy(
 
 
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=examples(100),
+    deadline=None,
 )
 @given(case=stored(), data=st.data())
 def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(
@@ -156,7 +161,9 @@ def test_a_flipped_bit_anywhere_in_a_used_storage_is_found(
 
 @pytest.mark.thorough
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=examples(300),
+    deadline=None,
 )
 @given(case=stored(row_major=True), rows=st.integers(1, 4), data=st.data())
 def test_slabs_equal_numpy(tmp_path: Path, case, rows: int, data: st.DataObject) -> None:

@@ -10,9 +10,10 @@ from ema_ckpt.core.catalog import Chunk, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.reading.overlaps import find_overlaps
+from tests.searches import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=60), st.data()
 )

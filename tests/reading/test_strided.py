@@ -18,6 +18,7 @@ from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.overlaps import RowBlocks
 from ema_ckpt.storage.files import LocalFiles
 from tests.formats.writing import raw_bytes
+from tests.searches import examples
 
 
 class CountingFiles(LocalFiles):
@@ -76,7 +77,9 @@ def views(draw) -> torch.Tensor:
 
 @pytest.mark.thorough
 @settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(view=views(), limit=st.sampled_from([16, 40, 64, 200, 1000, 1 << 16]))
 def test_any_view_is_read_as_torch_reads_it(tmp_path, view, limit):

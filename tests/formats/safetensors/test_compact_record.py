@@ -21,6 +21,7 @@ from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.safetensors import header
 from ema_ckpt.formats.safetensors.compact_record import Entry, compact, crc_of, expand
 from tests.checkpoints import save_dcp
+from tests.searches import examples
 
 PARTS = st.text(st.characters(codec="utf-8"), max_size=6) | st.integers(0, 2000)
 PATHS = st.lists(PARTS, min_size=1, max_size=4).map(tuple)
@@ -53,7 +54,7 @@ def documents(draw: st.DrawFn) -> tuple[dict, list[Entry]]:
     return document, entries
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(documents())
 def test_the_plain_form_comes_back(drawn: tuple[dict, list[Entry]]) -> None:
     document, entries = drawn

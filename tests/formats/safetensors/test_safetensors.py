@@ -22,6 +22,7 @@ from ema_ckpt.formats.safetensors.reader import open_safetensors
 from ema_ckpt.formats.safetensors.writer import lay_out, refusal
 from ema_ckpt.storage.files import LocalFiles
 from tests.formats.writing import entries, entry, raw_bytes, read, write
+from tests.searches import examples
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -403,7 +404,9 @@ def test_damaged_files_are_refused_by_name(tmp_path, case):
 
 @pytest.mark.thorough
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_a_mutated_header_gives_the_truth_or_an_error(tmp_path, data):
@@ -682,7 +685,9 @@ JSON_VALUES = st.recursive(
 
 @pytest.mark.thorough
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     spaces=st.tuples(*[st.text(" \n\t\r\x0b\0", max_size=2)] * 2),

@@ -14,6 +14,7 @@ from ema_ckpt.state_dicts.rules.rule_file import parse_rules
 from ema_ckpt.state_dicts.rules.ruled_catalog import RuledCheckpoint, apply_rules
 from ema_ckpt.state_dicts.rules.rules import Rules
 from ema_ckpt.state_dicts.tree import list_trees
+from tests.searches import examples
 from tests.state_dicts.rules import reference, stored
 
 Rule = dict[str, Any]
@@ -113,7 +114,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_rules_and_their_inverse(seed: int, strided: bool) -> None:
     maker = Maker(random.Random(seed))
