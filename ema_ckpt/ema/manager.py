@@ -293,6 +293,8 @@ class ShardedEMA:
             model_shards = scan_model(self.model) if complete else None
             weights = state_of(self, model_shards)["weights"]
             swap.warn_of_stalled(self, f"{call}()", 5)
+            if model_shards is not None:
+                swap.warn_of_not_followed(self, model_shards, f"{call}()", 5)
             averaged: dict[str, Any] = {}
             for shadow in self._averages.shadows:
                 fqn = shadow.shard.fqn

@@ -113,6 +113,21 @@ def _is_averaged(parameter: TrackedShard, settings: Settings) -> bool:
     return _matches(parameter, settings.include)
 
 
+def not_followed(model_shards: ModelShards, settings: Settings, averages: Averages) -> list[str]:
+    """Name the parameters that would be averaged, were the averages made now, and are not.
+
+    They were frozen when the averages were made, or were added to the model since.
+    """
+    followed: set[str] = set()
+    for tracked in averages.tracked:
+        followed.update(tracked.shard.names)
+    names = []
+    for parameter in model_shards.parameters:
+        if followed.isdisjoint(parameter.shard.names) and _is_averaged(parameter, settings):
+            names.append(parameter.shard.fqn)
+    return names
+
+
 def _matches(tracked: TrackedShard, patterns: Iterable[str]) -> bool:
     pairs = product(tracked.shard.names, patterns)
     return any(fnmatchcase(name, pattern) for name, pattern in pairs)

@@ -17,10 +17,10 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.ema.attach import Attachment
 from ema_ckpt.ema.checkpoint.replicas import gather_replicas, meet_replicas
 from ema_ckpt.ema.model.scan import reshard, scan_model
-from ema_ckpt.ema.model.shards import Shadow, Shard
+from ema_ckpt.ema.model.shards import ModelShards, Shadow, Shard
 from ema_ckpt.ema.plain_mode import PlainMode
-from ema_ckpt.ema.settings import UpdateCounter
-from ema_ckpt.ema.shadows import Averages, live_part
+from ema_ckpt.ema.settings import Settings, UpdateCounter
+from ema_ckpt.ema.shadows import Averages, live_part, not_followed
 from ema_ckpt.ema.swap_state import holds_averages, mark_swapped, refuse_inside, unmark
 
 _SCRATCH_NBYTES = 16 << 20
@@ -37,6 +37,7 @@ class AveragedModel(Protocol):
     _averages: Averages
     _counter: UpdateCounter
     _attachment: Attachment | None
+    _settings: Settings
 
     def _follow(self) -> None:
         """Fit `averages` to the model's present tensors."""
@@ -202,6 +203,18 @@ def warn_of_stalled(ema: AveragedModel, call: str, stacklevel: int, *, fresh: bo
         reason = counter.stalled()
     if reason is not None:
         warnings.warn(f"ema-stalled: {call}: {reason}", stacklevel=stacklevel + 1)
+
+
+def warn_of_not_followed(
+    ema: AveragedModel, model_shards: ModelShards, call: str, stacklevel: int
+) -> None:
+    """Warn of parameters that are trained and not averaged: unfrozen, or added, since."""
+    names = not_followed(model_shards, ema._settings, ema._averages)
+    if names:
+        what = f"{shown(names)} {'is' if len(names) == 1 else 'are'} trained and not averaged"
+        why = "frozen, or not in the model, when the ShardedEMA was made"
+        remedy = "make a new one, and restore it with strict=False, or exclude= the names"
+        warnings.warn(f"ema-partial: {call}: {what}: {why}; {remedy}", stacklevel=stacklevel + 1)
 
 
 def _warn(ema: AveragedModel) -> None:

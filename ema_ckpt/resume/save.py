@@ -23,7 +23,7 @@ from ema_ckpt.ema.model.live_tree import buffer_names, live_shards
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
-from ema_ckpt.ema.swap import warn_of_stalled
+from ema_ckpt.ema.swap import warn_of_not_followed, warn_of_stalled
 from ema_ckpt.ema.swap_state import refuse_inside
 from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten, refuse_unnamed
 from ema_ckpt.resume.optimizer_state import merge_group_parameters, optimizer_tree
@@ -181,6 +181,7 @@ def _collect_state(
     def average_state(manager: ShardedEMA) -> dict[str, Any]:
         warn_of_stalled(manager, "save()", 8, fresh=False)
         scan = shards if manager.model is model else None
+        warn_of_not_followed(manager, scan or scan_model(manager.model), "save()", 8)
         return state_of(manager, scan, LocalShards.of)
 
     managers = managers_by_label(ema, _CALL)
