@@ -149,7 +149,7 @@ def nearest_word(word: str, known: Iterable[str]) -> str | None:
 
 def explain_usage(error: click.ClickException) -> str:
     """Return the message of an error of click, which names the nearest option and the help."""
-    message = error.format_message().rstrip(".")
+    message = " ".join(error.format_message().split()).rstrip(".")
     if isinstance(error, click.NoSuchOption):
         message = f"No such option {error.option_name!r}"
         params = error.ctx.command.params if error.ctx else []

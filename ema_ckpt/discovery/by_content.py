@@ -84,8 +84,8 @@ def judged_file(location: Location) -> Location:
         if location.format:
             return location
         endings = ", ".join((*FILE_SUFFIXES, ".index.json"))
-        message = f"{path}: {words}, no checkpoint (those are told by content, whatever their"
-        message = f"{message} ending; usual are {endings})"
+        message = f"{path}: {words}, no checkpoint; files are recognised by their content, and"
+        message = f"{message} usual endings are {endings}"
         raise SourceError("not-a-checkpoint", message, file=path)
     if kind.reader == content.INDEX:
         return location._replace(format=index_format(location.root, name))

@@ -226,7 +226,8 @@ def weights_for(
         UsageError: `usage` if numbers are missing, do not fit, or contradict each other.
     """
     if [sigma_rel, weights, scheme].count(None) != 2:
-        message = "give one of --sigma-rel, for another averaging length, --weights and --scheme"
+        message = "give one of --sigma-rel (another averaging length), --weights (a weighted sum)"
+        message += " and --scheme (a merge of steps)"
         raise UsageError("usage", message)
     if sigma_rel is None and (sigma_rels or steps):
         message = "--sigma-rels and --steps go with --sigma-rel alone"

@@ -126,3 +126,10 @@ def test_errors_name_the_nearest_right_thing(args: list[str], near: str, tmp_pat
     assert done.returncode == 2
     assert near in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_choices_are_on_the_line_of_the_error() -> None:
+    result = call("completion")
+    assert result.returncode == 2
+    assert "Choose from: bash, zsh, fish" in result.stderr
+    assert result.stderr.count("\n") == 1
