@@ -79,16 +79,13 @@ class Workers(NamedTuple):
         seconds = free_seconds + locked_seconds
         number = max(1, min(most, int(seconds / max(LEAST_SECONDS, 1e-9))))
         if number == 1 or can_fork():
+            more_nbytes = max(0, memory_nbytes() - _USUAL_NBYTES)
+            fork_seconds = FORK_SECONDS * (1 + more_nbytes / _NBYTES_PER_FORK_SECONDS)
             # With n of them it takes seconds / n + n forks, which is least at this number.
-            best = int(sqrt(seconds / max(_fork_seconds(), 1e-9)))
+            best = int(sqrt(seconds / max(fork_seconds, 1e-9)))
             number = max(1, min(number, best))
             return cls(number, number > 1)
         return cls(min(number, 1 + int(2 * free_seconds / max(locked_seconds, 1e-9))))
-
-
-def _fork_seconds() -> float:
-    more_nbytes = max(0, memory_nbytes() - _USUAL_NBYTES)
-    return FORK_SECONDS * (1 + more_nbytes / _NBYTES_PER_FORK_SECONDS)
 
 
 def dump_json(value: object) -> bytes:

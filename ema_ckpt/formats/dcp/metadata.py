@@ -261,9 +261,13 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
     return TensorEntry(dtype, shape, boxes)
 
 
+def _are_pairs(values: Sequence[Any]) -> bool:
+    return set(map(type, values)) <= {tuple} and set(map(len, values)) <= {2}
+
+
 def _are_boxes(chunks: Sequence[Any], rank: int) -> bool:
     """Whether all are as the shortcuts read chunks, with nothing wrong: `_chunk` says what is."""
-    if not set(map(type, chunks)) <= {tuple} or not set(map(len, chunks)) <= {2}:
+    if not _are_pairs(chunks):
         return False
     runs: list[Any] = list(chain.from_iterable(chunks))
     if not set(map(type, runs)) <= {tuple} or not set(map(len, runs)) <= {rank}:
@@ -301,7 +305,7 @@ def _path(path: object, name: str, max_index: int, where: str) -> Path:
 
 def _are_keys(keys: Sequence[Any]) -> bool:
     """Whether all are as the shortcuts read indices of chunks, with nothing wrong."""
-    if not set(map(type, keys)) <= {tuple} or not set(map(len, keys)) <= {2}:
+    if not _are_pairs(keys):
         return False
     names, offsets = zip(*keys, strict=True) if keys else ((), ())
     if not set(map(type, names)) <= {str} or not set(map(type, offsets)) <= {tuple}:

@@ -110,7 +110,8 @@ class Shortcuts:
         }
         self._known_properties: dict[bytes, Replacement] = {}
         self._classes: dict[bytes, _Class] = {}
-        self._forms: dict[bytes, Form] = {}  # of chunks, and of items, by their class
+        # Reads chunks, or items, that are as an earlier one but for names and numbers, by class.
+        self._alike: dict[bytes, Callable[[Machine], None]] = {}
         self._rows: dict[tuple[bytes, ...], _Row] = {}
         self._refs: dict[bytes, object] = {}
         self._ints: dict[bytes, int] = {}  # offsets and lengths, none of them negative
@@ -140,18 +141,21 @@ class Shortcuts:
         """Read all instances from here on, up to another opcode or one that is not as expected."""
         index: Form = ()  # reference and form of the index just before
         while (current := self._following(machine)) is not None:
-            if self._read_alike(machine, current):
+            before, read_alike = machine.pos, self._alike.get(current.ref)
+            if read_alike is not None:
+                read_alike(machine)
+            if machine.pos != before:
                 continue
             machine.pos += len(current.ref)
             machine.stack.append(current.named)
-            form = current.reader(machine)
-            if form is None:
+            read = current.reader(machine)
+            if read is None:
                 return
-            form = (current.ref, *form) if form else ()
+            form = (current.ref, *read) if read else ()
             if form and current.reader == self._chunk:
-                self._forms[current.ref] = form
+                self._alike[current.ref] = partial(self._read_chunks, form)
             elif form and index:
-                self._forms[index[0]] = index + form
+                self._alike[index[0]] = partial(self._read_items, index + form)
             index = form if current.reader == self._index else ()
 
     def _ref_before(self, machine: Machine, named: Global) -> bytes:
@@ -168,19 +172,7 @@ class Shortcuts:
         nbytes = 2 if machine.data[pos : pos + 1] == b"h" else 5
         return self._classes.get(machine.data[pos : pos + nbytes])
 
-    def _read_alike(self, machine: Machine, first: _Class) -> bool:
-        """Read instances that differ from earlier ones in names and numbers; False if none do."""
-        form = self._forms.get(first.ref)
-        if form is None:
-            return False
-        before = machine.pos
-        if first.reader == self._chunk:
-            self._read_chunks(machine, form)
-        else:
-            self._read_items(machine, form)
-        return machine.pos != before
-
-    def _read_chunks(self, machine: Machine, form: Form) -> None:
+    def _read_chunks(self, form: Form, machine: Machine) -> None:
         """Read chunks that differ from an earlier one in numbers alone."""
         ref, key, size, key2, size2 = form
         opened = ref + _OPENED + key + size
@@ -197,7 +189,7 @@ class Shortcuts:
                 count += 8
             machine.pos, memo.count = end, count
 
-    def _read_items(self, machine: Machine, form: Form) -> None:
+    def _read_items(self, form: Form, machine: Machine) -> None:
         """Read indices and places that differ from earlier ones in names and numbers alone."""
         index_ref, key, key2, key3, size, place_ref, key4, key5, key6 = form
         row = self._row(
