@@ -6,12 +6,15 @@ with a secret.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
+from operator import mod
 
 from ema_ckpt.core.errors import SourceError
 
 _MAX_KEYS = 100  # different ones of one hash; a few dozen numbers may have one by chance
+_PRIME = 65521
 
 
 class Collisions:
@@ -20,17 +23,20 @@ class Collisions:
     def __init__(self) -> None:
         self._first: dict[int, object] = {}
         self._different: dict[int, set[object]] = {}
-        # Keys of which the number of hashes alone was looked at, and those hashes.
+        # Keys of which only the remainders of the hashes were looked at, and how often each occurs:
+        # a set of millions of hashes would take as much memory as the keys.
         self._noted: list[Sequence[Hashable]] = []
         self._count = 0
-        self._hashes: set[int] = set()
+        self._remainders: Counter[int] = Counter()
 
     def check_all(self, keys: Sequence[Hashable]) -> None:
-        """As `check`, for many at once: faster as long as nearly all have hashes of their own."""
+        """As `check`, for many at once: faster as long as their hashes are spread."""
         self._noted.append(keys)
         self._count += len(keys)
-        self._hashes.update(map(hash, keys))
-        if self._count - len(self._hashes) > _MAX_KEYS:
+        remainders = list(map(mod, map(hash, keys), repeat(_PRIME)))
+        self._remainders.update(remainders)
+        most = max(map(self._remainders.__getitem__, remainders), default=0)
+        if most > _MAX_KEYS + 2 * self._count // _PRIME:
             noted, self._noted = self._noted, []
             self.check(chain.from_iterable(noted))
 
