@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -135,12 +135,16 @@ class Shortcuts:
         self._classes[ref] = _Class(ref, named, reader)
         machine.stack.pop()
         machine.pos -= len(ref)
-        self._read_all(machine)
+        self._read_all(machine, self._readers.values())
 
-    def _read_all(self, machine: Machine) -> None:
-        """Read all instances from here on, up to another opcode or one that is not as expected."""
+    def _read_all(self, machine: Machine, readers: Container[Reader]) -> None:
+        """Read all instances from here on that have one of `readers`, up to another opcode or one
+        that is not as expected.
+        """
         index: Form = ()  # reference and form of the index just before
         while (current := self._following(machine)) is not None:
+            if current.reader not in readers:
+                return
             before, read_alike = machine.pos, self._alike.get(current.ref)
             if read_alike is not None:
                 read_alike(machine)
@@ -350,7 +354,7 @@ class Shortcuts:
         before = machine.state()
         machine.replace_top(tensor, match.end(), memo.count, memo.kept)
         below = len(machine.stack)
-        self._read_all(machine)
+        self._read_all(machine, [self._chunk])  # nothing that would nest
         chunks += machine.stack[below:]
         end = _APPENDED[bool(opened)] if chunks else b"ub"
         if bool(opened) != (len(chunks) > 1) or not machine.data.startswith(end, machine.pos):

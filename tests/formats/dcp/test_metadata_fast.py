@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,3 +128,27 @@ def test_what_torch_pickles(
         (key.fqn, tuple(key.offset)): (place.relative_path, place.offset, place.length, ())
         for key, place in items.items()
     }
+
+
+def test_tensors_inside_tensors_take_no_more_steps_than_bytes() -> None:
+    """Each opens a list of chunks in which the next one stands; none of them ends."""
+    data = WHOLE[0]
+    head = next(
+        re.finditer(
+            rb"h.\)\x81\x94}\x94\(h.h.\)\x81\x94\(.{5,20}?t\x94b.{5,20}?h.\]\x94\(", data, re.DOTALL
+        )
+    )
+    nested = data[: head.start()] + (head.group() * 300 + b"N") * 16
+    check_same(nested)
+    assert count_calls(lambda: outcome(nested, fast=True)) < 8 * len(nested)
+
+
+def count_calls(act: Callable[[], object]) -> int:
+    """Count the calls of functions, which unlike seconds are always the same."""
+    events: Counter[str] = Counter()
+    sys.setprofile(lambda _frame, event, _argument: events.update([event]))
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return events["call"]
