@@ -41,6 +41,7 @@ _INDEX_TAIL = re.compile(_REF + _COUNT + _REF + _SIZE + _BUILT, re.DOTALL)
 _INFO_TAIL = re.compile(_REF + _INT + _REF + _INT + _BUILT, re.DOTALL)
 _SHORT_TEXT = 0x8C
 _NAME = rb"(h.|j....|\x8c.[^\x94]*\x94)"  # a text with this byte in it is read alone
+_MAX_ROWS = 64  # expressions: torch writes a handful of forms, and each takes long to compile
 _BLOCK = 4096  # instances; their groups are in memory at a time
 _TENSOR_HEAD = re.compile(
     re.escape(_OPENED) + _REF + _REF + re.escape(b")\x81\x94(") + _REF + _FIELDS + b"t\x94b"
@@ -155,7 +156,7 @@ class Shortcuts:
             read = current.reader(machine)
             if read is None:
                 return
-            form = (current.ref, *read) if read else ()
+            form = (current.ref, *read) if read and len(self._rows) < _MAX_ROWS else ()
             if form and current.reader == self._chunk:
                 self._alike[current.ref] = partial(self._read_chunks, form)
             elif form and index:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from pickletools import genops
 
 import pytest
 import torch
@@ -141,6 +143,27 @@ def test_tensors_inside_tensors_take_no_more_steps_than_bytes() -> None:
     nested = data[: head.start()] + (head.group() * 300 + b"N") * 16
     check_same(nested)
     assert count_calls(lambda: outcome(nested, fast=True)) < 8 * len(nested)
+
+
+def test_fields_named_anew_for_each_chunk_compile_few_expressions() -> None:
+    """Names of fields that are written again and again, and chunks that refer to another each."""
+    data = WHOLE[0]
+    chunk = next(
+        re.finditer(
+            rb"(h.\)\x81\x94}\x94\()h.(h.K.{1,20}?R\x94h.h.K.{1,20}?R\x94ub)", data, re.DOTALL
+        )
+    )
+    before = data[: chunk.start()]
+    known = sum(
+        op.name == "MEMOIZE" for op, _, position in genops(data) if position < chunk.start()
+    )
+    names = b"\x8c\x07offsets\x94" * 500
+    chunks = [
+        chunk[1] + b"j" + struct.pack("<I", known + i // 2) + chunk[2] for i in range(2, 1000)
+    ]
+    hostile = before + names + b"".join(chunks) + b"."
+    check_same(hostile)
+    assert count_calls(lambda: outcome(hostile, fast=True)) < 8 * len(hostile)
 
 
 def count_calls(act: Callable[[], object]) -> int:
