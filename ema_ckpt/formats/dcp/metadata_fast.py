@@ -156,12 +156,22 @@ class Shortcuts:
             read = current.reader(machine)
             if read is None:
                 return
-            form = (current.ref, *read) if read and len(self._rows) < _MAX_ROWS else ()
-            if form and current.reader == self._chunk:
-                self._alike[current.ref] = partial(self._read_chunks, form)
-            elif form and index:
-                self._alike[index[0]] = partial(self._read_items, index + form)
-            index = form if current.reader == self._index else ()
+            index = self._remember(current, read, index)
+
+    def _remember(self, read: _Class, form: Form, index: Form) -> Form:
+        """Note the form of an instance, by which those alike are read; return it of an index.
+
+        Args:
+            index: the same of the instance before it.
+        """
+        if not form or len(self._rows) >= _MAX_ROWS:
+            return ()
+        form = (read.ref, *form)
+        if read.reader == self._chunk:
+            self._alike[read.ref] = partial(self._read_chunks, form)
+        elif index and read.reader == self._place:
+            self._alike[index[0]] = partial(self._read_items, index + form)
+        return form if read.reader == self._index else ()
 
     def _ref_before(self, machine: Machine, named: Global) -> bytes:
         """Return the opcode, just before this position, that pushed a class; empty if in doubt."""
