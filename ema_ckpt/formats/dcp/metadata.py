@@ -235,7 +235,7 @@ def _add_paths(
         if name in entries:
             result.paths[name] = _path(path, name, max_index, where)
         else:
-            spare.append(str(name) if isinstance(name, str | int) else type(name).__name__)
+            spare.append(str(name) if isinstance(name, str | int) else "?")
     result.spare = tuple(spare)
 
 
