@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.local_ports import free_port, wait_for_server
 
 SLOW_DOWN = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code>'
@@ -28,9 +29,7 @@ class S3Server:
     """moto, which keeps objects in memory, or nanio, which keeps them as files; in a process of its own."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         place = [f"--data-dir={folder}", "--host=127.0.0.1", "--log-level=error"]
         arguments = {
             "moto": ["moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
@@ -42,15 +41,7 @@ class S3Server:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                if time.monotonic() > deadline or self._process.poll() is not None:
-                    raise
-                time.sleep(0.1)
+        wait_for_server(self._process, self.port)
 
     def stop(self) -> None:
         self._process.kill()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import CollectiveError
 from ema_ckpt.core.text import format_ranks
 from tests.distributed.launcher import WorkersFailed, run
+from tests.local_ports import free_port
 
 
 def _refused(call: str, timeout: float) -> str:
@@ -178,9 +178,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("when", ["meeting", "connected"])
 def test_a_rank_that_keeps_the_store_and_dies_is_named(when: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     workers = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _WORKER, str(rank), port, when],

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 import ema_ckpt
 from ema_ckpt.storage.stage_names import stages_of
 from tests.checkpoints import save_dcp
+from tests.local_ports import free_port
 
 REPO = Path(__file__).parents[2]
 
@@ -34,12 +34,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree["big"] = torch.randn(21_000, 1000, generator=generator)
     tree["turned"] = torch.randn(1000, 17_000, generator=generator).t()
     return save_dcp(tmp_path_factory.mktemp("source") / "step_1", {"model": tree})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(

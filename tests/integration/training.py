@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from tests.local_ports import free_port
 
 GLOBAL_BATCH = 12
 
@@ -44,12 +45,6 @@ def as_launched(port: int = 0) -> tuple[int, int]:
         "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     return rank, world
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def keep(state: dict[str, torch.Tensor], file: Path) -> None:

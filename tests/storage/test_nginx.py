@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import torch
 
 import ema_ckpt
 from tests.checkpoints import save_dcp
+from tests.local_ports import free_port, wait_for_server
 
 pytest.importorskip("aiohttp")
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
@@ -54,9 +54,7 @@ class Nginx:
     """A server of a directory, on a port of its own."""
 
     def __init__(self, root: Path, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         user = "user root;" if os.getuid() == 0 else ""
         self._log = folder / "access.log"
         config = folder / "nginx.conf"
@@ -68,14 +66,7 @@ class Nginx:
         self.process = subprocess.Popen(
             self._command, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                assert self.process.poll() is None and time.monotonic() < deadline, "nginx failed"
-                time.sleep(0.05)
+        wait_for_server(self.process, self.port)
 
     def url(self, name: str = "") -> str:
         return f"http://127.0.0.1:{self.port}/{name}"

@@ -80,7 +80,7 @@ class _Class(NamedTuple):
 class _Row:
     """Instances alike, one after the other: literal opcodes, and expressions, in turn.
 
-    Every expression is one group; one that is given between groups without parentheses is skipped.
+    An expression is one group, or none, as `_COUNT`: what it matches is not needed.
     """
 
     def __init__(self, parts: Sequence[bytes]) -> None:
