@@ -108,7 +108,9 @@ class ItemList:
         for tensor in self._tensors:
             dtype = tensor.dtype.name
             for chunk in tensor.chunks:
-                if chunk.nbytes and chunk.offset + chunk.nbytes <= sizes.get(chunk.file, -1):
+                # An item of no bytes that should hold elements is read too: it is damaged.
+                is_item = chunk.nbytes > 0 or 0 not in chunk.sizes
+                if is_item and chunk.offset + chunk.nbytes <= sizes.get(chunk.file, -1):
                     kind = ItemKind(chunk.nbytes, dtype, chunk.sizes)
                     entry = chunk.offset, number, kinds.setdefault(kind, len(kinds))
                     by_file.setdefault(chunk.file, []).append(entry)

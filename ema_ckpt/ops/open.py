@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.nearest_names import nearest
@@ -174,6 +175,7 @@ class Checkpoint:
         import_torch("reading a tensor")
         import torch
 
+        prove(tensor)
         dtype: torch.dtype = getattr(torch, tensor.dtype.name)
         if not tensor.numel:
             return torch.empty(tensor.shape, dtype=dtype)

@@ -345,6 +345,19 @@ def test_swapped_rank_files_are_found_by_digest(tmp_path: Path) -> None:
     assert "another save's" in found.problems[0].message
 
 
+def test_an_item_of_no_bytes_that_should_hold_elements_is_damage(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "one", {"model": {"w": torch.ones(3), "none": torch.ones(0)}})
+    metadata = FileSystemReader(source).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "model.w":
+            metadata.storage_data[index] = replace(place, length=0)
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    for quick in (False, True):
+        found = verify(source, quick=quick)
+        assert found.status == "damaged"
+        assert [(p.code, p.tensor) for p in found.problems] == [("bad-header", "model.w")]
+
+
 def test_swapped_shards_are_found(tmp_path: Path) -> None:
     state = {"a": torch.arange(8.0), "b": torch.arange(8.0) + 1}
     torch.save(state, tmp_path / "s.pt")

@@ -210,6 +210,31 @@ def storage_of(pid: object) -> StorageRef | Opaque:
     return StorageRef(key, dtype, numel)
 
 
+class Storages:
+    """Makes the storages of one pickle. torch takes the first that it meets of each key for all."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, StorageRef] = {}
+
+    def add(self, pid: object) -> StorageRef | Opaque:
+        """Return the storage that a persistent id means, which must be the same each time.
+
+        Raises:
+            SourceError: `unreadable`.
+        """
+        storage = storage_of(pid)
+        if isinstance(storage, Opaque):
+            return storage
+        first = self.by_key.setdefault(storage.key, storage)
+        if first != storage:
+            a, b = (
+                f"{one.numel} of {one.dtype.name if one.dtype else 'bytes'}"
+                for one in (first, storage)
+            )
+            raise _bad(f"the storage {storage.key!r} has {a} in one place and {b} in another")
+        return first
+
+
 def load_tensor(data: bytes, where: str) -> TensorRef:
     """Read a `data.pkl` that holds one tensor.
 
@@ -240,5 +265,5 @@ def load_value(
         UnsafeError: `unsafe-pickle` for known executors, and with `strict` for any unlisted call.
     """
     return loads(
-        data, TENSOR_GLOBALS, where=where, persistent=storage_of, strict=strict, prepare=prepare
+        data, TENSOR_GLOBALS, where=where, persistent=Storages().add, strict=strict, prepare=prepare
     )

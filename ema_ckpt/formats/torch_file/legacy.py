@@ -17,7 +17,7 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.arrays import ARRAY_GLOBALS, Array
 from ema_ckpt.formats.pickle.machine import LocatedBytes, load_at
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque, within
-from ema_ckpt.formats.pickle.tensors import TENSOR_GLOBALS, StorageRef, TensorRef, storage_of
+from ema_ckpt.formats.pickle.tensors import TENSOR_GLOBALS, StorageRef, Storages, TensorRef
 from ema_ckpt.formats.torch_file.lenient import LenientGlobals, Unreadable
 from ema_ckpt.formats.torch_zip.reader import Archive, Record, Window
 
@@ -77,7 +77,7 @@ class _Reader:
         return Pickled(first, Archive(self.file, self.records, window), end, swapped)
 
     def load(
-        self, data: bytes, position: int, storages: dict[str, StorageRef] | None = None
+        self, data: bytes, position: int, storages: Storages | None = None
     ) -> tuple[object, int]:
         """Read one pickle; the storages that it refers to are added to `storages`."""
         persistent = None if storages is None else partial(_storage, storages)
@@ -97,7 +97,7 @@ class _Reader:
         Records are named by the position of their bytes; returns the value, where its pickles end,
         and whether its numbers are big-endian.
         """
-        storages: dict[str, StorageRef] = {}
+        storages = Storages()
         _, position = self.load(data, position)
         machine, position = self.load(data, position)
         value, position = self.load(data, position, storages)
@@ -106,7 +106,7 @@ class _Reader:
             raise SourceError("unreadable", f"{self.file}: lists no storages", file=self.file)
         offset = start + end
         for key in keys:
-            storage = storages.get(key) if isinstance(key, str) else None
+            storage = storages.by_key.get(key) if isinstance(key, str) else None
             if storage is None:
                 message = f"{self.file}: holds a storage {key!r} that no tensor refers to"
                 raise SourceError("unreadable", message, file=self.file)
@@ -149,12 +149,11 @@ class _Reader:
         return StorageRef(key, storage.dtype, storage.numel)
 
 
-def _storage(storages: dict[str, StorageRef], pid: object) -> object:
+def _storage(storages: Storages, pid: object) -> object:
     """Return the storage of a persistent id, which has a sixth part: the view that it is."""
     if not isinstance(pid, tuple) or len(pid) != 6 or pid[0] != "storage" or pid[5] is not None:
         return Opaque("torch", "persistent", (pid,), called=False)
-    storage = storage_of(pid[:5])
+    storage = storages.add(pid[:5])
     if isinstance(storage, Opaque):
         raise SourceError("unsupported", f"a storage of class {storage.name} is not read")
-    storages[storage.key] = storage
     return storage

@@ -147,11 +147,16 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
         raise window.bad(f"its records lie in several folders: {shown(sorted(folders))}")
     has_checksums = any(entry.crc for entry in entries)
     records: dict[str, Record] = {}
+    folded: set[str] = set()
     for entry in entries:
         name = entry.name.partition("/")[2] or entry.name
         if name in records:
             raise window.bad(f"the record {name!r} stands twice")
         start = offset + _data_start(window, entry)
+        # torch looks names up without regard to case: another name would be another's bytes.
+        if name.lower() in folded:
+            raise window.bad(f"the record {name!r} stands twice, in other letter case")
+        folded.add(name.lower())
         records[name] = Record(name, start, entry.nbytes, entry.crc if has_checksums else None)
     return Archive(file, records, window, nbytes - end)
 
@@ -176,18 +181,35 @@ def _end_of_archive(window: Window) -> int:
 def _directory_span(window: Window) -> tuple[int, int, int]:
     """Locate the central directory (zip64 followed): its start, size and number of entries."""
     end_start = window.nbytes - END.size
-    _, _, _, _, count, size, start, _ = END.unpack(window.read(end_start, END.size))
-    if count == MAX_U16 or MAX_U32 in (size, start):
-        locator = LOCATOR64.unpack(window.read(end_start - LOCATOR64.size, LOCATOR64.size))
-        if locator[0] != b"PK\6\7":
-            raise window.bad("its zip64 locator is missing")
-        end64 = END64.unpack(window.read(locator[2], END64.size))
-        if end64[0] != b"PK\6\6":
-            raise window.bad("its zip64 end record is missing")
-        count, size, start = end64[7:]
+    end = END.unpack(window.read(end_start, END.size))
+    disks, counts, span = end[1:3], end[3:5], end[5:7]
+    locator_start = end_start - LOCATOR64.size
+    locator = window.read(locator_start, LOCATOR64.size) if locator_start >= 0 else b""
+    if locator.startswith(b"PK\6\7"):
+        # Readers differ on which of the two end records they follow, so both must say the same.
+        wide = _end64(window, locator)
+        fields = zip((*disks, *counts, *span), wide, (MAX_U16,) * 4 + (MAX_U32,) * 2, strict=True)
+        if any(narrow not in (value, most) for narrow, value, most in fields):
+            raise window.bad("its two end records contradict each other")
+        disks, counts, span = wide[:2], wide[2:4], wide[4:]
+    elif MAX_U16 in counts or MAX_U32 in span:
+        raise window.bad("its zip64 locator is missing")
+    if any(disks) or counts[0] != counts[1]:
+        raise window.bad("its end record speaks of other parts: not written by torch.save")
+    (size, start), count = span, counts[1]
     if size > _MAX_DIRECTORY_NBYTES or count * CENTRAL.size > size:
         raise window.bad("its directory has an impossible size")
     return start, size, count
+
+
+def _end64(window: Window, locator: bytes) -> tuple[int, ...]:
+    """Return two numbers of disks, two of entries, size and start of the directory (zip64)."""
+    _, disk, position, disks = LOCATOR64.unpack(locator)
+    end64 = END64.unpack(window.read(position, END64.size))
+    if end64[0] != b"PK\6\6" or disk or disks != 1:
+        raise window.bad("its zip64 end record is missing, or in another part")
+    fields: tuple[int, ...] = end64[4:]
+    return fields
 
 
 def read_directory(window: Window) -> tuple[int, list[CentralRecord]]:
@@ -207,7 +229,7 @@ def read_directory(window: Window) -> tuple[int, list[CentralRecord]]:
         flags, method, crc, packed, nbytes = fields[3], fields[4], *fields[7:10]
         name_nbytes, extra_nbytes, comment_nbytes, header = *fields[10:13], fields[16]
         following = body + name_nbytes + extra_nbytes + comment_nbytes
-        if fields[0] != b"PK\1\2" or following > size:
+        if fields[0] != b"PK\1\2" or fields[13] or following > size:
             raise window.bad("its directory is malformed")
         name = data[body : body + name_nbytes].decode("utf-8", "backslashreplace")
         extra = data[body + name_nbytes : body + name_nbytes + extra_nbytes]

@@ -1,0 +1,100 @@
+"""Storages that a pickle names several times, against torch."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+import ema_ckpt
+
+
+class Storage:
+    def __init__(self, kind: type, numel: int) -> None:
+        self.id = ("storage", kind, "0", "cpu", numel)
+
+
+class View:
+    """What torch rebuilds from a storage, from element 0 on."""
+
+    def __init__(self, storage: Storage, *dtype: torch.dtype) -> None:
+        self.storage, self.dtype = storage, dtype
+
+    def __reduce__(self):
+        rebuild = torch._utils._rebuild_tensor_v3 if self.dtype else torch._utils._rebuild_tensor_v2
+        return rebuild, (self.storage, 0, (4,), (1,), False, OrderedDict(), *self.dtype)
+
+
+def write(path: Path, value: object) -> None:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, one: object) -> object:
+            return one.id if isinstance(one, Storage) else None
+
+    data = io.BytesIO()
+    Pickler(data, 2).dump(value)
+    write_archive(path, data.getvalue())
+
+
+def write_archive(path: Path, data: bytes) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/data/0", bytes(range(16)))
+        archive.writestr("archive/version", "3\n")
+
+
+HALF = View(Storage(torch.HalfStorage, 8))
+FLOAT = View(Storage(torch.FloatStorage, 4))
+UINT16 = View(Storage(torch.UntypedStorage, 16), torch.uint16)
+
+
+@pytest.mark.parametrize("first", [HALF, UINT16])
+def test_a_storage_of_two_types_is_refused(tmp_path: Path, first: View) -> None:
+    """torch gives every tensor the type that it meets first, whatever the others say."""
+    path = tmp_path / "two.pt"
+    write(path, {"a": first, "b": FLOAT})
+    assert torch.load(path)["b"].dtype != torch.float32, "or there is nothing to guard against"
+    with pytest.raises(ema_ckpt.SourceError, match="in one place and") as caught:
+        ema_ckpt.open(path)
+    assert caught.value.code == "unreadable"
+    assert ema_ckpt.verify(path).status == "damaged"
+
+
+def test_a_storage_of_one_type_is_read_as_torch_does(tmp_path: Path) -> None:
+    path = tmp_path / "one.pt"
+    write(path, {"a": FLOAT, "b": View(Storage(torch.FloatStorage, 4), torch.float16)})
+    expected = torch.load(path)
+    with ema_ckpt.open(path) as checkpoint:
+        for name in ("a", "b"):
+            assert checkpoint[name].dtype == expected[name].dtype
+            assert checkpoint[name].equal(expected[name])
+
+
+def test_a_storage_of_two_types_before_zip_files(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    value = {"a": torch.zeros(4), "b": torch.zeros(2, dtype=torch.float64)}
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+    raw = path.read_bytes()
+    keys = [str(one.untyped_storage()._cdata).encode() for one in value.values()]
+    assert all(key in raw for key in keys)
+    path.write_bytes(raw.replace(keys[1], keys[0].ljust(len(keys[1]))[: len(keys[1])]))
+    with pytest.raises(ema_ckpt.SourceError, match="in one place and"):
+        ema_ckpt.open(path)
+
+
+def test_a_storage_of_a_class_that_torch_has_not_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.pt"
+    write(path, {"a": FLOAT})
+    with zipfile.ZipFile(path) as archive:
+        data = archive.read("archive/data.pkl")
+    write_archive(path, data.replace(b"FloatStorage", b"ComplexHalfStorage"))
+    with ema_ckpt.open(path) as checkpoint:
+        with pytest.raises(ema_ckpt.SourceError) as caught:
+            checkpoint["a"]
+        with pytest.raises(ema_ckpt.SourceError):
+            checkpoint.state_dict("")
+    assert caught.value.code == "unsupported"

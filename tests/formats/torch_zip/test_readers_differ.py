@@ -1,0 +1,97 @@
+"""Archives that torch's reader and another read differently: refused, never read as only one does."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import ema_ckpt
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.formats.torch_zip.reader import END, END64, LOCATOR64
+
+W = torch.arange(4.0)
+
+
+def saved(value: torch.Tensor) -> bytes:
+    out = io.BytesIO()
+    torch.save({"w": value}, out)
+    return out.getvalue()
+
+
+def refuses(path: Path, problem: str) -> None:
+    with pytest.raises(SourceError, match=problem) as caught:
+        ema_ckpt.open(path)
+    assert caught.value.code == "bad-header"
+    assert ema_ckpt.verify(path).status == "damaged"
+
+
+def two_directories() -> bytes:
+    """Two whole archives; the zip64 record leads to the second, the end record to the first."""
+    first, second = saved(W), saved(W + 100)
+    *_, count, size, start, _ = END.unpack(first[-END.size :])
+    directory = bytearray(second[start : start + size])
+    at = 0
+    while at < size:
+        lengths = struct.unpack_from("<HHH", directory, at + 28)
+        header = struct.unpack_from("<L", directory, at + 42)[0]
+        struct.pack_into("<L", directory, at + 42, header + start)
+        at += 46 + sum(lengths)
+    both = first[:start] + second[:start]
+    other = len(both) + size
+    end64 = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, other)
+    locator = LOCATOR64.pack(b"PK\6\7", 0, other + size, 1)
+    end = END.pack(b"PK\5\6", 0, 0, count, count, size, len(both), 0)
+    return both + first[start : start + size] + directory + end64 + locator + end
+
+
+def test_two_end_records_that_lead_to_other_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "two.pt"
+    path.write_bytes(two_directories())
+    assert torch.load(path)["w"].equal(W + 100)
+    refuses(path, "contradict each other")
+
+
+def with_twin(name: str) -> bytes:
+    """The archive with a record of the same name in capitals behind the first, of other bytes."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(W))) as source, zipfile.ZipFile(out, "w") as target:
+        for info in source.infolist():
+            target.writestr(info.filename, source.read(info))
+            if info.filename.endswith(name):
+                folder = info.filename.removesuffix(name)
+                other = source.read(info).replace(b"w", b"z")[:: 1 if name == "data.pkl" else -1]
+                target.writestr(folder + name.upper(), other)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "data/0"])
+def test_names_that_differ_in_case_alone(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "twin.pt"
+    path.write_bytes(with_twin(name))
+    refuses(path, "in other letter case")
+
+
+def test_torch_looks_records_up_without_regard_to_case(tmp_path: Path) -> None:
+    path = tmp_path / "twin.pt"
+    path.write_bytes(with_twin("data.pkl"))
+    assert list(torch.load(path)) == ["z"], "or the test above guards against nothing"
+
+
+END64_BACK = END.size + LOCATOR64.size + END64.size
+
+
+@pytest.mark.parametrize("back", [END.size + 4, END64_BACK - 16, END64_BACK - 24])
+def test_archives_of_several_parts(tmp_path: Path, back: int) -> None:
+    """The number of disks in the locator; this disk, and the entries on it, in the zip64 record."""
+    raw = bytearray(saved(W))
+    raw[-back] ^= 1
+    path = tmp_path / "parts.pt"
+    path.write_bytes(raw)
+    with pytest.raises(RuntimeError):
+        torch.load(path)
+    refuses(path, "damaged zip archive")
