@@ -70,7 +70,7 @@ def summary_line(result: DiffResult) -> str:
     parts = ["no tensor compared"]
     if result.compared:
         parts = [
-            f"{counted(result.compared, 'tensor')} compared, {result.identical} identical",
+            f"{counted(result.compared, 'tensor')} compared, {_identical(result)}",
             f"relative L2 {_number(summary.rel_l2)}",
             f"max |a-b| {_number(summary.max_abs)}",
             f"cosine {_number(summary.cosine, '.6f')}",
@@ -81,6 +81,14 @@ def summary_line(result: DiffResult) -> str:
         names = counted(len(result.only_in_a), "name")
         parts.append(f"{shapes}, {names} only in a, {len(result.only_in_b)} only in b")
     return "; ".join(parts)
+
+
+def _identical(result: DiffResult) -> str:
+    """Count the pairs of equal values, and those whose bytes or types differ all the same."""
+    if result.same_bits is None:
+        return f"{result.identical} identical"
+    others = result.identical - result.same_bits
+    return f"{result.identical} identical in value, {others} of them not in bits or dtype"
 
 
 def _number(value: float, digits: str = ".3g") -> str:

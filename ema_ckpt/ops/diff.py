@@ -238,8 +238,11 @@ def _result(compared: ComparedTrees) -> DiffResult:
     a, b, pairing = compared.a, compared.b, compared.pairing
     total = PairStats.total(list(compared.stats.values()))
     tensors = []
+    identical = same_bits = 0
     for name, x, y in pairing.pairs:
         stats = compared.stats[name]
+        identical += not stats.unequal
+        same_bits += stats.same_bits and x.dtype == y.dtype
         numbers = x.numel * (2 if "complex" in (x.dtype.kind, y.dtype.kind) else 1)
         tensor = DiffTensor(
             name=name,
@@ -264,7 +267,7 @@ def _result(compared: ComparedTrees) -> DiffResult:
         tree_a=a.tree.name,
         tree_b=b.tree.name,
         compared=len(pairing.pairs),
-        identical=sum(not stats.unequal for stats in compared.stats.values()),
+        identical=identical,
         only_in_a=pairing.only_in_a,
         only_in_b=pairing.only_in_b,
         mismatched=tuple(
@@ -274,6 +277,7 @@ def _result(compared: ComparedTrees) -> DiffResult:
         tensors=tuple(tensors),
         summary=DiffSummary(total.rel_l2, total.largest, total.cosine, total.changed),
         findings=find_all(compared),
+        same_bits=None if same_bits == identical else same_bits,
         dequantized_a=_compared_values(a),
         dequantized_b=_compared_values(b),
     )

@@ -236,6 +236,35 @@ def test_names_on_one_side_and_other_shapes(tmp_path: Path) -> None:
     assert codes(result) == ["keys-differ"]
 
 
+def test_equal_values_of_other_bits_or_types_are_told(tmp_path: Path) -> None:
+    nan = torch.tensor([0x7FC00000], dtype=torch.int32)
+    a = {
+        "same": torch.ones(2),
+        "zero": torch.tensor([0.0]),
+        "nan": nan.view(torch.float32),
+        "wide": torch.ones(3),
+        "none": torch.ones(0),
+        "truth": torch.tensor([1], dtype=torch.uint8).view(torch.bool),
+    }
+    b = {
+        "same": torch.ones(2),
+        "zero": torch.tensor([-0.0]),
+        "nan": (nan + 1).view(torch.float32),
+        "wide": torch.ones(3, dtype=torch.float64),
+        "none": torch.ones(0, dtype=torch.int64),
+        "truth": torch.tensor([2], dtype=torch.uint8).view(torch.bool),
+    }
+    paths = tmp_path / "a.pt", tmp_path / "b.pt"
+    for state, path in zip((a, b), paths, strict=True):
+        torch.save(state, path)
+    found = diff(*paths)
+    assert (found.identical, found.same_bits, found.summary.changed) == (6, 1, 0)
+    printed = run(*paths).stdout
+    assert "6 tensors compared, 6 identical in value, 5 of them not in bits or dtype" in printed
+    assert json.loads(run(*paths, "--json").stdout)["same_bits"] == 1
+    assert diff(paths[0], paths[0]).same_bits is None
+
+
 def test_generator_is_paired_with_its_own_average(tmp_path: Path) -> None:
     state = {
         name: {"w": torch.full((2,), value)}

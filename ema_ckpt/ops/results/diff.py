@@ -76,6 +76,8 @@ class DiffResult(_PairStatsSlot):
 
     Attributes:
         a, b: what was named. resolved_a, resolved_b: the checkpoints that they stood for.
+        identical: pairs of equal values. same_bits: those of one dtype and the same bytes too;
+            where that is all of them None, and no field of the JSON.
         dequantized_a, dequantized_b: quantised weights that were compared as values; without any
             None, and no field of the JSON.
     """
@@ -95,6 +97,7 @@ class DiffResult(_PairStatsSlot):
     tensors: tuple[DiffTensor, ...]
     summary: DiffSummary
     findings: tuple[Diagnostic, ...]
+    same_bits: int | None = field(default=None, metadata={"json": "if set"})
     dequantized_a: tuple[QuantizedEntry, ...] | None = field(
         default=None, metadata={"json": "if set"}
     )
