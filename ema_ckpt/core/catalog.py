@@ -6,9 +6,10 @@ frozen; shapes and boxes are in elements, spans in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -213,6 +214,23 @@ class Nesting:
 
     keys: Mapping[Path, object] = field(default_factory=dict)
     tuples: frozenset[Path] = frozenset()
+
+    def moved(self, paths: Iterable[tuple[Path, Path]]) -> Nesting:
+        """Return the facts for new paths, each given behind the one it had."""
+        keys: dict[Path, object] = {}
+        tuples: set[Path] = set()
+        for old, new in paths if self.keys or self.tuples else ():
+            # A rename touches the front of a path, a dropped wrapper any part of it.
+            shifts = {0, len(new) - len(old)}
+            for shift, (index, part) in product(shifts, enumerate(old)):
+                there = index + shift
+                if not 0 <= there < len(new) or new[there] != part:
+                    continue
+                if old[: index + 1] in self.keys:
+                    keys[new[: there + 1]] = self.keys[old[: index + 1]]
+                if old[:index] in self.tuples:
+                    tuples.add(new[:there])
+        return Nesting(keys, frozenset(tuples))
 
 
 class RankPrivate(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Any
 
 from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError, TargetError
-from ema_ckpt.core.write_plan import OutputObject, OutputTensor
 from ema_ckpt.formats.pickle.safe_globals import Opaque, parts_of
 
 Path = tuple[str | int, ...]
@@ -134,28 +133,6 @@ def _inside(value: object, opened: tuple[type, ...]) -> Iterator[object]:
         yield inner
         if isinstance(inner, opened):
             pending.extend(inner.values() if isinstance(inner, dict) else inner)  # type: ignore[arg-type]
-
-
-def moved(nesting: Nesting, items: Iterable[OutputTensor | OutputObject]) -> Nesting:
-    """Return the facts of `nesting` for the paths that `items` are written at."""
-    keys: dict[Path, object] = {}
-    tuples: set[Path] = set()
-    if not nesting.keys and not nesting.tuples:
-        return nesting
-    for item in items:
-        old, new = item.source.path, item.path
-        # A rename touches the front of a path, a dropped wrapper any part of it.
-        shifts = {0, len(new) - len(old)}
-        for shift in shifts:
-            for index, part in enumerate(old):
-                there = index + shift
-                if not 0 <= there < len(new) or new[there] != part:
-                    continue
-                if old[: index + 1] in nesting.keys:
-                    keys[new[: there + 1]] = nesting.keys[old[: index + 1]]
-                if old[:index] in nesting.tuples:
-                    tuples.add(new[:there])
-    return Nesting(keys, frozenset(tuples))
 
 
 class _Node(dict[str | int, Any]):

@@ -13,7 +13,6 @@ from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.formats.nesting import moved
 from ema_ckpt.ops.dequantize import dequantize
 from ema_ckpt.ops.files_beside import needed_files
 from ema_ckpt.ops.object_plan import left_out, plan_objects, rank_keyed, refuse_skipped
@@ -128,13 +127,15 @@ def _transfer(
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]
             warnings += [*rank_keyed(names), *low_precision_casts(tensors, trees)]
             split = tensors_to_split(catalog, trees, tensors)
+        paths = [(entry.source.path, entry.path) for entry in selection.entries]
+        paths += [(item.source.path, item.path) for item in selection.objects]
         plan, ties = plan_for(
             output,
             catalog,
             tensors,
             objects=objects.kept,
             split=split,
-            nesting=moved(catalog.nesting, [*selection.entries, *selection.objects]),
+            nesting=catalog.nesting.moved(paths),
             expand_ties=options.expand_ties,
         )
         job = PlannedWrite(

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
 from ema_ckpt.core.errors import UsageError
-from ema_ckpt.core.names import OPTIMIZER
 from ema_ckpt.ops.results.write import AppliedRules, RuleChange, Skipped
 from ema_ckpt.state_dicts.selection import Selection
 from ema_ckpt.state_dicts.ties import with_dropped
-from ema_ckpt.state_dicts.tree import Tree, list_trees, of_role
+from ema_ckpt.state_dicts.tree import Tree, list_trees
 
 if TYPE_CHECKING:
     from ema_ckpt.state_dicts.rules.ruled_catalog import Change, RuledCheckpoint
@@ -61,6 +60,7 @@ class RuledSource:
         if self.rules is None:
             return renamed, None
         written = {entry.name for entry in selection.entries}
+        written |= {item.name for item in selection.objects}
         applied = []
         for change in self.changes:
             before = [self.labels.get(name, name) for name in change.before]
@@ -87,27 +87,33 @@ def listed(catalog: Catalog, rules: Rules | None, *, expand_ties: bool) -> Catal
     return with_dropped(catalog) if expand_ties else catalog
 
 
-def rule_all(rules: Rules | None, catalog: Catalog, only: Sequence[str] = ()) -> RuledSource:
+def rule_all(
+    rules: Rules | None,
+    catalog: Catalog,
+    only: Sequence[str] = (),
+    *,
+    optimizers: bool = True,
+) -> RuledSource:
     """List the trees of a checkpoint, after rules if there are any.
 
     Args:
         only: what is written, as `--tree` names it; rules apply to the trees that have part in it.
+        optimizers: without it optimizer state is left out.
 
     Raises:
-        UsageError, SourceError: as rules raise; `unsupported` if `only` names an optimizer.
+        UsageError, SourceError: as rules raise; `unsupported` if `only` names an optimizer whose
+            state is left out.
     """
     trees = list_trees(catalog)
     if rules is None:
         return RuledSource(catalog, trees)
     from ema_ckpt.state_dicts.rules.ruled_catalog import apply_rules
 
-    wanted = trees
-    if only:
-        _refuse_optimizers(trees, only)
-        wanted = tuple([tree for tree in trees if _has_part(tree, only)])
-    ruled = _ruled(rules, apply_rules(rules, catalog, wanted or trees))
+    wanted = tuple([tree for tree in trees if _has_part(tree, only)]) if only else trees
     apart = [tree for tree in trees if wanted and tree not in wanted]
-    return replace(ruled, trees=(*ruled.trees, *apart))
+    named = bool(only and wanted)
+    done = apply_rules(rules, catalog, wanted or trees, apart, optimizers=optimizers, named=named)
+    return replace(_ruled(rules, done), trees=(*done.trees, *apart))
 
 
 def _has_part(tree: Tree, names: Sequence[str]) -> bool:
@@ -118,16 +124,6 @@ def _has_part(tree: Tree, names: Sequence[str]) -> bool:
         if own.startswith(below) or below.startswith(own) or own.endswith(f".{below}"):
             return True
     return False
-
-
-def _refuse_optimizers(trees: Sequence[Tree], names: Sequence[str]) -> None:
-    """Refuse a call that names an optimizer, or something in one."""
-    for tree in of_role(trees, OPTIMIZER):
-        for name in names:
-            if f"{name}.".startswith(f"{tree.name}.") or tree.name.endswith(f".{name}"):
-                message = f"tree {name!r}: optimizer state is not carried through rules"
-                remedy = "leave out --rules, or that tree"
-                raise UsageError("unsupported", f"{message}; {remedy}")
 
 
 def rule_one(
@@ -166,7 +162,7 @@ def _ruled(
 ) -> RuledSource:
     labels = labels or {}
     skipped = []
-    for item, reason in done.dropped:
+    for item, reason in (*done.dropped, *done.left_out):
         file = item.file if isinstance(item, Object) else item.first_file
         skipped.append(Skipped(labels.get(item.name, item.name), file or "", reason))
     return RuledSource(

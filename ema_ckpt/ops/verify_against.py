@@ -17,7 +17,7 @@ from ema_ckpt.analysis.audit import Audit
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import AccessError, EmaCkptError
-from ema_ckpt.core.names import EMA, canonical
+from ema_ckpt.core.names import EMA, OPTIMIZER, canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import as_written
@@ -28,7 +28,7 @@ from ema_ckpt.reading.digests import compute_digest, recorded_digest
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.state_dicts.ema_config import with_tied_names
-from ema_ckpt.state_dicts.tree import Tree, inner_names
+from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees, of_role
 from ema_ckpt.storage.files import is_url
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ def compare_with(
     catalog = open_catalog(origin.path)
     try:
         values = as_written(catalog, audit.catalog)
-        ruled = rule_all(origin.rules, listed(values, origin.rules, expand_ties=True))
+        source = listed(values, origin.rules, expand_ties=True)
+        # What was written without its optimizer is compared without it.
+        carried = bool(origin.rules) and of_role(list_trees(audit.catalog), OPTIMIZER)
+        ruled = rule_all(origin.rules, source, optimizers=bool(carried))
         _Comparison(audit, ruled.catalog, ruled.trees, threads).run(progress)
     finally:
         catalog.source.close()

@@ -40,23 +40,27 @@ class CheckpointReader:
     """Reader of one opened checkpoint; storages that are read whole are compared with their CRC-32.
 
     Args:
-        rules: for the names and layouts of its weights.
+        rules: for names and layouts. optimizers: whether these apply to optimizer state, which is
+            not read otherwise.
 
     Attributes:
         path: the checkpoint as messages name it.
         trees: its trees, in stored order. tree_names: their names.
         by_role: its trees by role and name.
-        rule_notes: what is to be said of the rules.
+        has_rules: whether rules apply. rule_notes: what is to be said of them.
+        left_out: optimizer state that rules do not carry, with the reason.
     """
 
-    def __init__(self, path: str, rules: Rules | None = None) -> None:
+    def __init__(self, path: str, rules: Rules | None = None, *, optimizers: bool = False) -> None:
         self.catalog = open_catalog(path)
         self.path = self.catalog.resolved
         self.trees = list_trees(self.catalog)
         self.tree_names = [tree.name for tree in self.trees]
+        self.has_rules = rules is not None
         self.rule_notes: list[str] = []
+        self.left_out: dict[str, str] = {}
         if rules is not None:
-            self._apply(rules)
+            self._apply(rules, optimizers)
         self.by_role: dict[str, dict[str, Tree]] = defaultdict(dict)
         for tree in self.trees:
             self.by_role[tree.role][tree.name] = tree
@@ -64,15 +68,17 @@ class CheckpointReader:
         verifier = ChecksumVerifier(self.catalog.source, enabled=True)
         self._boxes = BoxReader(_BLOCK_NBYTES, verifier)
 
-    def _apply(self, rules: Rules) -> None:
+    def _apply(self, rules: Rules, optimizers: bool) -> None:
         """Let rules make of the checkpoint what is restored."""
         try:
             listed = list_ties(self.catalog)
-            ruled = apply_rules(rules, listed, list_trees(listed))
+            ruled = apply_rules(rules, listed, list_trees(listed), optimizers=optimizers)
         except BaseException:
             self.catalog.source.close()
             raise
         self.catalog, self.trees = ruled.catalog, ruled.trees
+        if optimizers:
+            self.left_out = {item.name: reason for item, reason in ruled.left_out}
         self.rule_notes = [warning.message for warning in ruled.warnings]
 
     def close(self) -> None:

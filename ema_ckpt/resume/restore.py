@@ -72,9 +72,9 @@ def restore(
         missing_ema: `"seed"`: where there are no averages at all, they become the restored live
             weights and the counter 0.
         timeout: seconds to wait for the other ranks to call `restore` too.
-        rules: a file of rules for the names and layouts of weights and averages in the checkpoint,
-            the name of one that comes with the package, or what `load_rules` returned. Optimizers
-            are not restored through rules.
+        rules: a file of rules for the names and layouts in the checkpoint,
+            the name of one that comes with the package, or what `load_rules` returned. Optimizer
+            state goes through them too, if it is stored under names of parameters.
 
     Raises:
         CollectiveError: `rank-failed`: a rank did not come or died.
@@ -82,7 +82,7 @@ def restore(
             the checkpoint.
         StateError: inside `swap()`.
     """
-    _check_arguments(missing_ema, rules, optimizer)
+    _check_arguments(missing_ema)
     meet(_CALL, timeout)
     wait_for_background_save()
     ranks = open_channel("save")
@@ -90,7 +90,8 @@ def restore(
     with ExitStack() as stack:
         chosen, said = choose_checkpoints((path, ema_path), ranks, _CALL)
 
-        opening = partial(_open_readers, stack, chosen, rules)
+        carries = optimizer is not None
+        opening = partial(_open_readers, stack, chosen, rules, carries)
         readers = run_on_all_ranks(ranks, _CALL, opening)
         check_same_content(readers, ranks)
         said += hidden_averages(readers, ranks)
@@ -130,20 +131,27 @@ def _warn(found: Sequence[str], ranks: Channel) -> None:
             warnings.warn(warning, stacklevel=3)
 
 
-def _check_arguments(missing_ema: str, rules: object, optimizer: object) -> None:
+def _check_arguments(missing_ema: str) -> None:
     if missing_ema not in ("error", "seed"):
         raise UsageError("usage", f"missing_ema is 'error' or 'seed'; found {missing_ema!r}")
-    if rules is not None and optimizer is not None:
-        message = "restore: optimizer state is not carried through rules; leave out `optimizer`"
-        raise UsageError("usage", message)
 
 
 def _open_readers(
-    stack: ExitStack, paths: Sequence[str], rules: str | os.PathLike[str] | Rules | None
+    stack: ExitStack,
+    paths: Sequence[str],
+    rules: str | os.PathLike[str] | Rules | None,
+    optimizers: bool,
 ) -> list[CheckpointReader]:
-    """Open checkpoints, to be closed with `stack`; rules are read once, before any of them."""
+    """Open checkpoints, to be closed with `stack`; rules are read once, before any of them.
+
+    `optimizers`: whether optimizer state is read from the first of them.
+    """
     chosen = chosen_rules(rules)
-    return [stack.enter_context(closing(CheckpointReader(path, chosen))) for path in paths]
+    readers = []
+    for number, path in enumerate(paths):
+        reader = CheckpointReader(path, chosen, optimizers=optimizers and number == 0)
+        readers.append(stack.enter_context(closing(reader)))
+    return readers
 
 
 def hidden_averages(readers: list[CheckpointReader], ranks: Channel) -> list[str]:

@@ -88,8 +88,12 @@ class OptimizerRestorer(PartRestorer):
     def find_source(self) -> StoredOptimizer:
         """Find the stored state, in a file beside the weights if the checkpoint has none."""
         reader, live = self.reader, self.list_live_groups()
+        self.refuse_left_out()
         if not reader.by_role[OPTIMIZER]:
             beside = reader.beside(_FILES_BESIDE)
+            if beside is not None and reader.has_rules:
+                message = f"{beside.path} is not carried through rules; leave out `optimizer`"
+                raise reader.refusal("unsupported", message)
             if beside is not None:
                 reader.tree_names.append(beside.path)
                 self.findings.trees.append(beside.path)
@@ -98,6 +102,20 @@ class OptimizerRestorer(PartRestorer):
         self.findings.trees += trees if reader is self.reader else []
         names = {*self.shards, *self.context.remote_names}
         return name_state(reader, documents, live, names)
+
+    def refuse_left_out(self) -> None:
+        """Refuse state that rules do not carry, or note it if that is allowed."""
+        left_out = self.reader.left_out
+        if not left_out:
+            return
+        reason = next(iter(left_out.values()))
+        message = f"rules leave out {shown(list(left_out))}: {reason}"
+        if not self.reader.by_role[OPTIMIZER]:
+            raise self.reader.refusal("unsupported", f"{message}; leave out `optimizer`")
+        if self.context.strict:
+            message += "; strict=False restores the rest, or leave out `optimizer`"
+            raise self.reader.refusal("unsupported", message)
+        self.findings.warnings.append(message)
 
     def list_live_groups(self) -> list[LiveGroup]:
         """List the parameters of each live group, by the tensors that are stepped."""

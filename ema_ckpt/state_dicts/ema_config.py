@@ -189,14 +189,18 @@ def _as_count(value: object) -> int | None:
 
 def _read_value(catalog: Catalog, entry: Tensor | Object, open_objects: bool) -> object:
     if isinstance(entry, Tensor):
-        return _read_scalar(catalog, entry)
+        return read_scalar(catalog, entry)
     if entry.is_inline or (open_objects and entry.nbytes <= _MAX_NBYTES):
         return catalog.reader.load(entry)
     return None
 
 
-def _read_scalar(catalog: Catalog, tensor: Tensor) -> object:
-    """Read a tensor of one element and check its storage against the recorded checksum."""
+def read_scalar(catalog: Catalog, tensor: Tensor) -> object:
+    """Read a tensor of one element and check its storage against the recorded checksum.
+
+    Raises:
+        SourceError: `hole checksum`, or `unsupported` for an element of a large storage.
+    """
     name, dtype = tensor.name, tensor.dtype
     if dtype.name not in _CODES or tensor.numel != 1:
         return None

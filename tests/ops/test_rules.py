@@ -76,7 +76,7 @@ def training(folder: Path, tied: bool = False) -> Path:
     if tied:
         config["tied"] = {"embed.weight": ["head.weight"]}
     live = experts(1)
-    state = {name: {"exp_avg": torch.zeros_like(value)} for name, value in live.items()}
+    state = {name: {"exp_avg": value} for name, value in experts(3).items()}
     tree = {
         "model": live,
         "ema": {
@@ -109,12 +109,11 @@ def test_convert_takes_rules_to_every_weight_tree(tmp_path: Path) -> None:
     assert same(loaded["model"], fused(experts(1)))
     assert same(loaded["ema"]["weights"], fused(experts(2)))
     assert loaded["ema"]["num_updates"] == 4
-    assert "optimizer" not in loaded
-    reasons = {item.reason for item in result.skipped}
-    assert reasons == {"optimizer state is not carried through rules"}
-    assert any(item.name.startswith("optimizer.state.") for item in result.skipped)
-    with pytest.raises(EmaCkptError, match=r"--strict: .* would be left out: 'optimizer"):
-        convert(run, tmp_path / "strict.pt", rules=rules, strict=True)
+    state = loaded["optimizer"]["state"]
+    assert state.keys() == fused(experts(1)).keys()
+    assert same({n: entries["exp_avg"] for n, entries in state.items()}, fused(experts(3)))
+    assert loaded["optimizer"]["param_groups"] == [{"lr": 0.1, "params": list(fused(experts(1)))}]
+    assert result.skipped == ()
 
 
 def test_the_inverse_leads_back_through_every_format(tmp_path: Path) -> None:
@@ -352,6 +351,7 @@ def test_a_wrapper_prefix_that_is_kept_is_on_every_name(tmp_path: Path) -> None:
     run, rules = wrapped(tmp_path, "module.layers.{n}.{w}"), rules_file(tmp_path, RENAMED)
     bare = {"blocks.0.a", "blocks.1.a", "layers.0.b", "layers.1.b"}
     kept = {f"{tree}.module.{name}" for tree in ("model", "ema") for name in bare}
+    kept |= {f"optimizer.state.module.{name}.exp_avg" for name in bare}
     result = reshard(run, tmp_path / "resharded", 2, rules=rules)
     assert names_of(tmp_path / "resharded") == kept
     assert result.renamed["ema.module.layers.0.a"] == "ema.module.blocks.0.a"

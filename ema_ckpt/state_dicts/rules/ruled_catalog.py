@@ -6,17 +6,30 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Payload, Reader, Tensor
+from ema_ckpt.core.catalog import (
+    Catalog,
+    Diagnostic,
+    Nesting,
+    Object,
+    Path,
+    Payload,
+    Reader,
+    Tensor,
+)
+from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER
+from ema_ckpt.core.text import shown
 from ema_ckpt.state_dicts.ema_config import parse_config, with_tied_names
 from ema_ckpt.state_dicts.rules.constants import FilesWithConstants, constant_payload
+from ema_ckpt.state_dicts.rules.optimizer_entries import list_entries, weights_of
+from ema_ckpt.state_dicts.rules.ruled_optimizer import apply_to_optimizer
 from ema_ckpt.state_dicts.rules.ruled_tree import RuledTree, apply_to_tree
 from ema_ckpt.state_dicts.rules.rules import ConstantRule, Rules
 from ema_ckpt.state_dicts.rules.views import StoredViews
 from ema_ckpt.state_dicts.ties import with_dropped
 from ema_ckpt.state_dicts.tree import Tree
 
-_OPTIMIZER = "optimizer state is not carried through rules"
+_NOT_WANTED = "optimizer state is not read"
 
 
 class RuledReader:
@@ -51,7 +64,8 @@ class RuledCheckpoint:
     Attributes:
         trees: those that were given, in their order, without what is left out.
         changes: what became of what, by full names.
-        dropped: tensors and objects that are left out, with the reason.
+        dropped: tensors and objects that rules drop, with the reason.
+        left_out: optimizer state that they do not carry, with the reason.
         warnings: about rules whose inverse does not lead back.
         unwrapped: a stored name of which rules made one that lacks a wrapper prefix; None if none.
     """
@@ -60,6 +74,7 @@ class RuledCheckpoint:
     trees: tuple[Tree, ...]
     changes: tuple[Change, ...] = ()
     dropped: tuple[tuple[Tensor | Object, str], ...] = ()
+    left_out: tuple[tuple[Tensor | Object, str], ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     unwrapped: str | None = None
 
@@ -77,28 +92,42 @@ def list_ties(catalog: Catalog) -> Catalog:
 
 
 def apply_rules(
-    rules: Rules, catalog: Catalog, trees: Sequence[Tree], *, keeps_places: bool = True
+    rules: Rules,
+    catalog: Catalog,
+    trees: Sequence[Tree],
+    beside: Sequence[Tree] = (),
+    *,
+    keeps_places: bool = True,
+    optimizers: bool = True,
+    named: bool = False,
 ) -> RuledCheckpoint:
-    """Apply rules to the live weights and averages among `trees`; no weight is read.
+    """Apply rules to the weights, averages and optimizers among `trees`; no weight is read.
 
-    Optimizer state is left out. What is in the catalog and in none of `trees` stays.
+    Optimizer state that does not name its parameters is left out. What is in the catalog and in
+    none of `trees` stays.
 
     Args:
+        beside: other trees of the checkpoint, whose weights an optimizer may step.
         keeps_places: whether full names and paths matter, as where all trees are written.
+        optimizers: without it optimizer state is left out.
+        named: each of `trees` was asked for, so that an optimizer is carried or refused.
 
     Raises:
-        UsageError: `empty-selection` if a rule fits nothing; as rules raise.
+        UsageError: `empty-selection` if a rule fits nothing; `unsupported` for an optimizer that
+            cannot be carried; as rules raise.
         SourceError: `unsupported` if the weights of a tree cannot be named.
     """
     reader = RuledReader(catalog.reader)
     work = _CatalogWork(catalog, reader)
     for tree in trees:
-        if tree.role == OPTIMIZER:
-            work.leave_out(tree)
+        if tree.role == OPTIMIZER and not optimizers:
+            work.leave_out(tree, _NOT_WANTED)
+        elif tree.role == OPTIMIZER:
+            work.take_optimizer(rules, tree, (*trees, *beside), named=named)
         elif tree.role in (LIVE, EMA):
             tied = _tied(catalog, tree)
             done = apply_to_tree(rules, tree, reader.views, tied, keeps_places=keeps_places)
-            work.take(rules, done)
+            work.take(done)
         else:
             work.trees.append(tree)
     rules.refuse_idle(work.used, catalog.resolved)
@@ -128,22 +157,41 @@ class _CatalogWork:
         self._added: list[Tensor] = []
         self._sources: dict[str, tuple[Tensor, ...]] = {}
         self._moved: dict[str, str] = {}
-        self._objects: dict[str, Object | None] = {}
+        self._objects: dict[str, list[Object]] = {}
+        self._paths: list[tuple[Path, Path]] = []
+        self._constants: dict[str, None] = {}
         self._changes: list[Change] = []
         self._dropped: list[tuple[Tensor | Object, str]] = []
+        self._left_out: list[tuple[Tensor | Object, str]] = []
         self._inexact: dict[int, str] = {}
         self._unwrapped: str | None = None
 
-    def leave_out(self, tree: Tree) -> None:
+    def leave_out(self, tree: Tree, reason: str) -> None:
         """Leave out a tree of an optimizer."""
-        for tensor in tree.tensors:
-            self._replaced[tensor.name] = []
-            self._dropped.append((tensor, _OPTIMIZER))
-        for item in tree.objects:
-            self._objects[item.name] = None
-            self._dropped.append((item, _OPTIMIZER))
+        self._replaced |= {tensor.name: [] for tensor in tree.tensors}
+        self._objects |= {item.name: [] for item in tree.objects}
+        self._left_out += [(item, reason) for item in tree.entries]
 
-    def take(self, rules: Rules, done: RuledTree) -> None:
+    def take_optimizer(
+        self, rules: Rules, tree: Tree, trees: Sequence[Tree], *, named: bool
+    ) -> None:
+        """Apply rules to an optimizer that steps weights of one of `trees`, or leave it out."""
+        catalog, views = self._catalog, self._reader.views
+        entries, stepped = list_entries(tree, trees, catalog.reader.load)
+        if stepped is not None and not entries.problem:
+            if stepped.role not in (LIVE, EMA):  # rules leave those weights as they are
+                self.trees.append(tree)
+                return
+            weights = weights_of(stepped)
+            self.take(apply_to_optimizer(rules, tree, entries, weights, catalog, views))
+            return
+        reason = f"optimizer state is not carried through rules: {entries.problem}"
+        if named:
+            message = f"tree {tree.name!r}: {reason}; leave out --rules, or that tree"
+            raise UsageError("unsupported", message)
+        self.leave_out(tree, reason)
+
+    def take(self, done: RuledTree) -> None:
         """Add a tree that rules were applied to."""
         self.used |= done.used
         self._inexact |= done.inexact
@@ -152,8 +200,11 @@ class _CatalogWork:
         self._sources |= done.sources
         self._moved |= done.moved
         self._unwrapped = self._unwrapped or done.unwrapped
-        for _, tensor, number in done.dropped:
-            self._dropped.append((tensor, f"dropped by rule {number} of {rules.name}"))
+        self._objects |= done.objects
+        self._paths += done.paths
+        self._constants |= dict.fromkeys(done.constants)
+        self._dropped += done.dropped
+        self._left_out += done.left_out
         self._changes += _changes(done)
         self.trees.append(self._with_tied(done))
 
@@ -167,7 +218,7 @@ class _CatalogWork:
             return tree
         config["tied"] = done.tied
         changed = replace(entry, inline=json.dumps(config), is_inline=True)
-        self._objects[entry.name] = changed
+        self._objects[entry.name] = [changed]
         objects = tuple([changed if item is entry else item for item in tree.objects])
         return replace(tree, objects=objects, settings={**tree.settings, "config": changed})
 
@@ -178,8 +229,7 @@ class _CatalogWork:
             tensors += self._replaced.get(tensor.name, [tensor])
         objects: list[Object] = []
         for item in catalog.objects:
-            kept = self._objects.get(item.name, item)
-            objects += [] if kept is None else [kept]
+            objects += self._objects.get(item.name, [item])
         changed = replace(
             catalog,
             tensors=(*tensors, *self._added),
@@ -187,6 +237,7 @@ class _CatalogWork:
             reader=self._reader,
             digests=self._digests(catalog),
             order=tuple(self._order(catalog.order)),
+            nesting=self._nesting(catalog.nesting),
             made_from=self._sources,
             made_by=catalog.made_by + rules.digest + "inverse" * rules.is_inverse,
         )
@@ -195,21 +246,32 @@ class _CatalogWork:
             message = f"{rules.name}: the inverse of rule {number} would not lead back: it takes"
             message += f" {name!r} for what the rule made; mark the rule one_way = true"
             warnings.append(Diagnostic("one-way", message))
+        if self._constants:
+            message = f"{rules.name}: no optimizer state for {shown(list(self._constants))}: made"
+            warnings.append(Diagnostic("no-optimizer-state", f"{message} of no parameter"))
         return RuledCheckpoint(
             changed,
             tuple(self.trees),
             tuple(self._changes),
             tuple(self._dropped),
+            tuple(self._left_out),
             tuple(warnings),
             self._unwrapped,
         )
+
+    def _nesting(self, nesting: Nesting) -> Nesting:
+        """Return the facts about containers, for new paths too."""
+        facts = nesting.moved(self._paths)
+        return Nesting({**nesting.keys, **facts.keys}, nesting.tuples | facts.tuples)
 
     def _order(self, order: Iterable[str]) -> list[str]:
         names: list[str] = []
         for name in order:
             if name in self._replaced:
                 names += [tensor.name for tensor in self._replaced[name]]
-            elif self._objects.get(name, True) is not None:
+            elif name in self._objects:
+                names += [item.name for item in self._objects[name]]
+            else:
                 names.append(name)
         return names
 
@@ -225,6 +287,7 @@ class _CatalogWork:
 def _changes(done: RuledTree) -> list[Change]:
     """Return what became of what: names of one origin together."""
     made: dict[tuple[str, ...], list[str]] = {}
-    for name, sources in done.sources.items():
+    origins: dict[str, tuple[Tensor | Object, ...]] = {**done.sources, **done.object_sources}
+    for name, sources in origins.items():
         made.setdefault(tuple([source.name for source in sources]), []).append(name)
     return [Change(before, tuple(after)) for before, after in made.items()]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ema_ckpt.core.catalog import Path, Tensor
+from ema_ckpt.core.catalog import Object, Path, Tensor
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import canonical
 from ema_ckpt.state_dicts.ema_weights import inside
@@ -80,9 +80,13 @@ class RuledTree:
         sources: the tensors that each one that rules made comes from, by its full name.
         origins: their names inside the tree, by that of what was made.
         moved: the stored names of tensors that are as they were, by their new full names.
-        dropped: names and tensors that are left out, with the number of the rule.
+        objects: what stands in the place of each object that rules took, by its full name.
+        object_sources: the objects that each of these comes from, by its full name.
+        dropped: what rules drop, with the reason. left_out: state that they do not carry.
         tied: other names of averages that are stored once, by the name that is stored.
         unwrapped: a stored name of which rules made one that lacks a wrapper prefix; None if none.
+        paths: of an optimizer, paths that changed: the old one and the new one.
+        constants: of an optimizer, new weights that come from none, and so have no state.
     """
 
     tree: Tree
@@ -91,11 +95,16 @@ class RuledTree:
     sources: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
-    dropped: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    objects: dict[str, list[Object]] = field(default_factory=dict)
+    object_sources: dict[str, tuple[Object, ...]] = field(default_factory=dict)
+    dropped: list[tuple[Tensor | Object, str]] = field(default_factory=list)
+    left_out: list[tuple[Tensor | Object, str]] = field(default_factory=list)
     used: set[int] = field(default_factory=set)
     inexact: dict[int, str] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
     unwrapped: str | None = None
+    paths: list[tuple[Path, Path]] = field(default_factory=list)
+    constants: list[str] = field(default_factory=list)
 
 
 def apply_to_tree(
@@ -138,6 +147,11 @@ def apply_to_tree(
     return result
 
 
+def drop_reason(rules: Rules, number: int) -> str:
+    """Return why something is left out that a rule drops."""
+    return f"dropped by rule {number} of {rules.name}"
+
+
 class _TreeWork:
     """Weights of one tree by name, and what rules make of them."""
 
@@ -167,7 +181,7 @@ class _TreeWork:
         state = rules.apply(self._weights)
         result.used, result.inexact = state.used, state.inexact
         for name, number in state.dropped:
-            result.dropped.append((name, self._weights[name], number))
+            result.dropped.append((self._weights[name], drop_reason(rules, number)))
         kept = self._aliased(state)
         stays: set[str] = set()
         for name, item in state.items.items():

@@ -23,12 +23,12 @@ Rule = dict[str, Any]
 class Maker:
     """Makes rules that fit a state dict of families `f<N>.<layer>.<member>.<part>`, and what they give."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, first: int = 0) -> None:
         self.rng = rng
         self.values: dict[str, torch.Tensor] = {}
         self.rules: list[Rule] = []
         self.expected: dict[str, torch.Tensor] = {}
-        self._elements = 0
+        self._elements = first
 
     def tensor(self, shape: list[int]) -> torch.Tensor:
         numel = 1
@@ -133,3 +133,38 @@ def test_rules_and_their_inverse(seed: int, strided: bool) -> None:
         rules.inverse.inverse, stored.catalog_of(contents(back), maker.rng, strided=False)
     )
     assert same(contents(again), maker.expected)
+
+
+def maker_of(seed: int, first: int) -> Maker:
+    """Rules and a state dict; of one seed the same rules, names and shapes, and values from `first` on."""
+    maker = Maker(random.Random(seed), first)
+    for family in range(maker.rng.randint(1, 3)):
+        maker.add(family)
+    maker.values["other.weight"] = maker.expected["other.weight"] = maker.tensor([3, 2])
+    return maker
+
+
+def with_state(
+    weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Weights, and beside them an optimizer's moments and step counts."""
+    named = dict(weights)
+    for name, value in moments.items():
+        named[f"optimizer.state.{name}.exp_avg"] = value.double()
+        named[f"optimizer.state.{name}.step"] = torch.tensor(7.0)
+    return named
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_optimizer_state_goes_with_its_parameters(seed: int, strided: bool) -> None:
+    weights, moments = maker_of(seed, 0), maker_of(seed, 10**6)
+    rules = parse_rules({"rule": weights.rules}, "random.toml", {})
+    before = with_state(weights.values, moments.values)
+    done = ruled(rules, stored.catalog_of(before, random.Random(seed), strided=strided))
+    made = contents(done)
+    assert same(made, with_state(weights.expected, moments.expected))
+    assert not done.left_out
+    back = ruled(rules.inverse, stored.catalog_of(made, random.Random(seed), strided=strided))
+    assert same(contents(back), before)
+    assert not back.left_out
