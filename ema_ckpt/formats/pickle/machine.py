@@ -10,17 +10,19 @@ https://docs.python.org/3/library/pickletools.html
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 from ema_ckpt.core.collisions import Collisions
-from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
+from ema_ckpt.core.errors import SourceError, UnsafeError
+from ema_ckpt.formats.pickle.damage import ShortcutMissedError, own_errors
 from ema_ckpt.formats.pickle.keys import check_keys
 from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
-from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement, is_executor
+from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 
 Allowed = Mapping[tuple[str, str], Maker]
+_STOP = ord(".")
+_unpack_u4 = struct.Struct("<I").unpack_from
 MARK = object()  # on the stack: where a tuple, list or dict begins
 
 
@@ -60,14 +62,41 @@ class Machine:
         self.locates = False  # whether bytes know where they lie
 
     def run(self) -> object:
-        """Interpret up to STOP and return the value."""
-        data, table = self.data, _TABLE
-        while True:
-            op = data[self.pos]
-            self.pos += 1
-            if op == 0x2E:  # STOP
-                return self.stack.pop()
-            table[op](self)
+        """Interpret up to STOP and return the value.
+
+        The most frequent opcodes are interpreted here, without a call.
+        """
+        data, table, constants, pos = self.data, _TABLE, _CONSTANTS, self.pos
+        stack, memo, items = self.stack, self.memo, self.memo.items
+        while (op := data[pos]) != _STOP:
+            pos += 1
+            if op == 0x72 and memo.numbers is None:  # LONG_BINPUT
+                (number,) = _unpack_u4(data, pos)
+                pos += 4
+                if number == memo.count:
+                    items.append(stack[-1])
+                    memo.count += 1
+                    continue
+                self.put(number)
+            elif op == 0x4B:  # BININT1
+                stack.append(data[pos])
+                pos += 1
+            elif op == 0x68 and memo.numbers is None and data[pos] < len(items):  # BINGET
+                value = items[data[pos]]
+                pos += 1
+                stack.append(value)
+                if value.__class__ is Global and value.shortcut is not None:
+                    self.pos = pos
+                    value.shortcut(self)
+                    pos = self.pos
+            elif op in constants:
+                stack.append(constants[op])
+            else:
+                self.pos = pos
+                table[op](self)
+                pos = self.pos
+        self.pos = pos + 1
+        return stack.pop()
 
     def read(self, nbytes: int) -> bytes:
         """Read the next `nbytes` bytes."""
@@ -102,14 +131,14 @@ class Machine:
         top = self.stack[-1]
         if not self.memo.put(index, top):
             if self.prepare is not None:  # shortcuts remember what entries meant
-                raise _ShortcutMissedError
+                raise ShortcutMissedError
             self.memo.replace(index, top)
 
     def get(self, index: int) -> None:
         """Push a memoized object; try the shortcut of a global."""
         value = self.memo.get(index)
         if value is UNBUILT:
-            raise _ShortcutMissedError
+            raise ShortcutMissedError
         self.stack.append(value)
         if value.__class__ is Global and value.shortcut is not None:
             value.shortcut(self)
@@ -150,21 +179,16 @@ class Machine:
         """Push the result of a call (`calls`: REDUCE and its like), or a new instance (NEWOBJ)."""
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise ValueError("something that is no global is called")
-        module, name = function.module, function.name
         if function.make is not None:
             self.stack.append(function.make(*args))
-        elif is_executor(module, name) or (calls and self.strict):
+        elif function.is_executor or (calls and self.strict):
             raise UnsafeError(
                 "unsafe-pickle",
-                f"unpickling would call {module}.{name}, "
+                f"unpickling would call {function.module}.{function.name}, "
                 "which is not on the list of harmless globals",
             )
         else:
-            self.stack.append(Opaque(module, name, args, calls))
-
-
-class _ShortcutMissedError(Exception):
-    """A memo entry that a shortcut skipped is needed: interpret again without shortcuts."""
+            self.stack.append(Opaque(function.module, function.name, args, calls))
 
 
 Read = Callable[[Machine], object]
@@ -175,10 +199,6 @@ def _push(read: Read) -> Callable[[Machine], None]:
         machine.stack.append(read(machine))
 
     return op
-
-
-def _constant(value: object) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(value)
 
 
 def _number(layout: str) -> Callable[[Machine], int]:
@@ -195,8 +215,12 @@ def _number(layout: str) -> Callable[[Machine], int]:
 _U1, _U2, _U4, _I4, _U8, _F8 = (_number(layout) for layout in ("B", "<H", "<I", "<i", "<q", ">d"))
 
 
-def _text(size: Callable[[Machine], int]) -> Read:
-    return lambda machine: machine.read(size(machine)).decode("utf-8", "surrogatepass")
+def _text(size: Callable[[Machine], int]) -> Callable[[Machine], None]:
+    def op(machine: Machine) -> None:
+        text = machine.read(size(machine)).decode("utf-8", "surrogatepass")
+        machine.stack.append(text)
+
+    return op
 
 
 def _bytes(size: Callable[[Machine], int]) -> Read:
@@ -239,7 +263,9 @@ def _tuple(size: int) -> Callable[[Machine], None]:
         stack = machine.stack
         if len(stack) < size:
             raise ValueError("the stack is too short")
-        stack[-size:] = [tuple(stack[-size:])]
+        items = tuple(stack[-size:])
+        del stack[-size:]
+        stack.append(items)
 
     return op
 
@@ -257,16 +283,21 @@ def _stack_global(machine: Machine) -> object:
     return machine.find_global(module, name)
 
 
-def _call(machine: Machine, calls: bool) -> None:
+def _call(machine: Machine) -> None:
     args, function = machine.stack.pop(), machine.stack.pop()
-    machine.call(function, args, calls=calls)
+    machine.call(function, args, True)
+
+
+def _newobj(machine: Machine) -> None:
+    args, function = machine.stack.pop(), machine.stack.pop()
+    machine.call(function, args, False)
 
 
 def _newobj_ex(machine: Machine) -> None:
     keywords = machine.stack.pop()
     if keywords:
         raise SourceError("unsupported", "a pickled object is made with keyword arguments")
-    _call(machine, calls=False)
+    _newobj(machine)
 
 
 def _inst(machine: Machine) -> None:
@@ -364,9 +395,9 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"I": _push(_int_line),
     b"L": _push(lambda m: int(m.read_line().rstrip("L"))),
     b"F": _push(lambda m: float(m.read_line())),
-    b"\x8c": _push(_text(_U1)),
-    b"X": _push(_text(_U4)),
-    b"\x8d": _push(_text(_U8)),
+    b"\x8c": _text(_U1),
+    b"X": _text(_U4),
+    b"\x8d": _text(_U8),
     b"C": _push(_bytes(_U1)),
     b"B": _push(_bytes(_U4)),
     b"\x8e": _push(_bytes(_U8)),
@@ -375,25 +406,20 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"U": _push(_bytes(_U1)),
     b"S": _push(_quoted_line),
     b"V": _push(lambda m: m.read_line("raw-unicode-escape")),
-    b"N": _constant(None),
-    b"\x88": _constant(True),
-    b"\x89": _constant(False),
-    b")": _constant(()),
-    b"(": _constant(MARK),
     b"]": lambda m: m.stack.append([]),
     b"}": lambda m: m.stack.append({}),
     b"\x8f": lambda m: m.stack.append(set()),
     b"\x85": _tuple(1),
     b"\x86": _tuple(2),
     b"\x87": _tuple(3),
-    b"t": _push(lambda m: tuple(m.pop_mark())),
+    b"t": lambda m: m.stack.append(tuple(m.pop_mark())),
     b"l": _push(lambda m: m.pop_mark()),
     b"d": _dict,
     b"\x91": _push(_frozenset),
     b"c": _push(lambda m: m.find_global(m.read_line(), m.read_line())),
     b"\x93": _push(_stack_global),
-    b"R": lambda m: _call(m, calls=True),
-    b"\x81": lambda m: _call(m, calls=False),
+    b"R": _call,
+    b"\x81": _newobj,
     b"\x92": _newobj_ex,
     b"i": _inst,
     b"o": _obj,
@@ -411,6 +437,7 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"\x83": _extension,
     b"\x84": _extension,
 }
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: (), 0x28: MARK}
 _TABLE = [_OPCODES.get(bytes([op]), _unknown) for op in range(256)]
 
 
@@ -439,10 +466,10 @@ def loads(
         UnsafeError: `unsafe-pickle` naming the global.
         SourceError: `unreadable` if it is no whole pickle, `unsupported` for forms nobody writes.
     """
-    with _own_errors(data, where):
+    with own_errors(data, where):
         try:
             return Machine(data, allowed, persistent, strict, prepare).run()
-        except _ShortcutMissedError:
+        except ShortcutMissedError:
             return Machine(data, allowed, persistent, strict).run()
 
 
@@ -461,25 +488,5 @@ def load_at(
     """
     machine = Machine(data, allowed, persistent, False, prepare)
     machine.pos, machine.locates = position, True
-    with _own_errors(data, where):
+    with own_errors(data, where):
         return machine.run(), machine.pos
-
-
-@contextmanager
-def _own_errors(data: bytes, where: str) -> Iterator[None]:
-    """Turn whatever interpreting a damaged pickle raises into errors that name it."""
-    try:
-        yield
-        return
-    except EmaCkptError as error:
-        raise type(error)(error.code, f"{where}: {error}", file=where) from None
-    except RecursionError:
-        problem = "the pickle is nested too deeply"
-    except _ShortcutMissedError:
-        problem = "a memo entry is written twice"
-    except (IndexError, struct.error) as error:
-        cut = f"cut short at {len(data)} bytes ({error})"
-        problem = f"a damaged pickle, or one {cut}; use another copy"
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        problem = f"damaged pickle ({error})"
-    raise SourceError("unreadable", f"{where}: {problem}", file=where)

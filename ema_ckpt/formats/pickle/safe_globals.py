@@ -121,12 +121,13 @@ class Opaque(Replacement):
 class Global:
     """A global as the pickle names it. `make` replaces it; None if the global is not listed."""
 
-    __slots__ = ("make", "module", "name", "shortcut")
+    __slots__ = ("is_executor", "make", "module", "name", "shortcut")
 
     def __init__(self, module: str, name: str, make: Maker | None) -> None:
         self.module = module
         self.name = name
         self.make = make
+        self.is_executor = is_executor(module, name)
         self.shortcut: Callable[[Any], None] | None = None
 
     def __repr__(self) -> str:

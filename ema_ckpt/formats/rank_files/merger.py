@@ -53,12 +53,21 @@ _FLAT_NAMES = ("_flat_param", "flat_param")
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One file: its leaves by path, in stored order."""
+    """One file: its leaves by path, in stored order, and whether shards are among them."""
 
     name: str
     content: Content
     leaves: Mapping[Path, object]
     nesting: Nesting
+    has_shards: bool
+
+    @classmethod
+    def of(
+        cls, name: str, content: Content, leaves: Mapping[Path, object], nesting: Nesting
+    ) -> RankFile:
+        """Look for shards among the leaves of a file."""
+        has_shards = any(isinstance(value, ShardRef) for value in leaves.values())
+        return cls(name, content, leaves, nesting, has_shards)
 
 
 _Sharded = Sequence[tuple[RankFile, ShardRef]]
@@ -253,8 +262,7 @@ class Merger:
             if _is_state_of_ranks(file.name, path):
                 self.add_rank_private(path, file.name, len(plain))
                 return
-            kinds = {type(value) for f, _ in plain for value in f.leaves.values()}
-            if len(forms) > 1 or ShardRef not in kinds:
+            if len(forms) > 1 or not any(f.has_shards for f, _ in plain):
                 raise _no_place(name, plain)
         self.add(path, first.shape, first.dtype, boxes)
         self.compare_replicas(name, boxes)

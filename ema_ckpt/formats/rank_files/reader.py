@@ -16,7 +16,7 @@ from ema_ckpt.formats.rank_files.names import missing_ranks, refuse_missing_rank
 from ema_ckpt.formats.rank_files.zero import model_file
 from ema_ckpt.formats.torch_file.lenient import LenientGlobals, check_discarded
 from ema_ckpt.formats.torch_file.reader import read_content, read_leaves
-from ema_ckpt.formats.torch_file.sharded_tensors import read_subclass
+from ema_ckpt.formats.torch_file.sharded_tensors import SubclassReader
 
 
 def open_rankfiles(
@@ -70,8 +70,8 @@ def _read_files(
 
 
 def _read_file(source: Files, name: str) -> RankFile:
-    lenient = LenientGlobals(read_subclass)
+    lenient = LenientGlobals(SubclassReader())
     content = read_content(source, name, lenient)
     leaves, nesting = read_leaves(content)
     check_discarded(lenient.unsafe, [value for _, value in leaves], name)
-    return RankFile(name, content, dict(leaves), nesting)
+    return RankFile.of(name, content, dict(leaves), nesting)

@@ -50,7 +50,7 @@ from ema_ckpt.formats.torch_file.lenient import (
     is_unread,
 )
 from ema_ckpt.formats.torch_file.reader import Content, flat_leaves, is_tensor, read_content
-from ema_ckpt.formats.torch_file.sharded_tensors import ShardRef, read_subclass
+from ema_ckpt.formats.torch_file.sharded_tensors import ShardRef, SubclassReader
 from ema_ckpt.formats.torch_zip.reader import Archive, Record, Window
 
 Path = tuple[str | int, ...]
@@ -117,7 +117,7 @@ class _Opening:
                 if stored is not None:
                     leaves = dict(self._placed(file, stored.leaves))
                     self._nestings.setdefault(file.item, stored.nesting)
-                    yield RankFile(file.name, stored.content, leaves, stored.nesting)
+                    yield RankFile.of(file.name, stored.content, leaves, stored.nesting)
 
     def nesting(self) -> Nesting:
         """How the leaves of all items nest: as in the first file of each."""
@@ -238,7 +238,7 @@ def _unread(value: object, reason: str) -> Unreadable:
 
 
 def _read_torch(source: Files, name: str) -> _Stored:
-    lenient = LenientGlobals(read_subclass)
+    lenient = LenientGlobals(SubclassReader())
     content = read_content(source, name, lenient)
     leaves, nesting = flat_leaves(content)
     check_discarded(lenient.unsafe, [value for _, value in leaves], name)

@@ -45,7 +45,7 @@ from ema_ckpt.formats.torch_file.lenient import (
     refused_tensor,
     wrapper_subclass,
 )
-from ema_ckpt.formats.torch_file.sharded_tensors import ShardRef, read_subclass
+from ema_ckpt.formats.torch_file.sharded_tensors import ShardRef, SubclassReader
 from ema_ckpt.formats.torch_zip.reader import Archive, read_archive
 
 Path = tuple[str | int, ...]
@@ -90,7 +90,7 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
         UnsafeError: `unsafe-pickle` if unpickling a tensor would call anything unlisted.
     """
     file = names[0]
-    lenient = LenientGlobals(read_subclass)
+    lenient = LenientGlobals(SubclassReader())
     content = read_content(source, file, lenient)
     archive, (leaves, nesting) = content.archive, read_leaves(content)
     tensors: list[Tensor] = []

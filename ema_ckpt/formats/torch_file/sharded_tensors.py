@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from ema_ckpt.core.box import Box, MeshCut, placement_box, unravel
 from ema_ckpt.core.dtypes import DType, by_name
@@ -37,56 +37,82 @@ class ShardRef:
     ranks: int
 
 
-def read_subclass(named: Global, args: tuple[object, ...]) -> object:
-    """Read `_rebuild_from_type_v2(function, class, args, state)`: a `ShardRef` if it is sharded."""
-    match args:
-        case [_, Global(module=module, name="DTensor"), _, state] if module.startswith(_HOME):
-            read = _read_dtensor
-        case [_, Global(module=module, name="ShardedTensor"), _, state] if module.startswith(_HOME):
-            read = _read_sharded_tensor
-        case _:
-            return strided_subclass(named, args)
-    try:
-        return read(state)
-    except SourceError as error:
-        return Unreadable(named, "unsupported", str(error), args)
+class SubclassReader:
+    """Reads `_rebuild_from_type_v2(function, class, args, state)`: a `ShardRef` if it is sharded.
+
+    For one file, whose tensors mostly share one mesh.
+    """
+
+    def __init__(self) -> None:
+        self._mesh: _Mesh | None = None
+
+    def __call__(self, named: Global, args: tuple[object, ...]) -> object:
+        match args:
+            case [_, Global(module=module, name="DTensor"), _, state] if module.startswith(_HOME):
+                read = self._read_dtensor
+            case [_, Global(module=module, name="ShardedTensor"), _, state] if module.startswith(
+                _HOME
+            ):
+                read = _read_sharded_tensor
+            case _:
+                return strided_subclass(named, args)
+        try:
+            return read(state)
+        except SourceError as error:
+            return Unreadable(named, "unsupported", str(error), args)
+
+    def _read_dtensor(self, state: object) -> ShardRef:
+        fields = _state_fields(state, "a DTensor")
+        local, spec = fields.get("_local_tensor"), _fields(fields.get("_spec"), "DTensorSpec")
+        mesh = self._read_mesh(_fields(spec.get("mesh"), "DeviceMesh"))
+        match spec.get("tensor_meta"):  # a named tuple
+            case Opaque(name="TensorMeta", args=(sizes, _, Global(module="torch", name=name))):
+                shape, dtype = _ints(sizes), by_name(name)
+            case _:
+                raise _unsupported("a DTensor does not record its global shape and dtype")
+        if not isinstance(local, TensorRef):
+            raise _unsupported("the local part of a DTensor is no plain tensor")
+        recorded = spec.get("placements")
+        if not isinstance(recorded, tuple) or len(recorded) != len(mesh.sizes):
+            problem = "does not record one placement for each dimension of its mesh"
+            raise _unsupported(f"a DTensor {problem}")
+        placements = [_placement(placement, len(shape)) for placement in recorded]
+        if mesh.coordinate is None:
+            return ShardRef(dtype, shape, (), prod(mesh.sizes))
+        order = _shard_order(spec.get("shard_order"))
+        box = placement_box(shape, mesh.sizes, mesh.coordinate, placements, order)
+        if box is None:
+            factors = [factor for _, factor in placements]
+            problem = f"factors {factors} fit no dimensions of the mesh {mesh.sizes}"
+            raise _unsupported(f"strided shards of {problem}")
+        if local.shape != box.sizes or local.dtype != dtype:
+            expected = f"{dtype.name} {list(box.sizes)} of {list(shape)}"
+            local_form = f"{local.dtype.name} {list(local.shape)}"
+            raise _unsupported(f"by its placements a rank has {expected}, it stored {local_form}")
+        return ShardRef(dtype, shape, ((box, local),), prod(mesh.sizes))
+
+    def _read_mesh(self, fields: Fields) -> _Mesh:
+        """Read a mesh; the last one is kept."""
+        mesh = self._mesh
+        if mesh is None or mesh.fields is not fields:
+            sizes = _mesh_sizes(fields)
+            mesh = self._mesh = _Mesh(fields, sizes, _coordinate(fields, sizes))
+        return mesh
+
+
+class _Mesh(NamedTuple):
+    """A device mesh, its fields as they are recorded, and where in it the rank that wrote stands.
+
+    `coordinate` is None if it is outside.
+    """
+
+    fields: Fields
+    sizes: Ints
+    coordinate: Ints | None
 
 
 def _unsupported(why: str) -> SourceError:
     return SourceError("unsupported", why)
-
-
-def _read_dtensor(state: object) -> ShardRef:
-    fields = _state_fields(state, "a DTensor")
-    local, spec = fields.get("_local_tensor"), _fields(fields.get("_spec"), "DTensorSpec")
-    mesh = _fields(spec.get("mesh"), "DeviceMesh")
-    mesh_sizes = _mesh_sizes(mesh)
-    coordinate = _coordinate(mesh, mesh_sizes)
-    match spec.get("tensor_meta"):  # a named tuple
-        case Opaque(name="TensorMeta", args=(sizes, _, Global(module="torch", name=dtype_name))):
-            shape, dtype = _ints(sizes), by_name(dtype_name)
-        case _:
-            raise _unsupported("a DTensor does not record its global shape and dtype")
-    if not isinstance(local, TensorRef):
-        raise _unsupported("the local part of a DTensor is no plain tensor")
-    recorded = spec.get("placements")
-    if not isinstance(recorded, tuple) or len(recorded) != len(mesh_sizes):
-        problem = "does not record one placement for each dimension of its mesh"
-        raise _unsupported(f"a DTensor {problem}")
-    placements = [_placement(placement, len(shape)) for placement in recorded]
-    if coordinate is None:
-        return ShardRef(dtype, shape, (), prod(mesh_sizes))
-    order = _shard_order(spec.get("shard_order"))
-    box = placement_box(shape, mesh_sizes, coordinate, placements, order)
-    if box is None:
-        factors = [factor for _, factor in placements]
-        problem = f"factors {factors} fit no dimensions of the mesh {mesh_sizes}"
-        raise _unsupported(f"strided shards of {problem}")
-    if local.shape != box.sizes or local.dtype != dtype:
-        expected = f"{dtype.name} {list(box.sizes)} of {list(shape)}"
-        local_form = f"{local.dtype.name} {list(local.shape)}"
-        raise _unsupported(f"by its placements a rank has {expected}, it stored {local_form}")
-    return ShardRef(dtype, shape, ((box, local),), prod(mesh_sizes))
 
 
 def _placement(value: object, ndim: int) -> MeshCut:
@@ -203,6 +229,8 @@ def _is_from_torch(value: object) -> TypeGuard[Opaque]:
 
 
 def _state_fields(state: object, subject: str) -> Fields:
+    if isinstance(state, dict):
+        return state
     # With __slots__ the state is a pair: attributes in __dict__, attributes in slots.
     fields: dict[str, object] = {}
     for part in state if isinstance(state, tuple) else (state,):
