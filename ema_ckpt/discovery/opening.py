@@ -11,6 +11,7 @@ from dataclasses import replace
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.limits import parse_workers
 from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import (
@@ -26,13 +27,17 @@ from ema_ckpt.storage.directories import is_folder
 from ema_ckpt.storage.files import is_url, open_files
 
 
-def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Catalog:
+def open_catalog(
+    path: str | os.PathLike[str], *, lenient: bool = False, workers: int | None = None
+) -> Catalog:
     """Open the checkpoint that a local path or fsspec URL stands for; read metadata only.
 
     Which of several checkpoints was chosen, and why, is logged to `ema_ckpt` (level info).
 
     Args:
         lenient: turn a missing or short data file into a warning where the format reads it at once.
+        workers: the largest number of processes that read files; by default the usable processors,
+            at most 8.
 
     Raises:
         SourceError: `not-found not-a-checkpoint unreadable incomplete missing-metadata unsupported
@@ -44,7 +49,7 @@ def open_catalog(path: str | os.PathLike[str], *, lenient: bool = False) -> Cata
     location = locate_checkpoint(text)
     log_choice(location)
     try:
-        return open_location(location, text, lenient=lenient)
+        return open_location(location, text, lenient=lenient, workers=workers)
     except EmaCkptError as error:
         if is_folder(location.root) is not None:
             raise
@@ -59,18 +64,22 @@ def log_choice(location: Location) -> None:
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], *, lenient: bool = False) -> Iterator[Catalog]:
+def opened(
+    path: str | os.PathLike[str], *, lenient: bool = False, workers: int | None = None
+) -> Iterator[Catalog]:
     """Open a catalog as `open_catalog` does and close its files at the end of a `with` block."""
-    catalog = open_catalog(path, lenient=lenient)
+    catalog = open_catalog(path, lenient=lenient, workers=workers)
     try:
         yield catalog
     finally:
         catalog.source.close()
 
 
-def open_location(location: Location, path: str, *, lenient: bool = False) -> Catalog:
+def open_location(
+    location: Location, path: str, *, lenient: bool = False, workers: int | None = None
+) -> Catalog:
     """Open the checkpoint at `location` as `open_catalog` does; `path` is what the user named."""
-    catalog = _open(location, path, lenient=lenient)
+    catalog = _open(location, path, parse_workers(workers), lenient=lenient)
     left_out = location.left_out
     if not left_out and not location.warnings:
         return catalog
@@ -83,9 +92,12 @@ def open_location(location: Location, path: str, *, lenient: bool = False) -> Ca
     )
 
 
-def _open(location: Location, path: str, *, lenient: bool) -> Catalog:
+def _open(location: Location, path: str, workers: int, *, lenient: bool) -> Catalog:
     if location.format == PARTS:
-        parts = [(name, p, open_location(p, path, lenient=lenient)) for name, p in location.parts]
+        parts = []
+        for name, part in location.parts:
+            catalog = open_location(part, path, lenient=lenient, workers=workers)
+            parts.append((name, part, catalog))
         return join_parts(location, path, parts)
     source, names, resolved = open_files(location.root), location.names, location.resolved
     try:
@@ -102,7 +114,7 @@ def _open(location: Location, path: str, *, lenient: bool) -> Catalog:
         if location.format == RANK_FILES:
             from ema_ckpt.formats.rank_files.reader import open_rankfiles
 
-            return open_rankfiles(source, names, path, resolved, lenient=lenient)
+            return open_rankfiles(source, names, path, resolved, lenient=lenient, workers=workers)
         if location.format == TORCH_CHECKPOINTING:
             from ema_ckpt.formats.torch_checkpointing.reader import open_torch_checkpointing
 

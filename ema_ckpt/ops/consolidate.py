@@ -61,7 +61,7 @@ def consolidate(
     started = time.perf_counter()
     options = WriteOptions.parse(args)
     output = _output_of(out, parse_size(max_shard_size), basename)
-    with opened(path) as opened_catalog:
+    with opened(path, workers=options.threads) as opened_catalog:
         values = dequantize(opened_catalog, options)
         catalog = listed(values.catalog, options.rules, expand_ties=options.expand_ties)
         trees = list_trees(catalog)

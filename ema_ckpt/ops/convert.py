@@ -98,7 +98,7 @@ def _transfer(
 ) -> WriteResult:
     """Write all trees, or those of `tree`; `strip` drops wrapper prefixes."""
     started = time.perf_counter()
-    with opened(path) as opened_catalog:
+    with opened(path, workers=options.threads) as opened_catalog:
         values = dequantize(opened_catalog, options)
         rules, expand_ties = options.rules, options.expand_ties
         named = [tree] if isinstance(tree, str) else [*tree]

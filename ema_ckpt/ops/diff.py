@@ -69,7 +69,7 @@ def diff(
     if not (0 <= rtol < math.inf and 0 <= atol < math.inf):
         raise UsageError("usage", f"--rtol {rtol} --atol {atol}: expected 0 or more")
     workers, budget = parse_workers(threads), parse_budget(max_memory)
-    a, b = open_sides(path, other, tree, against)
+    a, b = open_sides(path, other, tree, against, workers)
     try:
         if html is not None:
             from ema_ckpt.ops.diff_html import check_page

@@ -50,6 +50,7 @@ def open_sides(
     other: str | os.PathLike[str] | None,
     tree: str | None,
     against: str | None,
+    workers: int,
 ) -> tuple[Side, Side]:
     """Open both sides; with one path, one checkpoint with its EMA and its live tree.
 
@@ -59,7 +60,7 @@ def open_sides(
     """
     command = suggested_command("diff", path, *(() if other is None else (other,)))
     with ExitStack() as undo:
-        stored = open_catalog(path)
+        stored = open_catalog(path, workers=workers)
         undo.callback(stored.source.close)
         values_a = values_b = with_real_values(stored)
         catalog_a = catalog_b = values_a.catalog
@@ -72,7 +73,7 @@ def open_sides(
         if other is None:
             b = tree_beside(catalog_a, trees_a, a, against)
         else:
-            stored = open_catalog(other)
+            stored = open_catalog(other, workers=workers)
             undo.callback(stored.source.close)
             values_b = with_real_values(stored)
             catalog_b = values_b.catalog

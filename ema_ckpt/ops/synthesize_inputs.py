@@ -115,7 +115,7 @@ def open_snapshots(
     snapshots = []
     with ExitStack() as undo:
         for path in paths:
-            stored = open_catalog(path)
+            stored = open_catalog(path, workers=options.threads)
             undo.callback(stored.source.close)
             values = dequantize(stored, options, required=False)
             catalog = values.catalog

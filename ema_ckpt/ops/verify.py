@@ -102,7 +102,7 @@ def verify(
     workers = parse_workers(threads)
     _check_options(quick, values or against is not None, manifest is not None, check)
     sums = None if manifest is None else check_manifest_path(manifest, check)
-    report = _Report(os.fspath(path), quick=quick, is_gate=sums is not None)
+    report = _Report(os.fspath(path), workers, quick=quick, is_gate=sums is not None)
     origin = _origin(against, chosen_rules(rules, rule_values, inverse=inverse))
     for catalog, is_whole in report.open():
         try:
@@ -178,8 +178,11 @@ def check(path: str | os.PathLike[str]) -> GateResult:
 class _Report:
     """Problems, warnings and counts of all parts of a checkpoint."""
 
-    def __init__(self, path: str, *, quick: bool = False, is_gate: bool = False) -> None:
+    def __init__(
+        self, path: str, workers: int, *, quick: bool = False, is_gate: bool = False
+    ) -> None:
         self.path = self.resolved = self.root = path
+        self.workers = workers
         self.quick = quick
         self.is_gate = is_gate or quick
         self.files: set[str] = set()  # all that belong to the checkpoint, relative to `root`
@@ -215,7 +218,7 @@ class _Report:
     def open_parts(self, location: Location) -> Iterator[Catalog]:
         """Open a location; if that fails, what it consists of: parts, or files beside an index."""
         try:
-            yield open_location(location, self.path, lenient=True)
+            yield open_location(location, self.path, lenient=True, workers=self.workers)
             return
         except EmaCkptError as error:
             self.add_error(error)

@@ -58,7 +58,7 @@ def compare_with(
     Raises:
         EmaCkptError: if `origin` cannot be read, or its rules do not fit it.
     """
-    catalog = open_catalog(origin.path)
+    catalog = open_catalog(origin.path, workers=threads)
     try:
         values = as_written(catalog, audit.catalog)
         source = listed(values, origin.rules, expand_ties=True)

@@ -13,20 +13,25 @@ from ema_ckpt.core.catalog import Catalog, Files, Problem, collected, refuse_pro
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.rank_files.merger import Merger, RankFile
 from ema_ckpt.formats.rank_files.names import missing_ranks, refuse_missing_ranks
+from ema_ckpt.formats.rank_files.reading import read_ahead, read_file
 from ema_ckpt.formats.rank_files.zero import model_file
-from ema_ckpt.formats.torch_file.lenient import LenientGlobals, check_discarded
-from ema_ckpt.formats.torch_file.reader import read_content, read_leaves
-from ema_ckpt.formats.torch_file.sharded_tensors import SubclassReader
 
 
 def open_rankfiles(
-    source: Files, names: tuple[str, ...], path: str, resolved: str, *, lenient: bool = False
+    source: Files,
+    names: tuple[str, ...],
+    path: str,
+    resolved: str,
+    *,
+    lenient: bool = False,
+    workers: int = 1,
 ) -> Catalog:
     """Read the rank files `names` of the directory `source`; payloads are not read.
 
     Args:
         lenient: list missing ranks and files that cannot be read in `Catalog.problems`, and go on
             with the others.
+        workers: the largest number of processes that read files.
 
     Raises:
         SourceError: `incomplete` if ranks are missing, `unsupported` if the files do not say how
@@ -34,7 +39,7 @@ def open_rankfiles(
         UnsafeError: `unsafe-pickle` if unpickling a tensor would call anything unlisted.
     """
     problems: list[Problem] = []
-    files = _read_files(source, names, resolved, problems)
+    files = _read_files(source, names, resolved, problems, workers)
     if not lenient or not files:
         refuse_problems(problems)
     world_size = max(missing_ranks(names)[0], len(names))
@@ -45,7 +50,7 @@ def open_rankfiles(
         if model is None:
             merger.add_all()
         elif not problems:  # without all ranks nothing tells where the pieces of the others lie
-            merger.add_zero(_read_file(source, model))
+            merger.add_zero(read_file(source, model))
     except SourceError as error:
         if not lenient or error.code != "incomplete":
             raise
@@ -57,21 +62,14 @@ def open_rankfiles(
 
 
 def _read_files(
-    source: Files, names: Sequence[str], where: str, problems: list[Problem]
+    source: Files, names: Sequence[str], where: str, problems: list[Problem], workers: int
 ) -> list[RankFile]:
     """Read all files that can be read; list ranks without a file, and what is wrong with others."""
     files: list[RankFile] = []
     with collected(problems):
         refuse_missing_ranks(names, where)
+    read = read_ahead(source, names, workers)
     for name in names:
         with collected(problems):
-            files.append(_read_file(source, name))
+            files.append(read.get(name) or read_file(source, name))
     return files
-
-
-def _read_file(source: Files, name: str) -> RankFile:
-    lenient = LenientGlobals(SubclassReader())
-    content = read_content(source, name, lenient)
-    leaves, nesting = read_leaves(content)
-    check_discarded(lenient.unsafe, [value for _, value in leaves], name)
-    return RankFile.of(name, content, dict(leaves), nesting)

@@ -150,8 +150,9 @@ def _merge(shards: Iterable[Shard]) -> tuple[dict[str, Tensor], dict[str, str]]:
     for shard in shards:
         for tensor in shard.tensors:
             (chunk,) = tensor.chunks
-            corner = (shard.offsets or {}).get(tensor.name, chunk.offsets)
-            pieces.setdefault(tensor.name, []).append((tensor, chunk._replace(offsets=corner)))
+            if shard.offsets is not None and shard.offsets[tensor.name] != chunk.offsets:
+                chunk = chunk._replace(offsets=shard.offsets[tensor.name])
+            pieces.setdefault(tensor.name, []).append((tensor, chunk))
         metadata |= shard.metadata
     metadata.pop(sidecar.KEY, None)
     return {name: _put_together(name, parts) for name, parts in pieces.items()}, metadata
@@ -159,7 +160,9 @@ def _merge(shards: Iterable[Shard]) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _put_together(name: str, pieces: Sequence[tuple[Tensor, Chunk]]) -> Tensor:
     """Put the chunks of a tensor together; it ends where the last of them does."""
-    first, _ = pieces[0]
+    first, begin = pieces[0]
+    if len(pieces) == 1 and begin is first.chunks[0]:
+        return first
     for tensor, chunk in pieces[1:]:
         if (tensor.dtype, len(tensor.shape)) != (first.dtype, len(first.shape)):
             form, other = (f"{t.dtype.name} {list(t.shape)}" for t in (tensor, first))
