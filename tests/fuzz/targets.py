@@ -122,9 +122,16 @@ def _pickle(data: bytes) -> None:
 
 
 def _metadata(data: bytes) -> None:
-    parsed = metadata.parse(data, ".metadata")
-    find_mismatches([parsed], ())
-    _look_through(open_dcp(MemoryFiles({".metadata": data}), (".metadata",), "p", "p", [parsed]))
+    limit = metadata._COLUMNS_FROM_NBYTES
+    for columns_from in (limit, 0):  # as a small file is read, and as a large one is
+        metadata._COLUMNS_FROM_NBYTES = columns_from
+        try:
+            parsed = metadata.parse(data, ".metadata")
+        finally:
+            metadata._COLUMNS_FROM_NBYTES = limit
+        find_mismatches([parsed], ())
+        files = MemoryFiles({".metadata": data})
+        _look_through(open_dcp(files, (".metadata",), "p", "p", [parsed]))
 
 
 def _rank_files(data: bytes) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ema_ckpt.core.catalog import Ints, UnknownEntry
+from ema_ckpt.core.catalog import UnknownEntry
 from ema_ckpt.formats import sidecar
-from ema_ckpt.formats.dcp.metadata import Metadata, TensorEntry
+from ema_ckpt.formats.dcp.metadata import Metadata
+from ema_ckpt.formats.dcp.metadata_values import ItemPlace
 
 _METADATA = ".metadata"
 
@@ -66,15 +67,10 @@ def _differ_by_one_bit(a: str, b: str) -> bool:
 
 
 def _place_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:
-    offsets_of: dict[str, set[Ints]] = {}
-    for name, entry in part.entries.items():
-        if isinstance(entry, TensorEntry):
-            offsets_of[name] = {offsets for offsets, _ in entry.chunks}
-    for (name, offsets), place in part.items.items():
+    for (name, offsets), place in part.items.strays(part.entries):
         problem = f"storage_data has a place in {place.file} for {name!r}"
-        if name in offsets_of:
-            if offsets not in offsets_of[name]:
-                yield name, f"{problem} at {list(offsets or ())}, where no chunk of it begins"
+        if part.entries.get(name) is not None:
+            yield name, f"{problem} at {list(offsets or ())}, where no chunk of it begins"
         elif name not in part.entries and name not in part.opaque:
             yield name, f"{problem}, which is no entry"
 
@@ -84,13 +80,11 @@ def unknown_entries(parts: Sequence[Metadata]) -> tuple[UnknownEntry, ...]:
     kinds: dict[str, str] = {}
     for part in parts:
         kinds |= part.opaque
-    places: dict[str, list[UnknownEntry]] = {}
-    for part in parts:
-        for (name, _), place in part.items.items():
-            if name in kinds:
-                entry = UnknownEntry(name, kinds[name], place.file, place.offset, place.nbytes)
-                places.setdefault(name, []).append(entry)
     entries: list[UnknownEntry] = []
+    places: dict[str, list[ItemPlace]] = {name: [] for name in kinds}
+    for part in parts if kinds else ():
+        part.items.add_places(places)
     for name, kind in kinds.items():
-        entries += places.get(name, [UnknownEntry(name, kind)])
+        spans = [UnknownEntry(name, kind, p.file, p.offset, p.nbytes) for p in places[name]]
+        entries += spans or [UnknownEntry(name, kind)]
     return tuple(entries)

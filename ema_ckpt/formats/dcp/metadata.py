@@ -7,43 +7,33 @@ interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ema_ckpt.core.catalog import Ints, Path
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.dtypes import DType, by_name
+from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
+from ema_ckpt.formats.dcp.items import ItemDict, Items, TensorEntry
 from ema_ckpt.formats.dcp.metadata_fast import Classes, Shortcuts
+from ema_ckpt.formats.dcp.metadata_rows import BlockReader, RowReader
+from ema_ckpt.formats.dcp.metadata_values import ItemPlace, Key, Values
 from ema_ckpt.formats.pickle.machine import loads
+from ema_ckpt.formats.pickle.memo import Several
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
 
-Key = tuple[str, Ints | None]
+if TYPE_CHECKING:
+    from ema_ckpt.formats.dcp.item_columns import ChunkColumns, ItemColumns
+    from ema_ckpt.formats.dcp.metadata_columns import ColumnReader, ItemRows
+
 _MANY = 1000  # keys of a dict, from which on some are chosen to collide
 _ALL_INTS = frozenset({int})
 _PART_TYPES = frozenset({str, int})
-
-
-class ItemPlace(NamedTuple):
-    """Where an item lies: a file beside `.metadata`, and the bytes of it (`_StorageInfo`)."""
-
-    file: str
-    offset: int
-    nbytes: int
-    transforms: tuple[str, ...] = ()
-
-
-class TensorEntry(NamedTuple):
-    """A tensor of the state dict: dtype, global shape, (offsets, sizes) of its chunks in order."""
-
-    dtype: DType
-    shape: Ints
-    chunks: tuple[tuple[Ints, Ints], ...]
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -60,7 +50,7 @@ class Metadata:
 
     entries: dict[str, TensorEntry | None] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-    items: dict[Key, ItemPlace] = field(default_factory=dict)
+    items: Items = field(default_factory=ItemDict)
     opaque: dict[str, str] = field(default_factory=dict)
     spare: tuple[str, ...] = ()
     crc: int = 0
@@ -142,7 +132,8 @@ _ALLOWED: dict[tuple[str, str], Maker] = {
     ("torch.distributed.checkpoint.planner", "WriteItemType"): lambda value: value,
     ("torch.distributed.checkpoint.planner", "LoadItemType"): lambda value: value,
 }
-_CLASSES = Classes(_Tensor, _Properties, _Chunk, _Index, _Info, ItemPlace)
+_CLASSES = Classes(_Tensor, _Properties, _Chunk, _Index, _Info)
+_COLUMNS_FROM_NBYTES = 1 << 20  # of the file; below that numpy takes longer to load than it saves
 
 
 def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
@@ -164,7 +155,15 @@ def parse(data: bytes, where: str, *, fast: bool = True) -> Metadata:
 
 
 def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
-    prepare = Shortcuts(_CLASSES).prepare if fast else None
+    reader, prepare = None, None
+    if fast:
+        values = Values()
+        rows: RowReader = BlockReader(values)
+        if len(data) >= _COLUMNS_FROM_NBYTES:
+            from ema_ckpt.formats.dcp.metadata_columns import ColumnReader
+
+            rows = reader = ColumnReader(data, values)
+        prepare = Shortcuts(_CLASSES, values, rows).prepare
     root = loads(data, _ALLOWED, where=where, prepare=prepare)
     if isinstance(root, Opaque):
         root = _derived_root(root)
@@ -172,7 +171,7 @@ def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
         message = f"{where}: no DCP metadata in it (found {brief(root)})"
         raise SourceError("unreadable", message, file=where)
     try:
-        result = _metadata(root.fields, where)
+        result = _metadata(root.fields, where, reader)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         message = f"{where}: malformed DCP metadata ({error!r})"
         raise SourceError("unreadable", message, file=where) from None
@@ -191,11 +190,15 @@ def _derived_root(value: Opaque) -> Opaque | _Root:
     return root
 
 
-def _metadata(fields: dict[str, object], where: str) -> Metadata:
+def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None) -> Metadata:
     entries, items = fields["state_dict_metadata"], fields.get("storage_data") or {}
     if not isinstance(entries, dict) or not isinstance(items, dict):
         raise ValueError("its tables are no dicts")
-    result = Metadata()
+    result, columns = Metadata(), None
+    if reader is not None:
+        from ema_ckpt.formats.dcp.item_columns import ChunkColumns
+
+        columns = ChunkColumns(reader.tuples)
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise ValueError(f"a name is {brief(name)}")
@@ -204,25 +207,46 @@ def _metadata(fields: dict[str, object], where: str) -> Metadata:
         elif isinstance(entry, _Bytes):
             result.entries[name] = None
         else:
-            result.entries[name] = _tensor(entry, name, where)
+            result.entries[name] = _tensor(entry, name, where, columns)
     paths = fields.get("planner_data")
     if isinstance(paths, dict):
         _add_paths(result, paths, entries, where)
-    _add_items(result, items, where)
+    if reader is None or columns is None:
+        result.items = _items(items, where)
+    else:
+        result.items = _columns(items, columns, reader, where)
     return result
 
 
-def _add_items(result: Metadata, items: dict[object, Any], where: str) -> None:
+def _items(items: dict[object, Any], where: str) -> ItemDict:
     keys = [key if key.__class__ is tuple else _key(key) for key in items]
     if not _are_keys(keys):
         keys = [_key(key) for key in keys]
     if len(keys) > _MANY:
         Collisions().check_all(keys)
-    if set(map(type, items.values())) <= {ItemPlace}:
-        result.items = dict(zip(keys, items.values(), strict=True))
-        return
-    for item, place in zip(keys, items.values(), strict=True):
-        result.items[item] = _place(place, item[0], where)
+    places = list(items.values())
+    if not set(map(type, places)) <= {ItemPlace}:
+        pairs = zip(keys, places, strict=True)
+        places = [_place(place, name, where) for (name, _), place in pairs]
+    return ItemDict(zip(keys, places, strict=True))
+
+
+def _columns(
+    items: dict[object, Any], boxes: ChunkColumns, reader: ColumnReader, where: str
+) -> ItemColumns:
+    """Keep the items of a large file as columns: rows of them, and those that stand alone."""
+    from ema_ckpt.formats.dcp.item_columns import ItemColumns
+    from ema_ckpt.formats.dcp.metadata_columns import ItemRows
+
+    def read() -> Iterator[ItemRows | tuple[Key, ItemPlace]]:
+        for key, place in items.items():
+            if isinstance(key, ItemRows):
+                yield key
+            else:
+                item = _key(key)
+                yield item, _place(place, item[0], where)
+
+    return ItemColumns(read(), boxes, reader)
 
 
 def _add_paths(
@@ -239,7 +263,7 @@ def _add_paths(
     result.spare = tuple(spare)
 
 
-def _tensor(entry: object, name: str, where: str) -> TensorEntry:
+def _tensor(entry: object, name: str, where: str, columns: ChunkColumns | None) -> TensorEntry:
     if not isinstance(entry, _Tensor):
         raise ValueError(f"the entry of {name!r} is a {type(entry).__name__}")
     properties, chunks = entry.fields["properties"], entry.fields["chunks"]
@@ -253,12 +277,22 @@ def _tensor(entry: object, name: str, where: str) -> TensorEntry:
     except SourceError as error:
         raise about(error, tensor=name, file=where) from None
     shape = _ints(entry.fields["size"])
+    if columns is None:
+        return TensorEntry(dtype, shape, _boxes(chunks, name, len(shape), where))
+    rows = [
+        chunk if isinstance(chunk, Several) else _chunk(chunk, name, len(shape), where)
+        for chunk in chunks
+    ]
+    return TensorEntry(dtype, shape, columns.add(name, len(shape), rows))
+
+
+def _boxes(chunks: list[Any], name: str, rank: int, where: str) -> tuple[tuple[Ints, Ints], ...]:
     boxes = tuple(chunks)
-    if not _are_boxes(boxes, len(shape)):
-        boxes = tuple([_chunk(chunk, name, len(shape), where) for chunk in chunks])
+    if not _are_boxes(boxes, rank):
+        boxes = tuple([_chunk(chunk, name, rank, where) for chunk in chunks])
     if len(boxes) > _MANY:
         Collisions().check(boxes)
-    return TensorEntry(dtype, shape, boxes)
+    return boxes
 
 
 def _are_pairs(values: Sequence[Any]) -> bool:

@@ -8,65 +8,47 @@ the interpreter, opcode by opcode. A test compares both ways on all fixtures and
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container
 from functools import partial
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Ints
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.formats.dcp.metadata_rows import COUNT, INSTANCE_COUNT, INT, INTS, REF, RowReader
+from ema_ckpt.formats.dcp.metadata_values import BUILT, OPENED, SIZED, Form, ItemPlace, Values
 from ema_ckpt.formats.pickle.machine import Machine
-from ema_ckpt.formats.pickle.memo import UNBUILT
+from ema_ckpt.formats.pickle.memo import UNBUILT, Several
 from ema_ckpt.formats.pickle.safe_globals import Global, Replacement
 
-_INT_NBYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # by opcode; LONG1 (0x8A) says its own
-_REF = rb"(h.|j....)"
-_ONE = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6})"
-_INT = rb"(" + _ONE + rb")"
-# As many numbers as their tuple's opcode takes: TUPLE1, TUPLE2, TUPLE3, or MARK ... TUPLE.
-_INTS = rb"(%b\x85|%b{2}\x86|%b{3}\x87|\(%b+t)" % ((_ONE,) * 4)
 _FIELD = re.compile(rb"[\x88\x89]|h.|j....", re.DOTALL)
 _BOOLEANS = {b"\x88": True, b"\x89": False}
 _FIELDS = rb"((?:[\x88\x89]|h.|j....){4,5})"  # of `TensorProperties`, after the dtype
 _APPENDED = (b"aub", b"eub")  # one item of a list; or all from the mark on
-_COUNT = rb"(?:K.|M..|J....|N)"
-_OPENED = b")\x81\x94}\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK
-_SIZED = b"\x94\x85\x94R\x94"  # after the numbers of a `torch.Size`
-_BUILT = b"ub"
-_SIZE = _REF + rb"(?:" + _INTS + re.escape(_SIZED) + rb")?"
-_TEXT = rb"(?:" + _REF + rb"|\x8c(.))"  # a text is read by its length
-_CHUNK = re.compile(re.escape(_OPENED) + _REF + _SIZE + _REF + _SIZE + _BUILT, re.DOTALL)
-_HEAD = re.compile(re.escape(_OPENED) + _REF + _TEXT, re.DOTALL)
-_INDEX_TAIL = re.compile(_REF + _COUNT + _REF + _SIZE + _BUILT, re.DOTALL)
-_INFO_TAIL = re.compile(_REF + _INT + _REF + _INT + _BUILT, re.DOTALL)
-_SHORT_TEXT = 0x8C
-_NAME = rb"(h.|j....|\x8c.[^\x94]*\x94)"  # a text with this byte in it is read alone
-_MAX_ROWS = 64  # expressions: torch writes a handful of forms, and each takes long to compile
-_BLOCK = 4096  # instances; their groups are in memory at a time
+_SIZE = REF + rb"(?:" + INTS + re.escape(SIZED) + rb")?"
+_TEXT = rb"(?:" + REF + rb"|\x8c(.))"  # a text is read by its length
+_CHUNK = re.compile(re.escape(OPENED) + REF + _SIZE + REF + _SIZE + BUILT, re.DOTALL)
+_HEAD = re.compile(re.escape(OPENED) + REF + _TEXT, re.DOTALL)
+_INDEX_TAIL = re.compile(REF + COUNT + REF + _SIZE + BUILT, re.DOTALL)
+_INFO_TAIL = re.compile(REF + INT + REF + INT + BUILT, re.DOTALL)
 _TENSOR_HEAD = re.compile(
-    re.escape(_OPENED) + _REF + _REF + re.escape(b")\x81\x94(") + _REF + _FIELDS + b"t\x94b"
-    + _REF + _SIZE + _REF + re.escape(b"]\x94") + rb"(\(?)",
+    re.escape(OPENED) + REF + REF + re.escape(b")\x81\x94(") + REF + _FIELDS + b"t\x94b"
+    + REF + _SIZE + REF + re.escape(b"]\x94") + rb"(\(?)",
     re.DOTALL,
 )  # fmt: skip
-_INSTANCE_COUNT = 2  # memoized objects of an instance: itself and its dict
+_MAX_FORMS = 8  # of chunks, and of items: torch writes a handful, and each takes its time
 _SIZE_COUNT = 3  # of a `torch.Size`: its numbers, the tuple around them, itself
-
-Form = tuple[bytes, ...]
-"""Opcodes of an instance that recur in others: they refer to its fields' names and to `Size`."""
 
 Reader = Callable[[Machine], "Form | None"]
 """Reads one instance; None if it is not as expected. An empty form tells nothing of others."""
 
 
 class Classes(NamedTuple):
-    """What replaces torch's classes, and what makes a place from file, offset and length."""
+    """What replaces torch's classes."""
 
     tensor: Callable[[], Replacement]
     properties: Callable[[], Replacement]
     chunk: object
     item_index: object
     place: object
-    make_place: Callable[[str, int, int], object]
 
 
 class _Class(NamedTuple):
@@ -77,32 +59,13 @@ class _Class(NamedTuple):
     reader: Reader
 
 
-class _Row:
-    """Instances alike, one after the other: literal opcodes, and expressions, in turn.
-
-    An expression is one group, or none, as `_COUNT`: what it matches is not needed.
-    """
-
-    def __init__(self, parts: Sequence[bytes]) -> None:
-        texts = [part if index % 2 else re.escape(part) for index, part in enumerate(parts)]
-        one = b"".join(texts)
-        # The same without groups: a parenthesis that is no literal one.
-        bare = re.sub(rb"(?<!\\)\((?!\?)", b"(?:", one)
-        self._one = re.compile(one, re.DOTALL)
-        self._block = re.compile(b"(?:%b){1,%d}+" % (bare, _BLOCK), re.DOTALL)
-
-    def blocks(self, machine: Machine) -> Iterator[tuple[list[tuple[bytes, ...]], int]]:
-        """Find the instances from here on, in blocks: the groups of each, and the block's end."""
-        while match := self._block.match(machine.data, machine.pos):
-            end = match.end()
-            yield self._one.findall(machine.data, machine.pos, end), end
-
-
 class Shortcuts:
     """Reader of whole instances; it keeps the memo as the interpreter would."""
 
-    def __init__(self, classes: Classes) -> None:
+    def __init__(self, classes: Classes, values: Values, rows: RowReader) -> None:
         self._new = classes
+        self._values = values
+        self._rows = rows
         self._readers: dict[object, Reader] = {
             classes.tensor: self._tensor,
             classes.chunk: self._chunk,
@@ -113,11 +76,7 @@ class Shortcuts:
         self._classes: dict[bytes, _Class] = {}
         # Reads chunks, or items, that are as an earlier one but for names and numbers, by class.
         self._alike: dict[bytes, Callable[[Machine], None]] = {}
-        self._rows: dict[tuple[bytes, ...], _Row] = {}
-        self._refs: dict[bytes, object] = {}
-        self._ints: dict[bytes, int] = {}  # offsets and lengths, none of them negative
-        self._tuples: dict[bytes, Ints] = {}
-        self._texts: dict[str, str] = {}
+        self._forms: dict[Reader, set[Form]] = {self._chunk: set(), self._place: set()}
         # Field names that were looked up and are right, by class: they recur in every instance.
         self._checked: set[tuple[object, ...]] = set()
 
@@ -164,20 +123,29 @@ class Shortcuts:
         Args:
             index: the same of the instance before it.
         """
-        if not form or len(self._rows) >= _MAX_ROWS:
+        if not form:
             return ()
         form = (read.ref, *form)
-        if read.reader == self._chunk:
-            self._alike[read.ref] = partial(self._read_chunks, form)
-        elif index and read.reader == self._place:
-            self._alike[index[0]] = partial(self._read_items, index + form)
+        if read.reader == self._chunk and self._is_one_of_few(read.reader, form):
+            self._alike[read.ref] = partial(self._rows.read_chunks, form)
+        elif (
+            index and read.reader == self._place and self._is_one_of_few(read.reader, index + form)
+        ):
+            self._alike[index[0]] = partial(self._rows.read_items, index + form)
         return form if read.reader == self._index else ()
+
+    def _is_one_of_few(self, reader: Reader, form: Form) -> bool:
+        """Whether rows of a form are read; no more forms are than torch may write."""
+        forms = self._forms[reader]
+        if len(forms) < _MAX_FORMS:
+            forms.add(form)
+        return form in forms
 
     def _ref_before(self, machine: Machine, named: Global) -> bytes:
         """Return the opcode, just before this position, that pushed a class; empty if in doubt."""
         for opcode, nbytes in ((b"h", 2), (b"j", 5)):
             ref = machine.data[machine.pos - nbytes : machine.pos]
-            if ref[:1] == opcode and self._ref(machine, ref) is named:
+            if ref[:1] == opcode and self._values.ref(machine, ref) is named:
                 return ref
         return b""
 
@@ -187,107 +155,13 @@ class Shortcuts:
         nbytes = 2 if machine.data[pos : pos + 1] == b"h" else 5
         return self._classes.get(machine.data[pos : pos + nbytes])
 
-    def _read_chunks(self, form: Form, machine: Machine) -> None:
-        """Read chunks that differ from an earlier one in numbers alone."""
-        ref, key, size, key2, size2 = form
-        opened = ref + _OPENED + key + size
-        row = self._row(opened, _INTS, _SIZED + key2 + size2, _INTS, _SIZED + _BUILT)
-        tuples, push, memo = self._tuples, machine.stack.append, machine.memo
-        numbers = memo.skip()
-        for found, end in row.blocks(machine):
-            count = memo.count
-            for run, run2 in found:
-                pair = tuples.get(run) or self._tuple(run), tuples.get(run2) or self._tuple(run2)
-                push(pair)
-                memo.items += pair
-                numbers.extend((count + 4, count + 7))
-                count += 8
-            machine.pos, memo.count = end, count
-
-    def _read_items(self, form: Form, machine: Machine) -> None:
-        """Read indices and places that differ from earlier ones in names and numbers alone."""
-        index_ref, key, key2, key3, size, place_ref, key4, key5, key6 = form
-        row = self._row(
-            *(index_ref + _OPENED + key, _NAME, key2, _COUNT, key3 + size, _INTS),
-            *(_SIZED + _BUILT + place_ref + _OPENED + key4, _REF, key5, _INT, key6, _INT, _BUILT),
-        )
-        tuples, refs, ints, memo = self._tuples, self._refs, self._ints, machine.memo
-        make_place, push, built = self._new.make_place, machine.stack.append, memo.items.append
-        number = memo.skip().append
-        for found, end in row.blocks(machine):
-            count = memo.count
-            for name_run, run, file_ref, run2, run3 in found:
-                if name_run[0] == _SHORT_TEXT:
-                    name: object = self._written(name_run)
-                    built(name)
-                    number(count + _INSTANCE_COUNT)
-                    count += 1
-                else:
-                    name = refs.get(name_run) or self._ref(machine, name_run)
-                file = refs.get(file_ref) or self._ref(machine, file_ref)
-                if name.__class__ is not str or file.__class__ is not str:
-                    raise _unexpected()
-                offsets = tuples.get(run) or self._tuple(run)
-                offset, nbytes = ints.get(run2), ints.get(run3)
-                if offset is None:
-                    offset = self._natural(run2)
-                if nbytes is None:
-                    nbytes = self._natural(run3)
-                push((name, offsets))
-                push(make_place(file, offset, nbytes))
-                built(offsets)
-                number(count + 4)
-                count += 7
-            machine.pos, memo.count = end, count
-
-    def _row(self, *parts: bytes) -> _Row:
-        """Return the row of instances alike: literal opcodes, and expressions, in turn."""
-        row = self._rows.get(parts)
-        if row is None:
-            row = self._rows[parts] = _Row(parts)
-        return row
-
-    def _written(self, run: bytes) -> str:
-        """Return the text of an opcode that holds it, and of its MEMOIZE."""
-        if run[1] != len(run) - 3:
-            raise _unexpected()
-        text = run[2:-1].decode("utf-8", "surrogatepass")
-        return self._texts.setdefault(text, text)
-
-    def _ref(self, machine: Machine, ref: bytes) -> object:
-        value = self._refs.get(ref)
-        if value is None:
-            index = ref[1] if len(ref) == 2 else struct.unpack_from("<I", ref, 1)[0]
-            value = machine.memo.get(index) if index < machine.memo.count else None
-            if isinstance(value, str | Global | tuple):
-                self._refs[ref] = value
-        return value
-
-    def _natural(self, run: bytes) -> int:
-        """Decode an offset or a length. Raises SourceError if it is negative."""
-        number = self._ints.get(run)
-        if number is None:
-            (number,) = _decode_ints(run)
-            if number < 0:
-                raise _unexpected()
-            self._ints[run] = number
-        return number
-
-    def _tuple(self, run: bytes) -> Ints:
-        """Decode the numbers of a tuple, given with the tuple's opcodes around them."""
-        numbers = self._tuples.get(run)
-        if numbers is None:
-            inner = run[1:-1] if run[:1] == b"(" else run[:-1]
-            numbers = self._tuples[run] = tuple(_decode_ints(inner))
-        return numbers
-
     def _size(self, machine: Machine, ref: bytes, run: bytes | None, memo: _Memo) -> Ints | None:
-        value = self._ref(machine, ref)
+        value = self._values.ref(machine, ref)
         if run is None:
             return value if isinstance(value, tuple) else None
         if value.__class__ is not Global or value.name != "Size":
             return None
-        numbers = self._tuple(run)
+        numbers = self._values.tuple(run)
         memo.add_size(numbers)
         return numbers
 
@@ -310,7 +184,7 @@ class Shortcuts:
     def _are_named(self, machine: Machine, names: tuple[str, ...], *refs: bytes) -> bool:
         """Whether opcodes refer to the fields that are expected, in this order."""
         if (names, refs) not in self._checked:
-            if [self._ref(machine, ref) for ref in refs] != list(names):
+            if [self._values.ref(machine, ref) for ref in refs] != list(names):
                 return False
             self._checked.add((names, refs))
         return True
@@ -319,12 +193,11 @@ class Shortcuts:
         """Read the text after a head, in full or by reference; return it and the next position."""
         ref, length = head[2], head[3]
         if ref is not None:
-            value = self._ref(machine, ref)
+            value = self._values.ref(machine, ref)
             return (value if isinstance(value, str) else None), head.end()
         data, pos = machine.data, head.end()
         end = pos + length[0]
-        text = data[pos:end].decode("utf-8", "surrogatepass")
-        text = self._texts.setdefault(text, text)
+        text = self._values.text(data[pos:end])
         memo.add(text)
         return (text, end + 1) if data[end : end + 1] == b"\x94" else (None, end)
 
@@ -367,8 +240,9 @@ class Shortcuts:
         below = len(machine.stack)
         self._read_all(machine, [self._chunk])  # nothing that would nest
         chunks += machine.stack[below:]
+        count = sum([len(chunk) if isinstance(chunk, Several) else 1 for chunk in chunks])
         end = _APPENDED[bool(opened)] if chunks else b"ub"
-        if bool(opened) != (len(chunks) > 1) or not machine.data.startswith(end, machine.pos):
+        if bool(opened) != (count > 1) or not machine.data.startswith(end, machine.pos):
             machine.go_back(before)  # to where a frame begins within it, for example
             return None
         del machine.stack[below:]
@@ -379,7 +253,7 @@ class Shortcuts:
         self, machine: Machine, ref: bytes, refs: bytes, memo: _Memo
     ) -> Replacement | None:
         """Read `TensorProperties` by the class, and by their fields: references and booleans."""
-        named, make = self._ref(machine, ref), self._new.properties
+        named, make = self._values.ref(machine, ref), self._new.properties
         if named.__class__ is not Global or named.make is not self._new.properties:
             return None
         key = ref + refs
@@ -398,7 +272,7 @@ class Shortcuts:
         """Return what one opcode pushes: a boolean, or an object of the memo; None if unknown."""
         if opcode in _BOOLEANS:
             return _BOOLEANS[opcode]
-        value = self._ref(machine, opcode)
+        value = self._values.ref(machine, opcode)
         return None if value is UNBUILT else value
 
     def _place(self, machine: Machine) -> Form | None:
@@ -413,7 +287,7 @@ class Shortcuts:
         key, (key2, run, key3, run2) = head[1], tail.groups()
         if not self._are_named(machine, ("relative_path", "offset", "length"), key, key2, key3):
             return None
-        place = self._new.make_place(file, self._natural(run), self._natural(run2))
+        place = ItemPlace(file, self._values.natural(run), self._values.natural(run2))
         machine.replace_top(place, tail.end(), memo.count, memo.kept)
         return key, key2, key3
 
@@ -424,7 +298,7 @@ class _Memo:
     __slots__ = ("count", "kept")
 
     def __init__(self) -> None:
-        self.count = _INSTANCE_COUNT
+        self.count = INSTANCE_COUNT
         self.kept: list[tuple[int, object]] = []
 
     def add(self, value: object) -> None:
@@ -436,24 +310,3 @@ class _Memo:
         """Add the three objects of a `torch.Size`; the last of them may be needed again."""
         self.count += _SIZE_COUNT
         self.kept.append((self.count - 1, numbers))
-
-
-def _unexpected() -> SourceError:
-    """Return what makes the interpreter read the whole pickle, and say what is wrong with it."""
-    return SourceError("unreadable", "an item of the metadata is not as torch writes it")
-
-
-def _decode_ints(run: bytes) -> list[int]:
-    numbers, pos = [], 0
-    while pos < len(run):
-        op = run[pos]
-        pos += 1
-        if op == 0x8A:
-            nbytes = run[pos]
-            pos += 1
-        else:
-            nbytes = _INT_NBYTES[op]
-        data = run[pos : pos + nbytes]
-        numbers.append(int.from_bytes(data, "little", signed=op in (0x4A, 0x8A)))
-        pos += nbytes
-    return numbers

@@ -30,6 +30,8 @@ _CHUNK = (_METADATA, "ChunkStorageMetadata")
 _INDEX = (_METADATA, "MetadataIndex")
 _INFO = (_FILESYSTEM, "_StorageInfo")
 _SIZE = ("torch", "Size")
+_STRIDED = Call("torch.serialization", "_get_layout", ("torch.strided",), is_shared=True)
+_CONTIGUOUS = Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,), is_shared=True)
 # Opcodes of the frequent instances: from the class to the first field, and behind the numbers of a
 # `torch.Size`. Eight, five and two objects are memoized in a chunk, an index and a place.
 _OPENED = b")\x81\x94}\x94("
@@ -107,9 +109,9 @@ def _tensor_entry(
 ) -> Instance:
     properties = (
         Global("torch", tensor.dtype.name, None),
-        Call("torch.serialization", "_get_layout", ("torch.strided",)),
+        _STRIDED,
         False,
-        Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,)),
+        _CONTIGUOUS,
         False,
     )
     fields = {

@@ -30,7 +30,9 @@ from ema_ckpt.core.errors import RefusedError, SourceError, UnsafeError, about
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
-from ema_ckpt.formats.dcp.metadata import ItemPlace, Metadata, TensorEntry, parse
+from ema_ckpt.formats.dcp.items import TensorEntry
+from ema_ckpt.formats.dcp.metadata import Metadata, parse
+from ema_ckpt.formats.dcp.metadata_values import ItemPlace
 from ema_ckpt.formats.pickle.safe_globals import executor_within
 from ema_ckpt.formats.pickle.tensors import TensorRef, load_tensor, load_value
 from ema_ckpt.formats.sidecar import Sidecar
@@ -76,8 +78,8 @@ def open_dcp(
         entry_path = first.paths.get(name, (name,))
         if first.entries[name] is None:
             place = first.items.get((name, None), _EMPTY_PLACE)
-            file = _require(place, required)
-            objects.append(Object(name, entry_path, file, place.offset, place.nbytes))
+            _require(place.file, place.offset + place.nbytes, required)
+            objects.append(Object(name, entry_path, place.file, place.offset, place.nbytes))
         else:
             tensors.append(_tensor(name, entry_path, listing, required))
     problems: list[Problem] = []
@@ -132,8 +134,8 @@ def required_files(parts: Iterable[Metadata]) -> dict[str, int]:
     """Map every data file that the metadata names to the least size (bytes) it must have."""
     required: dict[str, int] = {}
     for part in parts:
-        for place in part.items.values():
-            _require(place, required)
+        for file, end in part.items.ends().items():
+            _require(file, end, required)
     return required
 
 
@@ -219,19 +221,13 @@ def _ranks_in(names: Iterable[str], pattern: re.Pattern[str]) -> set[int]:
     return {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
 
 
-def _require(place: ItemPlace, required: dict[str, int]) -> str:
-    """Record that a file must reach to the end of an item; return its name, checked."""
-    file = place.file
+def _require(file: str, end: int, required: dict[str, int]) -> None:
+    """Record that a file, if there is one, must have so many bytes; check its name."""
     if not file:
-        return file
-    end = place.offset + place.nbytes
-    nbytes = required.get(file)
-    if nbytes is None:
+        return
+    if file not in required:
         safe_name(file)
-        required[file] = end
-    elif end > nbytes:
-        required[file] = end
-    return file
+    required[file] = max(end, required.get(file, 0))
 
 
 def _tensor(name: str, path: Path, parts: list[Metadata], required: dict[str, int]) -> Tensor:
@@ -243,12 +239,11 @@ def _tensor(name: str, path: Path, parts: list[Metadata], required: dict[str, in
             raise _unreadable(f"{name!r} is a tensor on one rank only", name)
         if (entry.shape, entry.dtype) != (first.shape, first.dtype):
             raise _unreadable(f"ranks disagree on the shape of {name!r}", name)
-        find = part.items.get
-        for offsets, sizes in entry.chunks:
-            file, start, nbytes, _ = place = find((name, offsets), _EMPTY_PLACE)
-            if file and start + nbytes > required.get(file, -1):
-                _require(place, required)
-            chunks.append(Chunk(offsets, sizes, file, start, nbytes))
+        stored = part.items.chunks_of(name, entry)
+        for _, _, file, start, nbytes in stored:
+            if start + nbytes > required.get(file, -1):
+                _require(file, start + nbytes, required)
+        chunks += stored
     if not isinstance(first, TensorEntry):
         raise _unreadable(f"{name!r} is no tensor", name)
     check_geometry(name, first.shape, first.dtype, METADATA_NAME)
@@ -272,8 +267,7 @@ class _Reader:
         self._transformed = {
             (place.file, place.offset): ", ".join(place.transforms)
             for part in parts
-            for place in part.items.values()
-            if place.transforms
+            for place in part.items.transformed()
         }
         self._pickles: dict[bytes, TensorRef] = {}
         self._templates: dict[ItemKind, tuple[ArchiveTemplate, Payload]] = {}

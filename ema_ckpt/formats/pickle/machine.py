@@ -17,7 +17,7 @@ from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.errors import SourceError, UnsafeError
 from ema_ckpt.formats.pickle.damage import ShortcutMissedError, own_errors
 from ema_ckpt.formats.pickle.keys import check_keys
-from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
+from ema_ckpt.formats.pickle.memo import UNBUILT, Memo, Several
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 
 Allowed = Mapping[tuple[str, str], Maker]
@@ -128,7 +128,7 @@ class Machine:
 
     def put(self, index: int) -> None:
         """Memoize the top of the stack under `index`."""
-        top = self.stack[-1]
+        top = self.top()
         if not self.memo.put(index, top):
             if self.prepare is not None:  # shortcuts remember what entries meant
                 raise ShortcutMissedError
@@ -154,6 +154,13 @@ class Machine:
         self.memo.skip_to(count, kept)
         self.stack[-1] = value
         self.pos = end
+
+    def top(self) -> object:
+        """Return the one object on the top of the stack."""
+        top = self.stack[-1]
+        if isinstance(top, Several):
+            raise ShortcutMissedError
+        return top
 
     def state(self) -> tuple[int, int, object, tuple[int, int]]:
         """Return what `go_back` needs to undo what a shortcut reads from here on."""
@@ -429,9 +436,9 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"a": lambda m: _extend(m, [m.stack.pop()]),
     b"e": lambda m: _extend(m, m.pop_mark()),
     b"\x90": lambda m: _extend(m, m.pop_mark()),
-    b"0": lambda m: m.stack.pop(),
+    b"0": lambda m: (m.top(), m.stack.pop()),
     b"1": lambda m: m.pop_mark(),
-    b"2": _push(lambda m: m.stack[-1]),
+    b"2": _push(lambda m: m.top()),
     b"Q": _push(_persistent_id),
     b"\x82": _extension,
     b"\x83": _extension,

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable
 
 UNBUILT = object()  # stands for an object that a shortcut has left out
+
+
+class LeftOut:
+    """Objects that a shortcut has left out, of which some can still be built."""
+
+    __slots__ = ()
+
+    def get(self, number: int) -> object:
+        """Return one of them, counted from the first, or `UNBUILT`."""
+        raise NotImplementedError
+
+
+class Several:
+    """On the stack: what a shortcut has read, in the place of several objects in a row."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        """Return how many these are."""
+        raise NotImplementedError
 
 
 class Memo:
@@ -15,7 +35,7 @@ class Memo:
     Attributes:
         count: numbers given so far.
         items: the objects that are built. Where a shortcut has left out some, `numbers` has those
-            of the others.
+            of the others, and of the first of those that are left out together.
     """
 
     __slots__ = ("_sparse", "count", "items", "numbers")
@@ -49,10 +69,13 @@ class Memo:
             return self._sparse[number]
         if self.numbers is None:
             return self.items[number]
-        place = bisect_left(self.numbers, number)
-        if place == len(self.numbers) or self.numbers[place] != number:
+        place = bisect_right(self.numbers, number) - 1
+        if place < 0:
             return UNBUILT
-        return self.items[place]
+        item, first = self.items[place], self.numbers[place]
+        if isinstance(item, LeftOut):
+            return item.get(number - first)
+        return item if number == first else UNBUILT
 
     def skip(self) -> array[int]:
         """Return `numbers`, which are needed from now on."""
@@ -66,6 +89,12 @@ class Memo:
         for number, value in kept:
             numbers.append(self.count + number)
             self.items.append(value)
+        self.count += count
+
+    def leave_out(self, objects: LeftOut, count: int) -> None:
+        """Give `count` numbers to objects that are built when they are needed."""
+        self.skip().append(self.count)
+        self.items.append(objects)
         self.count += count
 
     def state(self) -> tuple[int, int]:

@@ -22,11 +22,12 @@ _SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
 class Call(NamedTuple):
-    """The result of a call: `module.name(*args)`."""
+    """The result of a call: `module.name(*args)`; a shared one is written once in protocol 4."""
 
     module: str
     name: str
     args: tuple[object, ...]
+    is_shared: bool = False
 
 
 class Instance(NamedTuple):
@@ -173,10 +174,12 @@ class PickleWriter:
         self.out += b"u"
 
     def _call(self, call: Call, depth: int) -> None:
+        if call.is_shared and self._recall(call):
+            return
         self._global(call.module, call.name)
         self.write(call.args, depth)
         self.out += b"R"
-        self._memoize()
+        self._memoize(call if call.is_shared else None)
 
     def _instance(self, instance: Instance, depth: int) -> None:
         self._global(instance.module, instance.name)

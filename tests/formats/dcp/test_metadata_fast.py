@@ -25,26 +25,50 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 
 from ema_ckpt import EmaCkptError
+from ema_ckpt.formats.dcp import metadata
 from ema_ckpt.formats.dcp.metadata import Metadata, parse
+from ema_ckpt.formats.dcp.metadata_values import ItemPlace
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 METADATA = sorted(FIXTURES.glob("*/.metadata")) + sorted(FIXTURES.glob("*/*/.metadata"))
 WHOLE = [(FIXTURES / "dcp" / name / ".metadata").read_bytes() for name in ("fsdp2-w4", "dtypes-w2")]
 
 
-def outcome(data: bytes, *, fast: bool) -> Metadata | str:
+def outcome(data: bytes, *, fast: bool, columns: bool = False) -> Metadata | str:
     """What is read, or the code of the error."""
-    try:
-        return parse(data, "t", fast=fast)
-    except EmaCkptError as error:
-        return error.code
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "_COLUMNS_FROM_NBYTES", 0 if columns else 1 << 40)
+        try:
+            return parse(data, "t", fast=fast)
+        except EmaCkptError as error:
+            return error.code
 
 
 def check_same(data: bytes) -> None:
-    fast, slow = outcome(data, fast=True), outcome(data, fast=False)
-    assert fast == slow
-    if isinstance(fast, Metadata) and isinstance(slow, Metadata):
-        assert list(fast.entries) == list(slow.entries)
+    slow = outcome(data, fast=False)
+    for columns in (False, True):
+        fast = outcome(data, fast=True, columns=columns)
+        assert fast == slow
+        if isinstance(fast, Metadata) and isinstance(slow, Metadata):
+            assert list(fast.entries) == list(slow.entries)
+            assert list(fast.items) == list(slow.items)
+            check_same_items(fast, slow)
+
+
+def check_same_items(fast: Metadata, slow: Metadata) -> None:
+    """Everything that is asked of the places of items."""
+    for name, entry in slow.entries.items():
+        mine = fast.entries[name]
+        if entry is not None and mine is not None:
+            assert fast.items.chunks_of(name, mine) == slow.items.chunks_of(name, entry)
+    assert list(fast.items.ends().items()) == list(slow.items.ends().items())
+    assert fast.items.transformed() == slow.items.transformed()
+    assert list(fast.items.strays(fast.entries)) == list(slow.items.strays(slow.entries))
+    found: list[dict[str, list[ItemPlace]]] = []
+    for part in (fast, slow):
+        found.append({name: [] for name in [*list(slow.entries)[::2], "?"]})
+        part.items.add_places(found[-1])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("path", METADATA, ids=lambda p: str(p.parent.relative_to(FIXTURES)))

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import ema_ckpt
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
-from ema_ckpt.formats.dcp.metadata import ItemPlace, parse
+from ema_ckpt.formats.dcp.metadata import parse
+from ema_ckpt.formats.dcp.metadata_values import ItemPlace
 from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
 from ema_ckpt.formats.dcp.reader import open_dcp, read_metadata, required_files
 from ema_ckpt.storage.files import LocalFiles
