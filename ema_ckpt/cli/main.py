@@ -152,21 +152,34 @@ def _report_error(argv: list[str], error: Exception) -> int:
             message += "; where a launcher started several processes, pass --distributed"
         exit_code = EXIT_INTERNAL if error.code == "internal" else EXIT_ERROR
         return _report(argv, error.code, message, exit_code)
-    if isinstance(error, OSError | MemoryError) and (trouble := _of_the_machine(error)):
+    if trouble := _of_the_machine(error):
         return _report(argv, *trouble, EXIT_ERROR)
     message = f"{type(error).__name__}: {error} (a bug of ema-ckpt; --debug shows where)"
     return _report(argv, "internal", message, EXIT_INTERNAL)
 
 
-def _of_the_machine(error: OSError | MemoryError) -> tuple[str, str] | None:
+def _of_the_machine(error: Exception) -> tuple[str, str] | None:
     """Return code and message of trouble of the machine, which is no bug."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError | SystemError):  # SystemError: CPython itself ran out of it
         hint = "use fewer --threads, or raise the limit of the process"
         return "unreadable", f"not enough memory; {hint}"
-    if not error.strerror:
+    if isinstance(error, ImportError):
+        return "unreadable", f"a part of the installation cannot be loaded: {error}"
+    if not isinstance(error, OSError) or not error.strerror:
         return None
     code = "no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unreadable"
-    return code, f"{error.filename or 'standard output'}: {error.strerror}"
+    unnamed = "standard output" if _is_of_output(error) else "a system call failed"
+    return code, f"{error.filename or unnamed}: {error.strerror}"
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether an error without a file name was raised where results are printed."""
+    import traceback
+
+    module = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+    return module.startswith(("ema_ckpt.cli", "rich.", "click."))
 
 
 def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:

@@ -21,6 +21,7 @@ from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
+from ema_ckpt.reading.unchanged import unchanged
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.storage.files import is_url
@@ -85,9 +86,11 @@ def diff(
         unknown_objects(b.catalog)
         comparison = _Comparison(a, b, pairing, (rtol, atol), block_nbytes)
         executor.expect(progress, nbytes)
-        executor.run(comparison, [comparison.jobs()], pool, progress)
+        with unchanged(a.catalog), unchanged(b.catalog):
+            executor.run(comparison, [comparison.jobs()], pool, progress)
+            statistics = comparison.statistics()
         is_pair = other is None or against is not None
-        result = _result(ComparedTrees(a, b, pairing, comparison.statistics(), is_pair))
+        result = _result(ComparedTrees(a, b, pairing, statistics, is_pair))
         if html is not None:
             from ema_ckpt.ops.diff_html import write_page
 

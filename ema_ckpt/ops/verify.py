@@ -35,6 +35,7 @@ from ema_ckpt.ops.verify_manifest import (
 )
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
+from ema_ckpt.reading.unchanged import FileStates, unchanged
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
 from ema_ckpt.state_dicts.ema_health import check_averages
@@ -106,11 +107,12 @@ def verify(
     origin = _origin(against, chosen_rules(rules, rule_values, inverse=inverse))
     for catalog, is_whole in report.open():
         try:
-            if quick:
-                audit = audit_structure(catalog)
-            else:
-                source = origin if is_whole else None
-                audit = _audit_payload(catalog, values, source, workers, progress)
+            with unchanged(catalog):
+                if quick:
+                    audit = audit_structure(catalog)
+                else:
+                    source = origin if is_whole else None
+                    audit = _audit_payload(catalog, values, source, workers, progress)
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
             report.warnings += stale_files(catalog)
             report.warnings += averages(catalog)
@@ -204,14 +206,18 @@ class _Report:
             return
         log_choice(location)
         self.root, self.resolved = location.root, location.resolved
+        before = []
         for part in (location, *[part for _, part in location.parts]):
             self.files |= {self.name_below(self.root, (part.root, name)) for name in part.names}
+            before.append(FileStates.now(part.root, part.resolved, part.names))
         self.warnings += location.warnings
         bare = location._replace(left_out=(), warnings=())
         if self.quick:  # metadata that is kept is not read twice
             bare = with_metadata(bare)
         for catalog in self.open_parts(bare):
             yield catalog, catalog.resolved == location.resolved and not self.problems
+        for states in before:  # what could not be opened may have been half written
+            states.refuse_changes()
         for item in location.left_out:
             self.add_left_out(item)
 

@@ -16,12 +16,13 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.names import TORCH_SUFFIXES
-from ema_ckpt.core.text import counted, shown
+from ema_ckpt.core.text import counted
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.files_beside import copy_files
 from ema_ckpt.ops.object_plan import header_text, refuse_left_out
 from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.ops.results.write import AppliedRules, FileEntry, Skipped, WriteResult
+from ema_ckpt.reading.unchanged import unchanged
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.directories import stamps_of
 from ema_ckpt.storage.files import local_path
@@ -293,8 +294,7 @@ def _request(job: PlannedWrite, options: WriteOptions, **more: Any) -> WriteRequ
 
 
 def _write(job: PlannedWrite, options: WriteOptions) -> None:
-    stamps = _stamps(job.catalog)
-    identity = identity_of(job, stamps)
+    identity = identity_of(job, stamps_of(job.catalog.source.root, sorted(job.catalog.files)))
     group = current_group()
     destination = job.output.destination
     if group is not None and not destination.is_local:
@@ -310,13 +310,9 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
             cut = options.threads, options.budget_nbytes
             group.exchange((identity, str(draft.path), cut))
             group.exchange("the journal is open")
-        outcome = run(job.catalog, job.plan, draft.outputs, draft.options, draft.journal, group)
-        copy_files(job.catalog, job.copied, draft.outputs)
-        changed = [f for f, stamp in _stamps(job.catalog).items() if stamp != stamps[f]]
-        if changed:
-            hint = "changed while being read; let the writer finish and try again"
-            message = f"{job.catalog.resolved}: {shown(changed)} {hint}"
-            raise SourceError("source-changed", message, file=changed[0])
+        with unchanged(job.catalog):
+            outcome = run(job.catalog, job.plan, draft.outputs, draft.options, draft.journal, group)
+            copy_files(job.catalog, job.copied, draft.outputs)
     job.warnings += [*draft.warnings, *_overflows(job.plan, outcome)]
 
 
@@ -369,8 +365,3 @@ def identity_of(job: PlannedWrite, stamps: Mapping[str, str]) -> dict[str, str]:
         line = f"{names}\0{item.file}\0{item.offset}\0{item.box}\n"
         plan.update(line.encode("utf-8", "surrogatepass"))
     return {"source": source.hexdigest(), "plan": plan.hexdigest()}
-
-
-def _stamps(catalog: Catalog) -> dict[str, str]:
-    """Tell the present state of every file of the source."""
-    return stamps_of(catalog.source.root, sorted(catalog.files))

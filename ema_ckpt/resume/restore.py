@@ -15,11 +15,12 @@ from torch import nn
 from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
-from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.manager import managers_by_label
 from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
+from ema_ckpt.reading.unchanged import FileStates
 from ema_ckpt.resume.checkpoint_reader import CheckpointReader
 from ema_ckpt.resume.choose_checkpoint import choose_checkpoints, log_warnings
 from ema_ckpt.resume.flatten import refuse_unnamed
@@ -111,8 +112,7 @@ def restore(
             restorers.append(OptimizerRestorer(readers[0], context, keepers))
         if extra is not None:
             restorers.append(ExtraRestorer(readers[0], context, extra))
-        _run_phase(restorers, ranks, lambda restorer: restorer.compare())
-        _run_phase(restorers, ranks, lambda restorer: restorer.read())
+        _read_all(readers, restorers, ranks)
     _write_all(model, restorers, ranks)
     findings = Findings(notes=[*said, *readers[0].rule_notes])
     for restorer in restorers:
@@ -173,6 +173,26 @@ def check_same_content(readers: list[CheckpointReader], ranks: Channel) -> None:
         raise UsageError("usage", f"restore: the ranks name different checkpoints: {shown(names)}")
     if any(one != everyone[0] for one in everyone):
         raise UsageError("usage", f"restore: the ranks find different content under {names[0]}")
+
+
+def _read_all(
+    readers: Sequence[CheckpointReader], restorers: Sequence[Restorer], ranks: Channel
+) -> None:
+    """Compare and read on all ranks; rank 0 tells whether something wrote there meanwhile."""
+    checked = () if ranks.rank else readers
+    before = [FileStates.opened(reader.catalog) for reader in checked]
+
+    def refuse_changes() -> None:
+        for states in before:
+            states.refuse_changes()
+
+    try:
+        _run_phase(restorers, ranks, lambda restorer: restorer.compare())
+        _run_phase(restorers, ranks, lambda restorer: restorer.read())
+    except SourceError:
+        run_on_all_ranks(ranks, _CALL, refuse_changes)
+        raise
+    run_on_all_ranks(ranks, _CALL, refuse_changes)
 
 
 def _write_all(model: nn.Module, restorers: Sequence[Restorer], ranks: Channel) -> None:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.storage.files import is_url
-from ema_ckpt.storage.remote import ask, is_http, open_filesystem, split_query
+from ema_ckpt.storage.remote import ask, is_http, open_filesystem, split_query, stamp_of
 from ema_ckpt.storage.stage_names import is_stage_name
 
-# What file systems call the checksum, the version or the time of an object.
-_STAMP_FIELDS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
+_HTTP = ("http://", "https://")
 # The file that a folder with these needs, under a name that web servers do not list.
 _HIDDEN, _NAMED_BY_HIDDEN = ".metadata", ".distcp"
 
@@ -192,6 +191,9 @@ def stamps_of(root: str, files: Iterable[str]) -> dict[str, str]:
         if not is_url(place):
             stamps[file] = _local_stamp(place)
             continue
+        if place.startswith(_HTTP):
+            stamps[file] = _http_stamp(place)
+            continue
         folder = parent_of(place)
         if folder not in folders:
             folders[folder] = _remote_stamps(folder)
@@ -216,6 +218,14 @@ def _remote_stamps(folder: str) -> dict[str, str]:
     except (EmaCkptError, FileNotFoundError):
         return {}
     for item in items:
-        known = [str(item[key]) for key in _STAMP_FIELDS if item.get(key)]
-        stamps[base_name(str(item["name"]))] = " ".join([str(item.get("size")), *known])
+        stamps[base_name(str(item["name"]))] = stamp_of(item)
     return stamps
+
+
+def _http_stamp(url: str) -> str:
+    """Stamp of one file: the page that lists it says nothing of it."""
+    try:
+        filesystem, base = open_filesystem(url)
+        return stamp_of(ask(lambda: filesystem.info(base), url, url))
+    except (EmaCkptError, FileNotFoundError):
+        return "?"

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import AccessError, RefusedError, SourceError, UnsafeError
-from ema_ckpt.storage.remote import ShortAnswerError, ask, is_http, open_filesystem, split_query
+from ema_ckpt.storage.http_ranges import HttpFile, read_range, strong_tag
+from ema_ckpt.storage.remote import (
+    ReplacedError,
+    ShortAnswerError,
+    ask,
+    is_http,
+    open_filesystem,
+    split_query,
+    stamp_of,
+)
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -85,6 +94,27 @@ def max_open_files() -> int:
     return 4096 if soft == resource.RLIM_INFINITY else min(max(soft // 8, 2), 4096)
 
 
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether anything has this name, be it a broken link.
+
+    `os.path.lexists` takes any failure for no, and what is not there may be replaced or left out.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def close_read(fd: int) -> None:
+    """Close what was only read, locked or synced: nothing can be lost, whatever the system says."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 def open_files(root: str, *, are_listed: bool = False) -> Files:
     """Open a local directory or an fsspec URL. Raises as `open_filesystem`.
 
@@ -124,12 +154,16 @@ class LocalFiles:
     The first ones stay open; those beyond `max_open_files` are opened for each read, because a
     checkpoint may have more files than a process may open. No descriptor is ever closed that
     another thread may be reading from.
+
+    Attributes:
+        seen: what `stamps_of` would have said of each file when it was first opened.
     """
 
     def __init__(self, root: str | Path, *, are_listed: bool = False) -> None:
         self.root = str(root)
         self._are_listed = are_listed
         self._was_there = os.path.lexists(self.root)
+        self.seen: dict[str, str] = {}
         self._open: dict[str, tuple[int, int, bool]] = {}
         self._sizes: dict[str, int] = {}
         self._limit = max_open_files()
@@ -175,11 +209,16 @@ class LocalFiles:
                 reason = _removed if self._is_being_removed() else _missing
                 raise reason(name, self.root) from None
             raise self._unreadable(name, error) from None
-        status = os.fstat(fd)
+        try:
+            status = os.fstat(fd)
+        except OSError as error:
+            close_read(fd)
+            raise self._unreadable(name, error) from None
         if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
+            close_read(fd)
             message = f"{name}: not a regular file (in {self.root})"
             raise UnsafeError("unsafe-path", message, file=name)
+        self.seen.setdefault(name, f"{status.st_size} {status.st_mtime_ns}")
         return fd, status.st_size
 
     def _is_being_removed(self) -> bool:
@@ -201,7 +240,7 @@ class LocalFiles:
         if size is None:
             fd, size, stays_open = self._descriptor(name)
             if not stays_open:
-                os.close(fd)
+                close_read(fd)
             self._sizes[name] = size
         return size
 
@@ -214,7 +253,7 @@ class LocalFiles:
             raise self._unreadable(name, error) from None
         finally:
             if not stays_open:
-                os.close(fd)
+                close_read(fd)
         if len(data) == nbytes:
             return data
         buffer = bytearray(nbytes)
@@ -237,7 +276,7 @@ class LocalFiles:
             raise self._unreadable(name, error) from None
         finally:
             if not stays_open:
-                os.close(fd)
+                close_read(fd)
 
     def listing(self) -> list[str]:
         try:
@@ -247,9 +286,9 @@ class LocalFiles:
 
     def close(self) -> None:
         with self._lock:
-            for fd, _, _ in self._open.values():
-                os.close(fd)
-            self._open.clear()
+            while self._open:  # each is closed once, for its number may be another's after that
+                _, (fd, _, _) = self._open.popitem()
+                close_read(fd)
 
     def __del__(self) -> None:
         # Where an error was raised in between, nobody may be left to close it.
@@ -258,7 +297,11 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """Files below an fsspec URL, through ranged reads."""
+    """Files below an fsspec URL, through ranged reads.
+
+    Attributes:
+        seen: what `stamps_of` would have said of each file behind HTTP when it was first asked for.
+    """
 
     def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
         self.root = url
@@ -266,6 +309,8 @@ class RemoteFiles:
         place, self._query = split_query(root)
         self._base = place.rstrip("/")
         self._sizes: dict[str, int] = {}
+        self.seen: dict[str, str] = {}
+        self._tags: dict[str, str] = {}  # entity tags, by path
         self._is_concurrent = bool(getattr(filesystem, "async_impl", False))
 
     def _path(self, name: str) -> str:
@@ -282,6 +327,8 @@ class RemoteFiles:
             if not isinstance(info["size"], int):
                 message = f"{name}: the server does not say how long it is (in {self.root})"
                 raise AccessError("unreadable", f"{message}; download it first", file=name)
+            if is_http(self._filesystem):
+                self._tags[path], self.seen[name] = strong_tag(info), stamp_of(info)
             self._sizes[name] = info["size"]
         return self._sizes[name]
 
@@ -295,6 +342,8 @@ class RemoteFiles:
             return ask(lambda: self._fetch(path, size, offset, nbytes), name, self.root)
         except FileNotFoundError:
             raise _removed(name, self.root) from None
+        except ReplacedError:
+            raise _changed(name, self.root, "was replaced") from None
 
     def _is_being_removed(self) -> bool:
         """Whether the first file that was there before is gone."""
@@ -310,20 +359,13 @@ class RemoteFiles:
 
     def _fetch(self, path: str, size: int, offset: int, nbytes: int) -> bytes:
         if is_http(self._filesystem):
-            data = self._fetch_http(path, size, offset, nbytes)
+            file = HttpFile(path, size, self._tags.get(path, ""))
+            data = read_range(self._filesystem, file, offset, offset + nbytes)
         else:
             data = bytes(self._filesystem.cat_file(path, start=offset, end=offset + nbytes))
         if len(data) != nbytes:
             raise ShortAnswerError(f"the server sent {len(data)} of {nbytes} bytes at {offset}")
         return data
-
-    def _fetch_http(self, path: str, size: int, offset: int, nbytes: int) -> bytes:
-        """Read by fsspec's file, which stops where a server ignores the range that is asked for."""
-        headers = self._filesystem.kwargs.get("headers", {}) | {"Accept-Encoding": "identity"}
-        options = {"block_size": nbytes, "cache_type": "none", "size": size, "headers": headers}
-        with self._filesystem.open(path, "rb", **options) as file:
-            file.seek(offset)
-            return bytes(file.read(nbytes))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         nbytes = len(buffer)

@@ -8,7 +8,7 @@ nothing of the checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ema_ckpt.core.display import masked
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
 AnswerT = TypeVar("AnswerT")
+# What file systems call the checksum, the version or the time of an object.
+_STAMP_FIELDS = tuple(
+    "ETag etag md5Hash generation LastModified Last-Modified mtime created".split()
+)
 _ABSENT = (404, 410)
 _REFUSED = (401, 403)
 _PASSING = (408, 425, 429)  # and every status from 500 on
@@ -41,6 +45,10 @@ class ShortAnswerError(Exception):
     """A server sent another number of bytes than it was asked for."""
 
 
+class ReplacedError(Exception):
+    """A server has another file than the one that was asked for first."""
+
+
 def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     """Return the fsspec file system of a URL, and the path in it. What it listed before is dropped.
 
@@ -59,6 +67,12 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         raise AccessError("unreadable", f"{url}: {describe_failure(error)}") from error
     filesystem.invalidate_cache()  # another process may have written there since
     return filesystem, str(path).rstrip("/")
+
+
+def stamp_of(info: Mapping[str, object]) -> str:
+    """Return what tells whether a file was written anew, of what a server says of it."""
+    known = [str(info[key]) for key in _STAMP_FIELDS if info.get(key)]
+    return " ".join([str(info.get("size")), *known])
 
 
 def split_query(url: str) -> tuple[str, str]:
@@ -90,6 +104,7 @@ def ask(
 
     Raises:
         FileNotFoundError: there is nothing.
+        ReplacedError: as `question`.
         AccessError: `unreadable`: the server failed, refused or could not be reached.
     """
     patience = patience or _READ_PATIENCE
@@ -100,6 +115,8 @@ def ask(
             return question()
         except Exception as error:
             cause = _cause(error)
+            if isinstance(cause, ReplacedError):
+                raise
             if _is_absent(cause):
                 raise FileNotFoundError(what) from error
             seconds = time.monotonic() - started

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -156,13 +156,26 @@ class OutputFiles:
         """
         fd = self._fds.get(file)
         if fd is not None and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # it is advice; writing and syncing tell what is wrong
+                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close every file and the directory."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        """Close every file and the directory.
+
+        Raises:
+            OSError: the first failure: some network file systems write only now.
+        """
+        failure: OSError | None = None
+        while self._fds:  # each is closed once, for its number may be another's after that
+            name, fd = self._fds.popitem()
+            try:
+                os.close(fd)
+            except OSError as error:
+                error.filename = str(self._root / name) if name else str(self._root)
+                failure = failure or error
         if self._directory >= 0:
-            os.close(self._directory)
-            self._directory = -1
+            fd, self._directory = self._directory, -1
+            with suppress(OSError):
+                os.close(fd)
+        if failure is not None:
+            raise failure

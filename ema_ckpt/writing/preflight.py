@@ -17,7 +17,7 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import shown
-from ema_ckpt.storage.files import is_file_name, is_mangled_url, is_url
+from ema_ckpt.storage.files import is_file_name, is_mangled_url, is_there, is_url
 from ema_ckpt.storage.stage_names import stage_path
 
 # What --overwrite may delete with a directory. Everything else in it is somebody's work.
@@ -144,7 +144,7 @@ def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
         TargetError: `target-exists` without `policy.overwrite`; `foreign-files` if replacing would
             delete anything that is not part of a checkpoint; `usage` for devices, FIFOs, sockets.
     """
-    if not os.path.lexists(path):
+    if not is_there(path):
         return []
     mode = os.lstat(path).st_mode
     if stat.S_IFMT(mode) not in (stat.S_IFREG, stat.S_IFDIR):

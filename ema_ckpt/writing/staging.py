@@ -25,6 +25,7 @@ from pathlib import Path
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, about
+from ema_ckpt.storage.files import close_read, is_there
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK, interrupted_switch, stage_path, stages_of
 from ema_ckpt.writing.journal import Journal, check_identity
 from ema_ckpt.writing.preflight import (
@@ -38,7 +39,15 @@ from ema_ckpt.writing.preflight import (
     write_error,
 )
 from ema_ckpt.writing.stage_files import find_stranger, open_directory
-from ema_ckpt.writing.switch import carry, exchange, finish, fsync_path, fsync_tree, put
+from ema_ckpt.writing.switch import (
+    carry,
+    exchange,
+    finish,
+    fsync_path,
+    fsync_tree,
+    may_hold_target,
+    put,
+)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -95,13 +104,22 @@ class Staged:
                 message = f"{self.target}: something else keeps creating and deleting it"
                 raise TargetError("busy", message)
             self.published = True
-            if self.fsync:
-                fsync_path(self.target.parent)
+        if self.fsync:
+            self._sync_parent()
+
+    def _sync_parent(self) -> None:
+        """Make the switch durable; the target is in place, whether that works or not."""
+        try:
+            fsync_path(self.target.parent)
+        except OSError as error:
+            message = f"{self.target}: is in place, but a power cut may still undo that"
+            reason = f"{self.target.parent}: {error.strerror}"
+            self.warnings.append(Diagnostic("not-durable", f"{message}: {reason}"))
 
     def _switch(self) -> None:
         """Rename to the target, or exchange with it if it exists at that moment."""
         foreign = check_replaceable(self.target, self.policy)
-        if not os.path.lexists(self.target):
+        if not is_there(self.target):
             self._discard_journal()
             put(self.path, self.target, plain=self.plain_rename)
             return
@@ -211,8 +229,8 @@ def check_target(
         for left in stages_of(path):
             with contextlib.suppress(FileNotFoundError):  # its writer has just ended
                 for fd in _lock_stage(left, path):
-                    os.close(fd)
-            if interrupted_switch(left) and not os.path.lexists(path) and not overwrite:
+                    close_read(fd)
+            if interrupted_switch(left) and not is_there(path) and not overwrite:
                 message = f"{path}: exists, in {left.name}; pass --overwrite to replace it"
                 raise TargetError("target-exists", message)
             freed += _allocated(left)
@@ -262,11 +280,13 @@ class _Claim:
                     self._root, self._locks, self.resumed = left, locks, True
                     self.allocated = _allocated(left)
                     locks = []
+                elif may_hold_target(left, self._target):
+                    raise TargetError("unreadable", _switch_is_unclear(left, self._target))
                 elif left.exists():
                     shutil.rmtree(left)
             finally:
                 for fd in locks:
-                    os.close(fd)
+                    close_read(fd)
 
     def _is_own(self, left: Path, files: Collection[str] | None) -> bool:
         """Whether all in a stage is a writer's; says so where it is not."""
@@ -319,7 +339,7 @@ class _Claim:
                 self._root = None
             remove_empty(self._made)
         while self._locks:
-            os.close(self._locks.pop())
+            close_read(self._locks.pop())
         atexit.unregister(self.close)
 
     def _clear(self, root: Path) -> None:
@@ -330,11 +350,22 @@ class _Claim:
         # A journal is there until the switch begins: without one there is nothing to go on from.
         if self._resume and os.path.exists(root / JOURNAL):
             return
-        shutil.rmtree(root, ignore_errors=True)
-        if os.path.exists(root):
-            harmless = f"{self._target} is not affected; delete it by hand"
-            self.left_behind = f"{root}: left behind, some of it could not be deleted; {harmless}"
+        if may_hold_target(root, self._target):
+            self.left_behind = _switch_is_unclear(root, self._target)
+        else:
+            shutil.rmtree(root, ignore_errors=True)
+            if os.path.lexists(root):
+                harmless = f"{self._target} is not affected; delete it by hand"
+                reason = "left behind, some of it could not be deleted"
+                self.left_behind = f"{root}: {reason}; {harmless}"
+        if self.left_behind:
             self.warnings.append(Diagnostic("stale-file", self.left_behind))
+
+
+def _switch_is_unclear(stage: Path, target: Path) -> str:
+    """Say that a stage is kept because the old target may be nowhere else."""
+    remedy = "look there; rename the one to keep, or repeat the command once the disk can be read"
+    return f"{stage}: left behind: it may hold {target}, which is not in its place; {remedy}"
 
 
 @contextlib.contextmanager
@@ -381,7 +412,7 @@ def _lock_parent(parent: Path) -> Iterator[None]:
                 time.sleep(0.01)
         yield
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def _lock_stage(root: Path, target: Path) -> list[int]:
@@ -398,7 +429,7 @@ def _lock_stage(root: Path, target: Path) -> list[int]:
             fcntl.flock(fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         for fd in fds:
-            os.close(fd)
+            close_read(fd)
         if error.errno not in _LOCKED:
             raise
         message = f"{target}: another process is writing it, in {root.name}; wait for it to end"

@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from ema_ckpt.core.errors import TargetError
+from ema_ckpt.storage.files import close_read, is_there
 from ema_ckpt.storage.stage_names import NOTE, OLD, interrupted_switch
 
 NOREPLACE, EXCHANGE = 1, 2
@@ -47,7 +48,7 @@ def put(new: Path, target: Path, *, plain: bool = False) -> None:
     """
     if not plain and renameat2(new, target, NOREPLACE):
         return
-    if os.path.lexists(target):
+    if is_there(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
     if not new.is_dir():
         try:
@@ -111,7 +112,7 @@ def _put_back(old: Path, target: Path, new: Path, failure: OSError) -> None:
 def finish(stage: Path, target: Path) -> bool:
     """Complete a switch that was cut in two: `target` is missing, `stage` has its successor."""
     new = interrupted_switch(stage)
-    if new is None or os.path.lexists(target):
+    if new is None or is_there(target):
         return False
     try:
         put(new, target)
@@ -120,10 +121,20 @@ def finish(stage: Path, target: Path) -> bool:
     return True
 
 
+def may_hold_target(stage: Path, target: Path) -> bool:
+    """Whether the old target may be in `stage` and nowhere else: then that must not be deleted."""
+    try:
+        return not is_there(target) and OLD in os.listdir(stage)
+    except FileNotFoundError:
+        return False  # there is no such stage any more
+    except OSError:
+        return True
+
+
 def carry(names: list[str], old: Path, new: Path) -> None:
     """Link or copy entries of the directory `old` into `new`; entries of `new` stay."""
     for name in names:
-        if not os.path.lexists(new / name) and os.path.lexists(old / name):
+        if not is_there(new / name) and is_there(old / name):
             _carry_one(old / name, new / name)
 
 
@@ -141,7 +152,7 @@ def fsync_path(path: Path) -> None:
         if error.errno != errno.EINVAL:  # file systems without a disk below
             raise
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def fsync_tree(path: Path) -> None:

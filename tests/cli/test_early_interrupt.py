@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-# Sends the process SIGINT when a module is looked for, and then runs the command as Python's `-m` does.
+# Sends the process SIGINT when a module is looked for, or raises, and then runs the command as Python's `-m` does.
 INTERRUPTED = """
 import os, runpy, signal, sys
 place = sys.argv.pop(1)
+place, _, failure = place.partition(" ")
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == place:
+            if failure:
+                raise eval(failure)
             os.kill(os.getpid(), signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,22 +33,42 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("is_json", [False, True])
-def test_one_line(place: str, is_json: bool, fixtures: Path) -> None:
-    words = ["inspect", str(fixtures / "tiny-lm"), *["--json"] * is_json]
-    ended = subprocess.run(
+FAILURES = ["OSError(5, 'a \"bad\" disk', 'file.py')", "ImportError('line 1\\n2')", "MemoryError()"]
+
+
+def run_with(place: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-S", "-c", "import sys; sys.path[:0] = " + repr(sys.path) + INTERRUPTED, place, *words],
         cwd=REPO,
         capture_output=True,
         text=True,
         check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("is_json", [False, True])
+def test_one_line(place: str, is_json: bool, fixtures: Path) -> None:
+    ended = run_with(place, "inspect", str(fixtures / "tiny-lm"), *["--json"] * is_json)
     assert (ended.returncode, ended.stderr) == (130, "Error: interrupted\n")
     if is_json:
         assert json.loads(ended.stdout)["error"]["code"] == "interrupted"
     else:
         assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("place", [*PLACES[:4], "ema_ckpt.ops.verify"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_package_that_cannot_be_loaded_is_no_damage(
+    place: str, failure: str, fixtures: Path
+) -> None:
+    """Python itself would end with 1, which says that the checkpoint is damaged."""
+    ended = run_with(f"{place} {failure}", "verify", str(fixtures / "tiny-lm"), "--json")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert ended.stderr.startswith("Error: ")
+    error = json.loads(ended.stdout)["error"]
+    assert error["code"] == "unreadable"
+    assert ended.stderr == f"Error: {error['message']}\n"
 
 
 def test_the_command_begins_there() -> None:

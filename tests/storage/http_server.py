@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import re
 import threading
-import time
+import zlib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +19,7 @@ class Server(ThreadingHTTPServer):
     Attributes:
         lists_hidden: whether its pages list names that begin with a dot, as those of nginx and Apache do not.
         honours_ranges: whether it sends the range that is asked for, or the whole file.
+        sends_tags, sends_times: whether it sends entity tags, and the times of files.
         requests: "METHOD path" of every request, in order.
     """
 
@@ -29,7 +29,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
         self.fault: Callable[[Handler], bool] = lambda handler: False
-        self.honours_ranges = self.lists_hidden = True
+        self.honours_ranges = self.lists_hidden = self.sends_tags = True
+        self.sends_times = False
         self.requests: list[str] = []
 
     def url(self, name: str = "", user: str = "") -> str:
@@ -64,15 +65,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_file(self, path: Path) -> None:
         data, span = path.read_bytes(), _RANGE.fullmatch(self.headers.get("Range", ""))
+        headers = {}
+        if self.server.sends_tags:
+            headers["ETag"] = f'"{zlib.crc32(data):08x}"'
+        if self.server.sends_times:  # finer than a second, so that a test need not wait for one
+            headers["Last-Modified"] = str(path.stat().st_mtime_ns)
         if span is None or not self.server.honours_ranges:
-            self.answer(200, data, "application/octet-stream")
+            self.answer(200, data, "application/octet-stream", headers)
             return
         start, stop = int(span[1]), min(int(span[2]) + 1, len(data))
         self.answer(
             206,
             data[start:stop],
             "application/octet-stream",
-            {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"},
+            headers | {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"},
         )
 
     def answer(
@@ -81,7 +87,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Last-Modified", email.utils.formatdate(time.time()))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.end_headers()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from tests.storage.http_server import Handler, Server, serving
 
 pytest.importorskip("aiohttp")
 DATA = bytes(range(256)) * 40
+EMA_OFFSET = 21465  # of 48 bytes of `ema.weights.down.weight` in __1_0.distcp
 DCP, ONE_FILE = "dcp/fsdp2-w2", "safetensors/dtypes.safetensors"
 
 
@@ -99,8 +103,135 @@ FAULTS = {
 }
 
 
-def answer(handler: Handler, status: int, body: bytes = b"no") -> bool:
-    handler.answer(status, body, "text/plain")
+def part(handler: Handler, said: str | None, body: bytes = DATA[10:15], **headers: str) -> bool:
+    """Answer 206 with a header `Content-Range`, if any is said."""
+    ranges = {} if said is None else {"Content-Range": said}
+    kind = headers.pop("kind", "application/octet-stream")
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    handler.answer(206, body, kind, ranges | named)
+    return True
+
+
+RIGHT = f"bytes 10-14/{len(DATA)}"
+# What a server says of bytes 10 to 14, and words of the message.
+UNBELIEVABLE = {
+    "other bytes": (lambda h: part(h, f"bytes 20-24/{len(DATA)}"), "asked for bytes 10-14"),
+    "fewer bytes": (lambda h: part(h, f"bytes 10-12/{len(DATA)}", b"xxx"), "asked for"),
+    "no range named": (lambda h: part(h, None), "asked for"),
+    "several parts": (
+        lambda h: part(h, None, b"--a\r\n\r\nxx--a--", kind="multipart/byteranges; boundary=a"),
+        "asked for",
+    ),
+    "compressed": (
+        lambda h: part(h, RIGHT, gzip.compress(DATA[10:15]), Content_Encoding="gzip"),
+        "'gzip' data",
+    ),
+    "a longer body": (lambda h: part(h, RIGHT, DATA[10:20]), "sent 6 of 5 bytes"),
+    "a shorter body": (lambda h: part(h, RIGHT, DATA[10:12]), "sent 2 of 5 bytes"),
+    "no such range": (lambda h: answer(h, 416), "no bytes 10 to 15"),
+}
+
+
+@pytest.mark.parametrize("name", UNBELIEVABLE)
+def test_an_answer_to_another_question_is_not_believed(server: Server, name: str) -> None:
+    fault, words = UNBELIEVABLE[name]
+    source = open_files(server.url())
+    assert source.size("a") == len(DATA)
+    server.fault = fault
+    with pytest.raises(AccessError, match="asked 4 times") as caught:
+        source.read("a", 10, 5)
+    assert (caught.value.code, words in str(caught.value)) == ("unreadable", True), caught.value
+    server.fault = lambda handler: False
+    assert source.read("a", 10, 5) == DATA[10:15]
+
+
+@pytest.mark.parametrize("verb", [ema_ckpt.verify, ema_ckpt.inspect, ema_ckpt.diff])
+def test_other_bytes_of_the_right_length_are_no_damage(
+    checkpoints: Server, fixtures: Path, verb: Callable[[str], object]
+) -> None:
+    """A cache before the server mixes up ranges: the checksums are wrong, but not the file's."""
+
+    def shifted(handler: Handler) -> bool:
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
+        if span is None or not data_files(handler):
+            return False
+        data = (fixtures / handler.path.strip("/")).read_bytes()
+        length = int(span[2]) - int(span[1]) + 1
+        return part(handler, f"bytes 0-{length - 1}/{len(data)}", data[:length])
+
+    checkpoints.fault = shifted
+    with pytest.raises(AccessError, match="asked for bytes") as caught:
+        verb(checkpoints.url(DCP))
+    assert caught.value.code == "unreadable"
+
+
+@pytest.mark.parametrize("sends_tags", [True, False])
+@pytest.mark.parametrize("verb", ["verify", "diff", "consolidate"])
+def test_a_file_that_is_replaced_meanwhile_is_a_change_and_no_damage(
+    fixtures: Path, tmp_path: Path, verb: str, sends_tags: bool
+) -> None:
+    """Other values, in a file of the same length, come with the third range that is asked for."""
+    shutil.copytree(fixtures / DCP, tmp_path / "run")
+    file = tmp_path / "run" / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[EMA_OFFSET : EMA_OFFSET + 48] = bytes(48)
+    ranges = 0
+
+    def replaced(handler: Handler) -> bool:
+        nonlocal ranges
+        if file.name in handler.path and "Range" in handler.headers:
+            ranges += 1
+            if ranges == 3:
+                file.write_bytes(data)
+        return False
+
+    with serving(tmp_path) as running:
+        running.sends_tags, running.sends_times = sends_tags, not sends_tags
+        running.fault = replaced
+        out = (tmp_path / "out.safetensors",) if verb == "consolidate" else ()
+        with pytest.raises((AccessError, SourceError)) as caught:
+            getattr(ema_ckpt, verb)(running.url("run"), *out)
+    assert ranges >= 3
+    assert caught.value.code == "source-changed", caught.value
+    assert file.name in str(caught.value)
+    assert os.listdir(tmp_path) == ["run"]
+    assert {problem.code for problem in ema_ckpt.verify(tmp_path / "run").problems} == {"checksum"}
+
+
+def test_a_replaced_file_of_another_length_is_a_change(server: Server) -> None:
+    server.sends_tags = False
+    source = open_files(server.url())
+    assert source.size("a") == len(DATA)
+    (server.root / "a").write_bytes(DATA + b"more")
+    for start in (0, 10):
+        for server.honours_ranges in (True, False):
+            with pytest.raises(AccessError) as caught:
+                source.read("a", start, 5)
+            is_known = server.honours_ranges or not start
+            assert caught.value.code == ("source-changed" if is_known else "unreadable")
+
+
+def test_redirects_are_followed_and_loops_are_not(checkpoints: Server, fixtures: Path) -> None:
+    def moved(handler: Handler) -> bool:
+        if handler.path.startswith("/there/"):
+            handler.path = handler.path.removeprefix("/there")
+            return False
+        to = f"/there{handler.path}" if "distcp" in handler.path else ""
+        if "ring" in handler.path:
+            to = handler.path
+        return bool(to) and answer(handler, 302, headers={"Location": to})
+
+    checkpoints.fault = moved
+    assert ema_ckpt.verify(checkpoints.url(DCP)).status == "sound"
+    with pytest.raises(AccessError) as caught:
+        ema_ckpt.verify(checkpoints.url("ring"))
+    assert caught.value.code == "unreadable"
+
+
+def answer(
+    handler: Handler, status: int, body: bytes = b"no", headers: dict[str, str] | None = None
+) -> bool:
+    handler.answer(status, body, "text/plain", headers)
     return True
 
 

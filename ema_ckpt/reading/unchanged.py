@@ -1,0 +1,69 @@
+"""Tell a checkpoint that is written while it is read from a damaged one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import shown
+from ema_ckpt.storage.directories import stamps_of
+from ema_ckpt.storage.files import LocalFiles, RemoteFiles
+
+
+class FileStates(NamedTuple):
+    """Stamps of files below the directory or URL `root`; `resolved` is what messages name."""
+
+    root: str
+    resolved: str
+    stamps: dict[str, str]
+
+    @classmethod
+    def now(cls, root: str, resolved: str, files: Iterable[str]) -> FileStates:
+        """Take the present stamps."""
+        return cls(root, resolved, stamps_of(root, files))
+
+    @classmethod
+    def opened(cls, catalog: Catalog) -> FileStates:
+        """Take the stamps of a checkpoint's files, from when they were first opened if they were.
+
+        They may lie behind files that pass calls on.
+        """
+        source: object = catalog.source
+        states = cls.now(catalog.source.root, catalog.resolved, sorted(catalog.files))
+        while source is not None and not isinstance(source, LocalFiles | RemoteFiles):
+            source = getattr(source, "inner", None)
+        if source is not None:
+            states.stamps.update(source.seen)
+        return states
+
+    def refuse_changes(self) -> None:
+        """Compare the files with their stamps.
+
+        Raises:
+            SourceError: `source-changed`, naming those that are other ones now, or gone.
+        """
+        now = stamps_of(self.root, self.stamps)
+        changed = [file for file, stamp in now.items() if stamp != self.stamps[file]]
+        if changed:
+            hint = "changed while being read; let the writer finish and try again"
+            message = f"{self.resolved}: {shown(changed)} {hint}"
+            raise SourceError("source-changed", message, file=changed[0])
+
+
+@contextmanager
+def unchanged(catalog: Catalog) -> Iterator[None]:
+    """Read a checkpoint in the block: what is found in files that changed meanwhile is no damage.
+
+    Raises:
+        SourceError: `source-changed` at the end of the block, or in place of another SourceError.
+    """
+    before = FileStates.opened(catalog)
+    try:
+        yield
+    except SourceError:
+        before.refuse_changes()
+        raise
+    before.refuse_changes()

@@ -1,0 +1,105 @@
+"""Ranges of files behind HTTP: an answer is believed only if it says that it is what was asked for.
+
+RFC 9110: a part has status 206 (15.3.7) and says in `Content-Range` (14.4) which bytes it holds; of
+two parts with different entity tags (8.8.3) the file was replaced in between.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ema_ckpt.storage.remote import ReplacedError, ShortAnswerError
+
+if TYPE_CHECKING:
+    from fsspec.implementations.http import HTTPFileSystem
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_PLAIN = ("", "identity")
+
+
+class HttpFile(NamedTuple):
+    """A file as the server first described it; `tag` is its strong entity tag, or empty."""
+
+    url: str
+    size: int
+    tag: str
+
+
+class NoRangesError(ValueError):
+    """A server sends whole files, whatever part is asked for."""
+
+
+def strong_tag(info: dict[str, Any]) -> str:
+    """Entity tag among what a server said of a file, unless there is none or it is weak."""
+    tag = str(info.get("ETag") or "")
+    return "" if tag.startswith("W/") else tag
+
+
+def read_range(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int) -> bytes:
+    """Read bytes `start` to `stop` of a file.
+
+    Raises:
+        ReplacedError: the file is another one than before.
+        ShortAnswerError: the answer is not what was asked for, or shorter or longer.
+        NoRangesError: the server sends the whole file.
+        Exception: what aiohttp raises for other answers, and for none.
+    """
+    from fsspec.asyn import sync
+
+    data: bytes = sync(filesystem.loop, _ask, filesystem, file, start, stop)
+    return data
+
+
+async def _ask(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int) -> bytes:
+    options = dict(filesystem.kwargs)
+    headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
+    headers["Range"] = f"bytes={start}-{stop - 1}"
+    session = await filesystem.set_session()
+    asked = session.get(filesystem.encode_url(file.url), headers=headers, **options)
+    async with asked as answer:
+        if answer.status != 416:  # a range beyond the end
+            answer.raise_for_status()
+        _check(answer.status, answer.headers, file, start, stop)
+        return await _first_bytes(answer.content, stop - start, is_whole=answer.status == 200)
+
+
+def _check(status: int, headers: Any, file: HttpFile, start: int, stop: int) -> None:
+    """Compare the head of an answer with the question."""
+    tag = strong_tag(headers)
+    if tag and file.tag and tag != file.tag:
+        raise ReplacedError
+    encoding = headers.get("Content-Encoding", "")
+    if encoding.lower() not in _PLAIN:
+        raise ShortAnswerError(f"the server sent {encoding!r} data, which was not asked for")
+    if status == 416:
+        raise ShortAnswerError(f"the server has no bytes {start} to {stop} of {file.size}")
+    if status != 206:
+        _check_whole(status, headers, file, start)
+        return
+    said = headers.get("Content-Range", "")
+    parts = _CONTENT_RANGE.fullmatch(said.strip())
+    if parts is not None and parts[3] not in ("*", str(file.size)):
+        raise ReplacedError
+    if parts is None or (int(parts[1]), int(parts[2])) != (start, stop - 1):
+        asked = f"bytes {start}-{stop - 1}/{file.size}"
+        raise ShortAnswerError(f"the server was asked for {asked} and sent {said or 'others'!r}")
+
+
+def _check_whole(status: int, headers: Any, file: HttpFile, start: int) -> None:
+    """Accept the whole file for a range at its start."""
+    if status != 200 or start:
+        message = "The HTTP server doesn't appear to support range requests"
+        raise NoRangesError(f"{message} (it answered {status})")
+    if headers.get("Content-Length", str(file.size)) != str(file.size):
+        raise ReplacedError
+
+
+async def _first_bytes(content: Any, nbytes: int, *, is_whole: bool) -> bytes:
+    """Read `nbytes` bytes; any more are an error, unless the whole file was sent."""
+    parts: list[bytes] = []
+    missing = nbytes if is_whole else nbytes + 1
+    while missing and (part := await content.read(missing)):
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
