@@ -86,6 +86,9 @@ def _run(argv: list[str]) -> int:
         signals = _SignalHandler()
         _prepare_streams()
         from ema_ckpt.cli.commands import run
+        from ema_ckpt.cli.numpy_guard import guard_numpy
+
+        guard_numpy()
 
         code = _run_distributed(argv) if _is_distributed(argv) else run(argv)
         signals.is_active = False

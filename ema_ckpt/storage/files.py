@@ -37,7 +37,7 @@ _RANGE_NBYTES = 2 << 20
 # What a name says that no file can have, or none that lies there.
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _MOST_ASKED = 16  # files that are looked for again where one is missing
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 def is_url(path: str) -> bool:
@@ -230,7 +230,7 @@ class LocalFiles:
         return not all(map(os.path.lexists, paths))
 
     def _unreadable(self, name: str, error: OSError) -> AccessError:
-        hint = "; raise `ulimit -n`" if error.errno in _NO_DESCRIPTORS else ""
+        hint = "; raise `ulimit -n`" if error.errno in NO_DESCRIPTORS else ""
         message = f"{name}: {error.strerror} (in {self.root}){hint}"
         kind = RefusedError if isinstance(error, PermissionError) else AccessError
         return kind("unreadable", message, file=name)

@@ -108,7 +108,11 @@ class OutputFiles:
             raise
 
     def _open(self, name: str, flags: int) -> int:
-        return open_inside(self._directory, name or self._root.name, flags)
+        try:
+            return open_inside(self._directory, name or self._root.name, flags)
+        except OSError as error:
+            error.filename = str(self._root / name) if name else str(self._root)
+            raise
 
     @contextmanager
     def _opened(self, name: str, flags: int = os.O_RDWR) -> Iterator[int]:

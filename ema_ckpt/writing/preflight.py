@@ -17,7 +17,7 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import shown
-from ema_ckpt.storage.files import is_file_name, is_mangled_url, is_there, is_url
+from ema_ckpt.storage.files import NO_DESCRIPTORS, is_file_name, is_mangled_url, is_there, is_url
 from ema_ckpt.storage.stage_names import stage_path
 
 # What --overwrite may delete with a directory. Everything else in it is somebody's work.
@@ -191,12 +191,16 @@ def write_error(path: Path, error: OSError) -> TargetError:
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         hint = "free some space and run it again"
+        if error.errno == errno.EFBIG:
+            hint = "raise `ulimit -f`, or write smaller files"
         return TargetError("no-space", f"{path}: {reason} while writing; {hint}")
     code = "unreadable"
     if error.errno == errno.EXDEV:
         # overlayfs cannot rename a directory of a lower layer (an image's, say), with any flags.
         hint = "delete it, or name another path"
         reason = f"the file system cannot move the directory that is there; {hint}"
+    elif error.errno in NO_DESCRIPTORS:
+        reason = f"{reason}; raise `ulimit -n`"
     elif error.errno in _REFUSED:
         code = "usage"
     elif error.errno == errno.ENOENT:

@@ -54,6 +54,7 @@ _LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 _SWITCH_ATTEMPTS = 8
 _CLOSE_ATTEMPTS = 8
+_SPARE_FILES = 3
 
 
 @dataclass(slots=True)
@@ -256,6 +257,7 @@ class _Claim:
         self._resume = resume
         self._root: Path | None = None
         self._locks: list[int] = []
+        self._spare: list[int] = []  # descriptors that deleting the stage may need
         self._made: list[Path] = []
         self._owner = os.getpid()
         atexit.register(self.close)
@@ -304,6 +306,7 @@ class _Claim:
             self._root = stage_path(self._target, os.urandom(4).hex())
             self._root.mkdir()
             self._locks = _lock_stage(self._root, self._target)
+        self._spare += [open_directory(self._root) for _ in range(_SPARE_FILES)]
         if is_directory:
             (self._root / self._target.name).mkdir(exist_ok=True)
         return self._root
@@ -334,6 +337,8 @@ class _Claim:
         if self._owner == os.getpid():  # a child process leaves the stage alone
             if self.staged is not None:
                 self.staged.journal.close()
+            while self._spare:
+                close_read(self._spare.pop())
             if self._root is not None:
                 self._clear(self._root)
                 self._root = None
@@ -353,7 +358,8 @@ class _Claim:
         if may_hold_target(root, self._target):
             self.left_behind = _switch_is_unclear(root, self._target)
         else:
-            shutil.rmtree(root, ignore_errors=True)
+            with contextlib.suppress(OSError):  # of a few calls it raises them all the same
+                shutil.rmtree(root, ignore_errors=True)
             if os.path.lexists(root):
                 harmless = f"{self._target} is not affected; delete it by hand"
                 reason = "left behind, some of it could not be deleted"
