@@ -136,7 +136,7 @@ Made by `python docs/reference.py` from the commands themselves. `ema-ckpt help 
 | 2 | trouble: wrong usage, unreadable, unsafe, incomplete, target exists, no space |
 | 3 | `verify` without `--quick`: the structure is right, some payload carries no checksum |
 | 70 | a bug of `ema-ckpt` |
-| 130, 143 | stopped by Ctrl-C, by SIGTERM |
+| 129, 130, 143 | stopped by SIGHUP (the terminal was closed), by Ctrl-C, by SIGTERM |
 | 141 | what reads the output went away |
 
 What each error code means: [Error codes](errors.md). Sizes are written `5GB` (1000³ bytes) or

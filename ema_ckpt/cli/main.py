@@ -17,9 +17,15 @@ EXIT_DIFFERENT = 1
 EXIT_ERROR = 2
 EXIT_UNPROVEN = 3
 EXIT_INTERNAL = 70
+EXIT_HUNG_UP = 129
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 EXIT_TERMINATED = 143
+_STOPPED = {
+    signal.SIGTERM: (EXIT_TERMINATED, "terminated"),
+    signal.SIGINT: (EXIT_INTERRUPTED, "interrupted"),
+    signal.SIGHUP: (EXIT_HUNG_UP, "hung-up"),
+}
 _DISTRIBUTED_VERBS = {"consolidate", "reshard", "convert"}
 
 
@@ -28,7 +34,7 @@ class _StoppedError(BaseException):
 
 
 class _SignalHandler:
-    """Raise the first SIGTERM or SIGINT as an exception, and none once the work is done.
+    """Raise the first SIGTERM, SIGINT or SIGHUP as an exception, and none once the work is done.
 
     A second signal would interrupt the removal of a staging directory; one that arrives while the
     interpreter ends would print a traceback below a valid result.
@@ -37,7 +43,9 @@ class _SignalHandler:
     def __init__(self) -> None:
         self.is_active = True
         signal.signal(signal.SIGTERM, self.handle)
-        # SIGINT is ignored under nohup, and stays so.
+        # What is ignored, as SIGHUP is under nohup, stays so.
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, self.handle)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self.handle)
 
@@ -57,7 +65,7 @@ def script() -> NoReturn:
         if result.code in (0, EXIT_DIFFERENT, EXIT_UNPROVEN) and not has_torch:
             sys.stderr.flush()
             os._exit(result.code)
-        if result.code in (EXIT_INTERRUPTED, EXIT_TERMINATED) and has_torch:
+        if result.code in (EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED) and has_torch:
             # A thread may wait inside gloo, which aborts if the interpreter ends meanwhile.
             atexit._run_exitfuncs()
             sys.stderr.flush()
@@ -94,9 +102,7 @@ def _run(argv: list[str]) -> int:
         signals.is_active = False
         return code
     except _StoppedError as error:
-        code, word = EXIT_TERMINATED, "terminated"
-        if error.args == (signal.SIGINT,):
-            code, word = EXIT_INTERRUPTED, "interrupted"
+        code, word = _STOPPED[error.args[0]]
         return _report(argv, word, word, code) if _is_first(argv) else code
     except BrokenPipeError as error:
         return _end_output(argv, error)

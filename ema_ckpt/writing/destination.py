@@ -143,5 +143,6 @@ class LocalDestination:
             outputs = OutputFiles(staged.path, request.files)
             try:
                 yield Draft(outputs, options, staged.journal, staged.path, staged.warnings)
+                outputs.refuse_losses()
             finally:
                 outputs.close()

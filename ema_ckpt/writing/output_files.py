@@ -163,6 +163,18 @@ class OutputFiles:
             with suppress(OSError):  # it is advice; writing and syncing tell what is wrong
                 os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
+    def refuse_losses(self) -> None:
+        """Check that what was written still has its name.
+
+        Raises:
+            FileNotFoundError: something removed or replaced a file meanwhile.
+        """
+        for name, fd in self._fds.items():
+            if not os.fstat(fd).st_nlink:
+                path = self._root / name if name else self._root
+                reason = f"something removed {path.name!r} from its stage meanwhile"
+                raise FileNotFoundError(errno.ENOENT, reason, str(path))
+
     def close(self) -> None:
         """Close every file and the directory.
 

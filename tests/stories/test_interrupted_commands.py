@@ -142,6 +142,29 @@ def test_terminated(source: Path, tmp_path: Path, number: signal.Signals) -> Non
     assert 128 + number in codes
 
 
+def test_a_closed_terminal_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    """SIGHUP; `nohup` has it ignored."""
+    out = tmp_path / "out.safetensors"
+    for _ in range(20):
+        with started("consolidate", source, out, "--no-fsync") as process:
+            interrupt(process, signal.SIGHUP, partial(begun, out))
+            _, err = process.communicate(timeout=120)
+        if process.returncode == 129:
+            break
+        out.unlink(missing_ok=True)
+    assert (process.returncode, err) == (129, "Error: hung-up\n")
+    assert os.listdir(tmp_path) == []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with started("consolidate", source, out, "--no-fsync") as process:
+            interrupt(process, signal.SIGHUP, partial(begun, out))
+            process.communicate(timeout=120)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert process.returncode == 0
+    assert os.listdir(tmp_path) == [out.name]
+
+
 def test_terminated_under_resume_goes_on(source: Path, tmp_path: Path) -> None:
     out, expected = tmp_path / "out.safetensors", tmp_path / "whole.safetensors"
     assert ended("consolidate", source, expected, "--no-fsync")[0] == 0

@@ -1,0 +1,114 @@
+"""Something writes where a verb reads or writes: no verdict of damage, no mixture, and no target with a hole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, ItemsView, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ema_ckpt
+from ema_ckpt.runtime import executor
+from tests.checkpoints import ema, save_dcp, weights
+from tests.resume.training import Run, same
+
+VERBS: dict[str, Callable[[Path, Path], object]] = {
+    "verify": lambda run, out: ema_ckpt.verify(run, threads=1),
+    "diff": lambda run, out: ema_ckpt.diff(run, threads=1),
+    "consolidate": lambda run, out: ema_ckpt.consolidate(run, out / "one.safetensors", threads=1),
+    "reshard": lambda run, out: ema_ckpt.reshard(run, out / "two", 2, threads=1),
+}
+
+
+@pytest.fixture
+def at_first_job() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Have something done as soon as a worker begins its first job."""
+
+    def arrange(do: Callable[[], None]) -> None:
+        def once(job: object) -> None:
+            executor.on_job = None
+            do()
+
+        executor.on_job = once
+
+    yield arrange
+    executor.on_job = None
+
+
+def step(path: Path, seed: float) -> Path:
+    return save_dcp(path, {"model": weights(seed), "ema": ema(seed)})
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_next_step_is_saved_over_the_one_that_is_read(
+    at_first_job: Callable[[Callable[[], None]], None], tmp_path: Path, verb: str
+) -> None:
+    run, later = step(tmp_path / "run", 0.5), step(tmp_path / "later", 8.5)
+
+    def overwrite() -> None:
+        for file in later.glob("*.distcp"):  # as DCP does: the shards first, in place
+            (run / file.name).write_bytes(file.read_bytes())
+
+    at_first_job(overwrite)
+    with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
+        VERBS[verb](run, tmp_path)
+    assert caught.value.code == "source-changed"
+    assert sorted(os.listdir(tmp_path)) == ["later", "run"]
+    assert ema_ckpt.verify(later).status == "sound"
+
+
+class Watched(dict[str, object]):
+    """What is restored; it is asked for when the weights have been read, and writes to the checkpoint then."""
+
+    on_read: Callable[[], None] | None = None
+
+    def items(self) -> ItemsView[str, object]:
+        if self.on_read is not None and self.is_compared:
+            self.on_read()
+            self.on_read = None
+        return super().items()
+
+    is_compared = False
+
+    def keys(self):
+        self.is_compared = True
+        return super().keys()
+
+
+def test_restore_takes_nothing_from_a_step_that_is_written_meanwhile(tmp_path: Path) -> None:
+    run, later = Run(), Run(seed=3)
+    values = {"table": torch.arange(5000.0)}
+    path = run.save(tmp_path / "run", extra=values)
+    other = later.save(tmp_path / "later", extra={"table": torch.arange(5000.0) + 1})
+    restored = Run(seed=9)
+    before = restored.bits()
+    asked = Watched(table=None)
+    asked.on_read = lambda: shutil.copytree(other, path, dirs_exist_ok=True) and None
+    with pytest.raises(ema_ckpt.SourceError, match="while being read") as caught:
+        restored.restore(path, extra=asked)
+    assert asked.on_read is None
+    assert caught.value.code == "source-changed"
+    same(restored.bits(), before)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("verb", ["consolidate", "reshard"])
+def test_a_file_that_vanishes_from_the_stage_is_missed(
+    at_first_job: Callable[[Callable[[], None]], None], tmp_path: Path, verb: str, is_replaced: bool
+) -> None:
+    run = step(tmp_path / "run", 0.5)
+
+    def clean() -> None:
+        (stage,) = tmp_path.glob(".*.ema-ckpt-*")
+        file = max((p for p in stage.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+        file.unlink()
+        if is_replaced:
+            file.write_text("another one")
+
+    at_first_job(clean)
+    with pytest.raises(ema_ckpt.TargetError, match="from its stage meanwhile"):
+        VERBS[verb](run, tmp_path)
+    assert os.listdir(tmp_path) == ["run"]
