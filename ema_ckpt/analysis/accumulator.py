@@ -12,10 +12,11 @@ from ema_ckpt.runtime.page_buffer import buffer
 if TYPE_CHECKING:
     from ema_ckpt.reading.decode import Array, Buffer
 
-BLOCK_NUMEL = 64 << 10
-"""Numbers to add up at once, so that all of them stay in a core's second-level cache."""
+BLOCK_NUMEL = 96 << 10
+"""Numbers to add up at once, so that all of them stay near a core; half of what is written at once
+as float32, so that no short block is left over."""
 
-_PASS_NUMEL = 16 << 10
+_PASS_NUMEL = 32 << 10
 _DOUBLE, _SINGLE = by_name("float64"), by_name("float32")
 
 

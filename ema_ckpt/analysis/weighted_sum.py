@@ -134,30 +134,21 @@ class WeightedSum:
         located = self._locate(name)
         if len(parts) == 1 and parts[0].weight == 1 and located[0].tensor.dtype == tensor.dtype:
             # Integers, say, must not pass through float64.
-            buffer[:] = self._read(located[0], first, count)
+            self._reader(located[0]).read(located[0], buffer, offset)
             return
-        step = _numel_at_once(tensor, located, count)
-        overflow = 0
+        weights = [part.weight for part in parts]
+        terms = list(zip(located, weights, map(self._reader, located), strict=True))
+        step, width = _numel_at_once(tensor, located, count), _numbers_in(tensor.dtype)
+        buffers, overflow = self._buffers, 0
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, count, step):
                 numel = min(step, count - start)
-                total = self._add_up(name, first + start, numel)
+                total = buffers.add_up(terms, first + start, numel, numel * width)
                 out = buffer[start * itemsize : (start + numel) * itemsize]
-                overflow += self._buffers.accumulator.round_into(total, tensor.dtype, out)
+                overflow += buffers.accumulator.round_into(total, tensor.dtype, out)
         if overflow:
             with self._lock:
                 self.overflow[tensor.name] = self.overflow.get(tensor.name, 0) + overflow
-
-    def _add_up(self, name: str, first: int, count: int) -> Array:
-        """Add up elements of all parts of a sum; valid until the thread's next sum."""
-        accumulator = self._buffers.accumulator
-        tensor, parts = self._sums[name]
-        numbers = count * (tensor.dtype.itemsize // tensor.dtype.part.itemsize)
-        total = accumulator.begin(numbers)
-        for index, (part, box) in enumerate(zip(parts, self._locate(name), strict=True)):
-            block = self._read(box, first, count)
-            accumulator.add(total, block, box.tensor.dtype, part.weight, is_first=index == 0)
-        return total
 
     def listing(self) -> list[str]:
         return list(self._sums)
@@ -184,17 +175,16 @@ class WeightedSum:
             found = self._worker.buffers = _Buffers()
         return found
 
-    def _read(self, located: LocatedBox, first: int, count: int) -> memoryview:
-        """Read elements of a part; the result is valid until the thread's next read."""
-        buffers, source = self._buffers, located.source
-        reader = buffers.readers.get(id(source))
+    def _reader(self, located: LocatedBox) -> BoxReader:
+        """What the calling thread reads a source with."""
+        readers, source = self._buffers.readers, id(located.source)
+        reader = readers.get(source)
         if reader is None:
-            reader = BoxReader(_BLOCK_NBYTES, self._verifiers[id(source)])
-            buffers.readers[id(source)] = reader
-        itemsize = located.tensor.dtype.itemsize
-        view = buffers.block(count * itemsize)
-        reader.read(located, view, first * itemsize)
-        return view
+            reader = readers[source] = BoxReader(_BLOCK_NBYTES, self._verifiers[source])
+        return reader
+
+
+_Term = tuple[LocatedBox, float, BoxReader]
 
 
 class _Buffers:
@@ -205,11 +195,22 @@ class _Buffers:
         self.accumulator = Accumulator()
         self._block = memoryview(b"")
 
-    def block(self, nbytes: int) -> memoryview:
-        """Return `nbytes` bytes to read into."""
+    def add_up(self, terms: Sequence[_Term], first: int, count: int, numbers: int) -> Array:
+        """Add up `count` elements of all terms, from `first` on: so many numbers.
+
+        Valid until the next sum.
+        """
+        dtypes = [located.tensor.dtype for located, _, _ in terms]
+        nbytes = count * max(dtype.itemsize for dtype in dtypes)
         if len(self._block) < nbytes:
             self._block = page_buffer(nbytes)
-        return self._block[:nbytes]
+        total = self.accumulator.begin(numbers)
+        for index, (located, weight, reader) in enumerate(terms):
+            dtype = dtypes[index]
+            block = self._block[: count * dtype.itemsize]
+            reader.read(located, block, first * dtype.itemsize)
+            self.accumulator.add(total, block, dtype, weight, is_first=index == 0)
+        return total
 
 
 def _numel_at_once(tensor: Tensor, located: Sequence[LocatedBox], count: int) -> int:
@@ -221,4 +222,9 @@ def _numel_at_once(tensor: Tensor, located: Sequence[LocatedBox], count: int) ->
     for box in located:
         if box.ranges is None or is_url(box.source.root):
             return max(count, 1)
-    return BLOCK_NUMEL // (tensor.dtype.itemsize // tensor.dtype.part.itemsize)
+    return BLOCK_NUMEL // _numbers_in(tensor.dtype)
+
+
+def _numbers_in(dtype: DType) -> int:
+    """Count the numbers of an element: a complex one has two."""
+    return dtype.itemsize // dtype.part.itemsize

@@ -5,8 +5,9 @@
     python tests/bench/merge_steps.py --cold                   # from the disk, not from the page cache
 
 N steps of a run, each a DCP checkpoint of eight ranks, are merged into one safetensors file, not synced, so that the
-disk counts as little as it can. Beside it `cat` reads every file of the steps, and `cp` writes what the merge writes.
-In random order, process start included.
+disk counts as little as it can. Beside it `cat` reads every file of the steps, `cp` writes what the merge writes, and a
+bare loop of numpy (`bare_sum.py`) reads, adds up and writes the files with as many workers: how far the machine lets a
+merge go. In random order, process start included.
 
 The bars: at most 1.3 times the time to read them, at most 100 MB.
 """
@@ -61,21 +62,28 @@ def _merge(folder: Path, options: argparse.Namespace) -> None:
     merge = [sys.executable, "-m", "ema_ckpt", "synthesize", str(run), str(target), "-q"]
     merge += ["--last", str(options.steps), "--scheme", "linear", "--no-fsync"]
     files = [str(path) for path in sorted(run.glob("*/*"))]
+    steps = [str(run / f"step_{step}") for step in range(1, options.steps + 1)]
+    summed, workers = folder / "summed", min(len(os.sched_getaffinity(0)), 8)
+    bare = [sys.executable, str(ROOT / "tests" / "bench" / "bare_sum.py"), str(workers)]
     count = options.runs
     contenders = [
         Contender(
             "cat of all steps", ["/bin/sh", "-c", 'cat "$@" > /dev/null', "-", *files], [], count
         ),
         Contender("cp of one step", ["cp", "-r", str(first), str(copied)], [copied], count),
+        Contender("bare loop of numpy", [*bare, str(summed), *steps], [summed], count),
         Contender("synthesize --last", merge, [target], count, ENV),
     ]
     race(contenders, partial(_drop, files) if options.cold else _nothing, folder / "log")
-    read = contenders[0].seconds
-    rows = [["", "seconds", "CPU s", "peak RSS MB", "x cat"]]
+    read = contenders[0]
+    rows = [["", "seconds", "CPU s", "peak RSS MB", "x cat", "CPU x cat"]]
     for contender in contenders:
         spent, memory = f"{contender.cpu_seconds:.2f}", f"{contender.peak_mb:.0f}"
-        ratio = f"{contender.seconds / read:.2f}"
-        rows.append([contender.name, f"{contender.seconds:.2f}", spent, memory, ratio])
+        ratios = [
+            f"{contender.seconds / read.seconds:.2f}",
+            f"{contender.cpu_seconds / read.cpu_seconds:.2f}",
+        ]
+        rows.append([contender.name, f"{contender.seconds:.2f}", spent, memory, *ratios])
     nbytes = sum(os.path.getsize(file) for file in files)
     place = "the disk" if options.cold else "the page cache, as far as it holds them"
     print(f"{options.steps} steps, {nbytes / 1e9:.2f} GB, from {place}\n")
