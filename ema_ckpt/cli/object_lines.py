@@ -48,7 +48,10 @@ def value_text(value: object) -> str:
         opening, closing = "()" if isinstance(value, tuple) else "[]"
         comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
         return opening + ", ".join([*texts, *_more(len(value), len(texts))]) + comma + closing
-    text = clean(repr(value))
+    try:
+        text = clean(repr(value))
+    except ValueError:  # an integer of more digits than Python prints
+        return f"({type(value).__name__} of too many digits to show)"
     if len(text) <= _MAX_TEXT:
         return text
     return f"{text[: _MAX_TEXT // 2]}…{text[-_MAX_TEXT // 4 :]} ({len(text):,} characters)"

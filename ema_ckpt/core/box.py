@@ -6,7 +6,6 @@ element.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -263,6 +262,14 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-def are_sizes(values: Iterable[object], limit: float = math.inf) -> bool:
+def are_int64(values: Iterable[object]) -> bool:
+    """Whether all are whole numbers that torch can have as a size; a bool is none.
+
+    Python does not print integers of more than 4300 digits.
+    """
+    return all(type(value) is int and -(2**63) <= value < 2**63 for value in values)
+
+
+def are_sizes(values: Iterable[object], limit: int = 2**63) -> bool:
     """Whether all are whole numbers from 0 to below `limit`, as in a shape; a bool is none."""
     return all(type(value) is int and 0 <= value < limit for value in values)

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.crc import crc32
@@ -19,6 +19,8 @@ COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step", "steps")
 """Settings that count the updates, by precedence."""
 
 _MAX_NBYTES = 64 * 1024
+_MAX_BITS = 64
+_MAX_DEPTH = 8
 _SWAP_MARKS = frozenset({"swapped", "is_swapped", "ema_swapped"})
 # The only types that a counter or decay is stored as; bfloat16 is the upper half of a float32.
 _CODES = {
@@ -71,7 +73,7 @@ def read_ema_config(catalog: Catalog, tree: Tree, *, open_objects: bool = True) 
     return EmaConfig(
         num_updates=_read_count(catalog, settings, raw, open_objects),
         decay=float(decay) if _is_number(decay) else None,
-        schedule=schedule,
+        schedule=_as_plain(schedule),
         dtype="mixed" if len(dtypes) > 1 else "".join(dtypes) or None,
         raw=raw,
     )
@@ -122,7 +124,24 @@ def parse_config(value: object) -> dict[str, object]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return {}
-    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(key): item for key, item in value.items() if not _is_huge(key)}
+
+
+def _is_huge(value: object) -> bool:
+    """Whether a value is an integer beyond 64 bits: no setting, and Python may not print it."""
+    return isinstance(value, int) and value.bit_length() >= _MAX_BITS
+
+
+def _as_plain(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Keep what JSON has, as a schedule is shown there; None for all else and deep nesting."""
+    if isinstance(value, Mapping) and depth:
+        return {k: _as_plain(v, depth - 1) for k, v in value.items() if isinstance(k, str)}
+    if isinstance(value, list | tuple) and depth:
+        return [_as_plain(item, depth - 1) for item in value]
+    is_plain = isinstance(value, int | float | str) and not _is_huge(value)
+    return value if is_plain else None
 
 
 def with_tied_names(catalog: Catalog, tree: Tree) -> Tree:
@@ -180,7 +199,13 @@ def _warmup_schedule(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and not _is_huge(value)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a setting is a whole number that something can have counted to."""
+    return type(value) is int and not _is_huge(value)
 
 
 def _as_count(value: object) -> int | None:

@@ -9,7 +9,7 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Object
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import counted
-from ema_ckpt.state_dicts.ema_config import EmaConfig, read_ema_config
+from ema_ckpt.state_dicts.ema_config import EmaConfig, is_count, read_ema_config
 from ema_ckpt.state_dicts.ema_weights import POSITIONS
 from ema_ckpt.state_dicts.tree import Tree, live_of, of_role
 
@@ -84,7 +84,7 @@ def _copies_until(catalog: Catalog, tree: Tree, config: EmaConfig) -> int | None
         return moved_at - (moved_at - 1) % window
     if tree.layout == POSITIONS:  # diffusers' EMAModel
         start = _entry(catalog, tree, "update_after_step")
-        if isinstance(start, int):
+        if is_count(start):
             return start + 1
     return None
 
@@ -132,7 +132,7 @@ def _moved_at(config: EmaConfig) -> int:
 
 
 def _whole(value: object, default: int) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else default
+    return value if is_count(value) else default
 
 
 def find_misfits(ema: Tree, live: Tree) -> Iterator[Diagnostic]:

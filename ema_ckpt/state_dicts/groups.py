@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import chain
 
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
+from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.names import (
     EMA,
     LIVE,
@@ -63,7 +64,15 @@ class Group:
     beside: Group | None = None
 
     def add(self, name: str, item: Item) -> None:
-        """Add an entry under its name inside the tree."""
+        """Add an entry under its name inside the tree.
+
+        Raises:
+            SourceError: `name-collision` if another has that name.
+        """
+        if name in self.tensors or name in self.objects:
+            message = f"{item.name!r} and another entry both have the name {name!r}"
+            message = f"{message} in the tree {self.name!r}"
+            raise SourceError("name-collision", message, tensor=item.name)
         if isinstance(item, Tensor):
             self.tensors[name] = item
         else:
@@ -146,7 +155,7 @@ class Group:
                 continue
             if child not in children:
                 children[child] = Group(f"{self.name}.{child}", depth=self.depth + 1)
-            children[child].add(name[len(child) + 1 :], item)
+            children[child].add(_name_below(child, name, item, self.depth + 1), item)
         return children
 
     def child_of(self, item: Item) -> str | None:
@@ -260,8 +269,19 @@ def collect(catalog: Catalog, tree_of: Callable[[Item], str]) -> dict[str, Group
         name = tree_of(item)
         if name not in groups:
             groups[name] = Group(name, depth=1 if name else 0)
-        groups[name].add(item.name[len(name) + 1 :] if name else item.name, item)
+        inner = _name_below(name, item.name, item, 1) if name else item.name
+        groups[name].add(inner, item)
     return groups
+
+
+def _name_below(tree: str, name: str, item: Item, depth: int) -> str:
+    """Take the name of a tree off that of an entry in it.
+
+    A planner of a user's own may store under names that do not come from the path.
+    """
+    if name.startswith(f"{tree}."):
+        return name[len(tree) + 1 :]
+    return ".".join(map(str, item.path[depth:])) or name
 
 
 def group_by_nesting(catalog: Catalog) -> list[Group]:

@@ -13,6 +13,7 @@ from itertools import chain
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
 from typing import TYPE_CHECKING, Any
 
+from ema_ckpt.core.box import are_int64
 from ema_ckpt.core.catalog import Ints, Path
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.crc import crc32
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ema_ckpt.formats.dcp.metadata_columns import ColumnReader, ItemRows
 
 _MANY = 1000  # keys of a dict, from which on some are chosen to collide
-_ALL_INTS = frozenset({int})
 _PART_TYPES = frozenset({str, int})
 
 
@@ -362,6 +362,8 @@ def _place(place: object, name: str, where: str) -> ItemPlace:
     file, offset, nbytes = (fields.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or type(offset) is not int or type(nbytes) is not int:
         raise ValueError("an item has no place")
+    if not are_int64((offset, nbytes)):
+        raise ValueError("an item has no place")
     if offset < 0 or nbytes < 0:
         message = f"{where}: {name!r} is said to be {nbytes} bytes at {offset} of {file}"
         raise SourceError("out-of-bounds", message, tensor=name, file=where)
@@ -379,6 +381,6 @@ def _fields_of_place(place: object) -> dict[str, object]:
 
 
 def _ints(value: object) -> Ints:
-    if isinstance(value, tuple) and _ALL_INTS.issuperset(map(type, value)):
+    if isinstance(value, tuple) and are_int64(value):
         return value
     raise ValueError(f"a shape or offset is {brief(value)}")

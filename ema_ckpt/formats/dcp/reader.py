@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ema_ckpt.core.catalog import (
     Catalog,
@@ -24,6 +24,7 @@ from ema_ckpt.core.catalog import (
     Problem,
     Tensor,
     check_geometry,
+    refuse_problems,
 )
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import RefusedError, SourceError, UnsafeError, about
@@ -82,7 +83,9 @@ def open_dcp(
             objects.append(Object(name, entry_path, place.file, place.offset, place.nbytes))
         else:
             tensors.append(_tensor(name, entry_path, listing, required))
-    problems: list[Problem] = []
+    problems = list(_exchanged_paths(parts))
+    if not lenient:
+        refuse_problems(problems)
     content, warnings = _read_sidecar(source, names, parts, required, problems if lenient else None)
     recorded = tuple(content.digests)
     ranks = _ranks_in(required, _DATA_FILE)
@@ -111,6 +114,16 @@ def open_dcp(
         problems=tuple(problems),
         find_mismatches=_mismatches(source, names, parts, recorded),
     )
+
+
+def _exchanged_paths(parts: Iterable[Metadata]) -> Iterator[Problem]:
+    """Find entries whose path is the name of another: it is not known whose bytes these are."""
+    for part in parts:
+        for name, path in part.paths.items():
+            joined = ".".join(map(str, path))
+            if joined != name and joined in part.entries:
+                problem = f"planner_data places {name!r} at {joined!r}, where another entry is"
+                yield Problem("index-mismatch", name, METADATA_NAME, f"{METADATA_NAME}: {problem}")
 
 
 def _mismatches(

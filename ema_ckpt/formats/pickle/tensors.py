@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
 
-from ema_ckpt.core.box import row_major_strides
+from ema_ckpt.core.box import are_int64, are_sizes, row_major_strides
 from ema_ckpt.core.dtypes import DType, by_name, by_storage_class
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.machine import loads
@@ -70,7 +70,7 @@ def _bad(why: str) -> SourceError:
 
 
 def _ints(value: object) -> Ints:
-    if isinstance(value, tuple) and set(map(type, value)) <= {int}:
+    if isinstance(value, tuple) and are_int64(value):
         return value
     raise _bad(f"a shape or stride is {brief(value)}")
 
@@ -86,7 +86,7 @@ def _view(
     if isinstance(storage, Opaque):
         message = f"a storage of class {storage.module}.{storage.name} is not one that is read"
         raise SourceError("unsupported", message)
-    if not isinstance(storage, StorageRef) or type(start) is not int or start < 0:
+    if not isinstance(storage, StorageRef) or type(start) is not int or not are_sizes((start,)):
         raise _bad("a tensor is built from something that is no storage")
     dtype = dtype or storage.dtype
     if dtype is None:
@@ -197,7 +197,7 @@ def storage_of(pid: object) -> StorageRef | Opaque:
     """Return the storage that a persistent id means; an `Opaque` for one that is not read."""
     match pid:
         case ("storage", Global() as storage_class, str() as key, _, numel) if (
-            isinstance(pid, tuple) and type(numel) is int and numel >= 0
+            isinstance(pid, tuple) and type(numel) is int and are_sizes((numel,))
         ):
             module, name = storage_class.module, storage_class.name
         case _:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
+from ema_ckpt.core.box import are_sizes
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import counted
 from ema_ckpt.formats.pickle.tensors import TensorRef
@@ -104,7 +105,7 @@ def read_zero(
 def _world_size(state: Leaves) -> int | None:
     recorded = state.get((_STATE, "partition_count"))
     counts = recorded if isinstance(recorded, list | tuple) else [recorded]
-    return max((count for count in counts if type(count) is int), default=None)
+    return max((one for one in counts if type(one) is int and one < 2**63), default=None)
 
 
 def _read_model(model: Leaves) -> tuple[Groups, dict[str, TensorRef], dict[str, str]]:
@@ -117,6 +118,8 @@ def _read_model(model: Leaves) -> tuple[Groups, dict[str, TensorRef], dict[str, 
     for path, value in model.items():
         match path, value:
             case ("param_shapes", int() as number, name), tuple():
+                if not are_sizes(value):
+                    raise SourceError("unreadable", f"param_shapes has no shape of {name!r}")
                 groups.setdefault(number, {})[str(name)] = value
             case ("shared_params", name), str():
                 shared[str(name)] = value

@@ -260,5 +260,5 @@ def _ints(value: Any) -> Ints:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} where a number is expected")
+        raise ValueError("no number where one is expected, or a huge one")
     return value

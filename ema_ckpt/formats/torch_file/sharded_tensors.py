@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, TypeGuard
 
-from ema_ckpt.core.box import Box, MeshCut, placement_box, unravel
+from ema_ckpt.core.box import Box, MeshCut, are_int64, placement_box, unravel
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque
@@ -243,6 +243,6 @@ def _state_fields(state: object, subject: str) -> Fields:
 
 def _ints(value: object) -> Ints:
     is_sequence = isinstance(value, list | tuple) and len(value) <= _MAX_DIMS
-    if not is_sequence or not all(type(number) is int for number in value):  # type: ignore[attr-defined]
+    if not is_sequence or not are_int64(value):  # type: ignore[arg-type]
         raise _unsupported("a sharded tensor has a shape, offsets or sizes that are no numbers")
     return tuple(value)  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 import ema_ckpt
 from ema_ckpt.core.dtypes import by_name
@@ -22,7 +24,7 @@ from ema_ckpt.formats.dcp.metadata_values import ItemPlace
 from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
 from ema_ckpt.formats.dcp.reader import open_dcp, read_metadata, required_files
 from ema_ckpt.storage.files import LocalFiles
-from tests.checkpoints import dcp_at
+from tests.checkpoints import dcp_at, save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -324,3 +326,39 @@ def test_items_that_are_not_what_the_metadata_says(
         catalog.reader.payloads(catalog.tensors[0])
     assert (caught.value.code, caught.value.tensor) == (code, "w")
     source.close()
+
+
+def test_an_entry_at_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    """By name and by path the bytes of two tensors would be exchanged."""
+    source = save_dcp(tmp_path / "c", {"model": {"v": torch.ones(2), "w": torch.zeros(2)}})
+    metadata = FileSystemReader(source).read_metadata()
+    paths = metadata.planner_data
+    paths["model.v"], paths["model.w"] = paths["model.w"], paths["model.v"]
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(SourceError, match="where another entry is") as caught:
+        ema_ckpt.consolidate(source, tmp_path / "out.safetensors")
+    assert caught.value.code == "index-mismatch"
+    found = ema_ckpt.verify(source)
+    assert (found.status, {p.code for p in found.problems}) == ("damaged", {"index-mismatch"})
+
+
+def test_names_that_do_not_come_from_paths_lose_no_tensor(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "c", {"a": torch.ones(2), "b": torch.zeros(2)})
+    metadata = FileSystemReader(source).read_metadata()
+    metadata.planner_data = {"a": ("model", "v"), "b": ("model", "w")}
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tree,) = ema_ckpt.inspect(source).trees
+    assert (tree.name, tree.tensors) == ("model", 2)
+    ema_ckpt.consolidate(source, tmp_path / "out.safetensors")
+    written = load_file(tmp_path / "out.safetensors")
+    assert {name: value.tolist() for name, value in written.items()} == {"v": [1, 1], "w": [0, 0]}
+
+
+def test_two_names_in_a_tree_that_are_one_are_refused(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "c", {"a": torch.ones(2), "b": torch.zeros(2)})
+    metadata = FileSystemReader(source).read_metadata()
+    metadata.planner_data = {"a": ("model", "x.y"), "b": ("model", "x", "y")}
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(SourceError) as caught:
+        ema_ckpt.consolidate(source, tmp_path / "out.safetensors")
+    assert caught.value.code == "name-collision"
