@@ -201,6 +201,7 @@ def open_torch_index(
     """
     from ema_ckpt.formats.safetensors.index import (
         check_names,
+        lacking_shards,
         names_by_file,
         open_indexed,
         read_index,
@@ -220,8 +221,13 @@ def open_torch_index(
     if not lenient or not parts:
         refuse_problems(problems)
     joined = _join(parts, location, path, nested=False)
+    left_out, warnings = lacking_shards(index, files)
     return replace(
-        joined, files=dict.fromkeys(files, 0) | dict(joined.files), problems=tuple(problems)
+        joined,
+        files=dict.fromkeys(files, 0) | dict(joined.files),
+        problems=tuple(problems),
+        warnings=(*warnings, *joined.warnings),
+        left_out=(*joined.left_out, *left_out),
     )
 
 

@@ -364,6 +364,7 @@ def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:
     """Warn of data files in the checkpoint's folders that it does not use, left by another save."""
     if not _lists_its_files(catalog):
         return
+    known = {*catalog.files, *catalog.left_out}
     suffixes: dict[str, set[str]] = {}  # of the data files of each folder
     for file in catalog.files:
         for suffix in _STALE_SUFFIXES:
@@ -373,7 +374,7 @@ def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:
         root = join(catalog.source.root, folder) if folder else catalog.source.root
         for name in list_folder(root).files:
             file = f"{folder}/{name}" if folder else name
-            if file in catalog.files or not name.endswith(tuple(used)):
+            if file in known or not name.endswith(tuple(used)):
                 continue
             if os.path.getsize(join(root, name)):  # idle ranks leave empty files
                 message = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ema_ckpt
 from ema_ckpt.core.errors import EmaCkptError
@@ -158,3 +159,36 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert strict.returncode == 2
     assert json.loads(strict.stdout)["error"]["code"] == "usage"
     assert not (tmp_path / "strict.pt").exists()
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_shard_that_an_index_has_lost_is_named(
+    ending: str, is_there: bool, tmp_path: Path
+) -> None:
+    """Nothing but the names of the files tells of it, if the index has no total."""
+    stem, write = ("model", save_file) if ending == "safetensors" else ("pytorch_model", torch.save)
+    source, out = tmp_path / "source", tmp_path / "out.safetensors"
+    source.mkdir()
+    shards = [f"{stem}-0000{n}-of-00003.{ending}" for n in (1, 2, 3)]
+    for name, shard in zip("abc", shards, strict=True):
+        write({name: torch.ones(2)}, source / shard)
+    if not is_there:
+        (source / shards[1]).unlink()
+    index = source / f"{stem}.{ending}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shards[0], "c": shards[2]}}))
+    found = ema_ckpt.verify(source)
+    assert found.status != "damaged" and "stale-file" not in [w.code for w in found.warnings]
+    for warnings in (found.warnings, ema_ckpt.consolidate(source, out).warnings):
+        (message,) = [w.message for w in warnings if w.code == "left-out"]
+        assert "names 2 of the 3 shards" in message and repr(shards[1]) in message
+    with pytest.raises(ema_ckpt.UsageError, match="--strict"):
+        ema_ckpt.consolidate(source, out, overwrite=True, strict=True)
+
+
+def test_an_index_of_nothing_that_counts_bytes_is_damaged(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": {}}))
+    assert [p.code for p in ema_ckpt.verify(index).problems] == ["index-mismatch"]
+    index.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": {}}))
+    assert ema_ckpt.verify(index).status == "sound"

@@ -5,15 +5,33 @@ Its shards are safetensors files, or torch files of `pytorch_model.bin.index.jso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from ema_ckpt.core.catalog import Files, Problem
+from ema_ckpt.core.catalog import Diagnostic, Files, Problem
 from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.safetensors.header import is_text_map
 from ema_ckpt.storage.files import safe_name
+
+_COUNTED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})(\.\w+)", re.ASCII | re.DOTALL)
+_SHOWN = 10
+
+
+class _ShardSet(NamedTuple):
+    """Files that are counted together, `PREFIX-00001-of-00002ENDING`."""
+
+    prefix: str
+    digits: int
+    total: int
+    ending: str
+
+    def name(self, number: int) -> str:
+        """Name the file of that number."""
+        return f"{self.prefix}-{number:0{self.digits}}-of-{self.total:0{self.digits}}{self.ending}"
 
 
 def read_index(source: Files, index: str) -> tuple[dict[str, str], int | None]:
@@ -64,3 +82,29 @@ def check_names(index: str, file: str, found: set[str], expected: set[str]) -> I
     if problems:
         message = f"{file} {' and '.join(problems)}, against {index}"
         yield Problem("index-mismatch", (lacking + extra)[0], file, message)
+
+
+def lacking_shards(index: str, files: Iterable[str]) -> tuple[list[str], list[Diagnostic]]:
+    """Find shards that are counted with those an index names, and that it does not name itself.
+
+    Returns the first of them, and a warning of each set: their tensors are lost to whoever follows
+    the index.
+    """
+    numbers: dict[_ShardSet, set[int]] = {}
+    for file in files:
+        match = _COUNTED.fullmatch(file)
+        if match:
+            counted = _ShardSet(match[1], len(match[2]), int(match[3]), match[4])
+            numbers.setdefault(counted, set()).add(int(match[2]))
+    lacking: list[str] = []
+    warnings: list[Diagnostic] = []
+    for shards, found in numbers.items():
+        first = 0 if 0 in found else 1  # some count from 0
+        last = min(shards.total, len(found) + _SHOWN)
+        names = [shards.name(n) for n in range(first, first + last) if n not in found]
+        if names:
+            lacking += names
+            message = f"{index} names {len(found)} of the {shards.total} shards that"
+            message = f"{message} {shards.name(min(found))!r} is one of, and leaves out"
+            warnings.append(Diagnostic("left-out", f"{message} {shown(names)}"))
+    return lacking, warnings

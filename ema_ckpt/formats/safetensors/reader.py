@@ -31,7 +31,13 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.safetensors.compact_record import Entry, crc_of, expand, is_compact
 from ema_ckpt.formats.safetensors.header import Shard, open_shard
-from ema_ckpt.formats.safetensors.index import check_names, names_by_file, open_indexed, read_index
+from ema_ckpt.formats.safetensors.index import (
+    check_names,
+    lacking_shards,
+    names_by_file,
+    open_indexed,
+    read_index,
+)
 from ema_ckpt.formats.sidecar import Sidecar
 
 _RANK_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors", re.ASCII)
@@ -73,9 +79,12 @@ def open_safetensors(
     """
     problems: list[Problem] = []
     warnings: list[Diagnostic] = []
+    left_out: list[str] = []
     is_index = names[0].endswith(".json")
     if is_index:
         shards, files = _open_index(source, names[0], problems, warnings, lenient=lenient)
+        left_out, found = lacking_shards(names[0], files)
+        warnings += found
     else:
         shards, files = _open_files(source, names, problems, lenient=lenient)
         warnings += _unseen_ranks(shards, resolved)
@@ -112,6 +121,7 @@ def open_safetensors(
         ties=ties,
         order=content.order,
         header_text={key: text for key, text in metadata.items() if key not in ties},
+        left_out=tuple(left_out),
     )
 
 
@@ -346,7 +356,10 @@ def _open_index(
     # Indices that count tied tensors twice, or bytes of another dtype, are common: only a warning.
     if total not in (None, stored) and len(shards) == len(files):
         message = f"{index}: total_size is {total}, the shards hold {stored} bytes"
-        warnings.append(Diagnostic("index-mismatch", message))
+        if files:
+            warnings.append(Diagnostic("index-mismatch", message))
+        else:
+            problems.append(Problem("index-mismatch", None, index, f"{message}: it names none"))
     return shards, files
 
 
