@@ -187,6 +187,21 @@ def test_what_does_not_follow_from_shapes_is_not_guessed(tmp_path: Path) -> None
     assert torch.equal(values, tensors["w.weight"].float() * wide)
 
 
+def test_configured_groups_of_a_row_count_where_equal_ones_would_fit(tmp_path: Path) -> None:
+    """Six values a row with two scales are 3 + 3 by the shapes, and 4 + 2 by config.json."""
+    codes = torch.arange(1.0, 19.0).reshape(3, 6).to(torch.float8_e4m3fn)
+    scales = torch.arange(1.0, 7.0).reshape(3, 2)
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": codes, "w_scale_inv": scales}, source / "model.safetensors")
+    settings = {"quant_method": "fp8", "weight_block_size": [1, 4]}
+    (source / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    out = tmp_path / "out.safetensors"
+    ema_ckpt.consolidate(source, out, dequantize="fp32")
+    columns = torch.tensor([0, 0, 0, 0, 1, 1])
+    assert torch.equal(load_file(out)["w"], codes.float() * scales[:, columns])
+
+
 def test_nothing_quantised_is_refused(tmp_path: Path) -> None:
     error = refused(FIXTURES / "safetensors/plain.safetensors", tmp_path / "out.pt")
     assert error.code == "empty-selection"

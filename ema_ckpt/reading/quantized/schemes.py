@@ -117,7 +117,9 @@ def _blocks(found: Found, scale: Ints, shape: Ints) -> Ints:
     """Block sizes: groups inside rows, of equal length, or blocks of which the last may be cut."""
     config = found.config
     by_row = len(shape) < 2 or scale[-2] == shape[-2] != 1
-    if by_row:
+    # Configured blocks of one row are groups of a row, of which the last may be cut.
+    are_told = config.group is None and config.block is not None and config.block[0] == 1
+    if by_row and not are_told:
         groups = None if config.group is None else (config.group,)
         return block_sizes(scale, shape, groups, may_be_cut=False)
     return block_sizes(scale, shape, config.block, may_be_cut=True)
