@@ -13,7 +13,7 @@ from typing import Any
 
 from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError, TargetError
-from ema_ckpt.formats.pickle.safe_globals import Opaque, parts_of
+from ema_ckpt.formats.pickle.safe_globals import Global, Opaque, parts_of
 
 Path = tuple[str | int, ...]
 Parts = Iterable[tuple[str | int, Any]]
@@ -88,9 +88,7 @@ class _Flattener:
         """Convert a key to text that no other key of the dict has."""
         if isinstance(key, str):
             return key
-        # Python does not print whole numbers of more than 4300 digits.
-        is_huge = isinstance(key, int) and key.bit_length() > 4096
-        if is_huge or not isinstance(key, int | float | tuple | None):
+        if not _is_plain_key(key):
             raise SourceError("unsupported", f"a dict has a key of type {type(key).__name__}")
         text = str(key)
         if text in siblings or (*path, text) in self.keys:
@@ -119,6 +117,16 @@ class _Flattener:
                 raise SourceError("unsupported", "a tensor lies in a set or is the key of a dict")
             if not isinstance(inner, Opaque):
                 pending += [(part, depth + 1) for part in parts_of(inner)]
+
+
+def _is_plain_key(key: object) -> bool:
+    """Whether text can stand for a key that is none: it holds no tensor, and can be printed."""
+    if isinstance(key, tuple):
+        plain = str | bytes | complex | Global
+        return all(isinstance(part, plain) or _is_plain_key(part) for part in key)
+    if isinstance(key, int):
+        return key.bit_length() <= 4096
+    return isinstance(key, float | None)
 
 
 def _inside(value: object, opened: tuple[type, ...]) -> Iterator[object]:

@@ -9,7 +9,7 @@ header says where the bytes begin. Layout of zip and zip64: APPNOTE.TXT 6.3.10, 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,24 +141,43 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
     end = _end_of_archive(window)
     if end < nbytes:
         window = Window(source, file, offset, end)
-    _, entries = read_directory(window)
+    directory_start, entries = read_directory(window)
+    _check_names(window, entries)
+    has_checksums = any(entry.crc for entry in entries)
+    records: dict[str, Record] = {}
+    spans: list[tuple[int, int]] = []
+    for entry in entries:
+        start = _data_start(window, entry)
+        spans.append((entry.header, start + entry.nbytes))
+        name, crc = _inner_name(entry), entry.crc if has_checksums else None
+        records[name] = Record(name, offset + start, entry.nbytes, crc)
+    spans.sort()
+    ends = [0, *(stop for _, stop in spans)]
+    starts = [*(first for first, _ in spans), directory_start]
+    # Records that share bytes would be far more to read and to write than the file has.
+    if any(start < stop for start, stop in zip(starts, ends, strict=True)):
+        raise window.bad("its records overlap")
+    return Archive(file, records, window, nbytes - end)
+
+
+def _inner_name(entry: CentralRecord) -> str:
+    return entry.name.partition("/")[2] or entry.name
+
+
+def _check_names(window: Window, entries: Sequence[CentralRecord]) -> None:
     folders = {entry.name.partition("/")[0] for entry in entries}
     if len(folders) > 1:
         raise window.bad(f"its records lie in several folders: {shown(sorted(folders))}")
-    has_checksums = any(entry.crc for entry in entries)
-    records: dict[str, Record] = {}
+    exact: set[str] = set()
     folded: set[str] = set()
-    for entry in entries:
-        name = entry.name.partition("/")[2] or entry.name
-        if name in records:
+    for name in map(_inner_name, entries):
+        if name in exact:
             raise window.bad(f"the record {name!r} stands twice")
-        start = offset + _data_start(window, entry)
         # torch looks names up without regard to case: another name would be another's bytes.
         if name.lower() in folded:
             raise window.bad(f"the record {name!r} stands twice, in other letter case")
+        exact.add(name)
         folded.add(name.lower())
-        records[name] = Record(name, start, entry.nbytes, entry.crc if has_checksums else None)
-    return Archive(file, records, window, nbytes - end)
 
 
 def _end_of_archive(window: Window) -> int:

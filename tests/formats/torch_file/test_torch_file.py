@@ -765,3 +765,10 @@ def test_what_consolidate_does_not_take_is_said(tmp_path):
     (skipped,) = written.skipped
     assert skipped.name == "extra"
     assert "unpickling the tensors in it would call" in skipped.reason
+
+
+@pytest.mark.parametrize("key", [("w", torch.ones(2)), (10**5000,), ((1, 10**5000),)])
+def test_a_key_that_no_text_can_stand_for_is_refused(tmp_path, key):
+    with pytest.raises(SourceError, match="a key of type tuple") as caught:
+        saved(tmp_path, {"model": {key: torch.ones(2)}})
+    assert caught.value.code == "unsupported"

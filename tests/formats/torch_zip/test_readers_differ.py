@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,43 @@ def test_torch_looks_records_up_without_regard_to_case(tmp_path: Path) -> None:
     path = tmp_path / "twin.pt"
     path.write_bytes(with_twin("data.pkl"))
     assert list(torch.load(path)) == ["z"], "or the test above guards against nothing"
+
+
+def nested(count: int) -> tuple[bytes, int]:
+    """An archive of `count` records, each of which reaches from its header to the end of the last.
+
+    Returns it, and the bytes of all records together.
+    """
+    header = struct.pack("<4sHHHHHLLLHH", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, 0, 34) + bytes(34)
+    data = header * count + bytes(1000)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as target:
+        target.writestr("archive/data.pkl", b"\x80\x02}.")
+        target.writestr("archive/version", b"3\n")
+        target.writestr("archive/all", data)
+    raw = out.getvalue()
+    *_, entries, size, start, _ = END.unpack(raw[-END.size :])
+    directory, total = raw[start : start + size], 0
+    for index in range(count):
+        name = f"archive/data/{index}".encode()
+        inner = data[64 * (index + 1) :]
+        total += len(inner)
+        sizes = zlib.crc32(inner), len(inner), len(inner), len(name)
+        at = raw.index(header) + 64 * index
+        directory += struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0, 0, 0, 0, *sizes, *[0] * 5, at)
+        directory += name
+    entries += count
+    end = END.pack(b"PK\5\6", 0, 0, entries, entries, len(directory), start, 0)
+    return raw[:start] + directory + end, total
+
+
+def test_records_that_share_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "nested.pt"
+    raw, total = nested(200)
+    path.write_bytes(raw)
+    assert torch.load(path) == {}
+    assert total > 40 * len(raw), "what would be read"
+    refuses(path, "records overlap")
 
 
 END64_BACK = END.size + LOCATOR64.size + END64.size
