@@ -32,6 +32,7 @@ from ema_ckpt.reading.overlaps import (
     find_row_slabs,
     row_ranges,
 )
+from ema_ckpt.reading.turned_copy import TurnedCopy
 from ema_ckpt.runtime.page_buffer import buffer
 from ema_ckpt.storage.files import is_url
 
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 _GAP_NBYTES = 16 << 10  # reading over so much costs less than one more read
 # From a gigabyte on, a tensor may be so many times the bytes that a file has of it.
 _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 1 << 30, 64
-# Columns that are transposed at once, in tiles that the cache holds, and what rows are longer by,
-# so that those at a power of two do not push each other out of it: five times as fast as without.
-_COLUMNS, _TILE_NBYTES, _PAD_NBYTES = 128, 256 << 10, 64
+# What rows that are read one by one are longer by, so that those at a power of two do not push each
+# other out of the cache.
+_PAD_NBYTES = 64
 _dest = attrgetter("dest")
 
 
@@ -117,6 +118,7 @@ class BoxReader:
         self.block_nbytes = block_nbytes
         self._verifier = verifier
         self._buffers: dict[str, memoryview] = {}
+        self._turned = TurnedCopy()
 
     def read(self, located: LocatedBox, out: memoryview, start: int = 0) -> int | None:
         """Fill `out` with the bytes of the box in row-major order, from byte `start` on.
@@ -287,28 +289,7 @@ class BoxReader:
                 [stride * itemsize for stride in strides],
                 writeable=False,
             )
-            _copy_tile(target[tile.box.within(box).slices()], values)
-
-
-def _copy_tile(target: NDArray[Any], values: NDArray[Any]) -> None:
-    """Copy a tile; one that is transposed in parts that stay in the cache."""
-    import numpy as np
-
-    ndim = values.ndim
-    if ndim < 2 or values.shape[-1] == 1 or values.strides[-1] <= values.strides[-2]:
-        target[...] = values
-        return
-    pad = max(_PAD_NBYTES // values.itemsize, 1)
-    step = min(max(_TILE_NBYTES // (_COLUMNS * values.itemsize), 1), values.shape[-2])
-    rows = np.empty((_COLUMNS, *values.shape[:-2], step + pad), values.dtype)
-    for first, start in product(
-        range(0, values.shape[-1], _COLUMNS), range(0, values.shape[-2], step)
-    ):
-        near = (..., slice(start, start + step), slice(first, first + _COLUMNS))
-        columns = values[near]
-        part = rows[: columns.shape[-1], ..., : columns.shape[-2]]
-        part[...] = np.moveaxis(columns, -1, 0)
-        target[near] = np.moveaxis(part, 0, -1)
+            self._turned.copy(target[tile.box.within(box).slices()], values)
 
 
 class _Tile(NamedTuple):

@@ -13,6 +13,7 @@ so that the disk does not count. Timed in random order, process start included:
     groups         queries, keys and values interleaved by groups
     columns        w1 and w3 concatenated on the inner axis: rows are assembled
     transpose      every matrix: elements are gathered
+    numpy          every matrix read whole, `numpy.ascontiguousarray(a.T)`, and written: what the bare copy costs
 
 `names` times 100 000 empty tensors, renamed: what names and plans cost.
 
@@ -60,6 +61,22 @@ steps = [{ concatenate = 1 }]
 """,
     "transpose": "[[rule]]\nfrom = 'layers.{rest:.*}'\nto = 'layers.{rest}'\nsteps = [{ transpose = [0, 1] }]\n",
 }
+
+NUMPY = """
+import json, sys
+import numpy
+with open(sys.argv[1], "rb") as source, open(sys.argv[2], "wb") as target:
+    size = int.from_bytes(source.read(8), "little")
+    header = json.loads(source.read(size))
+    for entry in header.values():
+        entry["shape"].reverse()
+    text = json.dumps(header).encode()
+    target.write(len(text).to_bytes(8, "little") + text)
+    for entry in header.values():
+        start, end = entry["data_offsets"]
+        stored = numpy.frombuffer(source.read(end - start), "<u2").reshape(entry["shape"][::-1])
+        target.write(numpy.ascontiguousarray(stored.T).data)
+"""
 
 
 def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> int:
@@ -145,6 +162,9 @@ def main() -> None:
         add("plain", source)
         for name in RULES:
             add(name, source, "--rules", str(folder / f"{name}.toml"))
+        copied = folder / "out-numpy.safetensors"
+        bare = [sys.executable, "-c", NUMPY, str(source), str(copied)]
+        contenders.append(Contender("numpy", bare, [copied], args.runs, ENV))
         add("apart", fused, "--rules", str(folder / "fuse.toml"), "--inverse")
         add("names, plain", many)
         add("names, renamed", many, "--rules", str(folder / "rename.toml"))

@@ -155,7 +155,7 @@ def with_state(
     return named
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_optimizer_state_goes_with_its_parameters(seed: int, strided: bool) -> None:
     weights, moments = maker_of(seed, 0), maker_of(seed, 10**6)
