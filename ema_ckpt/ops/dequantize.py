@@ -97,7 +97,7 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
         found.tensors,
         options.dequantize,
         verify=options.verify,
-        kept_nbytes=options.gathered_nbytes(is_remote, options.most_workers(is_remote)),
+        kept_nbytes=options.kept_nbytes(is_remote, options.most_workers(is_remote)),
         replaced={} if edited is None else {CONFIG_FILE: edited},
     )
     made_by = _made_by(found.tensors, options.dequantize.name)

@@ -144,6 +144,11 @@ class WriteOptions:
         """Workers that may run at most: `threads`, if the budget has four buffers for each."""
         return min(self.threads, self.budget(remote) // (4 * _LEAST_BLOCK_NBYTES))
 
+    def kept_nbytes(self, remote: bool, workers: int) -> int:
+        """Bytes that one worker keeps of what it has read: all together half of the budget."""
+        share = self.budget(remote) // (2 * workers)
+        return max(share, self.block_nbytes(remote, workers)) & ~15
+
     def gathered_nbytes(self, remote: bool, workers: int) -> int:
         """Bytes of one block that takes a little of every row of a file, as transposing does.
 
