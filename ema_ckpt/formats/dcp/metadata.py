@@ -246,7 +246,9 @@ def _columns(
                 item = _key(key)
                 yield item, _place(place, item[0], where)
 
-    return ItemColumns(read(), boxes, reader)
+    columns = ItemColumns(read(), boxes, reader)
+    reader.close()
+    return columns
 
 
 def _add_paths(

@@ -330,6 +330,12 @@ class ColumnReader:
             machine.memo.leave_out(_LeftOutItems(rows, self), count)
             machine.pos = batch.ends[stop - 1]
 
+    def close(self) -> None:
+        """Release the pickle and what was read of it, but for `texts` and `tuples`."""
+        self.data, self._memo = b"", None
+        self._chunks.clear()
+        self._items.clear()
+
     def number_texts(self, texts: tuple[Numbers, Numbers, Numbers], good: Flags) -> Identifiers:
         """Number the texts that rows have in full.
 
