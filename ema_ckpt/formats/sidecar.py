@@ -67,6 +67,10 @@ class Digest(NamedTuple):
     shape: tuple[int, ...]
 
 
+FileChunks = tuple[str, Iterable[tuple[int, int]]]
+"""A file, and offset and CRC-32 of each item in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sidecar:
     """A parsed document. `version` is 0 if there is none; above `VERSION` all else is unread.
@@ -134,13 +138,12 @@ def make_document(
     order: Sequence[str] = (),
     has_paths: bool = False,
     describes: Mapping[str, int] | None = None,
-    chunks: Mapping[str, Sequence[tuple[int, int]]] | None = None,
 ) -> dict[str, Any]:
     """Make the document for `tensors`; digests not known yet are zeros of the same width.
 
     With `tied_paths` of dropped names, a reader lists these again, as the same bytes under two
     names. `order` is that of all names in the state dict, if it matters. With `has_paths`, the
-    format itself keeps the paths. `chunks` are offset and CRC-32 of each item, by file.
+    format itself keeps the paths.
     """
     tensors, ties = list(tensors), dict(ties or {})
     document: dict[str, Any] = {
@@ -158,7 +161,6 @@ def make_document(
         "ties": ties,
         "order": [] if list(order) == names else list(order),
         "describes": _crc_texts(describes or {}),
-        "chunks": _dump_chunks(chunks or {}),
     }
     return document | {key: value for key, value in further.items() if value}
 
@@ -169,22 +171,25 @@ def _dump_objects(objects: Iterable[Object]) -> list[dict[str, Any]]:
     ]
 
 
-def _dump_chunks(
-    chunks: Mapping[str, Sequence[tuple[int, int]]],
-) -> dict[str, list[tuple[int, str]]]:
-    dumped: dict[str, list[tuple[int, str]]] = {}
-    for file, items in chunks.items():
-        dumped[file] = [(offset, crc_text(crc)) for offset, crc in items]
-    return dumped
-
-
 def _crc_texts(crcs: Mapping[str, int]) -> dict[str, str]:
     return {name: crc_text(crc) for name, crc in crcs.items()}
 
 
-def dump(document: Mapping[str, Any]) -> str:
-    """Write a document and its checksum, in UTF-8 where that can be."""
-    return record_checksum.with_checksum(_dump(document))
+def dump(document: Mapping[str, Any], chunks: Iterable[FileChunks] = ()) -> str:
+    """Write a document and its checksum, in UTF-8 where that can be.
+
+    Args:
+        chunks: what is recorded of each item of a DCP file, file by file. There may be millions.
+    """
+    text, files = _dump(document), [_dump_chunks(*each) for each in chunks]
+    if files:
+        text = f'{text[:-1]},"chunks":{{{",".join(files)}}}}}'
+    return record_checksum.with_checksum(text)
+
+
+def _dump_chunks(file: str, items: Iterable[tuple[int, int]]) -> str:
+    listed = ",".join([f'[{offset},"{crc_text(crc)}"]' for offset, crc in items])
+    return f"{json.dumps(file)}:[{listed}]"
 
 
 def _dump(document: Mapping[str, Any]) -> str:

@@ -120,9 +120,9 @@ def _write_metadata(place: SavePlace, listing: GlobalListing, rows: Iterable[Row
         digests,
         files=[METADATA_NAME],
         describes={METADATA_NAME: crc32(metadata)},
-        chunks=dict(sorted(chunks.items())),
     )
-    place.put(sidecar.SIDECAR, sidecar.dump(document).encode("utf-8"))
+    text = sidecar.dump(document, sorted(chunks.items()))
+    place.put(sidecar.SIDECAR, text.encode("utf-8"))
     place.put(METADATA_NAME, metadata)
 
 

@@ -91,7 +91,7 @@ def dump_metadata(
         "version": "1.0.0",
     }
     writer.write(Instance(_METADATA, "Metadata", fields))
-    return bytes(writer.out + b".")
+    return writer.finish()
 
 
 def _entries(

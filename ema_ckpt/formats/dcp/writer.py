@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from ema_ckpt.core.box import Box, row_major_strides, split_rows, whole
@@ -32,7 +33,6 @@ _COPY_NBYTES = 1 << 20
 _FOLDER = "archive"
 _BYTEORDER = Member("byteorder", 6, b"little")
 _VERSION = Member("version", 2, b"3\n")
-Chunks = dict[str, list[tuple[int, int]]]  # offset and CRC-32 of each item, by file
 
 
 class _ObjectArchive(NamedTuple):
@@ -176,7 +176,7 @@ def _sidecar(
     digests: Mapping[str, int],
     nesting: Nesting,
     metadata: bytes,
-    chunks: Chunks,
+    chunks: Iterable[sidecar.FileChunks],
 ) -> bytes:
     document = sidecar.make_document(
         tensors,
@@ -185,9 +185,8 @@ def _sidecar(
         nesting=nesting,
         has_paths=True,
         describes={METADATA_NAME: crc32(metadata)},
-        chunks=chunks,
     )
-    return sidecar.dump(document).encode("utf-8")
+    return sidecar.dump(document, chunks).encode("utf-8")
 
 
 def _in_order(
@@ -274,14 +273,13 @@ def _around(file: str, start: int, layout: ZipLayout, crcs: Sequence[int]) -> It
 
 def _chunks(
     objects: Iterable[_ObjectArchive], items: Iterable[WriteItem], crcs: Iterable[int]
-) -> Chunks:
-    """List offset and CRC-32 of each archive by file; objects lie first."""
-    chunks: Chunks = {}
-    for archive in objects:
-        chunks.setdefault(archive.file, []).append((archive.offset, archive.crc))
-    for item, crc in zip(items, crcs, strict=False):
-        chunks.setdefault(item.file, []).append((_archive_offset(item), crc))
-    return chunks
+) -> Iterator[sidecar.FileChunks]:
+    """Yield offset and CRC-32 of each archive, file by file; objects lie first, in one file."""
+    first = [(archive.file, (archive.offset, archive.crc)) for archive in objects]
+    pairs = zip(items, crcs, strict=False)
+    others = ((item.file, (_archive_offset(item), crc)) for item, crc in pairs)
+    for file, group in groupby(chain(first, others), key=itemgetter(0)):
+        yield file, map(itemgetter(1), group)
 
 
 class _Stored(Mapping[str, Sequence[StoredItem]]):

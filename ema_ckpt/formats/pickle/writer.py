@@ -66,7 +66,7 @@ def dumps(root: object) -> bytes:
     check_expanded_size(root)
     writer = PickleWriter(2)
     writer.write(root)
-    return bytes(writer.out + b".")
+    return writer.finish()
 
 
 def encode_int(value: int) -> bytes:
@@ -108,6 +108,13 @@ class PickleWriter:
     def write(self, value: Any, depth: int = 0) -> None:
         """Push `value`. Raises TypeError as `dumps`."""
         _WRITERS[value.__class__](self, value, depth + 1)
+
+    def finish(self) -> bytes:
+        """Return the pickle, which may be large, and forget it."""
+        self.out += b"."
+        data = bytes(self.out)
+        self.out.clear()
+        return data
 
     def _int(self, value: int, _depth: int = 0) -> None:
         self.out += encode_int(value)
