@@ -70,7 +70,7 @@ class HeaderBytes(NamedTuple):
 
     file: str
     offset: int
-    data: bytes
+    data: bytes | bytearray
 
 
 class WritePlan(Protocol):

@@ -16,6 +16,14 @@ def with_checksum(text: str) -> str:
     return f'{text[:-1]},"{KEY}":"{_crc_text(_encoded(text))}"}}'
 
 
+def with_checksum_in_parts(parts: list[bytes]) -> list[bytes]:
+    """Add its checksum to the text of a JSON object that has entries, the last part its end."""
+    crc = 0
+    for part in parts:
+        crc = crc32(part, crc)
+    return [*parts[:-1], parts[-1][:-1], f',"{KEY}":"crc32:{crc:08x}"}}'.encode("ascii")]
+
+
 def is_changed(
     text: str | bytes, document: Mapping[str, Any], dump: Callable[[Mapping[str, Any]], str]
 ) -> bool:

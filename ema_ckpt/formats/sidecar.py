@@ -38,6 +38,7 @@ from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats import record_checksum
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
+from ema_ckpt.formats.record_chunks import FileChunks, with_chunks
 
 KEY = "ema_ckpt"
 ITSELF = ""
@@ -65,10 +66,6 @@ class Digest(NamedTuple):
     crc: int
     dtype: str
     shape: tuple[int, ...]
-
-
-FileChunks = tuple[str, Iterable[tuple[int, int]]]
-"""A file, and offset and CRC-32 of each item in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,21 +172,14 @@ def _crc_texts(crcs: Mapping[str, int]) -> dict[str, str]:
     return {name: crc_text(crc) for name, crc in crcs.items()}
 
 
-def dump(document: Mapping[str, Any], chunks: Iterable[FileChunks] = ()) -> str:
-    """Write a document and its checksum, in UTF-8 where that can be.
-
-    Args:
-        chunks: what is recorded of each item of a DCP file, file by file. There may be millions.
-    """
-    text, files = _dump(document), [_dump_chunks(*each) for each in chunks]
-    if files:
-        text = f'{text[:-1]},"chunks":{{{",".join(files)}}}}}'
-    return record_checksum.with_checksum(text)
+def dump(document: Mapping[str, Any]) -> str:
+    """Write a document and its checksum, in UTF-8 where that can be."""
+    return record_checksum.with_checksum(_dump(document))
 
 
-def _dump_chunks(file: str, items: Iterable[tuple[int, int]]) -> str:
-    listed = ",".join([f'[{offset},"{crc_text(crc)}"]' for offset, crc in items])
-    return f"{json.dumps(file)}:[{listed}]"
+def dump_file(document: Mapping[str, Any], chunks: Iterable[FileChunks]) -> list[bytes]:
+    """Write a document as `dump` does, in parts, with what is recorded of items of DCP files."""
+    return record_checksum.with_checksum_in_parts(with_chunks(_dump(document), chunks))
 
 
 def _dump(document: Mapping[str, Any]) -> str:

@@ -121,9 +121,8 @@ def _write_metadata(place: SavePlace, listing: GlobalListing, rows: Iterable[Row
         files=[METADATA_NAME],
         describes={METADATA_NAME: crc32(metadata)},
     )
-    text = sidecar.dump(document, sorted(chunks.items()))
-    place.put(sidecar.SIDECAR, text.encode("utf-8"))
-    place.put(METADATA_NAME, metadata)
+    place.put(sidecar.SIDECAR, b"".join(sidecar.dump_file(document, sorted(chunks.items()))))
+    place.put(METADATA_NAME, bytes(metadata))
 
 
 def _tensor_crc(

@@ -147,7 +147,7 @@ class ObjectStream:
         self._file: Any = store.request(lambda: store.filesystem.open(path, "wb", **options), name)
         self._is_open = True
 
-    def write(self, data: memoryview | bytes) -> int:
+    def write(self, data: memoryview | bytes | bytearray) -> int:
         """Append bytes. What fails halfway cannot be tried again here; the client's own does."""
         self._store.request(lambda: self._file.write(data), self._name, ONCE)
         return len(data)

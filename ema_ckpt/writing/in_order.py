@@ -20,7 +20,7 @@ class NoFiles:
 
     headers: HeaderTime = "last"
 
-    def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
+    def write(self, file: str, offset: int, data: memoryview | bytes | bytearray) -> None:
         """Keep nothing."""
 
     def write_items(

@@ -60,7 +60,7 @@ class Outputs(Protocol):
         """When the bytes around payloads are wanted."""
         ...
 
-    def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
+    def write(self, file: str, offset: int, data: memoryview | bytes | bytearray) -> None:
         """Write all of `data` at `offset` of a file."""
         ...
 
@@ -129,7 +129,7 @@ class OutputFiles:
             error.filename = str(self._root / name) if name else str(self._root)
             raise
 
-    def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
+    def write(self, file: str, offset: int, data: memoryview | bytes | bytearray) -> None:
         """Write all of `data` at `offset`."""
         view = memoryview(data)
         with self._opened(file) as fd:

@@ -152,7 +152,7 @@ class PartFiles:
         self._error: BaseException | None = None
         self._put: list[str] = []  # objects that are there
 
-    def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
+    def write(self, file: str, offset: int, data: memoryview | bytes | bytearray) -> None:
         """Take bytes of a file; with the last one of a part, have it sent."""
         target = self._files[file]
         view = memoryview(data)

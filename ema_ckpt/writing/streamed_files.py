@@ -34,7 +34,7 @@ class StreamedFiles:
         self._headers = headers
         self._next = next(headers, None)
 
-    def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
+    def write(self, file: str, offset: int, data: memoryview | bytes | bytearray) -> None:
         """Append the headers that lie before these bytes, and then them."""
         self._catch_up(self._order[file], offset)
         self._append(file, offset, data)
@@ -58,7 +58,7 @@ class StreamedFiles:
             self._append(header.file, header.offset, header.data)
             self._next = next(self._headers, None)
 
-    def _append(self, file: str, offset: int, data: memoryview | bytes) -> None:
+    def _append(self, file: str, offset: int, data: memoryview | bytes | bytearray) -> None:
         if not len(data):
             return
         end = self._ends.get(file, 0)

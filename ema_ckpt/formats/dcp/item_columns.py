@@ -293,13 +293,17 @@ class StoredChunks:
         self._tuples = boxes.tuples.values
         placed = np.flatnonzero(rows >= 0)
         self._files = np.full(len(rows), texts.id_of(""), np.int32)
-        self._starts, self._nbytes = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        self._starts, nbytes = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         for target, column in (
             (self._files, columns.files),
             (self._starts, columns.starts),
-            (self._nbytes, columns.nbytes),
+            (nbytes, columns.nbytes),
         ):
             target[placed] = column[rows[placed]]
+        # Few different ones: so that each is one number in memory.
+        different, numbers = np.unique(nbytes, return_inverse=True)
+        self._nbytes: list[int] = different.tolist()
+        self._nbytes_ids = numbers.reshape(-1).astype(np.int32)
 
     def of(self, rows: Sequence[tuple[Ints, Ints]]) -> tuple[Chunk, ...]:
         """Return the chunks of a tensor, given by its rows in the columns."""
@@ -311,7 +315,7 @@ class StoredChunks:
             map(tuple_of, self._boxes.size_ids[span].tolist()),
             map(self._texts.__getitem__, self._files[span].tolist()),
             self._starts[span].tolist(),
-            self._nbytes[span].tolist(),
+            map(self._nbytes.__getitem__, self._nbytes_ids[span].tolist()),
             strict=True,
         )
         return tuple(map(tuple.__new__, repeat(Chunk), fields))

@@ -27,6 +27,7 @@ from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.memo import Several
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
+from ema_ckpt.runtime.freed_memory import give_back
 
 if TYPE_CHECKING:
     from ema_ckpt.formats.dcp.item_columns import ChunkColumns, ItemColumns
@@ -176,6 +177,9 @@ def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
         message = f"{where}: malformed DCP metadata ({error!r})"
         raise SourceError("unreadable", message, file=where) from None
     result.crc = crc32(data)
+    if reader is not None:
+        del root, reader, prepare
+        give_back()
     return result
 
 

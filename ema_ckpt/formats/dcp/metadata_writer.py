@@ -66,7 +66,7 @@ def dump_metadata(
     paths: Mapping[str, Path],
     checkpoint_id: str | None = None,
     save_id: str | None = None,
-) -> bytes:
+) -> bytearray:
     """Write the pickle of a `Metadata`.
 
     Args:

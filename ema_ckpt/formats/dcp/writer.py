@@ -26,6 +26,7 @@ from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
+from ema_ckpt.formats.record_chunks import FileChunks
 from ema_ckpt.formats.torch_zip.reader import read_archive
 from ema_ckpt.formats.torch_zip.writer import Member, ZipLayout
 
@@ -67,7 +68,7 @@ class DcpWritePlan:
     files: Mapping[str, int]
     items: Sequence[WriteItem]
     objects: Sequence[_ObjectArchive]
-    metadata: bytes
+    metadata: bytes | bytearray
     source: Files
     tensors: Sequence[OutputTensor]
     nesting: Nesting
@@ -92,7 +93,7 @@ class DcpWritePlan:
     ) -> Iterator[HeaderBytes]:
         chunks = _chunks(self.objects, self.items, crcs)
         content = _sidecar(self.tensors, digests, self.nesting, self.metadata, chunks)
-        yield HeaderBytes(sidecar.SIDECAR, 0, content)
+        yield HeaderBytes(sidecar.SIDECAR, 0, b"".join(content))
         # Last, since it makes the directory a checkpoint.
         yield HeaderBytes(METADATA_NAME, 0, self.metadata)
 
@@ -148,7 +149,7 @@ def lay_out(
     archives = ranks[0].objects
     chunks = _chunks(archives, items, repeat(0))
     nesting = nesting or Nesting()
-    files[sidecar.SIDECAR] = len(_sidecar(tensors, {}, nesting, metadata, chunks))
+    files[sidecar.SIDECAR] = sum(map(len, _sidecar(tensors, {}, nesting, metadata, chunks)))
     files[METADATA_NAME] = len(metadata)
     return DcpWritePlan(files, items, archives, metadata, source, tuple(tensors), nesting)
 
@@ -175,9 +176,9 @@ def _sidecar(
     tensors: Sequence[OutputTensor],
     digests: Mapping[str, int],
     nesting: Nesting,
-    metadata: bytes,
-    chunks: Iterable[sidecar.FileChunks],
-) -> bytes:
+    metadata: bytes | bytearray,
+    chunks: Iterable[FileChunks],
+) -> list[bytes]:
     document = sidecar.make_document(
         tensors,
         digests,
@@ -186,7 +187,7 @@ def _sidecar(
         has_paths=True,
         describes={METADATA_NAME: crc32(metadata)},
     )
-    return sidecar.dump(document, chunks).encode("utf-8")
+    return sidecar.dump_file(document, chunks)
 
 
 def _in_order(
@@ -273,7 +274,7 @@ def _around(file: str, start: int, layout: ZipLayout, crcs: Sequence[int]) -> It
 
 def _chunks(
     objects: Iterable[_ObjectArchive], items: Iterable[WriteItem], crcs: Iterable[int]
-) -> Iterator[sidecar.FileChunks]:
+) -> Iterator[FileChunks]:
     """Yield offset and CRC-32 of each archive, file by file; objects lie first, in one file."""
     first = [(archive.file, (archive.offset, archive.crc)) for archive in objects]
     pairs = zip(items, crcs, strict=False)

@@ -66,7 +66,7 @@ def dumps(root: object) -> bytes:
     check_expanded_size(root)
     writer = PickleWriter(2)
     writer.write(root)
-    return writer.finish()
+    return bytes(writer.finish())
 
 
 def encode_int(value: int) -> bytes:
@@ -109,12 +109,10 @@ class PickleWriter:
         """Push `value`. Raises TypeError as `dumps`."""
         _WRITERS[value.__class__](self, value, depth + 1)
 
-    def finish(self) -> bytes:
-        """Return the pickle, which may be large, and forget it."""
+    def finish(self) -> bytearray:
+        """Return the pickle, which may be large: no copy of it."""
         self.out += b"."
-        data = bytes(self.out)
-        self.out.clear()
-        return data
+        return self.out
 
     def _int(self, value: int, _depth: int = 0) -> None:
         self.out += encode_int(value)
