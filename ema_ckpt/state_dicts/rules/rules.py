@@ -147,6 +147,9 @@ class MapRule:
 
     def apply(self, state: StateDict) -> None:
         """Change `state`. Raises UsageError as steps do, each message with the group's name."""
+        if len(self.sources) == 1 and not self.steps:
+            self._rename(state)
+            return
         groups = self._groups(state.items)
         if not groups:
             return
@@ -163,6 +166,31 @@ class MapRule:
             before = dict.fromkeys([n for name in names for n in state.origins_of(name)])
             origins |= dict.fromkeys(made, tuple(before))
         self._replace(state, placed, gone)
+        for name in gone:
+            state.origins.pop(name, None)
+        state.origins |= origins
+        if not self.one_way:
+            self._check_inverse(state, origins)
+
+    def _rename(self, state: StateDict) -> None:
+        """Change names alone, each for itself: without groups, which count with 100 000 names."""
+        matcher, target = self.sources[0].matcher(self.expressions), self.targets[0]
+        items: dict[str, Item] = {}
+        origins: dict[str, tuple[str, ...]] = {}
+        gone: list[str] = []
+        for name, item in state.items.items():
+            fields = matcher.match(name)
+            if fields is None:
+                _add(items, name, item)
+                continue
+            new = target.format(fields)
+            _add(items, new, item)
+            origins[new] = state.origins_of(name)
+            gone.append(name)
+        if not gone:
+            return
+        state.used.add(self.number)
+        state.items = items
         for name in gone:
             state.origins.pop(name, None)
         state.origins |= origins
