@@ -38,6 +38,7 @@ TORCH_AT_TOP = ("ema", "resume", "comm.rendezvous", "comm.collective", "comm.cha
 # Modules that consist of arrays; what uses them imports them where it needs them.
 NUMPY_AT_TOP = (
     "formats.dcp.item_columns",
+    "formats.dcp.metadata_batches",
     "formats.dcp.metadata_columns",
     "formats.pickle.cursors",
 )

@@ -169,10 +169,8 @@ class OutputFiles:
         Raises:
             FileNotFoundError: something removed or replaced a file meanwhile.
         """
-        for name in self._fds:
-            with self._opened(name) as fd:
-                is_lost = not os.fstat(fd).st_nlink
-            if is_lost:
+        for name, fd in self._fds.items():
+            if not os.fstat(fd).st_nlink:
                 path = self._root / name if name else self._root
                 reason = f"something removed {path.name!r} from its stage meanwhile"
                 raise FileNotFoundError(errno.ENOENT, reason, str(path))

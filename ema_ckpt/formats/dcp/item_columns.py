@@ -21,7 +21,7 @@ from ema_ckpt.formats.pickle.memo import Several
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ema_ckpt.formats.dcp.metadata_columns import TextIds, TupleIds
+    from ema_ckpt.formats.dcp.metadata_batches import TextIds, TupleIds
 
     Numbers = NDArray[np.int64]
     Identifiers = NDArray[np.int32]
@@ -154,7 +154,7 @@ class ItemColumns(Mapping[Key, ItemPlace]):
         self._boxes = boxes
         self._stored: StoredChunks | None = None
         self.transforms: dict[int, tuple[str, ...]] = {}
-        self._texts, self._tuples = reader.texts, reader.tuples
+        self._texts, self._tuples = reader.numbered.texts, reader.numbered.tuples
         parts, count = [_NO_ITEMS], 0
         for item in items:
             if isinstance(item, ItemRows):

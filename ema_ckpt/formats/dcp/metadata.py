@@ -134,6 +134,7 @@ _ALLOWED: dict[tuple[str, str], Maker] = {
     ("torch.distributed.checkpoint.planner", "LoadItemType"): lambda value: value,
 }
 _CLASSES = Classes(_Tensor, _Properties, _Chunk, _Index, _Info)
+_GIVEN_BACK_FROM_NBYTES = 64 << 20  # of the file; what is freed for a smaller one is little
 _COLUMNS_FROM_NBYTES = 1 << 20  # of the file; below that numpy takes longer to load than it saves
 
 
@@ -177,7 +178,7 @@ def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
         message = f"{where}: malformed DCP metadata ({error!r})"
         raise SourceError("unreadable", message, file=where) from None
     result.crc = crc32(data)
-    if reader is not None:
+    if len(data) >= _GIVEN_BACK_FROM_NBYTES:
         del root, reader, prepare
         give_back()
     return result
@@ -202,7 +203,7 @@ def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None
     if reader is not None:
         from ema_ckpt.formats.dcp.item_columns import ChunkColumns
 
-        columns = ChunkColumns(reader.tuples)
+        columns = ChunkColumns(reader.numbered.tuples)
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise ValueError(f"a name is {brief(name)}")
@@ -270,10 +271,7 @@ def _add_paths(
 
 
 def _tensor(entry: object, name: str, where: str, columns: ChunkColumns | None) -> TensorEntry:
-    if not isinstance(entry, _Tensor):
-        raise ValueError(f"the entry of {name!r} is a {type(entry).__name__}")
-    properties, chunks = entry.fields["properties"], entry.fields["chunks"]
-    named = properties.dtype if isinstance(properties, _Properties) else None
+    named, size, chunks = _fields_of_tensor(entry, name, columns)
     if not isinstance(named, Global) or named.module != "torch":
         raise ValueError(f"the dtype of {name!r} is missing")
     if not isinstance(chunks, list):
@@ -282,7 +280,7 @@ def _tensor(entry: object, name: str, where: str, columns: ChunkColumns | None) 
         dtype = by_name(named.name)
     except SourceError as error:
         raise about(error, tensor=name, file=where) from None
-    shape = _ints(entry.fields["size"])
+    shape = _ints(size)
     if columns is None:
         return TensorEntry(dtype, shape, _boxes(chunks, name, len(shape), where))
     rows = [
@@ -290,6 +288,22 @@ def _tensor(entry: object, name: str, where: str, columns: ChunkColumns | None) 
         for chunk in chunks
     ]
     return TensorEntry(dtype, shape, columns.add(name, len(shape), rows))
+
+
+def _fields_of_tensor(
+    entry: object, name: str, columns: ChunkColumns | None
+) -> tuple[object, object, object]:
+    """Return what stands for the dtype, the size and the chunks of a tensor."""
+    if columns is not None:
+        from ema_ckpt.formats.dcp.metadata_columns import TensorRow
+
+        if isinstance(entry, TensorRow):
+            return entry.dtype, columns.tuples.values[entry.size_id], [entry.chunks]
+    if not isinstance(entry, _Tensor):
+        raise ValueError(f"the entry of {name!r} is a {type(entry).__name__}")
+    properties = entry.fields["properties"]
+    named = properties.dtype if isinstance(properties, _Properties) else None
+    return named, entry.fields["size"], entry.fields["chunks"]
 
 
 def _boxes(chunks: list[Any], name: str, rank: int, where: str) -> tuple[tuple[Ints, Ints], ...]:

@@ -1,4 +1,4 @@
-"""Read rows of chunks and of items as columns of numbers, which a large `.metadata` is made of.
+"""Read rows of tensors, chunks and items, of which a large `.metadata` is made, as columns.
 
 A checkpoint of 2 900 tensors on 1 000 ranks has six million instances in these rows. They are
 found by the bytes that begin each, read side by side by `Cursors`, and taken run by run as the
@@ -7,198 +7,32 @@ interpreter comes to them; it reads what is different, as where a frame of the p
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from ema_ckpt.core.collisions import Collisions
-from ema_ckpt.formats.dcp.metadata_values import (
-    BUILT,
-    OPENED,
-    SIZED,
-    Form,
-    Values,
-    unexpected,
+from ema_ckpt.formats.dcp.metadata_batches import (
+    INSTANCE_COUNT,
+    TENSOR_COUNT,
+    Batch,
+    ChunkBatch,
+    ItemBatch,
+    Numbered,
+    TensorBatch,
 )
-from ema_ckpt.formats.pickle.cursors import Cursors
+from ema_ckpt.formats.dcp.metadata_values import Form, Values, unexpected
 from ema_ckpt.formats.pickle.machine import Machine
 from ema_ckpt.formats.pickle.memo import UNBUILT, LeftOut, Several
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ema_ckpt.core.catalog import Ints
+    from ema_ckpt.formats.dcp.metadata_batches import TupleIds
     from ema_ckpt.formats.pickle.memo import Memo
 
-    Numbers = NDArray[np.int64]
     Identifiers = NDArray[np.int32]
-    Flags = NDArray[np.bool_]
 
 _FIRST_WINDOW, _LARGEST_WINDOW = 64 << 10, 4 << 20  # bytes in which rows are looked for at a time
-_MAX_KEY = 1 << 62
-_MAX_NUMBER = 1 << 31  # in the memo
-_CHUNK_COUNT = 8  # memoized objects of a chunk
-_ITEM_COUNT = 7  # of an index and a place; one more for a name or file in full
-_NAME, _OFFSET, _FILE = 2, 4, 7  # of them, those that others may refer to
-
-
-class TextIds:
-    """Numbers for names: each of them is kept once."""
-
-    def __init__(self) -> None:
-        self.values: list[str] = []
-        self._ids: dict[str, int] = {}
-
-    def id_of(self, text: str) -> int:
-        """Return the number of a name."""
-        found = self._ids.setdefault(text, len(self.values))
-        if found == len(self.values):
-            self.values.append(text)
-        return found
-
-    def find(self, text: str) -> int:
-        """Return the number of a name, or -1 if there is none."""
-        return self._ids.get(text, -1)
-
-
-class TupleIds:
-    """Numbers for tuples of integers: each of them is kept once."""
-
-    def __init__(self) -> None:
-        self.values: list[Ints] = []
-        self._ids: dict[Ints, int] = {}
-        self._collisions = Collisions()
-
-    def id_of(self, numbers: Ints) -> int:
-        """Return the number of a tuple."""
-        found = self._ids.get(numbers)
-        if found is None:
-            self._collisions.check([numbers])
-            found = self._ids[numbers] = len(self.values)
-            self.values.append(numbers)
-        return found
-
-    def find(self, numbers: Ints) -> int | None:
-        """Return the number of a tuple, or None if there is none."""
-        return self._ids.get(numbers)
-
-    def ids_of(self, rows: Numbers, counts: Numbers) -> Identifiers:
-        """Return the numbers of tuples: of each row its first so many integers."""
-        ids = np.zeros(len(rows), np.int32)
-        for count in np.unique(counts):
-            places = np.flatnonzero(counts == count)
-            part = rows[places, :count]
-            if not len(part):
-                continue
-            _, firsts, inverse = np.unique(_keys(part), return_index=True, return_inverse=True)
-            known = [self.id_of(tuple(numbers)) for numbers in part[firsts].tolist()]
-            ids[places] = np.array(known, np.int32)[inverse.reshape(-1)]
-        return ids
-
-
-def _keys(rows: Numbers) -> NDArray[np.generic]:
-    """Return one value for each row, equal for equal rows."""
-    limits = [int(limit) + 1 for limit in rows.max(axis=0)]
-    total = 1
-    for limit in limits:
-        total *= limit
-    if total < _MAX_KEY:
-        keys = np.zeros(len(rows), np.int64)
-        for column, limit in zip(rows.T, limits, strict=True):
-            keys = keys * limit + column
-        return keys
-    return (
-        np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
-    )
-
-
-class Batch:
-    """Rows of one form that begin in a window of the pickle, and which of them follow another.
-
-    Attributes:
-        stop: end of the window, in bytes.
-        memo: number of memoized objects before each row, and after the last.
-    """
-
-    def __init__(self, starts: Numbers, cursors: Cursors, counts: Numbers, stop: int) -> None:
-        self.stop = stop
-        self.memo = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        self._starts: list[int] = starts.tolist()
-        self.ends: list[int] = cursors.positions.tolist()
-        is_last = np.ones(len(starts), np.bool_)
-        is_last[:-1] = ~cursors.good[1:] | (cursors.positions[:-1] != starts[1:])
-        self._good: list[bool] = cursors.good.tolist()
-        self._lasts: list[int] = np.flatnonzero(is_last).tolist()
-
-    def run(self, position: int) -> tuple[int, int]:
-        """Return the rows, first and end, that follow each other from `position`; or none."""
-        first = bisect_left(self._starts, position)
-        if first == len(self._starts) or self._starts[first] != position or not self._good[first]:
-            return 0, 0
-        return first, self._lasts[bisect_left(self._lasts, first)] + 1
-
-    def close(self) -> None:
-        """Release what only `run` needs."""
-        for numbers in (self._starts, self.ends, self._good, self._lasts):
-            numbers.clear()
-
-
-class ChunkBatch(Batch):
-    """Chunks: numbers of their offsets' and of their sizes' tuples."""
-
-    def __init__(self, form: Form, window: tuple[int, int], reader: ColumnReader) -> None:
-        ref, key, size, key2, size2 = form
-        opened = ref + OPENED + key + size
-        starts = _find(reader.data, opened, window)
-        cursors = Cursors(reader.data, starts + len(opened))
-        offsets, dims = cursors.read_tuple()
-        cursors.skip_literal(SIZED + key2 + size2)
-        sizes, size_dims = cursors.read_tuple()
-        cursors.skip_literal(SIZED + BUILT)
-        super().__init__(starts, cursors, np.full(len(starts), _CHUNK_COUNT), window[1])
-        self.offset_ids = reader.tuples.ids_of(offsets, dims)
-        self.size_ids = reader.tuples.ids_of(sizes, size_dims)
-
-
-class ItemBatch(Batch):
-    """Indices and places.
-
-    Attributes:
-        names, files: numbers in the memo; or below zero, of one in full, -1 less its number.
-        offset_ids: numbers of the chunks' offsets. starts, nbytes: of the places.
-    """
-
-    def __init__(self, form: Form, window: tuple[int, int], reader: ColumnReader) -> None:
-        index_ref, key, key2, key3, size, place_ref, key4, key5, key6 = form
-        opened = index_ref + OPENED + key
-        starts = _find(reader.data, opened, window)
-        cursors = Cursors(reader.data, starts + len(opened))
-        names = cursors.read_text()
-        cursors.skip_literal(key2)
-        cursors.skip_count()
-        cursors.skip_literal(key3 + size)
-        offsets, dims = cursors.read_tuple()
-        cursors.skip_literal(SIZED + BUILT + place_ref + OPENED + key4)
-        files = cursors.read_text()
-        cursors.skip_literal(key5)
-        self.starts = cursors.read_integer()
-        cursors.skip_literal(key6)
-        self.nbytes = cursors.read_integer()
-        cursors.skip_literal(BUILT)
-        self.names = reader.number_texts(names, cursors.good)
-        self.files = reader.number_texts(files, cursors.good)
-        counts = _ITEM_COUNT + (self.names < 0).astype(np.int64) + (self.files < 0)
-        super().__init__(starts, cursors, counts, window[1])
-        self.offset_ids = reader.tuples.ids_of(offsets, dims)
-
-
-def _find(data: bytes, opened: bytes, window: tuple[int, int]) -> Numbers:
-    """Return where in a window instances begin that are opened so."""
-    first, stop = window
-    found = re.compile(re.escape(opened)).finditer(data, first, stop + len(opened) - 1)
-    return np.fromiter((match.start() for match in found), np.int64)
 
 
 class ChunkRows(Several):
@@ -215,6 +49,11 @@ class ChunkRows(Several):
 
     def __len__(self) -> int:
         return self.stop - self.first
+
+    @property
+    def memo_count(self) -> int:
+        """Number of memoized objects."""
+        return self.batch.memo_counts[self.stop] - self.batch.memo_counts[self.first]
 
     @property
     def offset_ids(self) -> Identifiers:
@@ -243,6 +82,14 @@ class ItemRows(Several):
         return self.stop - self.first
 
 
+class TensorRow(NamedTuple):
+    """A tensor: what its dtype refers to, the number of its size, its chunks."""
+
+    dtype: object
+    size_id: int
+    chunks: ChunkRows
+
+
 class _LeftOutChunks(LeftOut):
     """Memoized objects of chunks, of which those may be needed that are their offsets and sizes."""
 
@@ -252,67 +99,138 @@ class _LeftOutChunks(LeftOut):
         self._rows, self._tuples = rows, tuples
 
     def get(self, number: int) -> object:
-        row, kind = divmod(number, _CHUNK_COUNT)
-        if row >= len(self._rows):
+        rows, tuples = self._rows, self._tuples.values
+        row, last = rows.batch.locate(number + rows.batch.memo_counts[rows.first])
+        if row >= rows.stop:
             return UNBUILT
-        if kind == 4:
-            return self._tuples.values[self._rows.offset_ids[row]]
-        return self._tuples.values[self._rows.size_ids[row]] if kind == 7 else UNBUILT
+        sizes = tuples[rows.batch.size_ids[row]]
+        if last == 0:
+            return sizes
+        return tuples[rows.batch.offset_ids[row]] if last == (3 if sizes else 2) else UNBUILT
 
 
 class _LeftOutItems(LeftOut):
     """Memoized objects of items: their names, offsets and files."""
 
-    __slots__ = ("_columns", "_rows")
+    __slots__ = ("_numbered", "_rows")
 
-    def __init__(self, rows: ItemRows, columns: ColumnReader) -> None:
-        self._rows, self._columns = rows, columns
+    def __init__(self, rows: ItemRows, numbered: Numbered) -> None:
+        self._rows, self._numbered = rows, numbered
 
     def get(self, number: int) -> object:
         rows, batch = self._rows, self._rows.batch
-        number += int(batch.memo[rows.first])
-        row = int(np.searchsorted(batch.memo, number, side="right")) - 1
+        row, last = batch.locate(number + batch.memo_counts[rows.first])
         if row >= rows.stop:
             return UNBUILT
-        kind, name, file = number - int(batch.memo[row]), int(batch.names[row]), batch.files[row]
-        texts, has_name = self._columns.texts.values, name < 0
-        if kind == _NAME and has_name:
+        name, file, texts = (
+            int(batch.names[row]),
+            int(batch.files[row]),
+            self._numbered.texts.values,
+        )
+        if file < 0:
+            if last == 0:
+                return texts[-1 - file]
+            last -= 1
+        offsets = self._numbered.tuples.values[batch.offset_ids[row]]
+        if last == INSTANCE_COUNT:
+            return offsets
+        if name < 0 and last == INSTANCE_COUNT + (3 if offsets else 2):
             return texts[-1 - name]
-        if kind == _FILE + has_name and file < 0:
-            return texts[-1 - file]
-        if kind != _OFFSET + has_name:
+        return UNBUILT
+
+
+class _LeftOutTensors(LeftOut):
+    """Memoized objects of tensors: their sizes, those of their chunks, and names."""
+
+    __slots__ = ("_batch", "_first", "_numbered", "_stop")
+
+    def __init__(self, batch: TensorBatch, first: int, stop: int, numbered: Numbered) -> None:
+        self._batch, self._first, self._stop, self._numbered = batch, first, stop, numbered
+
+    def get(self, number: int) -> object:
+        batch, numbered = self._batch, self._numbered
+        number += batch.memo_counts[self._first]
+        row, last = batch.locate(number)
+        if row >= self._stop:
             return UNBUILT
-        return self._columns.tuples.values[batch.offset_ids[row]]
+        if last == 0 and row + 1 < self._stop:
+            return numbered.texts.values[-1 - int(batch.names[row])]
+        size = numbered.tuples.values[batch.size_ids[row]]
+        size_count = 3 if size else 2
+        inner = number - batch.memo_counts[row] - TENSOR_COUNT - size_count
+        if inner == -2:  # before the list
+            return size
+        if inner < 0:
+            return UNBUILT
+        rows = ChunkRows(batch.chunks, int(batch.firsts[row]), int(batch.stops[row]))
+        return _LeftOutChunks(rows, numbered.tuples).get(inner)
 
 
 class ColumnReader:
-    """Reads rows of one pickle.
-
-    Attributes:
-        data: the pickle. texts: names and files in rows of it. tuples: offsets and sizes.
-    """
+    """Reads rows of one pickle; `numbered` are the names and tuples in them."""
 
     def __init__(self, data: bytes, values: Values) -> None:
-        self.data = data
-        self.texts = TextIds()
-        self.tuples = TupleIds()
-        self._values = values
+        self.numbered = Numbered(data, values)
         self._memo: Memo | None = None
+        self._ids: dict[int, int] = {}  # of texts, by their numbers in the memo
+        self._chunk_form: Form = ()
+        self._tensors: dict[Form, TensorBatch] = {}
         self._window = _FIRST_WINDOW
         self._chunks: dict[Form, ChunkBatch] = {}
         self._items: dict[Form, ItemBatch] = {}
 
+    def read_tensors(self, form: Form, machine: Machine) -> None:
+        """Read tensors that differ from an earlier one in names, dtypes and numbers alone."""
+        batch = self._tensors.get(form)
+        if batch is None or machine.pos >= batch.stop:
+            if not self._chunk_form:
+                return
+            window = self._next_window(machine, batch)
+            chunks = ChunkBatch(self._chunk_form, window, self.numbered)
+            batch = self._tensors[form] = TensorBatch(form, window, chunks, self.numbered)
+        first, stop = batch.run(machine.pos)
+        if first < stop:
+            self._push(batch, first, stop, machine)
+            count = batch.memo_counts[stop] - batch.memo_counts[first] - batch.is_named(stop - 1)
+            left_out = _LeftOutTensors(batch, first, stop, self.numbered)
+            machine.memo.leave_out(left_out, count)
+            machine.pos = batch.ends[stop - 1]
+
+    def _push(self, batch: TensorBatch, first: int, stop: int, machine: Machine) -> None:
+        """Push tensors; each but the first after its name, which is on the stack."""
+        span, memo, texts = slice(first, stop), machine.memo, self.numbered.texts.values
+        known: dict[int, object] = {}
+        for numbers in (batch.dtypes, *batch.others):
+            for number in np.unique(numbers[span]).tolist():
+                known[number] = memo.get(number) if number < memo.count else UNBUILT
+        if UNBUILT in known.values():
+            raise unexpected()
+        rows = zip(
+            batch.dtypes[span].tolist(),
+            batch.size_ids[span].tolist(),
+            batch.firsts[span].tolist(),
+            batch.stops[span].tolist(),
+            batch.names[span].tolist(),
+            strict=True,
+        )
+        push = machine.stack.append
+        for dtype, size_id, start, end, name in rows:
+            push(TensorRow(known[dtype], size_id, ChunkRows(batch.chunks, start, end)))
+            push(texts[-1 - name] if name < 0 else None)
+        machine.stack.pop()  # the name of the tensor after them
+
     def read_chunks(self, form: Form, machine: Machine) -> None:
         """Read chunks that differ from an earlier one in numbers alone."""
+        self._chunk_form = form
         batch = self._chunks.get(form)
         if batch is None or machine.pos >= batch.stop:
             window = self._next_window(machine, batch)
-            batch = self._chunks[form] = ChunkBatch(form, window, self)
+            batch = self._chunks[form] = ChunkBatch(form, window, self.numbered)
         first, stop = batch.run(machine.pos)
         if first < stop and not _takes_one(machine):
             rows = ChunkRows(batch, first, stop)
             machine.stack.append(rows)
-            machine.memo.leave_out(_LeftOutChunks(rows, self.tuples), _CHUNK_COUNT * len(rows))
+            machine.memo.leave_out(_LeftOutChunks(rows, self.numbered.tuples), rows.memo_count)
             machine.pos = batch.ends[stop - 1]
 
     def read_items(self, form: Form, machine: Machine) -> None:
@@ -320,40 +238,22 @@ class ColumnReader:
         batch = self._items.get(form)
         if batch is None or machine.pos >= batch.stop:
             window = self._next_window(machine, batch)
-            batch = self._items[form] = ItemBatch(form, window, self)
+            batch = self._items[form] = ItemBatch(form, window, self.numbered)
         first, stop = batch.run(machine.pos)
         if first < stop and not _takes_one(machine):
             self._memo = machine.memo
             rows = ItemRows(batch, first, stop, machine.memo.count)
             machine.stack += (rows, rows)
-            count = int(batch.memo[stop] - batch.memo[first])
-            machine.memo.leave_out(_LeftOutItems(rows, self), count)
+            count = batch.memo_counts[stop] - batch.memo_counts[first]
+            machine.memo.leave_out(_LeftOutItems(rows, self.numbered), count)
             machine.pos = batch.ends[stop - 1]
 
     def close(self) -> None:
-        """Release the pickle and what was read of it, but for `texts` and `tuples`."""
-        self.data, self._memo = b"", None
+        """Release the pickle and what was read of it, but for its names and tuples."""
+        self.numbered.data, self._memo = b"", None
+        self._tensors.clear()
         self._chunks.clear()
         self._items.clear()
-
-    def number_texts(self, texts: tuple[Numbers, Numbers, Numbers], good: Flags) -> Identifiers:
-        """Number the texts that rows have in full.
-
-        Args:
-            texts: numbers in the memo, or -1; where texts begin, and their bytes.
-            good: rows that are as expected; this is no longer so of numbers that no memo has.
-
-        Returns:
-            The numbers in the memo, or -1 less that of the text.
-        """
-        numbers, starts, nbytes = texts
-        good &= numbers < _MAX_NUMBER
-        rows = np.flatnonzero(good & (numbers < 0))
-        if len(rows):
-            spans = zip(starts[rows].tolist(), (starts + nbytes)[rows].tolist(), strict=True)
-            data, text, id_of = self.data, self._values.text, self.texts.id_of
-            numbers[rows] = [-1 - id_of(text(data[start:end])) for start, end in spans]
-        return numbers.astype(np.int32)
 
     def ids_of_texts(self, numbers: Identifiers) -> Identifiers:
         """Return the numbers of the texts of rows. Raises SourceError if one is no text."""
@@ -362,10 +262,13 @@ class ColumnReader:
         return np.array(ids, np.int32)[inverse.reshape(-1)]
 
     def _id_of_memoized(self, number: int) -> int:
-        value = self._memo.get(number) if self._memo is not None else None
-        if not isinstance(value, str):
-            raise unexpected()
-        return self.texts.id_of(value)
+        found = self._ids.get(number)
+        if found is None:
+            value = self._memo.get(number) if self._memo is not None else None
+            if not isinstance(value, str):
+                raise unexpected()
+            found = self._ids[number] = self.numbered.texts.id_of(value)
+        return found
 
     def _next_window(self, machine: Machine, before: Batch | None) -> tuple[int, int]:
         """Choose where to look: the further, the more the last look was worth."""

@@ -34,7 +34,7 @@ _TENSOR_HEAD = re.compile(
     + REF + _SIZE + REF + re.escape(b"]\x94") + rb"(\(?)",
     re.DOTALL,
 )  # fmt: skip
-_MAX_FORMS = 8  # of chunks, and of items: torch writes a handful, and each takes its time
+_MAX_FORMS = 8  # of tensors, of chunks, of items: torch writes a handful, and each takes its time
 _SIZE_COUNT = 3  # of a `torch.Size`: its numbers, the tuple around them, itself
 
 Reader = Callable[[Machine], "Form | None"]
@@ -65,7 +65,6 @@ class Shortcuts:
     def __init__(self, classes: Classes, values: Values, rows: RowReader) -> None:
         self._new = classes
         self._values = values
-        self._rows = rows
         self._readers: dict[object, Reader] = {
             classes.tensor: self._tensor,
             classes.chunk: self._chunk,
@@ -76,7 +75,12 @@ class Shortcuts:
         self._classes: dict[bytes, _Class] = {}
         # Reads chunks, or items, that are as an earlier one but for names and numbers, by class.
         self._alike: dict[bytes, Callable[[Machine], None]] = {}
-        self._forms: dict[Reader, set[Form]] = {self._chunk: set(), self._place: set()}
+        self._read_alike: dict[Reader, Callable[[Form, Machine], None]] = {
+            self._tensor: rows.read_tensors,
+            self._chunk: rows.read_chunks,
+            self._place: rows.read_items,
+        }
+        self._forms: dict[Reader, set[Form]] = {reader: set() for reader in self._read_alike}
         # Field names that were looked up and are right, by class: they recur in every instance.
         self._checked: set[tuple[object, ...]] = set()
 
@@ -126,13 +130,12 @@ class Shortcuts:
         if not form:
             return ()
         form = (read.ref, *form)
-        if read.reader == self._chunk and self._is_one_of_few(read.reader, form):
-            self._alike[read.ref] = partial(self._rows.read_chunks, form)
-        elif (
-            index and read.reader == self._place and self._is_one_of_few(read.reader, index + form)
-        ):
-            self._alike[index[0]] = partial(self._rows.read_items, index + form)
-        return form if read.reader == self._index else ()
+        if read.reader == self._index:
+            return form
+        first = index + form if read.reader == self._place else form
+        if (index or read.reader != self._place) and self._is_one_of_few(read.reader, first):
+            self._alike[first[0]] = partial(self._read_alike[read.reader], first)
+        return ()
 
     def _is_one_of_few(self, reader: Reader, form: Form) -> bool:
         """Whether rows of a form are read; no more forms are than torch may write."""
@@ -247,7 +250,7 @@ class Shortcuts:
             return None
         del machine.stack[below:]
         machine.pos += len(end)
-        return ()
+        return (key, properties_ref, _kinds(others), key2, ref, key3) if run else ()
 
     def _properties(
         self, machine: Machine, ref: bytes, refs: bytes, memo: _Memo
@@ -290,6 +293,11 @@ class Shortcuts:
         place = ItemPlace(file, self._values.natural(run), self._values.natural(run2))
         machine.replace_top(place, tail.end(), memo.count, memo.kept)
         return key, key2, key3
+
+
+def _kinds(fields: bytes) -> bytes:
+    """Return a letter for each of a tensor's properties: a boolean, or a reference."""
+    return b"".join([b"b" if field in _BOOLEANS else b"r" for field in _FIELD.findall(fields)])
 
 
 class _Memo:

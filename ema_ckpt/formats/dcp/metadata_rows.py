@@ -32,6 +32,10 @@ INSTANCE_COUNT = 2  # memoized objects of an instance: itself and its dict
 class RowReader(Protocol):
     """Reads instances that are as an earlier one but for names and numbers, and may read none."""
 
+    def read_tensors(self, form: Form, machine: Machine) -> None:
+        """Read tensors that differ from an earlier one in names, dtypes and numbers alone."""
+        ...
+
     def read_chunks(self, form: Form, machine: Machine) -> None:
         """Read chunks that differ from an earlier one in numbers alone."""
         ...
@@ -68,6 +72,9 @@ class BlockReader:
     def __init__(self, values: Values) -> None:
         self._values = values
         self._rows: dict[tuple[bytes, ...], _Row] = {}
+
+    def read_tensors(self, form: Form, machine: Machine) -> None:
+        """Read none: each of them holds chunks, which are read in rows."""
 
     def read_chunks(self, form: Form, machine: Machine) -> None:
         """Read chunks that differ from an earlier one in numbers alone."""

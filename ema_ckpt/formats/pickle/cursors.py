@@ -25,12 +25,14 @@ _LONG1_BITS = np.uint64(16)
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(_WORD)], np.uint64)
 _TOPS = np.array([0, *((1 << 8 * n) >> 1 for n in range(1, _WORD))], np.uint64)
 _BININT1, _BININT2, _BININT, _LONG1 = 0x4B, 0x4D, 0x4A, 0x8A
-_NONE, _MARK, _TUPLE, _MEMOIZE = 0x4E, 0x28, 0x74, 0x94
+_NONE, _TRUE, _FALSE, _MARK, _TUPLE, _MEMOIZE = 0x4E, 0x88, 0x89, 0x28, 0x74, 0x94
+_EMPTY_TUPLE = 0x29
+_CALLED = b"\x85\x94R\x94"  # TUPLE1 MEMOIZE REDUCE MEMOIZE
 _BINGET, _LONG_BINGET, _SHORT_TEXT = 0x68, 0x6A, 0x8C
 _NO_INT = 255
 _INT_NBYTES = np.full(256, _NO_INT, np.uint8)
 _INT_NBYTES[[_BININT1, _BININT2, _BININT]] = 1, 2, 4
-_TUPLE_OF = np.array([0, 0x85, 0x86, 0x87], np.int64)  # by the count of numbers
+_TUPLE_OF = np.array([_EMPTY_TUPLE, 0x85, 0x86, 0x87], np.int64)  # by the count of numbers
 
 
 class Cursors:
@@ -93,17 +95,36 @@ class Cursors:
         self.positions = np.where(is_none, position + 1, self.positions)
         self.good &= is_none | is_integer
 
-    def read_tuple(self) -> tuple[Numbers, Numbers]:
-        """Read integers that are not negative, and the opcode that makes a tuple of them.
+    def skip_boolean(self) -> None:
+        """Move over True or False."""
+        op = self._read() & _OPCODE
+        self.good &= (op == _TRUE) | (op == _FALSE)
+        self.positions = self.positions + 1
+
+    def skip_either(self, is_first: Flags, first: bytes, second: bytes) -> None:
+        """Move over one of two short texts of one length: the first where that is expected."""
+        word = self._read() & _MASKS[len(first)]
+        expected = [np.uint64(int.from_bytes(text, "little")) for text in (first, second)]
+        self.good &= word == np.where(is_first, *expected)
+        self.positions = self.positions + len(first)
+
+    def skip_mark(self) -> Flags:
+        """Move over a mark where there is one, and tell where."""
+        is_marked: Flags = (self._read() & _OPCODE) == _MARK
+        self.positions = self.positions + is_marked
+        return is_marked
+
+    def read_size(self) -> tuple[Numbers, Numbers]:
+        """Read what follows the class of a `torch.Size`: a tuple of integers, none below zero.
 
         Returns:
             The numbers, a row for each position and filled up with zeros; and how many there are.
         """
-        is_marked = (self._read() & _OPCODE) == _MARK
-        self.positions = self.positions + is_marked
+        is_empty = (self._read() & _OPCODE) == _EMPTY_TUPLE
+        is_marked = self.skip_mark()
         counts = np.zeros(len(self.positions), np.int64)
         columns: list[Numbers] = []
-        is_next = self.good.copy()
+        is_next = self.good & ~is_empty
         for _ in range(_MAX_DIMENSIONS):
             position = self.positions
             numbers, is_integer = self._integer()
@@ -114,9 +135,13 @@ class Cursors:
             counts += is_next
             columns.append(np.where(is_next, numbers, 0))
         closed = np.where(is_marked, _TUPLE, _TUPLE_OF[np.where(counts < 4, counts, 0)])
-        is_closed = (self._read() & _OPCODE).astype(np.int64) == closed
-        self.good &= is_closed & (counts > 0)
+        op = (self._read() & _OPCODE).astype(np.int64)
+        self.good &= (op == closed) & (is_empty | (counts > 0))
         self.positions = self.positions + 1
+        # Python does not memoize the empty tuple.
+        self.good &= is_empty | ((self._read() & _OPCODE) == _MEMOIZE)
+        self.positions = self.positions + ~is_empty
+        self.skip_literal(_CALLED)
         if not columns:
             return np.zeros((len(counts), 0), np.int64), counts
         return np.stack(columns, axis=1), counts
