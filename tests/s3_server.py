@@ -164,6 +164,13 @@ class Proxy:
         """End what stalls."""
         self._stopped.set()
 
+    def reset(self) -> None:
+        """Pass everything on again, and be able to stall again."""
+        self.rule = lambda request: None
+        self.stalled.clear()
+        self._stopped.clear()
+        self.requests.clear()
+
     def stop(self) -> None:
         self.release()
         self._server.shutdown()

@@ -177,27 +177,33 @@ def _of_the_machine(error: Exception) -> tuple[str, str] | None:
     if not isinstance(error, OSError) or not error.strerror:
         return None
     code = "no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unreadable"
-    unnamed = "standard output" if _is_of_output(error) else "a system call failed"
-    return code, f"{error.filename or unnamed}: {error.strerror}"
+    return code, f"{error.filename or _origin_of(error)}: {error.strerror}"
 
 
-def _is_of_output(error: OSError) -> bool:
-    """Whether an error without a file name was raised where results are printed."""
+def _origin_of(error: OSError) -> str:
+    """Say where an error without a file name was raised: printing, loading, or anywhere."""
     import traceback
 
     module = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
-    return module.startswith(("ema_ckpt.cli", "rich.", "click."))
+    if module.startswith(("ema_ckpt.cli", "rich.", "click.")):
+        return "standard output"
+    if module.startswith(("_frozen_importlib", "importlib.")):
+        return "a part of the installation cannot be loaded"
+    return "a system call failed"
 
 
 def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:
     """Print an error as one line on stderr, and with `--json` as a document on stdout."""
-    from ema_ckpt.cli.output import clean, fitted
+    text = line = "".join(letter if letter.isprintable() else " " for letter in message)
+    with contextlib.suppress(OSError, ImportError, MemoryError):  # it may be what fails: loading
+        from ema_ckpt.cli.output import clean, fitted
 
-    line = clean(message)
+        line = clean(message)
+        text = fitted(f"Error: {line}", sys.stderr).removeprefix("Error: ")
     with contextlib.suppress(OSError):  # stderr is closed; the exit code still reports
-        print(fitted(f"Error: {line}", sys.stderr), file=sys.stderr)
+        print(f"Error: {text}", file=sys.stderr)
     if "--json" in argv:
         import json
 

@@ -151,10 +151,10 @@ def fitted(line: str, stream: TextIO) -> str:
 
     A command in backquotes, which is to be copied, stays on one line.
     """
-    from ema_ckpt.cli.name_columns import wrap
-
     if not stream.isatty():
         return line
+    from ema_ckpt.cli.name_columns import wrap
+
     joined = _COMMAND.sub(lambda found: found[0].replace(" ", _JOINT), line)
     return wrap(joined, get_terminal_size().columns).replace(_JOINT, " ")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from ema_ckpt.analysis.manifest import format_manifest, hash_files, parse_manife
 from ema_ckpt.core.catalog import Diagnostic, Files, Problem
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.text import counted, shown
+from ema_ckpt.ops.draft_file import draft_beside
 from ema_ckpt.ops.results.verify import ManifestResult
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers
@@ -93,10 +93,7 @@ def write_manifest(
 def _publish(manifest: Path, content: bytes) -> None:
     """Write beside the place and link it there, so that nobody reads half and none is replaced."""
     try:
-        manifest.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".ema-ckpt-manifest-", dir=manifest.parent) as at:
-            draft = Path(at, "manifest")
-            draft.write_bytes(content)
+        with draft_beside(manifest, content) as draft:
             os.link(draft, manifest)
     except FileExistsError:
         message = f"--manifest {manifest}: another process wrote it meanwhile; run again"

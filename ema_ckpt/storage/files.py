@@ -109,6 +109,14 @@ def is_there(path: str | os.PathLike[str]) -> bool:
     return True
 
 
+def is_gone(path: str | os.PathLike[str]) -> bool:
+    """Whether nothing has this name, as far as the system tells."""
+    try:
+        return not is_there(path)
+    except OSError:
+        return False
+
+
 def close_read(fd: int) -> None:
     """Close what was only read, locked or synced: nothing can be lost, whatever the system says."""
     with contextlib.suppress(OSError):

@@ -109,7 +109,11 @@ class Journal:
             if time.monotonic() < self._due or (self._is_child and not self._has_first_line()):
                 return
             lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in self._pending]
-            os.write(self._open(), "".join(lines).encode())
+            try:
+                os.write(self._open(), "".join(lines).encode())
+            except OSError as error:
+                error.filename = str(self._path)
+                raise
             self._pending.clear()
 
     def _has_first_line(self) -> bool:

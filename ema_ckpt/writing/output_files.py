@@ -169,8 +169,10 @@ class OutputFiles:
         Raises:
             FileNotFoundError: something removed or replaced a file meanwhile.
         """
-        for name, fd in self._fds.items():
-            if not os.fstat(fd).st_nlink:
+        for name in self._fds:
+            with self._opened(name) as fd:
+                is_lost = not os.fstat(fd).st_nlink
+            if is_lost:
                 path = self._root / name if name else self._root
                 reason = f"something removed {path.name!r} from its stage meanwhile"
                 raise FileNotFoundError(errno.ENOENT, reason, str(path))

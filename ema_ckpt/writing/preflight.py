@@ -104,8 +104,8 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def _existing_parent(path: Path) -> Path:
-    """Return the nearest parent of `path` that is there."""
-    return next(parent for parent in path.parents if os.path.lexists(parent))
+    """Return the nearest parent of `path` that is there; the root always is."""
+    return next(filter(os.path.lexists, path.parents), path.parents[-1])
 
 
 def make_parents(path: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, about
-from ema_ckpt.storage.files import close_read, is_there
+from ema_ckpt.storage.files import close_read, is_gone, is_there
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK, interrupted_switch, stage_path, stages_of
 from ema_ckpt.writing.journal import Journal, check_identity
 from ema_ckpt.writing.preflight import (
@@ -184,7 +184,8 @@ def stage(
     """
     path = resolve_target(target)
     policy = OverwritePolicy(is_directory, overwrite, keep_foreign, frozenset(replaces))
-    claim = _Claim(path, resume)
+    with _explained(path):
+        claim = _Claim(path, resume)
     with _closing(claim):
         with _explained(path):
             check_place(path, sources)
@@ -256,6 +257,7 @@ class _Claim:
         self._target = target
         self._resume = resume
         self._root: Path | None = None
+        self._had_target = is_there(target)
         self._locks: list[int] = []
         self._spare: list[int] = []  # descriptors that deleting the stage may need
         self._made: list[Path] = []
@@ -322,11 +324,7 @@ class _Claim:
                 self._close()
                 break
             except BaseException as error:
-                # A signal can also make something else fail: `rmtree` then closes a descriptor
-                # twice.
-                cause: BaseException | None = error
-                while isinstance(cause, Exception):
-                    cause = cause.__context__
+                cause = _interruption_in(error)
                 if cause is None:
                     raise
                 interruption = cause
@@ -355,17 +353,31 @@ class _Claim:
         # A journal is there until the switch begins: without one there is nothing to go on from.
         if self._resume and os.path.exists(root / JOURNAL):
             return
-        if may_hold_target(root, self._target):
+        if self._had_target and may_hold_target(root, self._target):
             self.left_behind = _switch_is_unclear(root, self._target)
         else:
-            with contextlib.suppress(OSError):  # of a few calls it raises them all the same
+            try:
                 shutil.rmtree(root, ignore_errors=True)
-            if os.path.lexists(root):
+            except OSError as error:  # of a few calls it raises them all the same
+                if _interruption_in(error) is not None:
+                    raise
+            if not is_gone(root):
                 harmless = f"{self._target} is not affected; delete it by hand"
                 reason = "left behind, some of it could not be deleted"
                 self.left_behind = f"{root}: {reason}; {harmless}"
         if self.left_behind:
             self.warnings.append(Diagnostic("stale-file", self.left_behind))
+
+
+def _interruption_in(error: BaseException) -> BaseException | None:
+    """Return the interruption that an error is, or came of, if there was one.
+
+    A signal can also make something else fail: `rmtree` then closes a descriptor twice.
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, Exception):
+        cause = cause.__context__
+    return cause
 
 
 def _switch_is_unclear(stage: Path, target: Path) -> str:

@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,6 +29,7 @@ from ema_ckpt.ops.diff_html.charts import (
     line_sample,
 )
 from ema_ckpt.ops.diff_pairing import Pairing, Side
+from ema_ckpt.ops.draft_file import draft_beside
 from ema_ckpt.ops.results.diff import DiffResult, DiffTensor
 from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.storage.files import local_paths
@@ -114,10 +114,7 @@ def write_page(
     target = check_page(path, (a.catalog, b.catalog))
     text = page(result, Sides.of(a, b, pairing))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".ema-ckpt-page-", dir=target.parent) as folder:
-            draft = Path(folder, "page")
-            draft.write_text(text, encoding="utf-8")
+        with draft_beside(target, text.encode()) as draft:
             os.replace(draft, target)
     except OSError as error:
         message = f"--html {target}: cannot be written: {error.strerror}"
