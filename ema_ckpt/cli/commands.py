@@ -361,9 +361,12 @@ def _numbers(text: str) -> tuple[float, ...]:
 @click.option(
     "--scheme",
     metavar="NAME",
-    help="Weights by position: uniform, linear, cosine, minus-sqrt or ema:DECAY.",
+    help="Weights by position: uniform, linear, cosine, minus-sqrt or ema:DECAY. Default for the "
+    "steps of a run: uniform.",
 )
-@tree_option(multiple=True, help="Tree of each snapshot. Default: its only EMA.")
+@tree_option(
+    multiple=True, help="Tree of each snapshot. Default: its only EMA, or its only live tree."
+)
 @click.option(
     "--to",
     multiple=True,

@@ -109,7 +109,8 @@ def _describe_hole(tensor: Tensor, covered: int, boxes: list[Box]) -> str:
     if tensor.shape:
         spans = [f"{a} to {b - 1}" if b - a > 1 else str(a) for a, b in _open_rows(tensor, boxes)]
         more = f" and {len(spans) - 10} more spans" if len(spans) > 10 else ""
-        message += f"; not stored whole: rows {', '.join(spans[:10])}{more} of {tensor.shape[0]}"
+        rows = "row" if len(spans) == 1 and "to" not in spans[0] else "rows"
+        message += f"; not stored whole: {rows} {', '.join(spans[:10])}{more} of {tensor.shape[0]}"
     files = list(dict.fromkeys(chunk.file for chunk in tensor.chunks if 0 not in chunk.sizes))
     held = f"the rest is in {shown(files)}" if files else "no file holds any of it"
     return f"{message}; {held}; a rank did not save its part: use another copy, or save again"

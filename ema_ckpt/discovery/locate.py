@@ -246,8 +246,16 @@ def select_steps(
     picked = [step for _, step in islice(found, 0, end, stride)]
     if not picked:
         beside = f"; not complete: {steps.described_broken()}" if steps.broken else ""
-        raise UsageError("usage", f"{path}: no complete step from {first} to {last:g}{beside}")
+        span = f"from {first} on" if last == math.inf else f"from {first} to {last:g}"
+        raise UsageError("usage", f"{path}: no complete step {span}{beside}{_newest_of(path)}")
     return picked[::-1], steps.broken
+
+
+def _newest_of(path: str) -> str:
+    """Say which step of a run is its newest complete one; nothing if there is none."""
+    found, _ = steps_between(list_directory(path), _locate_in_step, 0, math.inf)
+    newest = next(found, None)
+    return "" if newest is None else f"; the newest complete one is {newest[0]}"
 
 
 def _locate_in_step(root: str) -> Location | None:

@@ -56,8 +56,8 @@ class Dequantized(NamedTuple):
             message = f"{CONFIG_FILE} is written without its quantization_config, which is no "
             message += "longer true of these weights"
         else:
-            message = f"{CONFIG_FILE} of the source has a quantization_config: take it out of the "
-            message += "copy that goes with these weights"
+            message = f"{CONFIG_FILE} of the source has a quantization_config and is not copied: "
+            message += "if you put it beside these weights, leave quantization_config out"
         yield Diagnostic("quantization-config", message)
 
 

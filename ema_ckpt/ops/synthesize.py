@@ -73,8 +73,8 @@ def synthesize(
         stride: of those take each `stride`-th, counted from the newest.
         scheme: weights by position, the oldest first: `uniform`, `linear`, `cosine`, `minus-sqrt`
             or `ema:DECAY`; `uniform` for the steps of a run if nothing else is given.
-        tree: the tree of each snapshot, by default its only EMA; of several all are taken, snapshot
-            by snapshot.
+        tree: the tree of each snapshot, by default its only EMA, or its only live tree; of several
+            all are taken, snapshot by snapshot.
         to: `dcp`, `safetensors` or `pt`; by default what the ending of `out` says, and safetensors
             for a directory.
         world_size: ranks of a DCP target. max_shard_size: bytes of one file of a safetensors

@@ -80,7 +80,8 @@ def snapshots_of(
     to_step = math.inf if choice.to_step is None else choice.to_step
     steps, broken = select_steps(named[0], count=last, first=first, last=to_step, stride=stride)
     if last is not None and len(steps) < last:
-        there = f"{counted(len(steps), 'complete step')} there with --stride {stride}"
+        there = f"{counted(len(steps), 'complete step')} there"
+        there += f" with --stride {stride}" if stride != 1 else ""
         raise UsageError("usage", f"{named[0]}: --last {last}: only {there}")
     return steps, [step.diagnostic() for step in broken]
 
@@ -103,7 +104,7 @@ def open_snapshots(
     call: tuple[str, str],
     options: WriteOptions,
 ) -> list[Snapshot]:
-    """Open the trees `names` of each checkpoint, by default its only EMA.
+    """Open the trees `names` of each checkpoint, by default its only EMA, or live tree.
 
     Args:
         call: the command and its options, for messages that suggest another.
@@ -198,7 +199,8 @@ def copied_integers(tensors: Iterable[OutputTensor], newest: Snapshot) -> list[D
     names = [tensor.name for tensor in tensors if not is_summed(tensor.source)]
     if not names:
         return []
-    message = f"{shown(names)} cannot be averaged and come from {newest.label} alone"
+    come = "comes" if len(names) == 1 else "come"
+    message = f"{shown(names)} cannot be averaged and {come} from {newest.label} alone"
     return [Diagnostic("not-averaged", message)]
 
 

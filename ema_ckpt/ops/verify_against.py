@@ -65,7 +65,8 @@ def compare_with(
         # What was written without its optimizer is compared without it.
         carried = bool(origin.rules) and of_role(list_trees(audit.catalog), OPTIMIZER)
         ruled = rule_all(origin.rules, source, optimizers=bool(carried))
-        _Comparison(audit, ruled.catalog, ruled.trees, threads).run(progress)
+        hint = "" if origin.rules else "; if --rules made the copy, pass them here too"
+        _Comparison(audit, ruled.catalog, ruled.trees, threads, hint).run(progress)
     finally:
         catalog.source.close()
 
@@ -163,8 +164,11 @@ class _OriginDigests:
 class _Comparison:
     """Comparison of an audited checkpoint with its source."""
 
-    def __init__(self, audit: Audit, origin: Catalog, trees: Sequence[Tree], threads: int) -> None:
+    def __init__(
+        self, audit: Audit, origin: Catalog, trees: Sequence[Tree], threads: int, hint: str
+    ) -> None:
         self.audit = audit
+        self.hint = hint
         self.tensors = {tensor.name: tensor for tensor in audit.catalog.tensors}
         self.origin = origin
         self.origin_trees = trees
@@ -251,7 +255,7 @@ class _Comparison:
             self.audit.report("index-mismatch", message, name)
         for name in differing:
             self.report_difference(self.tensors[name], naming, where)
-        self.report_spare(spare, naming, where)
+        self.report_spare(spare, naming, where, missing)
 
     def report_difference(self, tensor: Tensor, naming: _Naming, where: str) -> None:
         """Report a tensor that differs; one that is not read at all is not proven, and no more."""
@@ -264,13 +268,19 @@ class _Comparison:
             message += f" ({other.dtype.name} {list(other.shape)})"
         self.audit.report("checksum", f"{message} in {where}", tensor.name, tensor.first_file)
 
-    def report_spare(self, spare: Mapping[str, Tensor], naming: _Naming, where: str) -> None:
-        """Report tensors that only the source has, other than tied names and whole trees."""
+    def report_spare(
+        self, spare: Mapping[str, Tensor], naming: _Naming, where: str, missing: Collection[str]
+    ) -> None:
+        """Report tensors that only the source has, other than tied names and whole trees.
+
+        If the source lacks some too (`missing`), rules may have made them, and a hint says so.
+        """
         ties = {*_tied_names(self.audit.catalog), *_tied_names(self.origin)}
         names = {id(tensor): name for name, tensor in spare.items()}  # of each tensor one
         lost = [name for name in names.values() if name not in ties]
         if lost and (naming.label or not self.left_out_whole_trees(spare)):
             message = f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}"
+            message += self.hint if missing else ""
             self.audit.report("incomplete", message, lost[0])
 
     def take_renamed(self, tensor: Tensor, spare: dict[str, Tensor]) -> bool:

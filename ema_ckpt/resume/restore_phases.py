@@ -114,6 +114,8 @@ class Match:
             reasons.append(f"it has {shown(self.unexpected)}, which this state has not")
         if strict and reasons:
             message = " and ".join(reasons)
+            if missing and self.unexpected and not reader.has_rules:
+                message += "; rules= takes other names and layouts"
             raise reader.refusal("incomplete", f"{message}; strict=False restores the rest")
 
     def read(self, reader: CheckpointReader) -> None:

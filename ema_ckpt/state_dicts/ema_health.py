@@ -65,8 +65,8 @@ def copied_because(catalog: Catalog, tree: Tree) -> str | None:
     if start is None or first > start:
         return None
     updates = counted(config.num_updates or 0, "update")
-    if _window_of(config):
-        return f"its window began at update {start:,}, and it has had {updates}"
+    if window := _window_of(config):
+        return f"its window of {window:,} began at update {start:,}, and it has had {updates}"
     return f"its decay is 0 up to update {start:,}, and it has had {updates}"
 
 

@@ -64,7 +64,7 @@ def test_defects_are_named(shape: tuple[int, ...], boxes: list[Box], code: str, 
     ("shape", "boxes", "rows"),
     [
         ((8, 4), [Box((0, 0), (2, 4)), Box((5, 0), (2, 4))], "rows 2 to 4, 7 of 8;"),
-        ((4, 4), [Box((0, 0), (4, 2)), Box((0, 2), (3, 2))], "rows 3 of 4;"),
+        ((4, 4), [Box((0, 0), (4, 2)), Box((0, 2), (3, 2))], "row 3 of 4;"),
         ((4, 4), [Box((2, 0), (2, 4))], "rows 0 to 1 of 4;"),
         ((2, 2), [], "rows 0 to 1 of 2; no file holds any of it"),
     ],

@@ -108,7 +108,7 @@ def test_the_configuration_no_longer_says_that_it_is_quantised(tmp_path: Path) -
     assert sizes["config.json"] == (tmp_path / "out/config.json").stat().st_size
     assert [warning.code for warning in result.warnings] == ["quantization-config"]
     alone = ema_ckpt.consolidate(source, tmp_path / "alone.pt", dequantize="bf16")
-    assert "take it out" in alone.warnings[0].message
+    assert "leave quantization_config out" in alone.warnings[0].message
 
 
 def test_scales_of_activations_go_with_the_weights(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_settings_do_not_go_with_other_weights(tmp_path: Path) -> None:
     source = FIXTURES / "quantized/fp8-blocks"  # written as values, it is not quantised any more
     values = ema_ckpt.reshard(source, tmp_path / "values", 2, dequantize="bf16")
     assert not (tmp_path / "values/config.json").exists()
-    assert "take it out" in values.warnings[0].message
+    assert "leave quantization_config out" in values.warnings[0].message
     single = ema_ckpt.convert(source, tmp_path / "single.pt")
     assert "config.json" in [item.name for item in single.skipped]
     (left,) = ema_ckpt.consolidate(source, tmp_path / "one.pt").skipped

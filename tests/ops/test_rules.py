@@ -209,6 +209,12 @@ WRONG = {
     "[[rule]]\nfrom = ['embed.weight', 'embed.bias']\nto = ['a', 'b']": ("incomplete", "'embed.bias' is missing"),
     "[[rule]]\nfrom = ['layers.0.experts.0.w1.weight', 'embed.weight']\nto = 'a'\n"
     "steps = [{ concatenate = 1 }]": ("usage", "shapes do not fit"),
+    "[[rule]]\nfrom = ['layers.0.experts.0.w1.weight', 'embed.weight']\nto = 'a'\n"
+    "steps = [{ concatenate = 0 }]": ("usage", "sizes = [1, 1] says; give sizes = [6, 5]"),
+    "[[rule]]\nfrom = ['layers.0.experts.0.w1.weight', 'embed.weight']\nto = 'a'\n"
+    "steps = [{ concatenate = 0, groups = 2 }]": ("usage", "give the sizes that they have to each other"),
+    "[[rule]]\nfrom = 'embed.{k}'\nto = 'wte.{k}'\n[[rule]]\nfrom = 'embed.weight'\nto = 'a'": (
+        "empty-selection", "each sees the names that those before it made"),
     "[[rule]]\nfrom = 'embed.weight'\nto = ['a', 'b']\nsteps = [{ split = 0 }]": ("usage", "does not divide"),
     "[[rule]]\nfrom = 'embed.weight'\nto = 'a'\nsteps = [{ transpose = [0, 2] }]": ("usage", "no axis 2"),
     "[[rule]]\nfrom = 'embed.weight'\nto = 'a'\nsteps = [{ unflatten = 0, sizes = [2, -1] }]": ("usage", "is not"),
@@ -230,6 +236,23 @@ def test_what_does_not_fit_is_refused(text: str, tmp_path: Path) -> None:
     assert (found.value.code, message in str(found.value)) == (code, True), str(found.value)
     assert str(file) in str(found.value)
     assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_the_other_direction_is_named(tmp_path: Path) -> None:
+    """Rules that fit nothing may be wanted the other way round; so may a comparison without them."""
+    source, made, out = (tmp_path / f"{name}.safetensors" for name in ("a", "b", "c"))
+    save_file(experts(), source)
+    rules = rules_file(tmp_path)
+    with pytest.raises(EmaCkptError, match="these are the inverse"):
+        convert(source, out, rules=rules, inverse=True)
+    convert(source, made, rules=rules)
+    with pytest.raises(EmaCkptError, match=r"need the inverse \(--inverse"):
+        convert(made, out, rules=rules)
+    problems = verify(made, against=source).problems
+    assert [p.code for p in problems if "pass them here too" in p.message] == ["incomplete"]
+    consolidate(source, out, match=["layers.*"])
+    left_out = verify(out, against=source).problems
+    assert [(p.code, "--rules" in p.message) for p in left_out] == [("incomplete", False)]
 
 
 def test_a_missing_member_is_named(tmp_path: Path) -> None:

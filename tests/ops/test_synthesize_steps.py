@@ -122,10 +122,12 @@ def test_a_step_that_is_not_complete_is_named(run: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"last": 7}, "6 complete steps"),
+        ({"last": 7}, r"6 complete steps there$"),
+        ({"last": 4, "stride": 2}, r"3 complete steps there with --stride 2$"),
         ({"last": 0}, "--last"),
         ({"last": 2, "stride": 0}, "--stride"),
-        ({"from_step": 601}, "no complete step"),
+        ({"from_step": 601}, r"no complete step from 601 on; the newest complete one is 600$"),
+        ({"from_step": 110, "to_step": 190}, r"from 110 to 190; the newest complete one is 600$"),
         ({"last": 2, "scheme": "cubic"}, "--scheme"),
         ({"last": 2, "scheme": "uniform", "weights": [0.5, 0.5]}, "--weights"),
         ({"last": 2, "weights": [1.0]}, "--weights"),

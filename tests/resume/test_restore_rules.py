@@ -120,6 +120,8 @@ def test_what_restore_refuses(tmp_path: Path) -> None:
     rules.write_text(RULES)
     new = New()
     before = {name: value.clone() for name, value in new.state_dict().items()}
+    with pytest.raises(EmaCkptError, match=r"rules= takes other names and layouts"):
+        restore(tmp_path / "run", model=new)
     rules.write_text("[[rule]]\nfrom = 'nothing'\nto = 'x'")
     with pytest.raises(EmaCkptError, match="fits no name") as found:
         restore(tmp_path / "run", model=new, rules=rules)

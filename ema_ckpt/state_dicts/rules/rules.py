@@ -451,4 +451,12 @@ class Rules:
             first = (needed or idle)[0]
             fits = f"and {len(needed) - 1} more fit" if len(needed) > 1 else "fits"
             message = f"{self.name}: rule {first.number} ({first.title}) {fits} no name"
-            raise UsageError("empty-selection", f"{message} of {where}")
+            raise UsageError("empty-selection", f"{message} of {where}; {self._hint(used)}")
+
+    def _hint(self, used: set[int]) -> str:
+        """Say why rules may fit no name: the other direction, or names that a rule has changed."""
+        if used:
+            return "rules apply in their order, and each sees the names that those before it made"
+        if self.is_inverse:
+            return "these are the inverse; names of the other layout need the rules as they are"
+        return "names of the other layout need the inverse (--inverse, load_rules(…, inverse=True))"

@@ -7,7 +7,7 @@ stacked placeholder has numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple, Protocol
 
 from ema_ckpt.core.errors import UsageError
@@ -138,7 +138,14 @@ class Concatenate(NamedTuple):
             rule = f"sizes = {list(self.sizes)}"
             rule += f" in {self.groups} groups" if self.groups > 1 else ""
             message = f"concatenate: the lengths {list(lengths)} are not as {rule} says"
-            raise UsageError("usage", f"{message}; give the sizes that they have to each other")
+            raise UsageError("usage", f"{message}; give {self._ratio(lengths)}")
+
+    def _ratio(self, lengths: Sequence[int]) -> str:
+        """Return the `sizes` that fit `lengths`, or say in words what they are."""
+        unit = gcd(*lengths)
+        if unit == 0 or unit % self.groups:
+            return "the sizes that they have to each other"
+        return f"sizes = {[length // unit for length in lengths]}"
 
     def inverse(self) -> Step:
         return Split(self.dim, self.sizes, self.groups)
