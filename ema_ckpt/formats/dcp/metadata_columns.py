@@ -188,6 +188,7 @@ class ColumnReader:
             window = self._next_window(machine, batch)
             chunks = ChunkBatch(self._chunk_form, window, self.numbered)
             batch = self._tensors[form] = TensorBatch(form, window, chunks, self.numbered)
+            chunks.close()
         first, stop = batch.run(machine.pos)
         if first < stop:
             self._push(batch, first, stop, machine)
