@@ -16,7 +16,7 @@ from ema_ckpt.core.catalog import Chunk, Ints
 from ema_ckpt.formats.dcp.items import Entries, TensorEntry
 from ema_ckpt.formats.dcp.metadata_columns import ChunkRows, ColumnReader, ItemRows
 from ema_ckpt.formats.dcp.metadata_values import ItemPlace, Key, unexpected
-from ema_ckpt.formats.pickle.memo import Several
+from ema_ckpt.formats.pickle.several import Several
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.int64]
     Identifiers = NDArray[np.int32]
-    Flags = NDArray[np.bool_]
 
 _NO_OFFSETS = -1  # of an object
 _MAX_NUMBER = 1 << 62
@@ -133,7 +132,7 @@ _NO_ITEMS = _Columns(_NO_IDS, _NO_IDS, _NO_IDS, _NO_NUMBERS, _NO_NUMBERS)
 
 
 class ItemColumns(Mapping[Key, ItemPlace]):
-    """Where each chunk or object lies; of equal keys the last one counts, as in a dict.
+    """Where each chunk or object lies, in order.
 
     Attributes:
         transforms: extensions that encoded an item, by its row.
@@ -148,7 +147,7 @@ class ItemColumns(Mapping[Key, ItemPlace]):
         """Take rows of items, and keys with places; `boxes` are all chunks that there are.
 
         Raises:
-            SourceError: if one is not as the shortcuts read it.
+            SourceError: if one is not as the shortcuts read it, or two have equal keys.
         """
         boxes.finish()
         self._boxes = boxes
@@ -168,12 +167,10 @@ class ItemColumns(Mapping[Key, ItemPlace]):
         columns = zip(*parts, strict=True)
         self._columns = _Columns._make([np.concatenate(column) for column in columns])
         keys = _keys(self._columns.names, self._columns.offsets)
-        order = np.argsort(keys, kind="stable")
-        keys = keys[order]
-        is_last = np.ones(count, np.bool_)
-        is_last[:-1] = keys[1:] != keys[:-1]
-        self._order, self._sorted_keys = order[is_last], keys[is_last]
-        self._firsts = order[np.roll(is_last, 1)]  # a key keeps the place of its first item
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted_keys = keys[self._order]
+        if (self._sorted_keys[1:] == self._sorted_keys[:-1]).any():
+            raise unexpected()
 
     def _columns_of(self, key: Key, place: ItemPlace) -> _Columns:
         """Return the columns of one item."""
@@ -190,7 +187,7 @@ class ItemColumns(Mapping[Key, ItemPlace]):
         return len(self._order)
 
     def __iter__(self) -> Iterator[Key]:
-        return map(self._key, self._rows().tolist())
+        return map(self._key, range(len(self)))
 
     def __getitem__(self, key: Key) -> ItemPlace:
         name, offsets = key
@@ -223,34 +220,28 @@ class ItemColumns(Mapping[Key, ItemPlace]):
     def add_places(self, places: dict[str, list[ItemPlace]]) -> None:
         """Add the places of all items whose names are keys."""
         ids = [self._texts.find(name) for name in places]
-        rows = self._rows()
-        for row in rows[np.isin(self._columns.names[rows], ids)].tolist():
+        for row in np.flatnonzero(np.isin(self._columns.names, ids)).tolist():
             places[self._key(row)[0]].append(self._place(row))
 
     def ends(self) -> dict[str, int]:
         """Return the byte up to which each file is used, by its name."""
-        rows, columns = self._rows(), self._columns
+        columns = self._columns
         ends = np.zeros(len(self._texts.values), np.int64)
-        np.maximum.at(ends, columns.files[rows], columns.starts[rows] + columns.nbytes[rows])
-        files, first = np.unique(columns.files[rows], return_index=True)
+        np.maximum.at(ends, columns.files, columns.starts + columns.nbytes)
+        files, first = np.unique(columns.files, return_index=True)
         in_order = files[np.argsort(first)].tolist()
         return {self._texts.values[file]: int(ends[file]) for file in in_order}
 
     def transformed(self) -> list[ItemPlace]:
         """Return the places of items that an extension encoded."""
-        kept = set(self._order.tolist()) if self.transforms else set()
-        return [self._place(row) for row in self.transforms if row in kept]
+        return [self._place(row) for row in self.transforms]
 
     def strays(self, _entries: Entries) -> Iterator[tuple[Key, ItemPlace]]:
         """Return the items of which no chunk has the name and the offsets."""
         expected = np.unique(self._keys_of_boxes())
         is_stray = np.isin(self._sorted_keys, expected, invert=True)
-        for row in self._rows(is_stray).tolist():
+        for row in np.sort(self._order[is_stray]).tolist():
             yield self._key(row), self._place(row)
-
-    def _rows(self, selected: Flags | slice = slice(None)) -> Numbers:
-        """Return the rows of keys in the order in which a dict has these."""
-        return self._order[selected][np.argsort(self._firsts[selected])]
 
     def _keys_of_boxes(self) -> Numbers:
         """Return the key of each chunk; of one that is nowhere it is no item's."""

@@ -22,10 +22,10 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.formats.dcp.items import ItemDict, Items, TensorEntry
 from ema_ckpt.formats.dcp.metadata_fast import Classes, Shortcuts
 from ema_ckpt.formats.dcp.metadata_rows import BlockReader, RowReader
-from ema_ckpt.formats.dcp.metadata_values import ItemPlace, Key, Values
+from ema_ckpt.formats.dcp.metadata_values import ItemPlace, Key, Values, unexpected
 from ema_ckpt.formats.pickle.machine import loads
-from ema_ckpt.formats.pickle.memo import Several
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
+from ema_ckpt.formats.pickle.several import Several
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
 from ema_ckpt.runtime.freed_memory import give_back
 
@@ -174,6 +174,8 @@ def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
         raise SourceError("unreadable", message, file=where)
     try:
         result = _metadata(root.fields, where, reader)
+        if fast and reader is None:
+            _check_different(root.fields, result.items)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         message = f"{where}: malformed DCP metadata ({error!r})"
         raise SourceError("unreadable", message, file=where) from None
@@ -223,6 +225,12 @@ def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None
     return result
 
 
+def _check_different(fields: dict[str, Any], items: Items) -> None:
+    """Leave equal keys to the interpreter: which of them is the last is no longer known here."""
+    if len(items) < len(fields.get("storage_data") or ()):
+        raise unexpected()
+
+
 def _items(items: dict[object, Any], where: str) -> ItemDict:
     keys = [key if key.__class__ is tuple else _key(key) for key in items]
     if not _are_keys(keys):
@@ -246,6 +254,8 @@ def _columns(
     def read() -> Iterator[ItemRows | tuple[Key, ItemPlace]]:
         for key, place in items.items():
             if isinstance(key, ItemRows):
+                if place is not key:
+                    raise unexpected()
                 yield key
             else:
                 item = _key(key)

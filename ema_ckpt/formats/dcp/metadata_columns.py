@@ -22,7 +22,8 @@ from ema_ckpt.formats.dcp.metadata_batches import (
 )
 from ema_ckpt.formats.dcp.metadata_values import Form, Values, unexpected
 from ema_ckpt.formats.pickle.machine import Machine
-from ema_ckpt.formats.pickle.memo import UNBUILT, LeftOut, Several
+from ema_ckpt.formats.pickle.memo import UNBUILT, LeftOut
+from ema_ckpt.formats.pickle.several import Several
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -230,7 +231,7 @@ class ColumnReader:
         first, stop = batch.run(machine.pos)
         if first < stop and not _takes_one(machine):
             rows = ChunkRows(batch, first, stop)
-            machine.stack.append(rows)
+            machine.push_several(rows)
             machine.memo.leave_out(_LeftOutChunks(rows, self.numbered.tuples), rows.memo_count)
             machine.pos = batch.ends[stop - 1]
 
@@ -244,7 +245,7 @@ class ColumnReader:
         if first < stop and not _takes_one(machine):
             self._memo = machine.memo
             rows = ItemRows(batch, first, stop, machine.memo.count)
-            machine.stack += (rows, rows)
+            machine.push_several(rows, rows)
             count = batch.memo_counts[stop] - batch.memo_counts[first]
             machine.memo.leave_out(_LeftOutItems(rows, self.numbered), count)
             machine.pos = batch.ends[stop - 1]

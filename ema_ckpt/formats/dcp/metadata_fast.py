@@ -16,8 +16,9 @@ from ema_ckpt.core.catalog import Ints
 from ema_ckpt.formats.dcp.metadata_rows import COUNT, INSTANCE_COUNT, INT, INTS, REF, RowReader
 from ema_ckpt.formats.dcp.metadata_values import BUILT, OPENED, SIZED, Form, ItemPlace, Values
 from ema_ckpt.formats.pickle.machine import Machine
-from ema_ckpt.formats.pickle.memo import UNBUILT, Several
+from ema_ckpt.formats.pickle.memo import UNBUILT
 from ema_ckpt.formats.pickle.safe_globals import Global, Replacement
+from ema_ckpt.formats.pickle.several import Several
 
 _FIELD = re.compile(rb"[\x88\x89]|h.|j....", re.DOTALL)
 _BOOLEANS = {b"\x88": True, b"\x89": False}
@@ -35,6 +36,7 @@ _TENSOR_HEAD = re.compile(
     re.DOTALL,
 )  # fmt: skip
 _MAX_FORMS = 8  # of tensors, of chunks, of items: torch writes a handful, and each takes its time
+_SIZE_CLASS = ("torch", "Size")
 _SIZE_COUNT = 3  # of a `torch.Size`: its numbers, the tuple around them, itself
 
 Reader = Callable[[Machine], "Form | None"]
@@ -162,7 +164,7 @@ class Shortcuts:
         value = self._values.ref(machine, ref)
         if run is None:
             return value if isinstance(value, tuple) else None
-        if value.__class__ is not Global or value.name != "Size":
+        if value.__class__ is not Global or (value.module, value.name) != _SIZE_CLASS:
             return None
         numbers = self._values.tuple(run)
         memo.add_size(numbers)

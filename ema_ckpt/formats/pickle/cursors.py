@@ -32,7 +32,9 @@ _BINGET, _LONG_BINGET, _SHORT_TEXT = 0x68, 0x6A, 0x8C
 _NO_INT = 255
 _INT_NBYTES = np.full(256, _NO_INT, np.uint8)
 _INT_NBYTES[[_BININT1, _BININT2, _BININT]] = 1, 2, 4
-_TUPLE_OF = np.array([_EMPTY_TUPLE, 0x85, 0x86, 0x87], np.int64)  # by the count of numbers
+_NO_OPCODE = -1
+# By the count of numbers; more of them need a mark.
+_TUPLE_OF = np.array([_EMPTY_TUPLE, 0x85, 0x86, 0x87, _NO_OPCODE], np.int64)
 
 
 class Cursors:
@@ -134,7 +136,7 @@ class Cursors:
                 break
             counts += is_next
             columns.append(np.where(is_next, numbers, 0))
-        closed = np.where(is_marked, _TUPLE, _TUPLE_OF[np.where(counts < 4, counts, 0)])
+        closed = np.where(is_marked, _TUPLE, _TUPLE_OF[np.minimum(counts, 4)])
         op = (self._read() & _OPCODE).astype(np.int64)
         self.good &= (op == closed) & (is_empty | (counts > 0))
         self.positions = self.positions + 1

@@ -17,13 +17,13 @@ from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.errors import SourceError, UnsafeError
 from ema_ckpt.formats.pickle.damage import ShortcutMissedError, own_errors
 from ema_ckpt.formats.pickle.keys import check_keys
-from ema_ckpt.formats.pickle.memo import UNBUILT, Memo, Several
+from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
+from ema_ckpt.formats.pickle.several import MARK, Several, guarded
 
 Allowed = Mapping[tuple[str, str], Maker]
 _STOP = ord(".")
 _unpack_u4 = struct.Struct("<I").unpack_from
-MARK = object()  # on the stack: where a tuple, list or dict begins
 
 
 class LocatedBytes(bytes):
@@ -60,13 +60,14 @@ class Machine:
         self.globals: dict[tuple[str, str], Global] = {}
         self.collisions = Collisions()
         self.locates = False  # whether bytes know where they lie
+        self.table = _TABLE  # what interprets each opcode
 
     def run(self) -> object:
         """Interpret up to STOP and return the value.
 
         The most frequent opcodes are interpreted here, without a call.
         """
-        data, table, constants, pos = self.data, _TABLE, _CONSTANTS, self.pos
+        data, constants, pos = self.data, _CONSTANTS, self.pos
         stack, memo, items = self.stack, self.memo, self.memo.items
         while (op := data[pos]) != _STOP:
             pos += 1
@@ -93,7 +94,7 @@ class Machine:
                 stack.append(constants[op])
             else:
                 self.pos = pos
-                table[op](self)
+                self.table[op](self)
                 pos = self.pos
         self.pos = pos + 1
         return stack.pop()
@@ -128,7 +129,7 @@ class Machine:
 
     def put(self, index: int) -> None:
         """Memoize the top of the stack under `index`."""
-        top = self.top()
+        top = self.stack[-1]
         if not self.memo.put(index, top):
             if self.prepare is not None:  # shortcuts remember what entries meant
                 raise ShortcutMissedError
@@ -155,12 +156,10 @@ class Machine:
         self.stack[-1] = value
         self.pos = end
 
-    def top(self) -> object:
-        """Return the one object on the top of the stack."""
-        top = self.stack[-1]
-        if isinstance(top, Several):
-            raise ShortcutMissedError
-        return top
+    def push_several(self, *objects: Several) -> None:
+        """Push what stands for several objects: from now on no opcode may take one for one."""
+        self.stack += objects
+        self.table = _GUARDED_TABLE
 
     def state(self) -> tuple[int, int, object, tuple[int, int]]:
         """Return what `go_back` needs to undo what a shortcut reads from here on."""
@@ -436,9 +435,9 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"a": lambda m: _extend(m, [m.stack.pop()]),
     b"e": lambda m: _extend(m, m.pop_mark()),
     b"\x90": lambda m: _extend(m, m.pop_mark()),
-    b"0": lambda m: (m.top(), m.stack.pop()),
+    b"0": lambda m: m.stack.pop(),
     b"1": lambda m: m.pop_mark(),
-    b"2": _push(lambda m: m.top()),
+    b"2": _push(lambda m: m.stack[-1]),
     b"Q": _push(_persistent_id),
     b"\x82": _extension,
     b"\x83": _extension,
@@ -446,6 +445,7 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
 }
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: (), 0x28: MARK}
 _TABLE = [_OPCODES.get(bytes([op]), _unknown) for op in range(256)]
+_GUARDED_TABLE = [guarded(op, interpret) for op, interpret in enumerate(_TABLE)]
 
 
 def loads(

@@ -19,16 +19,6 @@ class LeftOut:
         raise NotImplementedError
 
 
-class Several:
-    """On the stack: what a shortcut has read, in the place of several objects in a row."""
-
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        """Return how many these are."""
-        raise NotImplementedError
-
-
 class Memo:
     """Objects in the order of their numbers, for real pickles number theirs in order.
 
