@@ -21,7 +21,7 @@ from ema_ckpt.core.names import EMA, OPTIMIZER, canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import as_written
-from ema_ckpt.ops.rule_changes import listed, rule_all
+from ema_ckpt.ops.rule_changes import RuledSource, listed, rule_all
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster, import_all
 from ema_ckpt.reading.digests import compute_digest, recorded_digest
@@ -65,10 +65,22 @@ def compare_with(
         # What was written without its optimizer is compared without it.
         carried = bool(origin.rules) and of_role(list_trees(audit.catalog), OPTIMIZER)
         ruled = rule_all(origin.rules, source, optimizers=bool(carried))
+        _warn_of_optimizers(audit, source, ruled, bool(carried))
         hint = "" if origin.rules else "; if --rules made the copy, pass them here too"
         _Comparison(audit, ruled.catalog, ruled.trees, threads, hint).run(progress)
     finally:
         catalog.source.close()
+
+
+def _warn_of_optimizers(audit: Audit, origin: Catalog, ruled: RuledSource, carried: bool) -> None:
+    """Say which optimizers of the source are not compared, as rules do not carry them."""
+    if carried or ruled.rules is None:
+        audit.warnings += [w for w in ruled.warnings if w.code == "left-out"]
+        return
+    for tree in of_role(list_trees(origin), OPTIMIZER):
+        message = f"tree {tree.name!r} of {origin.resolved} is not compared: "
+        message += f"{audit.catalog.resolved} has no optimizer state; `convert` says why, and "
+        audit.warn("left-out", f"{message}without --rules copies it as it is")
 
 
 class _Naming(NamedTuple):

@@ -79,7 +79,9 @@ class CheckpointReader:
         self.catalog, self.trees = ruled.catalog, ruled.trees
         if optimizers:
             self.left_out = {item.name: reason for item, reason in ruled.left_out}
-        self.rule_notes = [warning.message for warning in ruled.warnings]
+        # What is left out of an optimizer is told, or refused, where it is restored.
+        told = [warning for warning in ruled.warnings if warning.code != "left-out"]
+        self.rule_notes = [warning.message for warning in told]
 
     def close(self) -> None:
         """Close the files of the checkpoint, and of what was opened beside it."""

@@ -287,3 +287,34 @@ def test_state_that_is_not_tensors_goes_along(tmp_path: Path) -> None:
     entries = loaded["optimizer"]["state"]["blocks.0.q"]
     assert (entries["count"], entries["buffer"], type(entries["pair"])) == (3, None, tuple)
     assert torch.equal(entries["pair"][1], weights(4)["0.q"][:1])
+
+
+def by_position() -> dict[str, Any]:
+    parameters = [torch.nn.Parameter(value) for value in weights().values()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    sum(parameter.sum() for parameter in parameters).backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_an_optimizer_by_position_is_said_to_be_left_out(form: str, tmp_path: Path) -> None:
+    """Once for the tree by `convert`, and by `verify` of the copy, which was not compared with it."""
+    run = source(tmp_path, form, by_position())
+    result, loaded = apply(run, FUSE)
+    assert "optimizer" not in loaded
+    (warning,) = [w for w in result.warnings if w.code == "left-out"]
+    assert "tree 'optimizer' is left out" in warning.message
+    assert "stored by position" in warning.message
+    assert "--tree" in warning.message
+    result, _ = apply(run, FUSE, tree="model")
+    assert not [w for w in result.warnings if w.code == "left-out"]
+    checked = verify(tmp_path / "out.pt", against=run, rules=tmp_path / "rules.toml")
+    assert checked.status == "sound"
+    (warning,) = [w for w in checked.warnings if w.code == "left-out"]
+    assert "tree 'optimizer'" in warning.message
+    assert "is not compared" in warning.message
+    plain = convert(run, tmp_path / "plain.pt")
+    assert not [w for w in plain.warnings if w.code == "left-out"]
+    checked = verify(tmp_path / "plain.pt", against=run)
+    assert not [w for w in checked.warnings if w.code == "left-out"]

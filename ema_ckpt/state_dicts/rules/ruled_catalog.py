@@ -66,7 +66,7 @@ class RuledCheckpoint:
         changes: what became of what, by full names.
         dropped: tensors and objects that rules drop, with the reason.
         left_out: optimizer state that they do not carry, with the reason.
-        warnings: about rules whose inverse does not lead back.
+        warnings: optimizers that are left out, and rules whose inverse does not lead back.
         unwrapped: a stored name of which rules made one that lacks a wrapper prefix; None if none.
     """
 
@@ -163,6 +163,7 @@ class _CatalogWork:
         self._changes: list[Change] = []
         self._dropped: list[tuple[Tensor | Object, str]] = []
         self._left_out: list[tuple[Tensor | Object, str]] = []
+        self._warnings: list[Diagnostic] = []
         self._inexact: dict[int, str] = {}
         self._unwrapped: str | None = None
 
@@ -190,6 +191,9 @@ class _CatalogWork:
             message = f"tree {tree.name!r}: {reason}; leave out --rules, or that tree"
             raise UsageError("unsupported", message)
         self.leave_out(tree, reason)
+        remedy = "save it by get_optimizer_state_dict of torch, which names parameters, or name"
+        message = f"tree {tree.name!r} is left out: {reason}; {remedy} the other trees with --tree"
+        self._warnings.append(Diagnostic("left-out", message))
 
     def take(self, done: RuledTree) -> None:
         """Add a tree that rules were applied to."""
@@ -241,7 +245,7 @@ class _CatalogWork:
             made_from=self._sources,
             made_by=catalog.made_by + rules.digest + "inverse" * rules.is_inverse,
         )
-        warnings = []
+        warnings = self._warnings
         for number, name in sorted(self._inexact.items()):
             message = f"{rules.name}: the inverse of rule {number} would not lead back: it takes"
             message += f" {name!r} for what the rule made; mark the rule one_way = true"
