@@ -277,7 +277,7 @@ def _add_paths(
             result.paths[name] = _path(path, name, max_index, where)
         else:
             spare.append(str(name) if isinstance(name, str | int) else "?")
-    result.spare = tuple(spare)
+    result.spare = tuple(dict.fromkeys(spare))
 
 
 def _tensor(entry: object, name: str, where: str, columns: ChunkColumns | None) -> TensorEntry:

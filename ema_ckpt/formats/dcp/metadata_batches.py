@@ -290,7 +290,6 @@ class TensorBatch(Batch):
         is_marked = cursors.skip_mark()
         self.chunks = chunks
         self.firsts, self.stops = chunks.runs(cursors)
-        chunks.close()
         cursors.good &= is_marked == (self.stops - self.firsts > 1)
         cursors.skip_either(is_marked, _ALL_APPENDED, _ONE_APPENDED)
         after = Cursors(numbered.data, cursors.positions)

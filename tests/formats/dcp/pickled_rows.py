@@ -236,10 +236,10 @@ class PickledRows:
             chunks = [tuple([k * (d + 1) for d in range(dims)]) for k in range(count)]
             dtype = random.choice(["float32", "bfloat16"])
             drawn.append((self.name(i), dtype, shape, chunks))
-        self.instance("Metadata", self._tables(drawn, has_paths))
+        self.instance("Metadata", self.tables(drawn, has_paths))
         return bytes(self.data) + b"."
 
-    def _tables(self, drawn: list, has_paths: bool) -> dict[str, Callable[[], None]]:
+    def tables(self, drawn: list, has_paths: bool) -> dict[str, Callable[[], None]]:
         def entries() -> None:
             def write(name, dtype, shape, chunks) -> None:
                 self.text(name, again=self.is_odd())

@@ -185,6 +185,21 @@ def test_of_equal_keys_the_last_counts() -> None:
     assert read > 5
 
 
+class ItemsForPaths(PickledRows):
+    """Items where the paths of tensors should be."""
+
+    def tables(self, drawn: list, has_paths: bool) -> dict[str, Callable[[], None]]:
+        tables = super().tables(drawn, has_paths)
+        return tables | {"planner_data": tables["storage_data"]}
+
+
+def test_items_that_are_no_paths() -> None:
+    for seed in range(20):
+        data = ItemsForPaths(seed, 0, 0).whole()
+        check_same(data)
+        assert isinstance(outcome(data, fast=True, columns=True), Metadata)
+
+
 def test_each_byte_is_looked_at_a_few_times(
     window: int, rows: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
