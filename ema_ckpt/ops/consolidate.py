@@ -16,7 +16,12 @@ from ema_ckpt.core.text import counted, parse_size, shown
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.dequantize import dequantize
 from ema_ckpt.ops.files_beside import settings_beside
-from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects, unsupported_metadata
+from ema_ckpt.ops.object_plan import (
+    refuse_skipped,
+    unknown_objects,
+    unsupported_metadata,
+    warn_of_files,
+)
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_one
 from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
@@ -91,6 +96,7 @@ def consolidate(
         check_sources(catalog, (tensor.source for tensor in selection.entries))
         warnings = [*catalog.warnings, *ema_warnings(catalog, whole, live, filled)]
         warnings += [*ruled.warnings, *values.warnings()]
+        warnings += warn_of_files(catalog, {*copied, *values.named_files}, skipped)
         plan, ties = plan_for(output, catalog, selection.entries, expand_ties=options.expand_ties)
         job = PlannedWrite(
             catalog,

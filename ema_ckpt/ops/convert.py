@@ -15,7 +15,13 @@ from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.dequantize import dequantize
 from ema_ckpt.ops.files_beside import needed_files
-from ema_ckpt.ops.object_plan import left_out, plan_objects, rank_keyed, refuse_skipped
+from ema_ckpt.ops.object_plan import (
+    left_out,
+    plan_objects,
+    rank_keyed,
+    refuse_skipped,
+    warn_of_files,
+)
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_all
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
@@ -122,6 +128,7 @@ def _transfer(
         refuse_skipped(skipped, options.strict)
         check_sources(catalog, (tensor.source for tensor in tensors))
         warnings = [*catalog.warnings, *values.warnings(copied), *ruled.warnings, *objects.warnings]
+        warnings += warn_of_files(catalog, copied, skipped)
         split: list[bool] = []
         if output.form == "dcp":
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]

@@ -46,6 +46,13 @@ class Dequantized(NamedTuple):
             names.update(source.name for source in made_from.get(tensor.name, (tensor,)))
         return described([weight for weight in self.weights if weight.name in names])
 
+    @property
+    def named_files(self) -> tuple[str, ...]:
+        """Files beside the weights that `warnings` tells of."""
+        from ema_ckpt.reading.quantized.quantization_config import CONFIG_FILE
+
+        return (CONFIG_FILE,) if self.has_config else ()
+
     def warnings(self, copied: Collection[str] = ()) -> Iterator[Diagnostic]:
         """Say what became of the settings of the quantisation; `copied` are files beside."""
         if not self.has_config:

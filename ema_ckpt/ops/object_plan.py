@@ -25,6 +25,12 @@ _STATE_FILES = re.compile(
 _OWN_FILES = re.compile(
     r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|ema_ckpt\.json|.*\.safetensors(\.index\.json)?"
 )
+# Weights in a second form have a warning of their own, if they are a checkpoint at all; a trainer's
+# state is `skipped`, and of no use to weights alone.
+_TOLD_ELSEWHERE = re.compile(
+    rf"\..*|{_STATE_FILES.pattern}|pytorch_model.*\.bin|.*\.index\b.*\.json"
+)
+_BESIDE_MODELS = ("safetensors", "torch")  # formats of model directories
 _RANK_KEY = re.compile(r"(?:^|[._/-])rank[_-]?\d+(?:$|[._/-])")
 
 
@@ -153,10 +159,7 @@ def _state_beside(catalog: Catalog) -> list[str]:
     """
     root = list_folder(catalog.source.root)
     folders = [name for name in root.folders if _holds_weights(join(root.root, name))]
-    files = list(root.files)
-    parts = dict.fromkeys(file.rpartition("/")[0] for file in catalog.files)
-    for part in filter(None, parts):
-        files += [f"{part}/{name}" for name in list_folder(join(root.root, part)).files]
+    files = _files_in_folders(catalog)
     if catalog.format == "dcp":
         return folders + files
     for file in files:
@@ -164,6 +167,39 @@ def _state_beside(catalog: Catalog) -> list[str]:
         if _STATE_FILES.fullmatch(name) or is_needed(name):
             folders.append(file)
     return folders
+
+
+def warn_of_files(
+    catalog: Catalog, copied: Container[str], skipped: Iterable[Skipped]
+) -> Iterator[Diagnostic]:
+    """Name the files beside the weights of a model, as its tokenizer, that nothing else tells of.
+
+    They are not part of a checkpoint: nothing is skipped of it where they stay behind.
+    """
+    root = catalog.source.root
+    if catalog.format not in _BESIDE_MODELS or catalog.resolved.rstrip("/") != root.rstrip("/"):
+        return
+    told = {item.file for item in skipped} | {base_name(path) for path in catalog.left_out}
+    names = []
+    for file in _files_in_folders(catalog):
+        name = base_name(file)
+        is_own = _OWN_FILES.fullmatch(name) or _TOLD_ELSEWHERE.fullmatch(name)
+        if not is_own and file not in catalog.files and file not in copied and file not in told:
+            names.append(file)
+    if names:
+        remedy = "copy what the model needs (config, tokenizer) to the target"
+        message = f"{catalog.resolved}: not copied, beside the weights: {shown(names)}; {remedy}"
+        yield Diagnostic("left-out", message)
+
+
+def _files_in_folders(catalog: Catalog) -> list[str]:
+    """List the files in a checkpoint's directory, and in its parts'."""
+    root = catalog.source.root
+    files = list(list_folder(root).files)
+    parts = dict.fromkeys(file.rpartition("/")[0] for file in catalog.files)
+    for part in filter(None, parts):
+        files += [f"{part}/{name}" for name in list_folder(join(root, part)).files]
+    return files
 
 
 def _holds_weights(folder: str) -> bool:

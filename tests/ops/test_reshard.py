@@ -579,6 +579,34 @@ def test_state_beside_any_checkpoint_is_told(tmp_path: Path) -> None:
                 ema_ckpt.convert(source, tmp_path / "strict.safetensors", strict=True)
 
 
+@pytest.mark.parametrize("verb", ["convert", "consolidate"])
+@pytest.mark.parametrize("target", ["out", "out.safetensors", "out.pt"])
+def test_every_file_beside_a_model_is_written_or_named(
+    verb: str, target: str, tmp_path: Path
+) -> None:
+    """In `files`, `skipped` or the one warning `left-out`; `--strict` minds only what is skipped."""
+    source, out = tmp_path / "model", tmp_path / target
+    source.mkdir()
+    save_file({"a": torch.ones(2)}, source / "model.safetensors")
+    beside = "config.json generation_config.json tokenizer.json tokenizer_config.json merges.txt README.md".split()
+    for name in (*beside, ".gitattributes"):
+        (source / name).write_text("{}")
+    args = {"to": "safetensors"} if (verb, target) == ("convert", "out") else {}
+    done = getattr(ema_ckpt, verb)(source, out, **args)
+    (warning,) = [w for w in done.warnings if w.code == "left-out"]
+    told = {item.file for item in done.skipped}
+    told |= {name for name in beside if repr(name) in warning.message}
+    there = set(os.listdir(out)) if out.is_dir() else set()
+    assert told | there >= {*beside}
+    assert not told & there
+    assert "model.safetensors" not in warning.message.partition(": ")[2]
+    assert ".gitattributes" not in warning.message
+    if not done.skipped:
+        getattr(ema_ckpt, verb)(source, tmp_path / f"strict-{target}", strict=True, **args)
+    named = getattr(ema_ckpt, verb)(source / "model.safetensors", tmp_path / "named.safetensors")
+    assert not named.warnings
+
+
 def test_files_beside_a_hugging_face_target_are_kept(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     for number in range(2):
