@@ -27,6 +27,7 @@ from ema_ckpt.ops.synthesize_inputs import (
     open_snapshots,
     parts_of,
     refuse_unsummable,
+    refuse_whole_run,
     snapshots_of,
     weights_for,
 )
@@ -105,6 +106,8 @@ def synthesize(
     names = (tree,) if isinstance(tree, str) else tree
     opened_snapshots = open_snapshots(paths, names, (command, flags), options)
     try:
+        if scheme is not None and len(paths) == 1 and not choice.is_run:
+            refuse_whole_run(paths[0], opened_snapshots)
         factors, doubts = weights_for(
             opened_snapshots,
             sigma_rel=sigma_rel,

@@ -22,6 +22,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.locate import select_steps
 from ema_ckpt.discovery.opening import open_catalog
+from ema_ckpt.discovery.step_names import step_order
 from ema_ckpt.ops.dequantize import Dequantized, dequantize, refuse_unquantized
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
@@ -96,6 +97,20 @@ def _check_choice(choice: StepChoice, paths: int) -> None:
     last = 1 if choice.last is None else choice.last
     if min(choice.stride, last) < 1:
         raise UsageError("usage", "--last and --stride are 1 or more")
+
+
+def refuse_whole_run(path: str, snapshots: Sequence[Snapshot]) -> None:
+    """Refuse a scheme for one path that is a run, of which only the newest step was opened.
+
+    Raises:
+        UsageError: `usage`, with the options that take several steps.
+    """
+    resolved = snapshots[0].catalog.resolved
+    below = resolved.removeprefix(path).strip("/").split("/")
+    if resolved.startswith(path) and any(step_order(name) is not None for name in below):
+        problem = f"is a directory of steps, and without more only {below[0]} would be read"
+        remedy = "--last N merges the newest N, --from STEP and --to STEP those in a range"
+        raise UsageError("usage", f"{path}: {problem}; {remedy}")
 
 
 def open_snapshots(

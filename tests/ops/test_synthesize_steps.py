@@ -147,6 +147,18 @@ def test_stride_or_last_of_named_snapshots(run: Path, tmp_path: Path) -> None:
             ema_ckpt.synthesize(paths, tmp_path / "o.safetensors", **options)  # type: ignore[arg-type]
 
 
+def test_a_scheme_of_a_run_needs_to_know_its_steps(run: Path, tmp_path: Path) -> None:
+    """One step alone, the newest, is no merge; named as a snapshot it is written, as it is."""
+    out = tmp_path / "o.safetensors"
+    for path in (run, f"{run}/", tmp_path):
+        with pytest.raises(EmaCkptError, match=r"directory of steps.*--last N.*--from") as caught:
+            ema_ckpt.synthesize([path], out, scheme="linear")
+        assert caught.value.code == "usage"
+        assert not out.exists()
+    ema_ckpt.synthesize([run / "step_600"], out, scheme="linear")
+    assert torch.equal(load_file(out)["a.weight"], state(600)["a.weight"])
+
+
 def test_the_command(run: Path, tmp_path: Path) -> None:
     """`--to` takes the number of a step, a format, or both; a dry run prints steps and weights and writes nothing."""
     commands = Commands(tmp_path / "marker")
