@@ -22,6 +22,7 @@ from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,
     StepChoice,
     copied_integers,
+    describe_terms,
     log_sum,
     match_names,
     open_snapshots,
@@ -176,7 +177,8 @@ def _write(
             sums = f"{counted(count, 'finite sum')} of {tensor.name!r}"
             infinite = f"became infinite in {tensor.source.dtype.name}; use smaller weights"
             overflows.append(Diagnostic("overflow", f"{sums} {infinite}"))
-    return replace(result, warnings=(*result.warnings, *overflows))
+    terms = describe_terms(snapshots, factors)
+    return replace(result, warnings=(*result.warnings, *overflows), snapshots=terms)
 
 
 def virtual_catalog(

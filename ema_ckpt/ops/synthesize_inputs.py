@@ -22,11 +22,13 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.locate import select_steps
 from ema_ckpt.discovery.opening import open_catalog
-from ema_ckpt.discovery.step_names import step_order
+from ema_ckpt.discovery.step_names import step_number, step_order
 from ema_ckpt.ops.dequantize import Dequantized, dequantize, refuse_unquantized
+from ema_ckpt.ops.results.write import SnapshotEntry
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees
+from ema_ckpt.storage.directories import base_name
 from ema_ckpt.writing.options import WriteOptions
 
 _POOR_MISMATCH = 0.05
@@ -217,6 +219,20 @@ def copied_integers(tensors: Iterable[OutputTensor], newest: Snapshot) -> list[D
     come = "comes" if len(names) == 1 else "come"
     message = f"{shown(names)} cannot be averaged and {come} from {newest.label} alone"
     return [Diagnostic("not-averaged", message)]
+
+
+def describe_terms(
+    snapshots: Sequence[Snapshot], weights: Sequence[float]
+) -> tuple[SnapshotEntry, ...]:
+    """Return each snapshot with its weight, for the result."""
+    terms = []
+    for snapshot, weight in zip(snapshots, weights, strict=True):
+        catalog = snapshot.catalog
+        below = catalog.resolved.removeprefix(catalog.path).split("/")  # `actor` in a step
+        numbers = map(step_number, (base_name(catalog.path), *below))
+        step = next((number for number in numbers if number is not None), None)
+        terms.append(SnapshotEntry(catalog.resolved, snapshot.tree.name, step, weight))
+    return tuple(terms)
 
 
 def log_sum(snapshots: Sequence[Snapshot], weights: Sequence[float]) -> None:

@@ -182,6 +182,11 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
         document = json.loads(json.dumps(ended.document))
         assert document["format"] == "dcp"
         assert list(map(step_of, document["resolved"])) == ["step_300", "step_400", "step_500"]
+        terms = document["snapshots"]
+        assert [term["path"] for term in terms] == document["resolved"]
+        assert [term["step"] for term in terms] == [300, 400, 500]
+        assert [term["weight"] for term in terms] == [1 / 3] * 3
+        assert [term["tree"] for term in terms] == ["model"] * 3
         assert not (tmp_path / "o").exists()
     finally:
         commands.close()

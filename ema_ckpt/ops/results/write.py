@@ -51,6 +51,24 @@ class AppliedRules:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotEntry:
+    """One term of a weighted sum.
+
+    Attributes:
+        path: the checkpoint that was read. tree: that of it which is summed.
+        step: the number in its name, if that is a step's. weight: what it is multiplied by.
+    """
+
+    path: str
+    tree: str
+    step: int | None
+    weight: float
+
+    def __post_init__(self) -> None:
+        hide_credentials(self, "path")
+
+
+@dataclass(frozen=True, slots=True)
 class WriteResult:
     """What a writing verb wrote, or with `dry_run` would write; `nbytes` is payload.
 
@@ -60,6 +78,8 @@ class WriteResult:
         rules: what rules did; without rules None, and no field of the JSON.
         dequantized: quantised weights that are written as values; without any None, and no field of
             the JSON.
+        snapshots: what `synthesize` summed, in order; of other verbs None, and no field of the
+            JSON.
     """
 
     source: str
@@ -81,6 +101,7 @@ class WriteResult:
     dequantized: tuple[QuantizedEntry, ...] | None = field(
         default=None, metadata={"json": "if set"}
     )
+    snapshots: tuple[SnapshotEntry, ...] | None = field(default=None, metadata={"json": "if set"})
 
     __repr__ = short_repr
 
