@@ -13,7 +13,7 @@ from ema_ckpt.analysis.checksum_pass import ChecksumPass
 from ema_ckpt.analysis.items import ItemList
 from ema_ckpt.analysis.records import RecordList, StoredRecord
 from ema_ckpt.core.catalog import Catalog, Chunk, Diagnostic, Object, Payload, Problem, Tensor
-from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.coverage import HOLE_REMEDY, prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
@@ -198,9 +198,19 @@ def check_metadata(audit: Audit) -> None:
         try:
             prove(tensor)
         except SourceError as error:
-            audit.error(error)
+            audit.error(_explained(error, catalog))
             if error.code == "unsupported":
                 audit.unchecked[tensor.name, -1] = tensor.nbytes or 1
+
+
+def _explained(error: SourceError, catalog: Catalog) -> SourceError:
+    """Say of a hole in a checkpoint of which whole files are missing that they may hold it."""
+    lacks_files = any(p.code == "incomplete" and not p.tensor for p in catalog.problems)
+    if error.code != "hole" or not lacks_files:
+        return error
+    cause = "follows from the missing files (`incomplete`), unless those do not hold it either"
+    message = str(error).replace(HOLE_REMEDY, cause)
+    return SourceError(error.code, message, tensor=error.tensor, file=error.file)
 
 
 def _check_checksums(audit: Audit, threads: int, progress: Callable[[int], None] | None) -> None:

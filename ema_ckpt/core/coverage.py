@@ -13,6 +13,7 @@ from ema_ckpt.core.errors import SourceError, about
 from ema_ckpt.core.text import counted, shown
 
 _FEW = 16
+HOLE_REMEDY = "a rank did not save its part: use another copy, or save again"
 
 
 def prove(tensor: Tensor) -> tuple[int, ...]:
@@ -113,7 +114,7 @@ def _describe_hole(tensor: Tensor, covered: int, boxes: list[Box]) -> str:
         message += f"; not stored whole: {rows} {', '.join(spans[:10])}{more} of {tensor.shape[0]}"
     files = list(dict.fromkeys(chunk.file for chunk in tensor.chunks if 0 not in chunk.sizes))
     held = f"the rest is in {shown(files)}" if files else "no file holds any of it"
-    return f"{message}; {held}; a rank did not save its part: use another copy, or save again"
+    return f"{message}; {held}; {HOLE_REMEDY}"
 
 
 def _open_rows(tensor: Tensor, boxes: list[Box]) -> list[tuple[int, int]]:

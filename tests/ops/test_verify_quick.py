@@ -56,6 +56,26 @@ def our_hugging_face(path: Path, scale: int) -> None:
     ema_ckpt.consolidate(source, path, max_shard_size=128 * scale)
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_holes_of_a_missing_rank_file_say_that_they_follow_from_it(
+    quick: bool, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(REPO / "fixtures/rank-files/torch-2.14.1", run)
+    (run / "model_world_size_2_rank_1.pt").unlink()
+    problems = verify(run, quick=quick).problems
+    assert [problem.code for problem in problems] == ["incomplete", "hole", "hole"]
+    assert "rank 1 of 2" in problems[0].message
+    for hole in problems[1:]:
+        assert (
+            "rows 3 to 4 of 5; the rest is in 'model_world_size_2_rank_0.pt'; follows from"
+            in hole.message
+        )
+        assert "did not save" not in hole.message
+    holed = verify(REPO / "fixtures/nasty/hole", quick=quick).problems
+    assert any("did not save its part" in problem.message for problem in holed)
+
+
 def rank_files(path: Path, scale: int) -> None:
     path.mkdir()
     for rank in range(2):
