@@ -350,8 +350,9 @@ def default_tree(
     message. A checkpoint that holds nothing has an empty live tree.
 
     Raises:
-        UsageError: `ambiguous-tree` if neither is unique, with one command per candidate;
-            `empty-selection` if no tree holds a tensor, and the checkpoint is not empty.
+        UsageError: `ambiguous-tree` if neither is unique, with one command per candidate, and for
+            an optimizer's state alone, be it values alone; `empty-selection` if there is no
+            optimizer, no tree holds a tensor, and the checkpoint is not empty.
     """
     averages, lives = of_role(trees, EMA), of_role(trees, LIVE)
     if len(averages or lives) == 1:
