@@ -14,7 +14,7 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, OPTIMIZER, TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, parse_size, shown
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.dequantize import dequantize
+from ema_ckpt.ops.dequantize import dequantize, exact_warnings, with_exact_parts
 from ema_ckpt.ops.files_beside import settings_beside
 from ema_ckpt.ops.object_plan import (
     refuse_skipped,
@@ -81,7 +81,8 @@ def consolidate(
         if options.selection.keep_prefixes:
             ruled.refuse_mixed_prefixes()
         catalog = ruled.catalog
-        selection = select_tree(ruled.tree, options.selection, ruled.filled or None)
+        chosen = with_exact_parts(options.selection, opened_catalog, options, catalog)
+        selection = select_tree(ruled.tree, chosen, ruled.filled or None)
         copied, without = settings_beside(catalog, output.is_directory)
         renamed, rules = ruled.changed_names(selection)
         skipped = [
@@ -97,6 +98,7 @@ def consolidate(
         warnings = [*catalog.warnings, *ema_warnings(catalog, whole, live, filled)]
         warnings += [*ruled.warnings, *values.warnings()]
         warnings += warn_of_files(catalog, {*copied, *values.named_files}, skipped)
+        warnings += exact_warnings(selection)
         plan, ties = plan_for(output, catalog, selection.entries, expand_ties=options.expand_ties)
         job = PlannedWrite(
             catalog,

@@ -13,7 +13,7 @@ from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.dequantize import dequantize
+from ema_ckpt.ops.dequantize import dequantize, exact_warnings, with_exact_parts
 from ema_ckpt.ops.files_beside import needed_files
 from ema_ckpt.ops.object_plan import (
     left_out,
@@ -113,7 +113,8 @@ def _transfer(
             ruled.refuse_mixed_prefixes()
         trees = ruled.trees
         catalog = warn_of_hidden(ruled.catalog, trees, named) if named else ruled.catalog
-        selection = select_all(catalog, trees, options.selection, named, strip=strip)
+        chosen = with_exact_parts(options.selection, opened_catalog, options, catalog)
+        selection = select_all(catalog, trees, chosen, named, strip=strip)
         objects = plan_objects(catalog, selection.objects, output.format)
         renamed, applied = ruled.changed_names(selection)
         tensors, unfit = _fitting(selection.entries, output.form)
@@ -129,6 +130,7 @@ def _transfer(
         check_sources(catalog, (tensor.source for tensor in tensors))
         warnings = [*catalog.warnings, *values.warnings(copied), *ruled.warnings, *objects.warnings]
         warnings += warn_of_files(catalog, copied, skipped)
+        warnings += exact_warnings(selection)
         split: list[bool] = []
         if output.form == "dcp":
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]

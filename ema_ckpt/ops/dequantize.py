@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, UsageError
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.ops.results.write import Skipped
+from ema_ckpt.state_dicts.selection import Selection, SelectionOptions
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.writing.options import WriteOptions
 
@@ -29,6 +31,7 @@ class Dequantized(NamedTuple):
         weights: those that were quantised. skipped: what has no meaning without them.
         has_config: whether the model's `config.json` says that it is quantised.
         is_quantized: whether there is any quantised weight, even one that is not understood.
+        refused: why weights are left as they are stored, by the name of their codes.
     """
 
     catalog: Catalog
@@ -36,6 +39,7 @@ class Dequantized(NamedTuple):
     skipped: tuple[Skipped, ...] = ()
     has_config: bool = False
     is_quantized: bool = False
+    refused: Mapping[str, Diagnostic] = {}
 
     def entries(
         self, written: Iterable[Tensor], made_from: Mapping[str, Sequence[Tensor]]
@@ -122,6 +126,37 @@ def _made_by(weights: Sequence[QuantizedTensor], values: str) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def with_exact_parts(
+    chosen: SelectionOptions, stored: Catalog, options: WriteOptions, ruled: Catalog
+) -> SelectionOptions:
+    """Return the selection of a verb, which casts no part of a quantised weight of `stored`.
+
+    Args:
+        ruled: what rules made of it: what is made of a part is one.
+    """
+    if chosen.dtype is None:
+        return chosen
+    from ema_ckpt.reading.quantized.exact_parts import exact_parts
+
+    parts = exact_parts(stored, dequantized=options.dequantize is not None)
+    made = ruled.made_from
+    names = {name for name in parts if name not in made} if parts else set()
+    for name, sources in made.items() if parts else ():
+        if any(source.name in parts for source in sources):
+            names.add(name)
+    return chosen._replace(exact=frozenset(names))
+
+
+def exact_warnings(selection: Selection) -> Iterator[Diagnostic]:
+    """Say which parts of quantised weights keep their types, though `--dtype` asks for another."""
+    if not selection.exact:
+        return
+    parts = f"{counted(len(selection.exact), 'part')} of quantised weights"
+    message = f"--dtype does not cast {parts}, as rounded scales would change the weights: "
+    message += f"{shown(selection.exact)}; --dequantize writes the weights as plain values"
+    yield Diagnostic("scales-kept", message)
+
+
 def refuse_unquantized(catalog: Catalog, options: WriteOptions) -> None:
     """Raise UsageError `empty-selection` if `--dequantize` is given: it has nothing to do."""
     if options.dequantize is not None:
@@ -141,7 +176,10 @@ def _without(catalog: Catalog, left_out: Iterable[Tensor]) -> Catalog:
 
 def _refused(tensor: Tensor, found: Recognised) -> Tensor:
     refusal = found.refused.get(tensor.name)
-    return tensor if refusal is None else replace(tensor, refusal=refusal)
+    if refusal is None:
+        return tensor
+    remedy = "leave it out with --exclude, or copy it as it is, without --dequantize"
+    return replace(tensor, refusal=replace(refusal, message=f"{refusal.message}; {remedy}"))
 
 
 def with_real_values(catalog: Catalog) -> Dequantized:
@@ -151,9 +189,9 @@ def with_real_values(catalog: Catalog) -> Dequantized:
 
     found = recognise(catalog, lenient=True)
     if not found.tensors:
-        return Dequantized(catalog)
+        return Dequantized(catalog, refused=found.refused)
     changed = with_values(_without(catalog, found.activations), found.tensors, by_name("float32"))
-    return Dequantized(changed, found.tensors)
+    return Dequantized(changed, found.tensors, refused=found.refused)
 
 
 def as_written(origin: Catalog, result: Catalog) -> Catalog:

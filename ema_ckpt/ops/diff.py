@@ -13,6 +13,7 @@ from ema_ckpt.analysis.compare import FAST_NUMEL, Comparer, PairStats
 from ema_ckpt.core.catalog import Catalog, Diagnostic
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import default_budget, parse_budget, parse_workers
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.ops.diff_findings import ComparedTrees, find_all
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.object_plan import unknown_objects
@@ -231,6 +232,22 @@ def _warnings(a: Catalog, b: Catalog) -> Iterator[Diagnostic]:
             yield replace(warning, message=f"{catalog.resolved}: {warning.message}")
 
 
+def _bare_codes(compared: ComparedTrees) -> Iterator[Diagnostic]:
+    """Warn of parts of quantised weights that were compared as they are stored, with the reason."""
+    pairs = compared.pairing.pairs
+    for side, tensors in (
+        (compared.a, [tensor for _, tensor, _ in pairs]),
+        (compared.b, [tensor for _, _, tensor in pairs]),
+    ):
+        bare = [tensor.name for tensor in tensors if tensor.name in side.refused]
+        if bare:
+            count = counted(len(bare), "stored part")
+            why = f"{bare[0]!r}: {side.refused[bare[0]].message}"
+            message = f"{count} of quantised weights compared as plain numbers, not as the values "
+            message += f"of the weights: {shown(bare)} ({why})"
+            yield Diagnostic("bare-codes", f"{side.catalog.resolved}: {message}")
+
+
 def _compared_values(side: Side) -> tuple[QuantizedEntry, ...] | None:
     """Describe the quantised weights of a side's tree, which were compared as values."""
     names = {tensor.name for tensor in side.tree.weights.values()}
@@ -266,7 +283,7 @@ def _result(compared: ComparedTrees) -> DiffResult:
         b=b.catalog.path,
         resolved_a=a.catalog.resolved,
         resolved_b=b.catalog.resolved,
-        warnings=tuple(_warnings(a.catalog, b.catalog)),
+        warnings=tuple(dict.fromkeys([*_warnings(a.catalog, b.catalog), *_bare_codes(compared)])),
         tree_a=a.tree.name,
         tree_b=b.tree.name,
         compared=len(pairing.pairs),

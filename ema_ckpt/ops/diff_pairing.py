@@ -6,9 +6,9 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.text import shown
@@ -27,12 +27,14 @@ class Side:
 
     Attributes:
         quantized: weights that are compared as the values they stand for.
+        refused: why others are compared as they are stored, by the stored name of their codes.
     """
 
     catalog: Catalog
     tree: Tree
     trees: Sequence[Tree]
     quantized: Sequence[QuantizedTensor] = ()
+    refused: Mapping[str, Diagnostic] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,20 @@ def open_sides(
             catalog_b = warn_of_hidden(catalog_b, trees_b)
             b = tree_of_other(trees_b, tree, against, command, catalog_b.resolved)
         sides = (
-            Side(catalog_a, _with_names_of(b, catalog_a, a), trees_a, values_a.weights),
-            Side(catalog_b, _with_names_of(a, catalog_b, b), trees_b, values_b.weights),
+            Side(
+                catalog_a,
+                _with_names_of(b, catalog_a, a),
+                trees_a,
+                values_a.weights,
+                values_a.refused,
+            ),
+            Side(
+                catalog_b,
+                _with_names_of(a, catalog_b, b),
+                trees_b,
+                values_b.weights,
+                values_b.refused,
+            ),
         )
         undo.pop_all()
     return sides

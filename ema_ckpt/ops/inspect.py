@@ -14,6 +14,7 @@ from ema_ckpt.ops.object_values import object_values
 from ema_ckpt.ops.open import tree_entry
 from ema_ckpt.ops.results.inspect import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
 from ema_ckpt.ops.results.quantized import QuantizedEntry, described
+from ema_ckpt.reading.quantized.lone_codes import warn_of_lone_codes
 from ema_ckpt.reading.quantized.recognise import recognise
 from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.state_dicts.ema_health import check_averages
@@ -56,7 +57,7 @@ def inspect_with_values(
         warnings = [*catalog.warnings, *damage(catalog), *find_hidden(trees)]
         problems = [one.problem for one in trees if one.problem is not None]
         warnings += [Diagnostic(problem.code, str(problem)) for problem in problems]
-        warnings += check_averages(catalog, trees)
+        warnings += [*check_averages(catalog, trees), *warn_of_lone_codes(catalog)]
         picked = trees if tree is None else find_trees(trees, tree, catalog.resolved)
         globs = (match,) if isinstance(match, str) else tuple(match)
         selected = select_tensors(catalog, picked, globs)

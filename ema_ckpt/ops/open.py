@@ -19,6 +19,7 @@ from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.results.inspect import TreeEntry
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
+from ema_ckpt.reading.quantized.exact_parts import exact_parts
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.selection import cast_target
@@ -147,7 +148,8 @@ class Checkpoint:
         """The weights of one tree, by default the only EMA or only live tree, by name inside it.
 
         Tied weights are one tensor under several names. `dtype`, one of torch's or `keep fp32 bf16
-        fp16`, casts floating-point tensors, those of 8 bits excepted.
+        fp16`, casts floating-point tensors, except those of 8 bits and parts of quantised weights
+        (scales, zero points), which are logged to `ema_ckpt`, level warning.
 
         Raises:
             UsageError: `unknown-tree`, `ambiguous-tree`; `usage` for another dtype; `missing-extra`
@@ -160,15 +162,20 @@ class Checkpoint:
         else:
             picked = find_tree(self._trees, tree, self.path)
         cast_dtype = _cast_dtype(dtype)
+        exact = frozenset[str]() if cast_dtype is None else exact_parts(self._catalog)
         shared: dict[object, torch.Tensor] = {}
-        state_dict = {}
+        state_dict, spared = {}, []
         for name, tensor in with_tied_names(self._catalog, picked).weights.items():
             key = (tensor.storage or id(tensor), tensor.shape, tensor.dtype.name)
             if key not in shared:
                 shared[key] = self._read(tensor)
-                if cast_dtype is not None and tensor.dtype.is_castable:
+                is_cast = tensor.dtype.is_castable and cast_dtype not in (None, shared[key].dtype)
+                if is_cast and tensor.name in exact:
+                    spared.append(name)
+                elif is_cast:
                     shared[key] = shared[key].to(cast_dtype)
             state_dict[name] = shared[key]
+        _log_spared(spared)
         return state_dict
 
     def _read(self, tensor: Tensor) -> torch.Tensor:
@@ -194,6 +201,13 @@ class Checkpoint:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+def _log_spared(names: Sequence[str]) -> None:
+    """Log which parts of quantised weights are not cast."""
+    if names:
+        message = f"dtype does not cast parts of quantised weights: {shown(names)}"
+        logging.getLogger("ema_ckpt").warning(displayed(message))
 
 
 def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -27,6 +27,7 @@ from ema_ckpt.ops.synthesize_inputs import (
     match_names,
     open_snapshots,
     parts_of,
+    refuse_quantized,
     refuse_unsummable,
     refuse_whole_run,
     snapshots_of,
@@ -143,6 +144,7 @@ def _write(
     catalog = ruled.catalog
     selection = select_tree(ruled.tree, options.selection)
     renamed, rules = ruled.changed_names(selection)
+    refuse_quantized(selection.entries, snapshots, catalog.made_from)
     refuse_unsummable(selection.entries)
     warnings += [*copied_integers(selection.entries, snapshots[-1]), *ruled.warnings]
     skipped = dict.fromkeys(ruled.skipped)

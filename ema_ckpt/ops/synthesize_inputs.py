@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -199,6 +199,38 @@ def refuse_unsummable(tensors: Iterable[OutputTensor]) -> None:
             hint = "leave it out with --exclude"
             message = f"tensor {tensor.name!r} is {dtype.name}, of which sums are not made; {hint}"
             raise UsageError("unsupported", message, tensor=tensor.name)
+
+
+def refuse_quantized(
+    tensors: Iterable[OutputTensor],
+    snapshots: Sequence[Snapshot],
+    made_from: Mapping[str, Sequence[Tensor]],
+) -> None:
+    """Refuse parts of quantised weights: sums of scales fit no snapshot's codes.
+
+    Args:
+        made_from: what rules made each tensor of.
+
+    Raises:
+        UsageError: `unsupported`.
+    """
+    from ema_ckpt.reading.quantized.exact_parts import exact_parts
+
+    parts = dict[str, Snapshot]()
+    for snapshot in snapshots:
+        exact = exact_parts(snapshot.values.catalog)
+        for name, weight in snapshot.tree.weights.items() if exact else ():
+            if weight.name in exact:
+                parts[canonical(name)] = snapshot
+    for tensor in tensors if parts else ():
+        for source in made_from.get(tensor.source.name, (tensor.source,)):
+            if source.name in parts:
+                where = (
+                    f"{tensor.name!r} is part of a quantised weight in {parts[source.name].label}"
+                )
+                remedy = "--dequantize bf16 sums the values of such weights"
+                message = f"{where}, and sums of codes and scales are no weights; {remedy}"
+                raise UsageError("unsupported", message, tensor=tensor.name)
 
 
 def parts_of(

@@ -116,6 +116,7 @@ def verify(
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
             report.warnings += stale_files(catalog)
             report.warnings += averages(catalog)
+            report.warnings += lone_codes(catalog) if is_whole else ()
             report.add(audit)
         finally:
             catalog.source.close()
@@ -352,6 +353,16 @@ def averages(catalog: Catalog) -> Iterator[Diagnostic]:
         trees = list_trees(catalog)
         yield from find_hidden(trees)
         yield from check_averages(catalog, trees)
+
+
+def lone_codes(catalog: Catalog) -> Iterator[Diagnostic]:
+    """Warn of codes of quantised weights without scales, as far as trees can be told."""
+    if not catalog.tensors:
+        return
+    from ema_ckpt.reading.quantized.lone_codes import warn_of_lone_codes
+
+    with suppress(SourceError, UsageError):  # the audit reports it
+        yield from warn_of_lone_codes(catalog)
 
 
 def _lists_its_files(catalog: Catalog) -> bool:

@@ -42,7 +42,11 @@ _WILDCARDS = frozenset("*?[")
 
 
 class SelectionOptions(NamedTuple):
-    """Which tensors a writer takes and how it names and casts them."""
+    """Which tensors a writer takes and how it names and casts them.
+
+    Attributes:
+        exact: stored names of what is never cast: parts of quantised weights.
+    """
 
     match: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -50,6 +54,7 @@ class SelectionOptions(NamedTuple):
     dtype: DType | None = None
     keep_dtype: tuple[str, ...] = ()
     keep_prefixes: bool = False
+    exact: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,14 @@ class Selection:
         entries, objects: tensors and objects under the names they get.
         renamed: the new name of everything whose name changed, by its name before.
         filled: names in `entries` that come from the live tree because the EMA lacks them.
+        exact: names in `entries` that would have been cast, but are parts of quantised weights.
     """
 
     entries: tuple[OutputTensor, ...] = ()
     objects: tuple[OutputObject, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     filled: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -315,12 +322,8 @@ def refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: st
 def _write(
     kept: Sequence[_Row], chosen: SelectionOptions, candidates: Sequence[_Row], where: str
 ) -> Selection:
-    """Apply `keep_dtype` and `rename`, refuse collisions, and build what is written."""
-    refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in candidates], where)
-    spared = _Globs(chosen.keep_dtype)
-    for row in kept:
-        if row.castable and not spared.fits(row.name):
-            row.dtype = chosen.dtype
+    """Apply casts and `rename`, refuse collisions, and build what is written."""
+    exact = _set_casts(kept, chosen, candidates, where)
     _rename(kept, chosen.rename, where)
     _refuse_collisions(kept, where, renamed=bool(chosen.rename))
     tensors, objects = [], []
@@ -332,7 +335,32 @@ def _write(
         else:
             tensors.append(OutputTensor(row.name, row.path, row.source, row.source.dtype))
     renamed = {row.before: row.name for row in kept if row.before != row.name}
-    return Selection(tuple(tensors), tuple(objects), renamed)
+    uncast = tuple([row.name for row in exact])
+    return Selection(tuple(tensors), tuple(objects), renamed, exact=uncast)
+
+
+def _set_casts(
+    kept: Sequence[_Row], chosen: SelectionOptions, candidates: Sequence[_Row], where: str
+) -> list[_Row]:
+    """Set what each row is cast to; return those that a cast would change, but are kept exact."""
+    refuse_idle("--keep-dtype", chosen.keep_dtype, [row.name for row in candidates], where)
+    spared = _Globs(chosen.keep_dtype)
+    exact = []
+    for row in kept:
+        if not row.castable or spared.fits(row.name):
+            continue
+        row.dtype = chosen.dtype
+        if row.source.name in chosen.exact and _is_cast(row):
+            row.dtype = None
+            exact.append(row)
+    return exact
+
+
+def _is_cast(row: _Row) -> bool:
+    """Whether a row is a tensor whose numbers a cast would change."""
+    if row.dtype is None or isinstance(row.source, Object):
+        return False
+    return row.source.dtype.is_castable and row.source.dtype != row.dtype
 
 
 def _rename(rows: Sequence[_Row], rules: Sequence[tuple[str, str]], where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Path, Tensor
@@ -55,9 +55,9 @@ def recognise(catalog: Catalog, *, lenient: bool = False) -> Recognised:
     Raises:
         SourceError: `unreadable` for a `config.json` that is no JSON object, unless `lenient`.
     """
-    if not any(map(_is_of_a_scheme, catalog.tensors)):
+    if not any(map(is_of_a_scheme, catalog.tensors)):
         return Recognised()
-    stored = _outside_optimizers(catalog)
+    stored = outside_optimizers(catalog)
     described = described_in_header(catalog.header_text, stored)
     try:
         config = read_config(catalog)
@@ -74,7 +74,7 @@ def recognise(catalog: Catalog, *, lenient: bool = False) -> Recognised:
     return Recognised(tuple(search.tensors), search.refused, activations)
 
 
-def _outside_optimizers(catalog: Catalog) -> dict[str, Tensor]:
+def outside_optimizers(catalog: Catalog) -> dict[str, Tensor]:
     """Return the tensors that are no optimizer's state, by stored name."""
     moments = set[int]()
     for tree in list_trees(catalog):
@@ -83,20 +83,28 @@ def _outside_optimizers(catalog: Catalog) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in catalog.tensors if id(tensor) not in moments}
 
 
-def _is_of_a_scheme(tensor: Tensor) -> bool:
+def is_of_a_scheme(tensor: Tensor) -> bool:
     """Whether a tensor may be a part, so that checkpoints without any are passed over fast."""
     if tensor.dtype.kind == "low" or tensor.subclass is not None:
         return True
     return tensor.dtype.name in _CODES or tensor.name.endswith(_ENDINGS)
 
 
-def _fitting(tensor: Tensor) -> list[Scheme]:
+def fitting_schemes(tensor: Tensor) -> list[Scheme]:
     """List the schemes whose codes a tensor may be, by its name and type."""
     of_type = [scheme for scheme in SCHEMES if tensor.dtype.name in scheme.dtypes]
     return [scheme for scheme in of_type if tensor.name.endswith(scheme.ending)]
 
 
-def _is_scale_of_weight(name: str) -> bool:
+def are_codes(tensor: Tensor, fitting: Sequence[Scheme]) -> bool:
+    """Whether a tensor without scales has to be the codes of a weight, by its type or its name."""
+    if not fitting or tensor.name.endswith(_SCALES):
+        return False
+    return tensor.dtype.kind == "low" or _is_weight(fitting[0], tensor.name)
+
+
+def is_scale_of_weight(name: str) -> bool:
+    """Whether a name is that of the scales of a layer's `weight`."""
     return name.rpartition(".")[2] in _WEIGHT_SCALES
 
 
@@ -118,7 +126,7 @@ class _Search:
         if tensor.name in self._taken:
             return
         subclass = described_in_subclass(tensor)
-        fitting = _fitting(tensor)
+        fitting = fitting_schemes(tensor)
         if subclass is not None:
             self._add_described(tensor.name, tensor, subclass)
         elif not self._add_scaled(tensor, fitting):
@@ -127,7 +135,7 @@ class _Search:
     def _add_scaled(self, tensor: Tensor, fitting: list[Scheme]) -> bool:
         """Add the weight of the first scheme whose scales are there, if there is one."""
         for scheme in fitting:
-            weight = _weight_name(scheme, tensor.name)
+            weight = weight_name(scheme, tensor.name)
             if weight + scheme.scale not in self._stored:
                 continue
             try:
@@ -144,12 +152,12 @@ class _Search:
         if foreign:
             reason = f"quantised by {foreign[0]}, which is not understood"
             self._refuse(tensor, "unsupported", reason)
-        elif _is_scale_of_weight(name):
+        elif is_scale_of_weight(name):
             self._look_for_weight(tensor)
         elif name.endswith(_SCALES):  # of eight bits
             return
-        elif fitting and (tensor.dtype.kind == "low" or _is_weight(fitting[0], name)):
-            scales = [repr(_weight_name(one, name) + one.scale) for one in fitting]
+        elif are_codes(tensor, fitting):
+            scales = [repr(weight_name(one, name) + one.scale) for one in fitting]
             reason = f"its scales are missing: no {' or '.join(scales)}"
             self._refuse(tensor, "incomplete", reason)
         elif tensor.dtype.kind == "low":
@@ -201,8 +209,7 @@ class _Search:
         return QuantizedTensor(weight, path, scheme.name, parts, layout, codes.name)
 
     def _refuse(self, tensor: Tensor, code: str, reason: str) -> None:
-        remedy = "leave it out with --exclude, or copy it as it is, without --dequantize"
-        self.refused[tensor.name] = Diagnostic(code, f"{reason}; {remedy}")
+        self.refused[tensor.name] = Diagnostic(code, reason)
 
     def activations_of(self, tensors: list[QuantizedTensor]) -> Iterator[Tensor]:
         """Yield the scales of what the layers of these weights take and give."""
@@ -214,13 +221,14 @@ class _Search:
                     yield tensor
 
 
-def _weight_name(scheme: Scheme, codes: str) -> str:
+def weight_name(scheme: Scheme, codes: str) -> str:
+    """Name of the weight whose codes have that name."""
     return codes.removesuffix(scheme.ending) if scheme.ending else codes
 
 
 def _is_weight(scheme: Scheme, name: str) -> bool:
     """Whether codes without scales are a weight by their name: `weight`, or a form of it."""
-    return _weight_name(scheme, name).rpartition(".")[2] == "weight"
+    return weight_name(scheme, name).rpartition(".")[2] == "weight"
 
 
 def _weight_path(codes: Tensor, ending: str, weight: str) -> Path:

@@ -1,0 +1,46 @@
+"""Names of the parts of quantised weights, whose numbers mean other values if they are rounded."""
+
+from __future__ import annotations
+
+import re
+
+from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.reading.quantized.recognise import Recognised, is_scale_of_weight, recognise
+
+# What other schemes have beside their codes, too: scales of scales, tables of codes, zero points.
+_PART = re.compile("scale|zero|absmax|quant_map|code|SCB")
+_OF_CACHE = re.compile("[kqv]_scale")
+
+
+def exact_parts(catalog: Catalog, *, dequantized: bool = False) -> frozenset[str]:
+    """Return the stored names of scales, zero points and whatever else belongs to codes.
+
+    Of weights that are not understood these are told by their names, beside the codes.
+
+    Args:
+        dequantized: those that stay where the weights that are understood become values.
+    """
+    found = recognise(catalog, lenient=True)
+    layers = {_layer(name) for name in found.refused}
+    names = set[str]()
+    if not dequantized:
+        names.update(_understood(found))
+        layers.update(_layer(weight.place) for weight in found.tensors)
+    for tensor in catalog.tensors:
+        if is_scale_of_weight(tensor.name):
+            layers.add(_layer(tensor.name))
+    for tensor in catalog.tensors if layers else ():
+        leaf = tensor.name.rpartition(".")[2]
+        is_beside = _layer(tensor.name) in layers and _PART.search(leaf)
+        if is_beside or _OF_CACHE.fullmatch(leaf):
+            names.add(tensor.name)
+    return frozenset(names)
+
+
+def _understood(found: Recognised) -> set[str]:
+    parts = {part.name for weight in found.tensors for part in weight.parts.values()}
+    return parts.union(part.name for part in found.activations)
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
