@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.text import counted, shown
+from ema_ckpt.reading.quantized.quantization_config import files_with_settings
 from ema_ckpt.reading.quantized.recognise import (
     are_codes,
     fitting_schemes,
@@ -49,6 +50,7 @@ def find_lone_codes(catalog: Catalog) -> Iterator[LoneCodes]:
     if not any(map(is_of_a_scheme, catalog.tensors)):
         return
     stored = outside_optimizers(catalog)
+    has_settings = bool(files_with_settings(catalog))
     described = set[str]()
     for one in described_in_header(catalog.header_text, stored).values():
         parts = [part.name for part in one.parts.values()]
@@ -56,8 +58,14 @@ def find_lone_codes(catalog: Catalog) -> Iterator[LoneCodes]:
         if one.parts and one.lacking:
             yield LoneCodes(parts[0], one.lacking, are_all_needed=True)
     for tensor in stored.values():
-        if tensor.name not in described and tensor.subclass is None:
+        # Without settings of a quantisation, FP8 under another name is taken for plain numbers.
+        may_be_codes = has_settings or tensor.dtype.kind != "low" or _is_weight(tensor.name)
+        if may_be_codes and tensor.name not in described and tensor.subclass is None:
             yield from _lacking(tensor, stored)
+
+
+def _is_weight(name: str) -> bool:
+    return name.rpartition(".")[2] == "weight"
 
 
 def _lacking(tensor: Tensor, stored: Mapping[str, Tensor]) -> Iterator[LoneCodes]:
