@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +33,12 @@ def _is_not_quick(path: Path) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw fewer examples in the loop while writing code; make the link that an sdist leaves out."""
+    """Draw fewer examples in the loop while writing code; make the link that an sdist leaves out.
+
+    A suite that runs in the background of a shell ignores SIGINT, and would hand that down to commands.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     device = Path(__file__).parents[1] / "fixtures" / "nasty" / "path-device" / "__1_0.distcp"
     if not device.is_symlink():
         device.symlink_to("/dev/zero")

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -195,10 +194,8 @@ def alone(rank: int, *arguments: object) -> subprocess.Popen[str]:
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments)]
-    usual: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A suite that runs in the background of a shell ignores SIGINT, and would hand that down.
-    usual["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
-    return subprocess.Popen(command, env=env, **usual)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
 @pytest.mark.parametrize("verb", ["inspect", "consolidate"])
