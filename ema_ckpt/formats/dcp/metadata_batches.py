@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ema_ckpt.core.collisions import Collisions
-from ema_ckpt.formats.dcp.metadata_values import BUILT, OPENED, Form, Values
+from ema_ckpt.formats.dcp.metadata_values import BUILT, OPENED, REFERENCE, Form, Values
 from ema_ckpt.formats.pickle.cursors import Cursors
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ TENSOR_COUNT = 5  # of a tensor: itself, its dict, its properties, their state, 
 _PROPERTIES = b")\x81\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE MARK
 _PROPERTIES_BUILT = b"t\x94b"  # TUPLE MEMOIZE BUILD
 _LIST = b"]\x94"
-REFERENCE, BOOLEAN = "rb"  # kinds of a tensor's properties, in its form
 _ONE_APPENDED, _ALL_APPENDED = b"aub", b"eub"
 
 
@@ -279,8 +278,8 @@ class TensorBatch(Batch):
         cursors = Cursors(numbered.data, starts + len(opened))
         self.dtypes = cursors.read_reference()
         self.others: list[Numbers] = []
-        for kind in fields.decode("ascii"):
-            if kind == REFERENCE:
+        for kind in fields:
+            if kind == REFERENCE[0]:
                 self.others.append(cursors.read_reference())
             else:
                 cursors.skip_boolean()

@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Ints
 from ema_ckpt.formats.dcp.metadata_rows import COUNT, INSTANCE_COUNT, INT, INTS, REF, RowReader
-from ema_ckpt.formats.dcp.metadata_values import BUILT, OPENED, SIZED, Form, ItemPlace, Values
+from ema_ckpt.formats.dcp.metadata_values import (
+    BOOLEAN,
+    BUILT,
+    OPENED,
+    REFERENCE,
+    SIZED,
+    Form,
+    ItemPlace,
+    Values,
+)
 from ema_ckpt.formats.pickle.machine import Machine
 from ema_ckpt.formats.pickle.memo import UNBUILT
 from ema_ckpt.formats.pickle.safe_globals import Global, Replacement
@@ -299,7 +308,8 @@ class Shortcuts:
 
 def _kinds(fields: bytes) -> bytes:
     """Return a letter for each of a tensor's properties: a boolean, or a reference."""
-    return b"".join([b"b" if field in _BOOLEANS else b"r" for field in _FIELD.findall(fields)])
+    found = _FIELD.findall(fields)
+    return b"".join([BOOLEAN if field in _BOOLEANS else REFERENCE for field in found])
 
 
 class _Memo:

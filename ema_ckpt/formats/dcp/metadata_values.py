@@ -21,6 +21,7 @@ Form = tuple[bytes, ...]
 OPENED = b")\x81\x94}\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK
 SIZED = b"\x94\x85\x94R\x94"  # after the numbers of a `torch.Size`
 BUILT = b"ub"
+REFERENCE, BOOLEAN = b"r", b"b"  # kinds of a tensor's properties, in its form
 _INT_NBYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # by opcode; LONG1 (0x8A) says its own
 
 
