@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import shutil
 import warnings
 from functools import cache
@@ -87,3 +88,12 @@ def touch(path: Path, text: str = "x") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def digests_of_files(path: Path) -> dict[str, str]:
+    """SHA-256 of a file, by an empty name, or of all files below a directory, by their names in it."""
+    found = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return {
+        str(p.relative_to(path)) if p != path else "": hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in found
+    }

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ema_ckpt
-from tests.checkpoints import save_dcp
+from tests.checkpoints import digests_of_files, save_dcp
 from tests.local_ports import free_port, wait_for_server
 from tests.resume.training import Run, same
 from tests.s3_server import Proxy, Request
@@ -87,14 +87,6 @@ def objects(store: object, url: str) -> dict[str, str]:
     }
 
 
-def files(path: Path) -> dict[str, str]:
-    found = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return {
-        str(p.relative_to(path)) if p != path else "": hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in found
-    }
-
-
 Write = Callable[..., object]
 WRITERS: dict[str, Write] = {
     "one.safetensors": ema_ckpt.consolidate,
@@ -111,9 +103,11 @@ def test_the_store_gets_the_bytes_that_a_disk_gets(
 ) -> None:
     WRITERS[name](source, tmp_path / name)
     WRITERS[name](source, f"{RUNS}/{name}")
-    assert objects(store, f"{RUNS}/{name}") == files(tmp_path / name)
+    assert objects(store, f"{RUNS}/{name}") == digests_of_files(tmp_path / name)
     assert ema_ckpt.verify(f"{RUNS}/{name}").status == "sound"
-    assert len(objects(store, "gs://bucket")) == len(files(tmp_path / name)), "nothing else is left"
+    assert len(objects(store, "gs://bucket")) == len(digests_of_files(tmp_path / name)), (
+        "nothing else is left"
+    )
 
 
 def test_the_newest_complete_step_is_found_and_replaced(
@@ -130,7 +124,9 @@ def test_the_newest_complete_step_is_found_and_replaced(
     assert len(objects(store, f"{RUNS}/step_1")) == 5, "the files of before are deleted"
     ema_ckpt.consolidate(f"{RUNS}/step_1", f"{RUNS}/ema.safetensors")
     ema_ckpt.consolidate(source, tmp_path / "ema.safetensors")
-    assert objects(store, f"{RUNS}/ema.safetensors") == files(tmp_path / "ema.safetensors")
+    assert objects(store, f"{RUNS}/ema.safetensors") == digests_of_files(
+        tmp_path / "ema.safetensors"
+    )
 
 
 def test_a_flaky_store_only_takes_longer(proxy: Proxy, store: object, source: Path, tmp_path: Path) -> None:  # fmt: skip
@@ -147,7 +143,9 @@ def test_a_flaky_store_only_takes_longer(proxy: Proxy, store: object, source: Pa
     assert ema_ckpt.verify(RUNS).status == "sound"
     ema_ckpt.consolidate(RUNS, tmp_path / "a.safetensors")
     ema_ckpt.consolidate(source, tmp_path / "b.safetensors")
-    assert files(tmp_path / "a.safetensors") == files(tmp_path / "b.safetensors")
+    assert digests_of_files(tmp_path / "a.safetensors") == digests_of_files(
+        tmp_path / "b.safetensors"
+    )
     assert asked > 25
 
 
@@ -219,8 +217,10 @@ def test_a_command_that_is_stopped_while_it_uploads(
     again = start(*words, "--resume")
     _, err = again.communicate(timeout=120)
     assert again.returncode == 0, err
-    assert objects(store, f"{RUNS}/{name}") == files(tmp_path / name)
-    assert len(objects(store, "gs://bucket")) == len(files(tmp_path / name)), "no note is left"
+    assert objects(store, f"{RUNS}/{name}") == digests_of_files(tmp_path / name)
+    assert len(objects(store, "gs://bucket")) == len(digests_of_files(tmp_path / name)), (
+        "no note is left"
+    )
 
 
 def start(*words: str) -> subprocess.Popen[str]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ema_ckpt
+from tests.checkpoints import digests_of_files
 from tests.distributed import launcher
 from tests.s3_server import KEYS, Proxy, Request, S3Server
 from tests.stories import ranks_to_s3
@@ -98,14 +99,6 @@ def uploads() -> list[dict[str, str]]:
     ]
 
 
-def files(path: Path) -> dict[str, str]:
-    found = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return {
-        str(p.relative_to(path)) if p != path else "": hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in found
-    }
-
-
 Write = Callable[..., object]
 WRITERS: dict[str, Write] = {
     "one.safetensors": ema_ckpt.consolidate,
@@ -129,11 +122,11 @@ def test_the_store_gets_the_bytes_that_a_disk_gets(
     url = f"s3://bucket/runs/{name}"
     WRITERS[name](source, url, max_memory=MEMORY, threads=3)
     assert proxy.parts() >= 2
-    assert objects(url) == files(tmp_path / name)
+    assert objects(url) == digests_of_files(tmp_path / name)
     assert ema_ckpt.verify(url).status == "sound"
     assert uploads() == []
     assert set(objects("s3://bucket/runs")) == {
-        f"{name}/{file}".rstrip("/") for file in files(tmp_path / name)
+        f"{name}/{file}".rstrip("/") for file in digests_of_files(tmp_path / name)
     }, "nothing else is left"
 
 
@@ -142,7 +135,7 @@ def test_from_the_store_to_the_store(proxy: Proxy, source: Path, tmp_path: Path)
     proxy.requests.clear()
     ema_ckpt.consolidate("s3://bucket/runs", "s3://bucket/ema.safetensors", max_memory=MEMORY)
     ema_ckpt.consolidate(source, tmp_path / "ema.safetensors")
-    assert objects("s3://bucket/ema.safetensors") == files(tmp_path / "ema.safetensors")
+    assert objects("s3://bucket/ema.safetensors") == digests_of_files(tmp_path / "ema.safetensors")
 
 
 def test_a_throttled_and_flaky_store_only_takes_longer(
@@ -160,7 +153,7 @@ def test_a_throttled_and_flaky_store_only_takes_longer(
         WRITERS[name](source, tmp_path / name)
     proxy.rule = lambda request: None
     for name in ("one.safetensors", "resharded"):
-        assert objects(f"s3://bucket/runs/{name}") == files(tmp_path / name)
+        assert objects(f"s3://bucket/runs/{name}") == digests_of_files(tmp_path / name)
     assert uploads() == []
 
 
@@ -257,14 +250,14 @@ def test_a_killed_command_is_continued_at_the_part(
     code, _, err = Command(*words, url, *more, "--resume").end()
     assert code == 0, err
     assert "were there" in err
-    assert objects(url) == files(tmp_path / name)
+    assert objects(url) == digests_of_files(tmp_path / name)
     assert uploads() == []
     total = done + proxy.parts()
     proxy.requests.clear()
     Command(*words, f"s3://bucket/again/{name}", *more).end()
     assert total - proxy.parts() <= 4, "only what stalled was sent twice"
     assert set(objects("s3://bucket/runs")) == {
-        f"{name}/{file}".rstrip("/") for file in files(tmp_path / name)
+        f"{name}/{file}".rstrip("/") for file in digests_of_files(tmp_path / name)
     }
 
 
@@ -284,10 +277,10 @@ def test_what_a_killed_command_left_is_deleted_by_the_next(
     proxy.rule = lambda request: None
     proxy.release()
     ema_ckpt.reshard(source, url, 2)
-    assert objects(url) == files(tmp_path / "two")
+    assert objects(url) == digests_of_files(tmp_path / "two")
     assert uploads() == []
     assert set(objects("s3://bucket/runs")) == {
-        f"step_1/{name}" for name in files(tmp_path / "two")
+        f"step_1/{name}" for name in digests_of_files(tmp_path / "two")
     }
 
 
