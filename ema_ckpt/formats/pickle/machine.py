@@ -50,7 +50,7 @@ class Machine:
         prepare: Callable[[Global], None] | None = None,
     ) -> None:
         self.data = data
-        self.pos = 0
+        self.pos: int = 0
         self.stack: list[object] = []
         self.memo = Memo()
         self.allowed = allowed
