@@ -21,13 +21,13 @@ from typing import Any
 from ema_ckpt.comm.channel import Channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.catalog import Tensor
-from ema_ckpt.core.crc import combine_crcs, crc32
+from ema_ckpt.core.crc import combine_crcs
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.ema.checkpoint.listing import GlobalListing
 from ema_ckpt.formats import sidecar
-from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
+from ema_ckpt.formats.dcp.metadata_writer import MetadataPickle, StoredItem, StoredTensor
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.resume.save_place import SavePlace, place_of
 from ema_ckpt.resume.save_plan import Item, SavePlan
@@ -114,15 +114,15 @@ def _write_metadata(place: SavePlace, listing: GlobalListing, rows: Iterable[Row
             digests[fqn] = crc
             outputs.append(OutputTensor(fqn, path, Tensor(fqn, path, shape, dtype, ()), dtype))
     places = {fqn: tuple(written) for fqn, written in items.items()}
-    metadata = dump_metadata(entries, places, listing.paths, place.name, str(uuid.uuid4()))
+    metadata = MetadataPickle(entries, places, listing.paths, place.name, str(uuid.uuid4()))
     document = sidecar.make_document(
         outputs,
         digests,
         files=[METADATA_NAME],
-        describes={METADATA_NAME: crc32(metadata)},
+        describes={METADATA_NAME: metadata.crc},
     )
     place.put(sidecar.SIDECAR, b"".join(sidecar.dump_file(document, sorted(chunks.items()))))
-    place.put(METADATA_NAME, bytes(metadata))
+    place.put(METADATA_NAME, b"".join(metadata.pieces()))
 
 
 def _tensor_crc(

@@ -32,7 +32,7 @@ ROWS, COLUMNS = 2, 16  # of a piece
 def make(path: Path, tensors: int, ranks: int) -> Path:
     """A checkpoint of `tensors` tensors, each in rows on all of `ranks` ranks, without payload."""
     from ema_ckpt.core.dtypes import by_name
-    from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
+    from ema_ckpt.formats.dcp.metadata_writer import MetadataPickle, StoredItem, StoredTensor
 
     path.mkdir(parents=True)
     shape = (ROWS * ranks, COLUMNS)
@@ -47,7 +47,8 @@ def make(path: Path, tensors: int, ranks: int) -> Path:
             file, offset = f"__{rank}_0.distcp", index * ITEM_NBYTES
             places.append(StoredItem(corner, (ROWS, COLUMNS), file, offset, ITEM_NBYTES))
         items[name] = places
-    (path / ".metadata").write_bytes(dump_metadata(entries, items, paths))
+    with open(path / ".metadata", "wb") as file:
+        file.writelines(MetadataPickle(entries, items, paths).pieces())
     for rank in range(ranks):
         file = path / f"__{rank}_0.distcp"
         file.touch()

@@ -6,12 +6,13 @@ dataclasses give their `__dict__`, `TensorProperties` a tuple of five.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
 from ema_ckpt.core.catalog import Ints, Path
+from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.formats.pickle.safe_globals import Global
 from ema_ckpt.formats.pickle.writer import (
@@ -36,6 +37,8 @@ _CONTIGUOUS = Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,), is_shared=True)
 # `torch.Size`. Eight, five and two objects are memoized in a chunk, an index and a place.
 _OPENED = b")\x81\x94}\x94("
 _SIZED = b"\x94\x85\x94R\x94"
+_PIECE_NBYTES = 1 << 20
+_KEPT_NBYTES = 16 << 20  # 0.1 million items
 
 
 class StoredItem(NamedTuple):
@@ -60,38 +63,56 @@ Entries = Mapping[str, StoredTensor | None]
 Items = Mapping[str, Sequence[StoredItem]]
 
 
-def dump_metadata(
-    entries: Entries,
-    items: Items,
-    paths: Mapping[str, Path],
-    checkpoint_id: str | None = None,
-    save_id: str | None = None,
-) -> bytearray:
-    """Write the pickle of a `Metadata`.
+class MetadataPickle:
+    """The pickle of a `Metadata`, in pieces: of millions of items it has hundreds of megabytes.
 
     Args:
         entries: tensors, or None for an object, by flat name in the order of the state dict.
         items: where the chunks (or the object) of each name lie.
         paths: the path of each name in the nested state dict.
         checkpoint_id, save_id: name of the checkpoint and id of the save, where known.
+
+    Attributes:
+        nbytes: of the pickle.
+        crc: CRC-32 of the pickle.
     """
-    storage_meta: dict[str, object] = {
+
+    def __init__(
+        self,
+        entries: Entries,
+        items: Items,
+        paths: Mapping[str, Path],
+        checkpoint_id: str | None = None,
+        save_id: str | None = None,
+    ) -> None:
+        self._entries, self._items, self._paths = entries, items, paths
+        self._ids = {"checkpoint_id": checkpoint_id, "save_id": save_id}
+        self._kept: list[bytearray] | None = []
+        self.nbytes = self.crc = 0
+        for piece in self._encode():
+            self.nbytes += len(piece)
+            self.crc = crc32(piece, self.crc)
+            if self._kept is not None:
+                self._kept.append(piece)
+            if self.nbytes > _KEPT_NBYTES:
+                self._kept = None  # made once more when it is written
+
+    def pieces(self) -> Iterable[bytearray]:
+        """Iterate over the bytes."""
+        return self._encode() if self._kept is None else self._kept
+
+    def _encode(self) -> Iterator[bytearray]:
         # Never the path of the training job, which torch notes here.
-        "checkpoint_id": checkpoint_id,
-        "save_id": save_id,
-        "load_id": None,
-        "modules": [],
-    }
-    writer = PickleWriter(4)
-    fields = {
-        "state_dict_metadata": Pairs(partial(_entries, entries, items, writer)),
-        "planner_data": Pairs(paths.items),
-        "storage_data": Pairs(partial(_storage_data, entries, items, writer)),
-        "storage_meta": Instance(_METADATA, "StorageMeta", storage_meta),
-        "version": "1.0.0",
-    }
-    writer.write(Instance(_METADATA, "Metadata", fields))
-    return writer.finish()
+        storage_meta: dict[str, object] = {**self._ids, "load_id": None, "modules": []}
+        writer = PickleWriter(4)
+        fields = {
+            "state_dict_metadata": Pairs(partial(_entries, self._entries, self._items, writer)),
+            "planner_data": Pairs(self._paths.items),
+            "storage_data": Pairs(partial(_storage_data, self._entries, self._items, writer)),
+            "storage_meta": Instance(_METADATA, "StorageMeta", storage_meta),
+            "version": "1.0.0",
+        }
+        return writer.pieces(Instance(_METADATA, "Metadata", fields), _PIECE_NBYTES)
 
 
 def _entries(

@@ -22,7 +22,7 @@ from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.core.write_plan import HeaderBytes, OutputObject, OutputTensor, WriteItem
 from ema_ckpt.formats import sidecar
-from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
+from ema_ckpt.formats.dcp.metadata_writer import MetadataPickle, StoredItem, StoredTensor
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
 from ema_ckpt.formats.pickle.writer import dumps
@@ -68,7 +68,7 @@ class DcpWritePlan:
     files: Mapping[str, int]
     items: Sequence[WriteItem]
     objects: Sequence[_ObjectArchive]
-    metadata: bytes | bytearray
+    metadata: MetadataPickle
     source: Files
     tensors: Sequence[OutputTensor]
     nesting: Nesting
@@ -95,7 +95,10 @@ class DcpWritePlan:
         content = _sidecar(self.tensors, digests, self.nesting, self.metadata, chunks)
         yield HeaderBytes(sidecar.SIDECAR, 0, b"".join(content))
         # Last, since it makes the directory a checkpoint.
-        yield HeaderBytes(METADATA_NAME, 0, self.metadata)
+        offset = 0
+        for piece in self.metadata.pieces():
+            yield HeaderBytes(METADATA_NAME, offset, piece)
+            offset += len(piece)
 
     def _copy(self, archive: _ObjectArchive, source: Object) -> Iterator[HeaderBytes]:
         for start in range(0, archive.nbytes, _COPY_NBYTES):
@@ -141,7 +144,7 @@ def lay_out(
         stored.items_of[tensor.name] = [ranks[rank].put(tensor, box) for rank, box in boxes]
     entries = {item.name: item.entry for item in planned}
     paths = {item.name: item.path for item in planned}
-    metadata = dump_metadata(entries, stored, paths)
+    metadata = MetadataPickle(entries, stored, paths)
     files = {rank_file.name: rank_file.nbytes for rank_file in ranks}
     items: list[WriteItem] = []
     for rank_file in ranks:
@@ -150,7 +153,7 @@ def lay_out(
     chunks = _chunks(archives, items, repeat(0))
     nesting = nesting or Nesting()
     files[sidecar.SIDECAR] = sum(map(len, _sidecar(tensors, {}, nesting, metadata, chunks)))
-    files[METADATA_NAME] = len(metadata)
+    files[METADATA_NAME] = metadata.nbytes
     return DcpWritePlan(files, items, archives, metadata, source, tuple(tensors), nesting)
 
 
@@ -176,7 +179,7 @@ def _sidecar(
     tensors: Sequence[OutputTensor],
     digests: Mapping[str, int],
     nesting: Nesting,
-    metadata: bytes | bytearray,
+    metadata: MetadataPickle,
     chunks: Iterable[FileChunks],
 ) -> list[bytes]:
     document = sidecar.make_document(
@@ -185,7 +188,7 @@ def _sidecar(
         files=[METADATA_NAME],
         nesting=nesting,
         has_paths=True,
-        describes={METADATA_NAME: crc32(metadata)},
+        describes={METADATA_NAME: metadata.crc},
     )
     return sidecar.dump_file(document, chunks)
 

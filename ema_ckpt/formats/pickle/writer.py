@@ -8,7 +8,8 @@ with the opcodes of Python's own pickler, so that readers tuned for these are as
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ema_ckpt.core.dtypes import DTYPE_NAMES
@@ -93,7 +94,7 @@ def is_plain(value: object) -> bool:
 
 
 class PickleWriter:
-    """Opcodes so far, in `out`, and the memo.
+    """Opcodes so far that nobody took, in `out`, and the memo.
 
     Protocol 4 memoizes every object and refers to strings and globals that were written before;
     protocol 2 only to globals and to the words that every storage repeats.
@@ -113,6 +114,18 @@ class PickleWriter:
         """Return the pickle, which may be large: no copy of it."""
         self.out += b"."
         return self.out
+
+    def pieces(self, root: Instance, nbytes: int) -> Iterator[bytearray]:
+        """Yield the pickle of `root` in pieces of about `nbytes`, which are not kept.
+
+        Raises:
+            TypeError: as `dumps`.
+        """
+        for _ in self._instance_steps(root, 1):
+            if len(self.out) >= nbytes:
+                piece, self.out = self.out, bytearray()
+                yield piece
+        yield self.finish()
 
     def _int(self, value: int, _depth: int = 0) -> None:
         self.out += encode_int(value)
@@ -168,6 +181,10 @@ class PickleWriter:
         self._count += value.memoized
 
     def _pairs(self, value: dict[object, object] | Pairs, depth: int) -> None:
+        _exhaust(self._pair_steps(value, depth))
+
+    def _pair_steps(self, value: dict[object, object] | Pairs, depth: int) -> Iterator[None]:
+        """Write a dict, and pause after each item, of the `Pairs` in it too."""
         self.out += b"}"
         self._memoize()
         self.out += b"("
@@ -175,7 +192,11 @@ class PickleWriter:
             raise _too_deep()
         for key, item in value.items():
             _WRITERS[key.__class__](self, key, depth + 1)
-            _WRITERS[item.__class__](self, item, depth + 1)
+            if item.__class__ is Pairs:
+                yield from self._pair_steps(item, depth + 1)
+            else:
+                _WRITERS[item.__class__](self, item, depth + 1)
+            yield
         self.out += b"u"
 
     def _call(self, call: Call, depth: int) -> None:
@@ -187,11 +208,18 @@ class PickleWriter:
         self._memoize(call if call.is_shared else None)
 
     def _instance(self, instance: Instance, depth: int) -> None:
+        _exhaust(self._instance_steps(instance, depth))
+
+    def _instance_steps(self, instance: Instance, depth: int) -> Iterator[None]:
+        """Write an instance, and pause after each field where its state is a dict."""
         self._global(instance.module, instance.name)
         self.out += b")\x81"
         self._memoize()
-        if instance.state is not None:
+        if isinstance(instance.state, dict):
+            yield from self._pair_steps(instance.state, depth + 1)
+        elif instance.state is not None:
             self.write(instance.state, depth)
+        if instance.state is not None:
             self.out += b"b"
 
     def _dtype(self, value: Global, _depth: int) -> None:
@@ -262,6 +290,11 @@ class PickleWriter:
             self.out += b"q%c" % self._count
         self._memo[key] = self._count
         self._count += 1
+
+
+def _exhaust(steps: Iterator[None]) -> None:
+    """Take all steps of a value that is written at once."""
+    deque(steps, maxlen=0)
 
 
 def _too_deep() -> TypeError:

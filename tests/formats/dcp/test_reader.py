@@ -21,7 +21,7 @@ from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.formats.dcp.metadata import parse
 from ema_ckpt.formats.dcp.metadata_values import ItemPlace
-from ema_ckpt.formats.dcp.metadata_writer import StoredItem, StoredTensor, dump_metadata
+from ema_ckpt.formats.dcp.metadata_writer import MetadataPickle, StoredItem, StoredTensor
 from ema_ckpt.formats.dcp.reader import open_dcp, read_metadata, required_files
 from ema_ckpt.storage.files import LocalFiles
 from tests.checkpoints import dcp_at, save_dcp
@@ -103,7 +103,7 @@ def test_written_metadata_is_read_by_torch_and_by_us(
     entries["an object"] = None
     items["an object"] = (StoredItem(None, (), "__0_0.distcp", 0, 3),)
     paths = {n: ("tree", n, 5) for n in entries}
-    raw = dump_metadata(entries, items, paths)
+    raw = b"".join(MetadataPickle(entries, items, paths).pieces())
     ours = parse(raw, "t")
     theirs = pickle.loads(raw)
     assert theirs.planner_data == paths == ours.paths
