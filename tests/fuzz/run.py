@@ -172,6 +172,9 @@ def main() -> int:
     parser.add_argument("--seed", default=os.urandom(4).hex())
     parser.add_argument("--random", action="store_true", help="without atheris")
     options = parser.parse_args()
+    for name in options.targets:
+        if name not in TARGETS:
+            parser.error(f"no target {name!r}; targets are {', '.join(TARGETS)}")
     guided = not options.random and _has_atheris()
     finds = 0
     for name in options.targets or TARGETS:
