@@ -153,8 +153,8 @@ def exact_warnings(selection: Selection) -> Iterator[Diagnostic]:
         return
     parts = f"{counted(len(selection.exact), 'part')} of quantised weights"
     message = f"--dtype does not cast {parts}, as rounded scales would change the weights: "
-    message += f"{shown(selection.exact)}; --dequantize writes the weights as plain values"
-    yield Diagnostic("scales-kept", message)
+    remedy = "--dequantize writes weights of known schemes as plain values"
+    yield Diagnostic("scales-kept", f"{message}{shown(selection.exact)}; {remedy}")
 
 
 def refuse_unquantized(catalog: Catalog, options: WriteOptions) -> None:

@@ -77,6 +77,53 @@ SCHEMES = [fp8, int8, int4, nvfp4, not_understood]
 Make = Callable[[], tuple[Tensors, set[str]]]
 
 
+METHODS = {
+    "hqq": {
+        "W_q": torch.arange(32 * 64).reshape(32, 64).to(torch.uint8),
+        "scale": torch.full((64, 1), 0.1),
+        "zero": torch.full((64, 1), 0.3),
+    },
+    "aqlm": {
+        "codes": torch.zeros(64, 8, 1, dtype=torch.int8),
+        "codebooks": torch.full((1, 256, 1, 8), 0.1),
+        "scales": torch.full((64, 1, 1, 1), 0.7),
+    },
+    "vptq": {
+        "indices": torch.zeros(1, 8, 4, dtype=torch.int32),
+        "centroids.weight": torch.full((1, 16), 0.1),
+        "weight_bias": torch.full((64,), 0.3),
+    },
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_of_a_method_that_is_not_understood(method: str, tmp_path: Path) -> None:
+    """What `config.json` calls quantised keeps scales, tables and settings, whatever their names."""
+    layer = METHODS[method]
+    tensors = {f"{UP}.{leaf}": tensor for leaf, tensor in layer.items()}
+    tensors |= {f"{UP}.bias": torch.ones(4), NORM: torch.ones(8)}
+    source = saved(tensors, tmp_path / "source")
+    settings = json.dumps({"quantization_config": {"quant_method": method}})
+    (source / "config.json").write_text(settings)
+    result = ema_ckpt.convert(source, tmp_path / "copy", to="safetensors", dtype="bf16")
+    written = load_file(tmp_path / "copy" / "model.safetensors")
+    cast = {name for name in written if written[name].dtype != tensors[name].dtype}
+    assert cast == {f"{UP}.bias", NORM}
+    assert [one.code for one in result.warnings] == ["scales-kept"]
+    assert (tmp_path / "copy" / "config.json").read_text() == settings
+
+
+def test_counters_beside_weights_are_no_codes(tmp_path: Path) -> None:
+    """Integers of layers that a method left alone keep nobody from being cast."""
+    tensors = {"norm.weight": torch.ones(4), "norm.num_batches_tracked": torch.tensor(7)}
+    tensors["table.position_ids"] = torch.arange(4)[None]
+    source = saved(tensors, tmp_path / "source")
+    (source / "config.json").write_text('{"quantization_config": {"quant_method": "hqq"}}')
+    result = ema_ckpt.convert(source, tmp_path / "copy.safetensors", dtype="bf16")
+    assert load_file(tmp_path / "copy.safetensors")["norm.weight"].dtype == torch.bfloat16
+    assert not result.warnings
+
+
 def saved(tensors: Tensors, folder: Path) -> Path:
     """A checkpoint with a norm and a bias beside the quantised weights, as plain floats."""
     folder.mkdir()

@@ -15,7 +15,8 @@ _OF_CACHE = re.compile("[kqv]_scale")
 def exact_parts(catalog: Catalog, *, dequantized: bool = False) -> frozenset[str]:
     """Return the stored names of scales, zero points and whatever else belongs to codes.
 
-    Of weights that are not understood these are told by their names, beside the codes.
+    Of weights that are not understood these are told by their names, beside the codes; of a method
+    that is not understood they are all that lies there, and a level below, but biases.
 
     Args:
         dequantized: those that stay where the weights that are understood become values.
@@ -31,10 +32,17 @@ def exact_parts(catalog: Catalog, *, dequantized: bool = False) -> frozenset[str
             layers.add(_layer(tensor.name))
     for tensor in catalog.tensors if layers else ():
         leaf = tensor.name.rpartition(".")[2]
-        is_beside = _layer(tensor.name) in layers and _PART.search(leaf)
-        if is_beside or _OF_CACHE.fullmatch(leaf):
+        if _OF_CACHE.fullmatch(leaf) or _is_beside(tensor.name, layers, found.is_known):
             names.add(tensor.name)
     return frozenset(names)
+
+
+def _is_beside(name: str, layers: set[str], is_known: bool) -> bool:
+    """Whether a tensor beside codes belongs to them: by its name, or by any if none is known."""
+    layer, leaf = _layer(name), name.rpartition(".")[2]
+    if is_known:
+        return layer in layers and _PART.search(leaf) is not None
+    return leaf != "bias" and (layer in layers or (_layer(layer) or layer) in layers)
 
 
 def _understood(found: Recognised) -> set[str]:

@@ -42,11 +42,13 @@ class Recognised(NamedTuple):
         tensors: those whose values can be computed.
         refused: why others cannot, by the stored name of their codes.
         activations: stored scales of what layers take and give, which go with their weights.
+        is_known: False if `config.json` names a method that is not understood.
     """
 
     tensors: tuple[QuantizedTensor, ...] = ()
     refused: Mapping[str, Diagnostic] = {}
     activations: tuple[Tensor, ...] = ()
+    is_known: bool = True
 
 
 def recognise(catalog: Catalog, *, lenient: bool = False) -> Recognised:
@@ -71,7 +73,7 @@ def recognise(catalog: Catalog, *, lenient: bool = False) -> Recognised:
     for tensor in stored.values():
         search.look_at(tensor)
     activations = tuple(search.activations_of(search.tensors))
-    return Recognised(tuple(search.tensors), search.refused, activations)
+    return Recognised(tuple(search.tensors), search.refused, activations, config.is_known)
 
 
 def outside_optimizers(catalog: Catalog) -> dict[str, Tensor]:
@@ -120,6 +122,10 @@ class _Search:
         self._stored = stored
         self._config = config
         self._taken: set[str] = set()
+        self._scaled = set[str]()  # layers with floats beside the codes of an unknown method
+        if not config.is_known:
+            floating = [tensor for tensor in stored.values() if tensor.dtype.is_floating]
+            self._scaled.update(tensor.name.rpartition(".")[0] for tensor in floating)
 
     def look_at(self, tensor: Tensor) -> None:
         """Add the weight that a tensor holds the codes of, or why it is not understood."""
@@ -163,6 +169,15 @@ class _Search:
         elif tensor.dtype.kind == "low":
             reason = f"{tensor.dtype.name} without a scheme that is understood"
             self._refuse(tensor, "unsupported", reason)
+        elif self._may_be_codes(tensor):
+            reason = f"quantised by {self._config.method!r}, which is not understood"
+            self._refuse(tensor, "unsupported", reason)
+
+    def _may_be_codes(self, tensor: Tensor) -> bool:
+        """Whether a method that is not understood may have made these integers."""
+        # Positions and counters, which are of 64 bits, lie in layers that nobody quantised, too.
+        is_code = tensor.dtype.kind == "int" and tensor.dtype.itemsize < 8 and tensor.shape
+        return bool(is_code) and tensor.name.rpartition(".")[0] in self._scaled
 
     def _look_for_weight(self, scale: Tensor) -> None:
         """Refuse scales without any tensor that they could be of."""
