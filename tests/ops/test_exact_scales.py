@@ -84,7 +84,7 @@ METHODS = {
         "zero": torch.full((64, 1), 0.3),
     },
     "aqlm": {
-        "codes": torch.zeros(64, 8, 1, dtype=torch.int8),
+        "codes": torch.zeros(64, 8, 1, dtype=torch.int16),
         "codebooks": torch.full((1, 256, 1, 8), 0.1),
         "scales": torch.full((64, 1, 1, 1), 0.7),
     },

@@ -29,7 +29,6 @@ from ema_ckpt.state_dicts.tree import list_trees
 Ints = tuple[int, ...]
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 _ENDINGS = (*FOREIGN, *_WEIGHT_SCALES)
-_CODES = frozenset().union(*(scheme.dtypes for scheme in SCHEMES))
 _SCALES = tuple([scheme.scale for scheme in SCHEMES])
 _MAX_DIMS = 8
 _MAX_SIZE = 2**40
@@ -89,7 +88,12 @@ def is_of_a_scheme(tensor: Tensor) -> bool:
     """Whether a tensor may be a part, so that checkpoints without any are passed over fast."""
     if tensor.dtype.kind == "low" or tensor.subclass is not None:
         return True
-    return tensor.dtype.name in _CODES or tensor.name.endswith(_ENDINGS)
+    return _is_short_integer(tensor) or tensor.name.endswith(_ENDINGS)
+
+
+def _is_short_integer(tensor: Tensor) -> bool:
+    # Positions and counters, which are of 64 bits, lie in layers that nobody quantised, too.
+    return tensor.dtype.kind == "int" and tensor.dtype.itemsize < 8
 
 
 def fitting_schemes(tensor: Tensor) -> list[Scheme]:
@@ -175,9 +179,8 @@ class _Search:
 
     def _may_be_codes(self, tensor: Tensor) -> bool:
         """Whether a method that is not understood may have made these integers."""
-        # Positions and counters, which are of 64 bits, lie in layers that nobody quantised, too.
-        is_code = tensor.dtype.kind == "int" and tensor.dtype.itemsize < 8 and tensor.shape
-        return bool(is_code) and tensor.name.rpartition(".")[0] in self._scaled
+        is_scaled = tensor.name.rpartition(".")[0] in self._scaled
+        return is_scaled and _is_short_integer(tensor) and tensor.shape != ()
 
     def _look_for_weight(self, scale: Tensor) -> None:
         """Refuse scales without any tensor that they could be of."""
