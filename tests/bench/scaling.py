@@ -45,10 +45,12 @@ LARGE = "5.6GB"
 
 
 class Work(NamedTuple):
-    """What is measured: a name, the command without `--threads`, and what it leaves behind."""
+    """What is measured: a verb, what it reads, its options without `--threads`, what it leaves behind."""
 
     name: str
-    command: Sequence[object]
+    verb: str
+    source: str
+    options: Sequence[object] = ()
     target: Path | None = None
 
 
@@ -58,10 +60,9 @@ def main() -> None:
         folder = Path(options.keep or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         print(headline(folder), flush=True)
-        sources = build(folder, options)
+        works, rivals = plan(folder, options)
         if options.used:
             use_memory(folder, size_of(options.used))
-        works, rivals = plan(folder, sources, options)
         race([*works.values(), *rivals.values()], folder / "log", options.runs)
         report(works, rivals, folder / "log", options)
 
@@ -95,21 +96,19 @@ def headline(folder: Path) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
-def build(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
-    """Save what is not there yet: rows and columns, two trees for `diff`, small tensors."""
+def build(folder: Path, name: str, options: argparse.Namespace) -> Path:
+    """Save what is read under that name, unless it is there: only what is measured takes its time."""
     half = min(options.size, 2_000_000_000)
-    sources = {
+    layout, size, ema = {
         "rows": ("row", options.size, False),
         "columns": ("column", options.size, False),
         "two trees": ("row", half, True),
         "small": (f"small:{options.small}", 0, False),
-    }
-    paths = {}
-    for name, (layout, size, ema) in sources.items():
-        paths[name] = path = folder / f"{name.replace(' ', '-')}.dcp"
-        if not path.exists():
-            checkpoints.build(layout, size, path, ema=ema)
-    return paths
+    }[name]
+    path = folder / f"{name.replace(' ', '-')}.dcp"
+    if not path.exists():
+        checkpoints.build(layout, size, path, ema=ema)
+    return path
 
 
 def use_memory(folder: Path, nbytes: int) -> None:
@@ -126,38 +125,36 @@ def use_memory(folder: Path, nbytes: int) -> None:
 
 
 def plan(
-    folder: Path, sources: dict[str, Path], options: argparse.Namespace
+    folder: Path, options: argparse.Namespace
 ) -> tuple[dict[tuple[str, int], Contender], dict[tuple[str, int], Contender]]:
     """Make our commands and their rivals, by name and workers (0: it does not choose them)."""
-    out, ranks = folder / "out.safetensors", folder / "out.dcp"
-    rows, columns = sources["rows"], sources["columns"]
+    file, ranks, shards = folder / "out.safetensors", folder / "out.dcp", folder / "out"
     works = [
-        Work("verify", ("verify", rows)),
-        Work("consolidate rows, one file", ("consolidate", rows, out, "--no-fsync"), out),
-        Work("consolidate columns, one file", ("consolidate", columns, out, "--no-fsync"), out),
-        Work("consolidate rows to bf16", ("consolidate", rows, out, "--dtype", "bf16", "--no-fsync"), out),
-        Work("consolidate rows, 500 MB files",
-             ("consolidate", rows, folder / "out", "--max-shard-size", "500MB", "--no-fsync"), folder / "out"),
-        Work("reshard 8 to 16", ("reshard", rows, ranks, "--world-size", 16, "--no-fsync"), ranks),
-        Work("reshard 8 to 3", ("reshard", rows, ranks, "--world-size", 3, "--no-fsync"), ranks),
-        Work("diff", ("diff", sources["two trees"])),
-        Work("consolidate small tensors", ("consolidate", sources["small"], out, "--no-fsync"), out),
+        Work("verify", "verify", "rows"),
+        Work("consolidate rows, one file", "consolidate", "rows", [file, "--no-fsync"], file),
+        Work("consolidate columns, one file", "consolidate", "columns", [file, "--no-fsync"], file),
+        Work("consolidate rows to bf16", "consolidate", "rows", [file, "--dtype", "bf16", "--no-fsync"], file),
+        Work("consolidate rows, 500 MB files", "consolidate", "rows",
+             [shards, "--max-shard-size", "500MB", "--no-fsync"], shards),
+        Work("reshard 8 to 16", "reshard", "rows", [ranks, "--world-size", 16, "--no-fsync"], ranks),
+        Work("reshard 8 to 3", "reshard", "rows", [ranks, "--world-size", 3, "--no-fsync"], ranks),
+        Work("diff", "diff", "two trees"),
+        Work("consolidate small tensors", "consolidate", "small", [file, "--no-fsync"], file),
     ]  # fmt: skip
     contenders = {}
     for work in works:
         if options.only and not any(word in work.name for word in options.only):
             continue
+        source = build(folder, work.source, options)
         for count in options.workers:
-            command = ours(*work.command, "--threads", count, "-q")
+            command = ours(work.verb, source, *work.options, "--threads", count, "-q")
             targets = [work.target] if work.target is not None else []
             contenders[work.name, count] = Contender(work.name, command, targets, 0, ENV)
-    return contenders, _rivals(folder, sources, options)
+    return contenders, _rivals(folder, options)
 
 
-def _rivals(
-    folder: Path, sources: dict[str, Path], options: argparse.Namespace
-) -> dict[tuple[str, int], Contender]:
-    rows, copy, rival = sources["rows"], folder / "copy", folder / "rival"
+def _rivals(folder: Path, options: argparse.Namespace) -> dict[tuple[str, int], Contender]:
+    rows, copy, rival = build(folder, "rows", options), folder / "copy", folder / "rival"
     every = [str(path) for path in sorted(rows.glob("*.distcp"))]
     rivals = {
         ("cp -r", 0): Contender("cp -r", ["cp", "-r", str(rows), str(copy)], [copy]),
@@ -169,7 +166,7 @@ def _rivals(
     if not options.no_rivals:
         tool = "dcp_to_torch_save"
         code = [sys.executable, "-W", "ignore", "-c", RIVALS[tool]]
-        command = [*code, str(sources["small"]), "-", str(rival)]
+        command = [*code, str(build(folder, "small", options)), "-", str(rival)]
         rivals[f"{tool}, small tensors", 0] = Contender(tool, command, [rival], 1)
     return rivals
 
