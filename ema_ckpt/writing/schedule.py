@@ -147,7 +147,8 @@ class Schedule:
         if self.is_remote or not options.forks:
             self.workers = Workers(most)
         else:
-            self.workers = self._choose_workers(most, len(plan.files))
+            written = {item.file for item in plan.items}
+            self.workers = self._choose_workers(most, len(written))
         self.block_nbytes = options.block_nbytes(self.is_remote, self.workers.number)
         self.copy_nbytes = self.block_nbytes
         if not self.is_remote:

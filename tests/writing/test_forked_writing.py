@@ -199,3 +199,11 @@ def test_a_child_waits_for_the_journals_first_line(tmp_path: Path) -> None:
     lines = (stage / JOURNAL).read_text().splitlines()
     assert lines[0].startswith('{"journal"')
     assert lines[1:] == ['["",4,4,"00000002"]', '["",8,4,"00000003"]']
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 4), (3, 12)])
+def test_at_most_four_write_one_file(source: Path, tmp_path: Path, ranks: int, most: int) -> None:
+    """The files that say what lies in the others are written by one, and do not count."""
+    options = ("--threads", 64, "--world-size", ranks, "-q")
+    out, err = run(programs.write, "reshard", source, tmp_path / "a", *options)
+    assert out.strip() == f"[({most}, {most})]", err
