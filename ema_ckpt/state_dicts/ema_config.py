@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeGuard
@@ -21,6 +21,7 @@ COUNTERS = ("num_updates", "n_averaged", "optimization_step", "step", "steps")
 _MAX_NBYTES = 64 * 1024
 _MAX_BITS = 64
 _MAX_DEPTH = 8
+_MAX_PLACES = 100_000  # of a schedule: more than 64 KiB have unless they repeat themselves
 _SWAP_MARKS = frozenset({"swapped", "is_swapped", "ema_swapped"})
 # The only types that a counter or decay is stored as; bfloat16 is the upper half of a float32.
 _CODES = {
@@ -126,7 +127,7 @@ def parse_config(value: object) -> dict[str, object]:
             return {}
     if not isinstance(value, Mapping):
         return {}
-    return {str(key): item for key, item in value.items() if not _is_huge(key)}
+    return {key: item for key, item in value.items() if isinstance(key, str)}
 
 
 def _is_huge(value: object) -> bool:
@@ -134,12 +135,23 @@ def _is_huge(value: object) -> bool:
     return isinstance(value, int) and value.bit_length() >= _MAX_BITS
 
 
-def _as_plain(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Keep what JSON has, as a schedule is shown there; None for all else and deep nesting."""
+def _as_plain(value: object) -> Any:
+    """Keep what JSON has, as a schedule is shown there; None for all else, deep nesting, and a
+    value that refers to the same parts over and over.
+    """
+    places = iter(range(_MAX_PLACES))
+    plain = _part_as_plain(value, places, _MAX_DEPTH)
+    return None if next(places, None) is None else plain
+
+
+def _part_as_plain(value: Any, places: Iterator[int], depth: int) -> Any:
+    if next(places, None) is None:
+        return None
     if isinstance(value, Mapping) and depth:
-        return {k: _as_plain(v, depth - 1) for k, v in value.items() if isinstance(k, str)}
+        parts = {k: item for k, item in value.items() if isinstance(k, str)}
+        return {k: _part_as_plain(item, places, depth - 1) for k, item in parts.items()}
     if isinstance(value, list | tuple) and depth:
-        return [_as_plain(item, depth - 1) for item in value]
+        return [_part_as_plain(item, places, depth - 1) for item in value]
     is_plain = isinstance(value, int | float | str) and not _is_huge(value)
     return value if is_plain else None
 

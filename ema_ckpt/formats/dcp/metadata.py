@@ -22,7 +22,14 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.formats.dcp.items import ItemDict, Items, TensorEntry
 from ema_ckpt.formats.dcp.metadata_fast import Classes, Shortcuts
 from ema_ckpt.formats.dcp.metadata_rows import BlockReader, RowReader
-from ema_ckpt.formats.dcp.metadata_values import ItemPlace, Key, Values, unexpected
+from ema_ckpt.formats.dcp.metadata_values import (
+    ChunkBox,
+    ItemKey,
+    ItemPlace,
+    Key,
+    Values,
+    unexpected,
+)
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.several import Several
@@ -232,7 +239,7 @@ def _check_different(fields: dict[str, Any], items: Items) -> None:
 
 
 def _items(items: dict[object, Any], where: str) -> ItemDict:
-    keys = [key if key.__class__ is tuple else _key(key) for key in items]
+    keys: list[Key] = list(items)  # type: ignore[arg-type]
     if not _are_keys(keys):
         keys = [_key(key) for key in keys]
     if len(keys) > _MANY:
@@ -325,13 +332,9 @@ def _boxes(chunks: list[Any], name: str, rank: int, where: str) -> tuple[tuple[I
     return boxes
 
 
-def _are_pairs(values: Sequence[Any]) -> bool:
-    return set(map(type, values)) <= {tuple} and set(map(len, values)) <= {2}
-
-
 def _are_boxes(chunks: Sequence[Any], rank: int) -> bool:
     """Whether all are as the shortcuts read chunks, with nothing wrong: `_chunk` says what is."""
-    if not _are_pairs(chunks):
+    if not set(map(type, chunks)) <= {ChunkBox}:
         return False
     runs: list[Any] = list(chain.from_iterable(chunks))
     if not set(map(type, runs)) <= {tuple} or not set(map(len, runs)) <= {rank}:
@@ -344,9 +347,9 @@ def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]
     """Check one chunk of a tensor of `rank` dimensions; return its offsets and sizes."""
     if isinstance(chunk, _Chunk):
         chunk = chunk.fields["offsets"], chunk.fields["sizes"]
-    if not isinstance(chunk, tuple) or len(chunk) != 2:
+    elif not isinstance(chunk, ChunkBox):
         raise ValueError(f"a chunk of {name!r} is {brief(chunk)}")
-    offsets, sizes = _ints(chunk[0]), _ints(chunk[1])
+    offsets, sizes = map(_ints, chunk)
     if not len(offsets) == len(sizes) == rank:
         counts = f"{len(offsets)} offsets and {len(sizes)} sizes"
         raise ValueError(f"{name!r} has {rank} dimensions, a chunk of it {counts}")
@@ -369,7 +372,7 @@ def _path(path: object, name: str, max_index: int, where: str) -> Path:
 
 def _are_keys(keys: Sequence[Any]) -> bool:
     """Whether all are as the shortcuts read indices of chunks, with nothing wrong."""
-    if not _are_pairs(keys):
+    if not set(map(type, keys)) <= {ItemKey}:
         return False
     names, offsets = zip(*keys, strict=True) if keys else ((), ())
     if not set(map(type, names)) <= {str} or not set(map(type, offsets)) <= {tuple}:
@@ -378,11 +381,15 @@ def _are_keys(keys: Sequence[Any]) -> bool:
 
 
 def _key(key: object) -> Key:
+    name: object = key
+    offsets: object = None
     if isinstance(key, _Index):
-        key = key.fields["fqn"], key.fields.get("offset")
-    if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
-        raise ValueError(f"an item has no name, but {brief(key)}")
-    return key[0], None if key[1] is None else _ints(key[1])
+        name, offsets = key.fields["fqn"], key.fields.get("offset")
+    elif isinstance(key, ItemKey):
+        name, offsets = key
+    if not isinstance(name, str):
+        raise ValueError(f"an item has no name, but {brief(name)}")
+    return name, None if offsets is None else _ints(offsets)
 
 
 def _place(place: object, name: str, where: str) -> ItemPlace:
@@ -398,7 +405,9 @@ def _place(place: object, name: str, where: str) -> ItemPlace:
         message = f"{where}: {name!r} is said to be {nbytes} bytes at {offset} of {file}"
         raise SourceError("out-of-bounds", message, tensor=name, file=where)
     transforms = fields.get("transform_descriptors") or ()
-    return ItemPlace(file, offset, nbytes, tuple(map(str, transforms)))  # type: ignore[call-overload]
+    if not isinstance(transforms, list | tuple):
+        raise ValueError("an item has no place")
+    return ItemPlace(file, offset, nbytes, tuple(map(_transform_name, transforms)))
 
 
 def _fields_of_place(place: object) -> dict[str, object]:
@@ -408,6 +417,10 @@ def _fields_of_place(place: object) -> dict[str, object]:
     if isinstance(place, Opaque) and not place.called and isinstance(place.state, dict):
         return place.state
     return {}
+
+
+def _transform_name(value: object) -> str:
+    return value if isinstance(value, str) else brief(value)
 
 
 def _ints(value: object) -> Ints:

@@ -20,7 +20,9 @@ from ema_ckpt.formats.dcp.metadata_values import (
     OPENED,
     REFERENCE,
     SIZED,
+    ChunkBox,
     Form,
+    ItemKey,
     ItemPlace,
     Values,
 )
@@ -192,7 +194,7 @@ class Shortcuts:
         form: Form = (key, ref, key2, ref2)
         if not self._are_named(machine, ("offsets", "sizes"), key, key2):
             return None
-        machine.replace_top((offsets, sizes), match.end(), memo.count, memo.kept)
+        machine.replace_top(ChunkBox(offsets, sizes), match.end(), memo.count, memo.kept)
         return form if run and run2 else ()
 
     def _are_named(self, machine: Machine, names: tuple[str, ...], *refs: bytes) -> bool:
@@ -230,7 +232,7 @@ class Shortcuts:
             return None
         if not self._are_named(machine, ("fqn", "index", "offset"), key, key2, key3):
             return None
-        machine.replace_top((name, offsets), tail.end(), memo.count, memo.kept)
+        machine.replace_top(ItemKey(name, offsets), tail.end(), memo.count, memo.kept)
         return (key, key2, key3, ref) if run else ()
 
     def _tensor(self, machine: Machine) -> Form | None:

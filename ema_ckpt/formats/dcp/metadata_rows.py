@@ -10,7 +10,9 @@ from ema_ckpt.formats.dcp.metadata_values import (
     BUILT,
     OPENED,
     SIZED,
+    ChunkBox,
     Form,
+    ItemKey,
     ItemPlace,
     Values,
     unexpected,
@@ -87,9 +89,10 @@ class BlockReader:
         for found, end in row.blocks(machine):
             count = memo.count
             for run, run2 in found:
-                pair = tuples.get(run) or values.tuple(run), tuples.get(run2) or values.tuple(run2)
-                push(pair)
-                memo.items += pair
+                offsets = tuples.get(run) or values.tuple(run)
+                sizes = tuples.get(run2) or values.tuple(run2)
+                push(ChunkBox(offsets, sizes))
+                memo.items += (offsets, sizes)
                 numbers.extend((count + 4, count + 7))
                 count += 8
             machine.pos, memo.count = end, count
@@ -116,7 +119,7 @@ class BlockReader:
                 else:
                     name = refs.get(name_run) or values.ref(machine, name_run)
                 file = refs.get(file_ref) or values.ref(machine, file_ref)
-                if name.__class__ is not str or file.__class__ is not str:
+                if not isinstance(name, str) or file.__class__ is not str:
                     raise unexpected()
                 offsets = tuples.get(run) or values.tuple(run)
                 offset, nbytes = ints.get(run2), ints.get(run3)
@@ -124,7 +127,7 @@ class BlockReader:
                     offset = values.natural(run2)
                 if nbytes is None:
                     nbytes = values.natural(run3)
-                push((name, offsets))
+                push(ItemKey(name, offsets))
                 push(ItemPlace(file, offset, nbytes))
                 built(offsets)
                 number(count + 4)

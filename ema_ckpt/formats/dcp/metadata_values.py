@@ -25,6 +25,24 @@ REFERENCE, BOOLEAN = b"r", b"b"  # kinds of a tensor's properties, in its form
 _INT_NBYTES = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # by opcode; LONG1 (0x8A) says its own
 
 
+# What stands for an instance in the place of it is no plain tuple: the interpreter takes none of
+# these for arguments, pairs or a `torch.Size`, as it takes no instance for them.
+
+
+class ChunkBox(NamedTuple):
+    """A chunk as the shortcuts read it (`ChunkStorageMetadata`)."""
+
+    offsets: Ints
+    sizes: Ints
+
+
+class ItemKey(NamedTuple):
+    """The index of an item as the shortcuts read it (`MetadataIndex`): its `Key`."""
+
+    name: str
+    offsets: Ints
+
+
 class ItemPlace(NamedTuple):
     """Where an item lies: a file beside `.metadata`, and the bytes of it (`_StorageInfo`)."""
 

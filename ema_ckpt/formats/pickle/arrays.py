@@ -7,6 +7,7 @@ protocol 5 on `_frombuffer(data, dtype, shape, order)` (numpy/_core/src/multiarr
 from __future__ import annotations
 
 from math import prod
+from reprlib import repr as brief  # bounded: a hostile value may nest without end
 
 from ema_ckpt.core.box import are_sizes, row_major_strides
 from ema_ckpt.core.errors import SourceError
@@ -45,7 +46,7 @@ class Array(Opaque):
         found = dtype.dtype
         if found is None or dtype.is_swapped():
             order = "big-endian " if found else ""
-            self.reason = f"it is an array of {order}{dtype.code!r}, which is not read"
+            self.reason = f"it is an array of {order}{brief(dtype.code)}, which is not read"
         elif not isinstance(data, LocatedBytes | LocatedByteArray):
             self.reason = "the pickle has its bytes as text; pickle it again with protocol 4"
         elif len(data) != prod(shape) * found.itemsize:

@@ -6,9 +6,12 @@ from itertools import chain
 
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.formats.pickle.safe_globals import Replacement
 
 _MAX_INNER = 64  # items of a tuple in a key
-_WITH_KNOWN_HASHES = (int, float, complex, tuple)
+_NESTING = (tuple, frozenset)
+_UNFORESEEN = (str, bytes, Replacement)  # nobody can choose their hashes
+Nesting = tuple[object, ...] | frozenset[object]
 _MERSENNE = (1 << 61) - 1  # Python's hashes of numbers are remainders by this prime
 
 
@@ -20,20 +23,21 @@ def check_keys(collisions: Collisions, keys: list[object]) -> None:
     kinds = set(map(type, keys))
     if kinds <= {str}:
         return
-    if any(issubclass(kind, tuple) for kind in kinds):
-        _check_nesting([key for key in keys if isinstance(key, tuple)])
-    if any(issubclass(kind, _WITH_KNOWN_HASHES) for kind in kinds):
+    if any(issubclass(kind, _NESTING) for kind in kinds):
+        _check_nesting([key for key in keys if isinstance(key, _NESTING)])
+    if not all(issubclass(kind, _UNFORESEEN) for kind in kinds):
         collisions.check_all([key for key in keys if _has_known_hash(key)])
 
 
-def _check_nesting(keys: list[tuple[object, ...]]) -> None:
-    # A tuple of tuples can be small here and take forever to hash: each level may repeat the
-    # one below.
-    inner = [part for part in chain.from_iterable(keys) if isinstance(part, tuple)]
+def _check_nesting(keys: list[Nesting]) -> None:
+    # A tuple of tuples can be small here and take forever to hash, or to compare: each level may
+    # repeat the one below.
+    parts = chain.from_iterable(keys)
+    inner: list[Nesting] = [part for part in parts if isinstance(part, _NESTING)]
     innermost = set(map(type, chain.from_iterable(inner)))
-    too_deep = any(issubclass(kind, tuple) for kind in innermost)
+    too_deep = any(issubclass(kind, _NESTING) for kind in innermost)
     if too_deep or max(map(len, inner), default=0) > _MAX_INNER:
-        message = "a pickled dict or set has a deeply nested tuple as its key"
+        message = "a pickled dict or set has a deeply nested tuple or set as its key"
         raise SourceError("unsupported", message)
 
 
@@ -41,4 +45,4 @@ def _has_known_hash(key: object) -> bool:
     """Whether many keys of one hash can be made of such keys: not of text, nor of small numbers."""
     if isinstance(key, int):
         return abs(key) >= _MERSENNE
-    return isinstance(key, _WITH_KNOWN_HASHES)
+    return not isinstance(key, _UNFORESEEN)

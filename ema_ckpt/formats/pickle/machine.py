@@ -183,7 +183,7 @@ class Machine:
 
     def call(self, function: object, args: object, calls: bool) -> None:
         """Push the result of a call (`calls`: REDUCE and its like), or a new instance (NEWOBJ)."""
-        if not isinstance(function, Global) or not isinstance(args, tuple):
+        if not isinstance(function, Global) or type(args) is not tuple:
             raise ValueError("something that is no global is called")
         if function.make is not None:
             self.stack.append(function.make(*args))

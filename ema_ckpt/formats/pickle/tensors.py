@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
+from typing import Any
 
 from ema_ckpt.core.box import are_int64, are_sizes, row_major_strides
+from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.dtypes import DType, by_name, by_storage_class
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.formats.pickle.keys import check_keys
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.numpy_numbers import NUMBER_GLOBALS
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque
@@ -92,14 +95,21 @@ def _view(
     if dtype is None:
         raise _bad("an untyped storage is used without a dtype")
     if bits:
-        names = ", ".join(sorted(map(str, bits))) if isinstance(bits, Mapping) else repr(bits)
-        message = f"a tensor is stored with the lazy bits {names}; resolve them before saving"
+        message = (
+            f"a tensor is stored with the lazy bits {_named(bits)}; resolve them before saving"
+        )
         raise SourceError("unsupported", message)
     ref = TensorRef(storage, dtype, start, _ints(shape), _ints(strides))
     if len(ref.shape) != len(ref.strides) or min((*ref.shape, *ref.strides), default=0) < 0:
         raise _bad("a tensor has impossible strides")
     _check_extent(ref)
     return ref
+
+
+def _named(bits: object) -> str:
+    if isinstance(bits, Mapping) and all(isinstance(name, str) for name in bits):
+        return ", ".join(sorted(bits))
+    return brief(bits)
 
 
 def _check_extent(ref: TensorRef) -> None:
@@ -131,7 +141,7 @@ def _rebuild_from_type(function: object, _kind: object, args: object, _state: ob
     make = function.make if isinstance(function, Global) else None
     if (make is _rebuild_v2 or make is _rebuild_v3) and isinstance(args, tuple):
         return make(*args)
-    raise SourceError("unsupported", f"a tensor subclass is built by {function!r}")
+    raise SourceError("unsupported", f"a tensor subclass is built by {brief(function)}")
 
 
 def _unsupported(name: str) -> Maker:
@@ -142,12 +152,39 @@ def _unsupported(name: str) -> Maker:
     return reject
 
 
-def _dict(*args: object) -> dict[object, object]:
-    return dict(args[0]) if args else {}  # type: ignore[call-overload]
+# A value can be small here and endless once every reference in it is followed, as `hash`, `str`
+# and `==` do: what makes a value of others looks at their types first.
+
+
+def _items(value: object) -> list[object]:
+    """Return what is in a list or its like; what stands for an instance is none, nor is text."""
+    if type(value) not in (list, tuple, set, frozenset):
+        raise _bad(f"expected a list or tuple, found a {type(value).__name__}")
+    return list(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _dict(items: object = (), *_rest: object) -> dict[object, object]:
+    if isinstance(items, dict):
+        return dict(items)
+    pairs: list[Any] = [_items(pair) for pair in _items(items)]
+    check_keys(Collisions(), [key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _set(items: object = ()) -> set[object]:
+    members = _items(items)
+    check_keys(Collisions(), members)
+    return set(members)
+
+
+def _joined(separator: str, parts: tuple[object, ...]) -> str:
+    if not all(isinstance(part, str | int) for part in parts):
+        raise _bad("a path or a device is made of something else than text")
+    return separator.join(map(str, parts))
 
 
 def _path(*parts: object) -> str:
-    return "/".join(map(str, parts)).replace("//", "/")
+    return _joined("/", parts).replace("//", "/")
 
 
 def _bytes(data: object = b"", encoding: object = "latin-1") -> bytes:
@@ -160,8 +197,8 @@ def _bytes(data: object = b"", encoding: object = "latin-1") -> bytes:
 
 
 _BUILTINS: dict[str, Maker] = {
-    "set": set,
-    "frozenset": frozenset,
+    "set": _set,
+    "frozenset": lambda items=(): frozenset(_set(items)),
     "complex": complex,
     "bytes": _bytes,
     "bytearray": lambda *args: bytearray(_bytes(*args)),
@@ -172,8 +209,8 @@ PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
     ("collections", "OrderedDict"): _dict,
     ("collections", "defaultdict"): lambda _factory=None, *args: _dict(*args),
     ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
-    ("torch", "Size"): lambda *args: tuple(args[0]) if args else (),
-    ("torch", "device"): lambda *args: ":".join(map(str, args)),
+    ("torch", "Size"): lambda sizes=(): tuple(_items(sizes)),
+    ("torch", "device"): lambda *args: _joined(":", args),
     ("torch.serialization", "_get_layout"): lambda name: name,
     ("pathlib", "PosixPath"): _path,
     ("pathlib", "PurePosixPath"): _path,

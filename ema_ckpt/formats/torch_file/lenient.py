@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TypeGuard
 
 from ema_ckpt.core.box import are_sizes
@@ -34,6 +35,7 @@ _REBUILDERS = """
     _rebuild_parameter _rebuild_parameter_with_state
     """.split()
 _MAX_ARGS = 64
+_MAX_PARTS = 4096  # of the arguments: they may refer to the same ones over and over
 _MAX_SIZE = 2**40
 
 
@@ -173,7 +175,7 @@ def _recorded_form(value: Unreadable) -> tuple[Ints, DType]:
     shapes: list[Ints] = []
     named: list[DType] = []
     data: list[DType] = []
-    for part in _in_order(value.args):
+    for part in islice(_in_order(value.args), _MAX_PARTS):
         dtype = _dtype_of(part)
         if dtype is not None:
             data.append(dtype)

@@ -24,6 +24,7 @@ Ints = tuple[int, ...]
 Fields = Mapping[str, object]
 _HOME = "torch.distributed."
 _MAX_DIMS = 64
+_MAX_NESTED, _MAX_DEPTH = 16, 3  # of the axes of a mesh
 _MAX_RANKS = 1 << 24
 
 
@@ -149,7 +150,9 @@ def _coordinate(mesh: Fields, sizes: Ints) -> Ints | None:
     recorded = mesh.get("_coordinate_on_dim")
     if recorded is None:
         ranks, rank = mesh.get("_flatten_mesh_list"), mesh.get("_rank")
-        if not isinstance(ranks, tuple) or rank not in ranks or len(ranks) != prod(sizes):
+        if not isinstance(ranks, tuple) or not are_int64((*ranks, rank)):
+            return None
+        if rank not in ranks or len(ranks) != prod(sizes):
             return None
         return unravel(ranks.index(rank), sizes)
     coordinate = _ints(recorded)
@@ -172,10 +175,10 @@ def _mesh_sizes(mesh: Fields) -> Ints:
     return tuple(map(_count_ranks, shape if isinstance(shape, tuple) else (shape,)))
 
 
-def _count_ranks(shape: object) -> int:
+def _count_ranks(shape: object, depth: int = 0) -> int:
     """Count the ranks along one axis, which may be flattened out of several."""
-    if isinstance(shape, tuple) and len(shape) <= _MAX_DIMS:
-        return prod(map(_count_ranks, shape))
+    if isinstance(shape, tuple) and len(shape) <= _MAX_NESTED and depth < _MAX_DEPTH:
+        return prod([_count_ranks(inner, depth + 1) for inner in shape])
     if type(shape) is not int or not 0 < shape <= _MAX_RANKS:
         raise _unsupported("a DTensor does not record the shape of its mesh")
     return shape

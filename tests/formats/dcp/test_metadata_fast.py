@@ -108,6 +108,64 @@ def test_a_replaced_run_of_bytes(data: bytes, place: int, length: int, new: byte
     check_same(data[:place] + new + data[place + length :])
 
 
+_INNERMOST = re.compile(rb"(?:h.|j....)\)\x81\x94}\x94\((?:(?!\)\x81).)*?ub", re.DOTALL)
+_METADATA_CLASSES = "BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties"
+_CALLED = [
+    *(f"ctorch.distributed.checkpoint.metadata\n{name}\n" for name in _METADATA_CLASSES.split()),
+    *("ctorch\nSize\n", "cbuiltins\nset\n", "cbuiltins\nfrozenset\n", "ctorch\ndevice\n"),
+    *("ccollections\nOrderedDict\n", "ccollections\ndefaultdict\n", "cpathlib\nPosixPath\n"),
+    *("cunknown\nClass\n", "ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n"),
+]
+_CALLS = [
+    (b"", b"R"),
+    (b"", b"\x81"),
+    (b"", b"\x85R"),
+    (b"(", b"tR"),
+    (b"((", b"ltR"),
+    (b"N", b"\x86R"),
+]
+
+
+@pytest.mark.parametrize("called", _CALLED)
+def test_no_instance_is_taken_for_arguments(called: str) -> None:
+    """Nor for what is in them: an instance is no tuple, whatever stands for it meanwhile."""
+    data = WHOLE[0]
+    instances = list(_INNERMOST.finditer(data))
+    assert len(instances) > 20
+    for match in [instances[0], *instances[-3:]]:
+        for before, after in _CALLS:
+            spliced = called.encode() + before + match[0] + after
+            check_same(data[: match.start()] + spliced + data[match.end() :])
+
+
+@pytest.mark.parametrize("name", ["planner_data", "storage_data", "state_dict_metadata"])
+def test_no_table_is_made_of_instances(name: str) -> None:
+    """As a list of pairs would be, which indices with two fields are not."""
+    data, index = WHOLE[0], b""
+    for match in _INNERMOST.finditer(data):
+        if b"ab" not in match[0]:
+            index = match[0]
+    key = data.index(b"\x8c" + bytes([len(name)]) + name.encode() + b"\x94") + len(name) + 3
+    if data[key : key + 2] == b"}\x94":  # an empty dict, and what fills it
+        table = b"ccollections\nOrderedDict\n(" + b"(" + index + b"ltR\x94"
+        check_same(data[:key] + table + data[key + 2 :])
+
+
+def test_plain_tuples_are_no_instances() -> None:
+    """Torch would find no item by them."""
+    metadata = pickle.loads(WHOLE[0])
+    metadata.storage_data = {
+        (k.fqn, tuple(k.offset or ())): v for k, v in metadata.storage_data.items()
+    }
+    assert outcome(pickle.dumps(metadata), fast=True) == "unreadable"
+    metadata = pickle.loads(WHOLE[0])
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
+    check_same(pickle.dumps(metadata))
+    assert outcome(pickle.dumps(metadata), fast=True) == "unreadable"
+
+
 NAMES = st.one_of(
     st.from_regex(r"[a-z.]{1,12}", fullmatch=True),
     st.sampled_from(["“quoted” — name", "ends in \x94", "é" * 100, "n" * 300]),
