@@ -107,12 +107,14 @@ def verify(
     origin = _origin(against, chosen_rules(rules, rule_values, inverse=inverse))
     for catalog, is_whole in report.open():
         try:
-            with unchanged(catalog):
+            with unchanged(catalog) as states:
                 if quick:
                     audit = audit_structure(catalog)
                 else:
                     source = origin if is_whole else None
                     audit = _audit_payload(catalog, values, source, workers, progress)
+                if audit.problems:
+                    states.refuse_changes(suspicious=True)
             report.warnings += [w for w in catalog.warnings if w.code not in _AUDITED]
             report.warnings += stale_files(catalog)
             report.warnings += averages(catalog)
@@ -218,7 +220,7 @@ class _Report:
         for catalog in self.open_parts(bare):
             yield catalog, catalog.resolved == location.resolved and not self.problems
         for states in before:  # what could not be opened may have been half written
-            states.refuse_changes()
+            states.refuse_changes(suspicious=bool(self.problems))
         for item in location.left_out:
             self.add_left_out(item)
 

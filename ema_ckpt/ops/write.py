@@ -26,6 +26,7 @@ from ema_ckpt.reading.unchanged import unchanged
 from ema_ckpt.state_dicts.ties import dropped_names
 from ema_ckpt.storage.directories import stamps_of
 from ema_ckpt.storage.files import local_path
+from ema_ckpt.storage.stamp import Stamp
 from ema_ckpt.writing.destination import Destination, LocalDestination, WriteRequest
 from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
@@ -353,11 +354,13 @@ def _overflows(plan: WritePlan, outcome: Outcome | None) -> Iterator[Diagnostic]
 # Identity of a run.
 
 
-def identity_of(job: PlannedWrite, stamps: Mapping[str, str]) -> dict[str, str]:
+def identity_of(job: PlannedWrite, stamps: Mapping[str, Stamp]) -> dict[str, str]:
     """Digests of source and plan; an interrupted run is continued only if both are the same."""
     source, plan = hashlib.sha256(), hashlib.sha256()
     for file, stamp in stamps.items():
-        source.update(f"{file}\0{stamp}\0".encode("utf-8", "surrogatepass"))
+        # What was written from other bytes is complete and sound by itself: any change counts.
+        state = f"{stamp.written} {stamp.changed_ns}"
+        source.update(f"{file}\0{state}\0".encode("utf-8", "surrogatepass"))
     plan.update(job.catalog.made_by.encode())
     for item in job.plan.items:
         tensor = item.output

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.core.text import shown
 from ema_ckpt.storage.directories import stamps_of
 from ema_ckpt.storage.files import LocalFiles, RemoteFiles
+from ema_ckpt.storage.stamp import Stamp
 
 
 class FileStates(NamedTuple):
@@ -18,7 +19,7 @@ class FileStates(NamedTuple):
 
     root: str
     resolved: str
-    stamps: dict[str, str]
+    stamps: dict[str, Stamp]
 
     @classmethod
     def now(cls, root: str, resolved: str, files: Iterable[str]) -> FileStates:
@@ -39,14 +40,26 @@ class FileStates(NamedTuple):
             states.stamps.update(source.seen)
         return states
 
-    def refuse_changes(self) -> None:
+    def refuse_changes(self, *, suspicious: bool = False) -> None:
         """Compare the files with their stamps.
+
+        Args:
+            suspicious: damage was found: whatever may have caused it is a change.
 
         Raises:
             SourceError: `source-changed`, naming those that are other ones now, or gone.
+            AccessError: `unreadable`: it cannot be told any more.
         """
         now = stamps_of(self.root, self.stamps)
-        changed = [file for file, stamp in now.items() if stamp != self.stamps[file]]
+        changed = []
+        for file, before in self.stamps.items():
+            if before.failure:
+                continue
+            if now[file].failure:
+                message = f"{file}: {now[file].failure} (in {self.resolved})"
+                raise AccessError("unreadable", message, file=file)
+            if before.is_other(now[file], suspicious=suspicious):
+                changed.append(file)
         if changed:
             hint = "changed while being read; let the writer finish and try again"
             message = f"{self.resolved}: {shown(changed)} {hint}"
@@ -54,16 +67,18 @@ class FileStates(NamedTuple):
 
 
 @contextmanager
-def unchanged(catalog: Catalog) -> Iterator[None]:
+def unchanged(catalog: Catalog) -> Iterator[FileStates]:
     """Read a checkpoint in the block: what is found in files that changed meanwhile is no damage.
+
+    Yields the files' states at the beginning.
 
     Raises:
         SourceError: `source-changed` at the end of the block, or in place of another SourceError.
     """
     before = FileStates.opened(catalog)
     try:
-        yield
+        yield before
     except SourceError:
-        before.refuse_changes()
+        before.refuse_changes(suspicious=True)
         raise
     before.refuse_changes()

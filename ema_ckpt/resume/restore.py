@@ -182,15 +182,15 @@ def _read_all(
     checked = () if ranks.rank else readers
     before = [FileStates.opened(reader.catalog) for reader in checked]
 
-    def refuse_changes() -> None:
+    def refuse_changes(*, suspicious: bool = False) -> None:
         for states in before:
-            states.refuse_changes()
+            states.refuse_changes(suspicious=suspicious)
 
     try:
         _run_phase(restorers, ranks, lambda restorer: restorer.compare())
         _run_phase(restorers, ranks, lambda restorer: restorer.read())
     except SourceError:
-        run_on_all_ranks(ranks, _CALL, refuse_changes)
+        run_on_all_ranks(ranks, _CALL, lambda: refuse_changes(suspicious=True))
         raise
     run_on_all_ranks(ranks, _CALL, refuse_changes)
 

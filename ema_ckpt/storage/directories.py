@@ -11,10 +11,13 @@ from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.storage.remote import ask, is_http, open_filesystem, split_query, stamp_of
 from ema_ckpt.storage.stage_names import is_stage_name
+from ema_ckpt.storage.stamp import Stamp
 
 _HTTP = ("http://", "https://")
 # The file that a folder with these needs, under a name that web servers do not list.
 _HIDDEN, _NAMED_BY_HIDDEN = ".metadata", ".distcp"
+_UNKNOWN = Stamp("?")
+_Listed = tuple[dict[str, Stamp], Stamp]
 
 
 class Folder(NamedTuple):
@@ -105,8 +108,10 @@ def _list_remote(url: str) -> Folder:
         items = ask(lambda: filesystem.ls(place, detail=True), url, url)
     except FileNotFoundError:
         raise SourceError("unreadable", f"{url}: no such directory", file=url) from None
-    names = {base_name(str(item["name"])) for item in items}
-    folders = {base_name(str(item["name"])) for item in items if item["type"] == "directory"}
+    # A page's links are joined to its whole address, behind its query.
+    named = [(base_name(str(item["name"]).removeprefix(place)), item["type"]) for item in items]
+    names = {name for name, _ in named}
+    folders = {name for name, kind in named if kind == "directory"}
     # Object stores list the placeholder of the directory itself among its contents.
     files = names - folders - {"", base_name(base)}
     if is_http(filesystem) and _lacks_hidden(files):
@@ -179,13 +184,13 @@ def walk_files(root: str) -> list[str]:
     return sorted(found)
 
 
-def stamps_of(root: str, files: Iterable[str]) -> dict[str, str]:
-    """Return what tells whether a file was written anew: its size, and its time or checksum.
+def stamps_of(root: str, files: Iterable[str]) -> dict[str, Stamp]:
+    """Return what tells whether a file was written anew.
 
-    A file may be given by a path or URL of its own. `?` stands for what cannot be told.
+    A file may be given by a path or URL of its own.
     """
     places = {file: file if is_url(file) else join(root, file) for file in files}
-    folders: dict[str, dict[str, str]] = {}
+    folders: dict[str, _Listed] = {}
     stamps = {}
     for file, place in places.items():
         if not is_url(place):
@@ -197,35 +202,38 @@ def stamps_of(root: str, files: Iterable[str]) -> dict[str, str]:
         folder = parent_of(place)
         if folder not in folders:
             folders[folder] = _remote_stamps(folder)
-        stamps[file] = folders[folder].get(base_name(place), "?")
+        listed, unlisted = folders[folder]
+        stamps[file] = listed.get(base_name(place), unlisted)
     return stamps
 
 
-def _local_stamp(path: str) -> str:
+def _local_stamp(path: str) -> Stamp:
     try:
-        status = os.stat(path)
-    except OSError:
-        return "?"
-    return f"{status.st_size} {status.st_mtime_ns}"
+        return Stamp.of(os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return _UNKNOWN
+    except OSError as error:
+        return Stamp("?", failure=error.strerror or str(error))
 
 
-def _remote_stamps(folder: str) -> dict[str, str]:
-    """Stamps of all objects in a folder, from its listing; none where that says nothing."""
-    stamps = {}
+def _remote_stamps(folder: str) -> _Listed:
+    """Stamps of all objects in a folder, from its listing, and that of what is not listed."""
     try:
         filesystem, base = open_filesystem(folder)
         items = ask(lambda: filesystem.ls(base, detail=True), folder, folder)
-    except (EmaCkptError, FileNotFoundError):
-        return {}
-    for item in items:
-        stamps[base_name(str(item["name"]))] = stamp_of(item)
-    return stamps
+    except FileNotFoundError:
+        return {}, _UNKNOWN
+    except EmaCkptError as error:
+        return {}, Stamp("?", failure=str(error))
+    return {base_name(str(item["name"])): Stamp(stamp_of(item)) for item in items}, _UNKNOWN
 
 
-def _http_stamp(url: str) -> str:
+def _http_stamp(url: str) -> Stamp:
     """Stamp of one file: the page that lists it says nothing of it."""
     try:
         filesystem, base = open_filesystem(url)
-        return stamp_of(ask(lambda: filesystem.info(base), url, url))
-    except (EmaCkptError, FileNotFoundError):
-        return "?"
+        return Stamp(stamp_of(ask(lambda: filesystem.info(base), url, url)))
+    except FileNotFoundError:
+        return _UNKNOWN
+    except EmaCkptError as error:
+        return Stamp("?", failure=str(error))

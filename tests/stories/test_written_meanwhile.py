@@ -60,6 +60,91 @@ def test_the_next_step_is_saved_over_the_one_that_is_read(
     assert ema_ckpt.verify(later).status == "sound"
 
 
+def put_in_place(new: Path, old: Path, *, renamed: bool) -> None:
+    """Give a file another content, and leave it its times, as `rsync -t`, `cp -p` and `tar` can."""
+    status = old.stat()
+    assert new.stat().st_size == status.st_size
+    place = old.with_name("new") if renamed else old
+    place.write_bytes(new.read_bytes())
+    os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+    place.rename(old)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_file_is_replaced_by_one_of_the_same_times(
+    at_first_job: Callable[[Callable[[], None]], None], tmp_path: Path, verb: str
+) -> None:
+    run, later = step(tmp_path / "run", 0.5), step(tmp_path / "later", 8.5)
+    name = "__0_0.distcp"
+    at_first_job(lambda: put_in_place(later / name, run / name, renamed=True))
+    with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
+        VERBS[verb](run, tmp_path)
+    assert caught.value.code == "source-changed"
+    assert sorted(os.listdir(tmp_path)) == ["later", "run"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_bytes_are_lost_for_a_while_below_the_same_times(
+    at_first_job: Callable[[Callable[[], None]], None], tmp_path: Path, verb: str
+) -> None:
+    run = step(tmp_path / "run", 0.5)
+    zeros = tmp_path / "zeros"
+    zeros.write_bytes(bytes((run / "__0_0.distcp").stat().st_size))
+    at_first_job(lambda: put_in_place(zeros, run / "__0_0.distcp", renamed=False))
+    with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
+        VERBS[verb](run, tmp_path)
+    assert caught.value.code == "source-changed"
+    with pytest.raises(ema_ckpt.EmaCkptError):
+        VERBS["consolidate"](run, tmp_path)
+    assert ema_ckpt.verify(run).status == "damaged", "once nothing changes it any more"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_further_name_and_other_permissions_are_no_change(
+    at_first_job: Callable[[Callable[[], None]], None], tmp_path: Path, verb: str
+) -> None:
+    run = step(tmp_path / "run", 0.5)
+
+    def touch() -> None:
+        (tmp_path / "snapshot").hardlink_to(run / "__0_0.distcp")
+        (run / "__0_0.distcp").chmod(0o440)
+
+    at_first_job(touch)
+    VERBS[verb](run, tmp_path)
+
+
+def test_a_run_is_not_resumed_from_other_files_of_the_same_times(tmp_path: Path) -> None:
+    def big(path: Path, value: float) -> Path:
+        return save_dcp(path, {"model": {f"w{i}": torch.full((300_000,), value) for i in range(8)}})
+
+    run, later = big(tmp_path / "run", 0.5), big(tmp_path / "later", 8.5)
+    out = tmp_path / "out.safetensors"
+
+    def consolidate() -> object:
+        return ema_ckpt.consolidate(run, out, threads=1, resume=True)
+
+    begun = []
+
+    def stop(job: object) -> None:
+        begun.append(job)
+        if len(begun) > 4:
+            raise KeyboardInterrupt
+
+    executor.on_job = stop
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            consolidate()
+    finally:
+        executor.on_job = None
+    put_in_place(later / "__0_0.distcp", run / "__0_0.distcp", renamed=True)
+    with pytest.raises(ema_ckpt.EmaCkptError, match="differs in its source") as caught:
+        consolidate()
+    assert caught.value.code == "resume-mismatch"
+    ema_ckpt.consolidate(run, out, threads=1)
+    opened = ema_ckpt.open(out)
+    assert all(set(opened[name].tolist()) == {8.5} for name in opened)
+
+
 class Watched(dict[str, object]):
     """What is restored; it is asked for when the weights have been read, and writes to the checkpoint then."""
 
