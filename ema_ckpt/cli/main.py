@@ -153,7 +153,10 @@ def _report_error(argv: list[str], error: Exception) -> int:
     if "--debug" in argv:
         import traceback
 
-        traceback.print_exc()
+        from ema_ckpt.core.display import masked
+
+        # What a client of a server raised may have the whole URL in it.
+        print(masked(traceback.format_exc()), end="", file=sys.stderr)
     if isinstance(error, EmaCkptError):
         message = str(error)
         alone = _DISTRIBUTED_VERBS & set(argv[:1]) and not _is_distributed(argv)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import AccessError, RefusedError, SourceError, UnsafeError
-from ema_ckpt.storage.http_ranges import HttpFile, read_range, strong_tag
+from ema_ckpt.storage.http_ranges import HttpFile, read_range, size_in_answer, strong_tag
 from ema_ckpt.storage.remote import (
     ReplacedError,
     ShortAnswerError,
@@ -25,6 +25,7 @@ from ema_ckpt.storage.remote import (
     split_query,
     stamp_of,
 )
+from ema_ckpt.storage.stamp import Stamp
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -171,7 +172,7 @@ class LocalFiles:
         self.root = str(root)
         self._are_listed = are_listed
         self._was_there = os.path.lexists(self.root)
-        self.seen: dict[str, str] = {}
+        self.seen: dict[str, Stamp] = {}
         self._open: dict[str, tuple[int, int, bool]] = {}
         self._sizes: dict[str, int] = {}
         self._limit = max_open_files()
@@ -226,7 +227,7 @@ class LocalFiles:
             close_read(fd)
             message = f"{name}: not a regular file (in {self.root})"
             raise UnsafeError("unsafe-path", message, file=name)
-        self.seen.setdefault(name, f"{status.st_size} {status.st_mtime_ns}")
+        self.seen.setdefault(name, Stamp.of(status))
         return fd, status.st_size
 
     def _is_being_removed(self) -> bool:
@@ -317,7 +318,7 @@ class RemoteFiles:
         place, self._query = split_query(root)
         self._base = place.rstrip("/")
         self._sizes: dict[str, int] = {}
-        self.seen: dict[str, str] = {}
+        self.seen: dict[str, Stamp] = {}
         self._tags: dict[str, str] = {}  # entity tags, by path
         self._is_concurrent = bool(getattr(filesystem, "async_impl", False))
 
@@ -336,9 +337,26 @@ class RemoteFiles:
                 message = f"{name}: the server does not say how long it is (in {self.root})"
                 raise AccessError("unreadable", f"{message}; download it first", file=name)
             if is_http(self._filesystem):
-                self._tags[path], self.seen[name] = strong_tag(info), stamp_of(info)
+                self._check_length(name, path, info["size"])
+                self._tags[path], self.seen[name] = strong_tag(info), Stamp(stamp_of(info))
             self._sizes[name] = info["size"]
         return self._sizes[name]
+
+    def _check_length(self, name: str, path: str, size: int) -> None:
+        """Compare the length that HEAD gave with that of an answer, once, and where it is 0.
+
+        Other answers are compared as they come; a file that seems too short is never asked for.
+        """
+        if self._sizes and size:
+            return
+        try:
+            said = ask(lambda: size_in_answer(self._filesystem, path), name, self.root)
+        except FileNotFoundError:
+            raise _removed(name, self.root) from None
+        if said not in (None, size):
+            lengths = f"{size} bytes in its answer to HEAD, and {said} in that to GET"
+            message = f"{name}: the server says that it has {lengths} (in {self.root})"
+            raise AccessError("unreadable", f"{message}; download it first", file=name)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         size = self.size(name)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fsspec.implementations.http import HTTPFileSystem
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 _PLAIN = ("", "identity")
 
 
@@ -51,13 +52,41 @@ def read_range(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int
     return data
 
 
-async def _ask(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int) -> bytes:
+def size_in_answer(filesystem: HTTPFileSystem, url: str) -> int | None:
+    """Length of a file as an answer with its first byte says; None if that does not tell.
+
+    Programs that make their answers often give HEAD the length of its own body, which is 0.
+    """
+    from fsspec.asyn import sync
+
+    size: int | None = sync(filesystem.loop, _ask_size, filesystem, url)
+    return size
+
+
+async def _ask_size(filesystem: HTTPFileSystem, url: str) -> int | None:
+    async with await _get(filesystem, url, 0, 1) as answer:
+        if answer.status != 416:
+            answer.raise_for_status()
+        if answer.headers.get("Content-Encoding", "").lower() not in _PLAIN:
+            return None
+        if answer.status == 200:
+            said = answer.headers.get("Content-Length", "")
+            return int(said) if said.isdecimal() else None
+        total = _TOTAL.fullmatch(answer.headers.get("Content-Range", "").strip())
+        return None if total is None else int(total[1])
+
+
+async def _get(filesystem: HTTPFileSystem, url: str, start: int, stop: int) -> Any:
+    """Ask for bytes `start` to `stop`; the answer is a context manager."""
     options = dict(filesystem.kwargs)
     headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
     headers["Range"] = f"bytes={start}-{stop - 1}"
     session = await filesystem.set_session()
-    asked = session.get(filesystem.encode_url(file.url), headers=headers, **options)
-    async with asked as answer:
+    return session.get(filesystem.encode_url(url), headers=headers, **options)
+
+
+async def _ask(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int) -> bytes:
+    async with await _get(filesystem, file.url, start, stop) as answer:
         if answer.status != 416:  # a range beyond the end
             answer.raise_for_status()
         _check(answer.status, answer.headers, file, start, stop)

@@ -136,9 +136,13 @@ def describe_failure(error: BaseException) -> str:
     if status is not None:
         reason = getattr(error, "message", "")
         return f"the server answered {status} {reason if isinstance(reason, str) else ''}".rstrip()
+    if _redirects_on(error):
+        return "the server redirects on and on"
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, ShortAnswerError):
         return first
+    if isinstance(error, TimeoutError) and not first:
+        return f"no whole answer in time ({type(error).__name__})"
     return f"{first} ({type(error).__name__})" if first else type(error).__name__
 
 
@@ -154,8 +158,9 @@ def _cause(error: Exception) -> BaseException:
 
 
 def _status(error: BaseException) -> int | None:
+    """Status of an answer; aiohttp has 0 where there was none that could be used."""
     status = getattr(error, "status", None)
-    return status if isinstance(status, int) else None
+    return status if isinstance(status, int) and status else None
 
 
 def _is_absent(error: BaseException) -> bool:
@@ -170,4 +175,8 @@ def _may_pass(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return status in _PASSING or status >= 500
-    return not isinstance(error, _FINAL)
+    return not (isinstance(error, _FINAL) or _redirects_on(error))
+
+
+def _redirects_on(error: BaseException) -> bool:
+    return type(error).__name__ == "TooManyRedirects"  # of aiohttp, which may not be there

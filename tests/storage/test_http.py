@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -225,7 +227,7 @@ def test_redirects_are_followed_and_loops_are_not(checkpoints: Server, fixtures:
     assert ema_ckpt.verify(checkpoints.url(DCP)).status == "sound"
     with pytest.raises(AccessError) as caught:
         ema_ckpt.verify(checkpoints.url("ring"))
-    assert caught.value.code == "unreadable"
+    assert caught.value.code == "unreadable" and "redirects on and on" in str(caught.value)
 
 
 def answer(
@@ -321,3 +323,59 @@ def test_damage_behind_a_server_is_still_damage(tmp_path: Path, fixtures: Path) 
     assert result.status == "damaged"
     assert {problem.code for problem in result.problems} >= {"truncated-file"}
     assert json.loads(json.dumps(result.path)).startswith("http://")
+
+
+@pytest.mark.parametrize("claimed", [0, 8, -8])
+@pytest.mark.parametrize("path", [DCP, ONE_FILE])
+def test_a_server_whose_head_has_another_length_is_no_damage(
+    checkpoints: Server, tmp_path: Path, path: str, claimed: int
+) -> None:
+    """Programs that make their answers often give HEAD the length of its own body."""
+
+    def lies(handler: Handler) -> bool:
+        file = checkpoints.root / handler.path.strip("/")
+        if handler.command != "HEAD" or not file.is_file():
+            return False
+        handler.send_response(200)
+        length = file.stat().st_size + claimed if claimed else 0
+        handler.send_header("Content-Length", str(length))
+        handler.end_headers()
+        return True
+
+    checkpoints.fault = lies
+    for verb in (ema_ckpt.verify, ema_ckpt.inspect, ema_ckpt.consolidate):
+        out = [str(tmp_path / "out.safetensors")] if verb is ema_ckpt.consolidate else []
+        with pytest.raises(AccessError, match="in its answer to HEAD") as caught:
+            verb(checkpoints.url(path), *out)
+        assert caught.value.code == "unreadable"
+
+
+def test_an_empty_file_behind_a_server_is_still_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    with serving(tmp_path) as running:
+        assert ema_ckpt.verify(running.url("a.safetensors")).status == "damaged"
+
+
+def test_names_on_a_page_behind_a_query_are_read(checkpoints: Server) -> None:
+    url = checkpoints.url(f"{DCP}?token=sesame")
+    result = ema_ckpt.verify(url)
+    assert result.status == "sound" and "sesame" not in str(result)
+
+
+def test_a_traceback_hides_what_redirects_and_addresses_have_of_secrets(
+    checkpoints: Server,
+) -> None:
+    def elsewhere(handler: Handler) -> bool:
+        if "signature" in handler.path:
+            return answer(handler, 500)
+        to = f"http://127.0.0.1:{checkpoints.server_port}/there?signature=sesame"
+        return answer(handler, 302, headers={"Location": to})
+
+    checkpoints.fault = elsewhere
+    words = ["verify", checkpoints.url(DCP, "me:sesame@"), "--debug"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "ema_ckpt", *words], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert "Traceback" in ended.stderr and "signature=***" in ended.stderr
+    assert "sesame" not in ended.stderr + ended.stdout
