@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ TENSOR_COUNT = 5  # of a tensor: itself, its dict, its properties, their state, 
 _PROPERTIES = b")\x81\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE MARK
 _PROPERTIES_BUILT = b"t\x94b"  # TUPLE MEMOIZE BUILD
 _LIST = b"]\x94"
+_NEWOBJ = b"\x81"
 _ONE_APPENDED, _ALL_APPENDED = b"aub", b"eub"
 
 
@@ -102,6 +102,18 @@ def _keys(rows: Numbers) -> NDArray[np.generic]:
     )
 
 
+class _IdsOfRuns(dict[bytes, int]):
+    """By the bytes of a text -1 less its number; a name recurs for each rank."""
+
+    def __init__(self, texts: TextIds, values: Values) -> None:
+        super().__init__()
+        self._texts, self._values = texts, values
+
+    def __missing__(self, run: bytes) -> int:
+        number = self[run] = -1 - self._texts.id_of(self._values.text(run))
+        return number
+
+
 class Numbered:
     """Names and tuples of one pickle, by number.
 
@@ -113,7 +125,7 @@ class Numbered:
         self.data = data
         self.texts = TextIds()
         self.tuples = TupleIds()
-        self._values = values
+        self._ids_of_runs = _IdsOfRuns(self.texts, values)
 
     def number_texts(self, texts: tuple[Numbers, Numbers, Numbers], good: Flags) -> Identifiers:
         """Number the texts that rows have in full.
@@ -130,8 +142,8 @@ class Numbered:
         rows = np.flatnonzero(good & (numbers < 0))
         if len(rows):
             spans = zip(starts[rows].tolist(), (starts + nbytes)[rows].tolist(), strict=True)
-            data, text, id_of = self.data, self._values.text, self.texts.id_of
-            numbers[rows] = [-1 - id_of(text(data[start:end])) for start, end in spans]
+            data, id_of = self.data, self._ids_of_runs.__getitem__
+            numbers[rows] = [id_of(data[start:end]) for start, end in spans]
         return numbers.astype(np.int32)
 
 
@@ -314,5 +326,9 @@ def memoized_of_sizes(dims: Numbers) -> Numbers:
 def _find(data: bytes, opened: bytes, window: tuple[int, int]) -> Numbers:
     """Return where in a window instances begin that are opened so."""
     first, stop = window
-    found = re.compile(re.escape(opened)).finditer(data, first, stop + len(opened) - 1)
-    return np.fromiter((match.start() for match in found), np.int64)
+    skip = opened.index(_NEWOBJ)
+    window_bytes = np.frombuffer(data, np.uint8)[first + skip : stop + skip]
+    starts = np.flatnonzero(window_bytes == opened[skip]) + first
+    cursors = Cursors(data, starts)
+    cursors.skip_literal(opened)
+    return starts[cursors.good]

@@ -186,10 +186,11 @@ class ColumnReader:
         if batch is None or machine.pos >= batch.stop:
             if not self._chunk_form:
                 return
-            window = self._next_window(machine, batch)
-            chunks = ChunkBatch(self._chunk_form, window, self.numbered)
+            if batch is not None:
+                batch.close()
+            chunks = self._chunks_at(machine, self._chunk_form)
+            window = machine.pos, chunks.stop
             batch = self._tensors[form] = TensorBatch(form, window, chunks, self.numbered)
-            chunks.close()
         first, stop = batch.run(machine.pos)
         if first < stop:
             self._push(batch, first, stop, machine)
@@ -224,10 +225,7 @@ class ColumnReader:
     def read_chunks(self, form: Form, machine: Machine) -> None:
         """Read chunks that differ from an earlier one in numbers alone."""
         self._chunk_form = form
-        batch = self._chunks.get(form)
-        if batch is None or machine.pos >= batch.stop:
-            window = self._next_window(machine, batch)
-            batch = self._chunks[form] = ChunkBatch(form, window, self.numbered)
+        batch = self._chunks_at(machine, form)
         first, stop = batch.run(machine.pos)
         if first < stop and not _takes_one(machine):
             rows = ChunkRows(batch, first, stop)
@@ -271,6 +269,14 @@ class ColumnReader:
                 raise unexpected()
             found = self._ids[number] = self.numbered.texts.id_of(value)
         return found
+
+    def _chunks_at(self, machine: Machine, form: Form) -> ChunkBatch:
+        """Return the chunks of the window that is come to, those of tensors and others alike."""
+        batch = self._chunks.get(form)
+        if batch is None or machine.pos >= batch.stop:
+            window = self._next_window(machine, batch)
+            batch = self._chunks[form] = ChunkBatch(form, window, self.numbered)
+        return batch
 
     def _next_window(self, machine: Machine, before: Batch | None) -> tuple[int, int]:
         """Choose where to look: the further, the more the last look was worth."""

@@ -385,7 +385,7 @@ def _unknown(machine: Machine) -> NoReturn:
 _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"\x80": _proto,
     b"\x95": lambda m: m.read(8),  # FRAME
-    b"\x94": lambda m: m.put(m.memo.count),
+    b"\x94": lambda m: m.memo.append(m.stack[-1]),
     b"q": lambda m: m.put(_U1(m)),
     b"r": lambda m: m.put(_U4(m)),
     b"p": lambda m: m.put(int(m.read_line())),

@@ -42,12 +42,16 @@ class Memo:
             return False
         if number > self.count:
             self._sparse[number] = value
-            return True
+        else:
+            self.append(value)
+        return True
+
+    def append(self, value: object) -> None:
+        """Store an object under the next number."""
         self.items.append(value)
         if self.numbers is not None:
-            self.numbers.append(number)
+            self.numbers.append(self.count)
         self.count += 1
-        return True
 
     def replace(self, number: int, value: object) -> None:
         """Store an object in the place of another; not where a shortcut has left out some."""

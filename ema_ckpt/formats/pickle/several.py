@@ -39,14 +39,19 @@ def guarded(op: int, interpret: Callable[[Machine], object]) -> Callable[[Machin
     if not count and op not in _TAKE_ALL:
         return interpret
 
-    def guard(machine: Machine) -> None:
-        stack = machine.stack
-        taken = stack[-count:] if count else takewhile(_is_no_mark, reversed(stack))
-        if any(isinstance(value, Several) for value in taken):
+    def guard_top(machine: Machine) -> None:
+        if isinstance(machine.stack[-1], Several):
             raise ShortcutMissedError
         interpret(machine)
 
-    return guard
+    def guard(machine: Machine) -> None:
+        stack = machine.stack
+        for value in stack[-count:] if count else takewhile(_is_no_mark, reversed(stack)):
+            if isinstance(value, Several):
+                raise ShortcutMissedError
+        interpret(machine)
+
+    return guard_top if count == 1 else guard
 
 
 def _is_no_mark(value: object) -> bool:
