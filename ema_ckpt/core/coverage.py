@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -30,10 +30,13 @@ def prove(tensor: Tensor) -> tuple[int, ...]:
         error = SourceError(tensor.refusal.code, tensor.refusal.message)
         raise about(error, tensor=tensor.name, file=tensor.first_file)
     if tensor.proven_chunks is None:
-        indices = _prove(tensor)
-        if tensor.shape:
-            indices.sort(key=lambda index: tensor.chunks[index].offsets[0])
-        object.__setattr__(tensor, "proven_chunks", tuple(indices))
+        chunks = tensor.chunks
+        proven: Iterable[int] = range(len(chunks))
+        if not _are_rows(tensor, chunks):
+            proven = _prove_boxes(tensor)
+            if tensor.shape:
+                proven = sorted(proven, key=lambda index: chunks[index].offsets[0])
+        object.__setattr__(tensor, "proven_chunks", tuple(proven))
     return tensor.proven_chunks or ()
 
 
@@ -52,13 +55,6 @@ def between_rows(tensor: Tensor, proven: Sequence[int], first: int, stop: int) -
     start = bisect_left(proven, lowest, key=lambda index: chunks[index].offsets[0])
     end = bisect_left(proven, stop, start, key=lambda index: chunks[index].offsets[0])
     return proven[start:end]
-
-
-def _prove(tensor: Tensor) -> list[int]:
-    is_plain = all(chunk.file and 0 not in chunk.sizes for chunk in tensor.chunks)
-    if is_plain and _are_rows(tensor, tensor.chunks):
-        return list(range(len(tensor.chunks)))
-    return _prove_boxes(tensor)
 
 
 def _prove_boxes(tensor: Tensor) -> list[int]:
@@ -137,15 +133,15 @@ def _open_rows(tensor: Tensor, boxes: list[Box]) -> list[tuple[int, int]]:
 
 
 def _are_rows(tensor: Tensor, chunks: Sequence[Chunk]) -> bool:
-    """Check the common case fast: whole rows in order, end to end."""
+    """Check the common case fast: whole rows in order, end to end, each chunk in a file."""
     shape = tensor.shape
     if not shape:
-        return len(chunks) == 1 and chunks[0].offsets == ()
+        return len(chunks) == 1 and chunks[0].offsets == () and bool(chunks[0].file)
     row, inner, zeros = 0, shape[1:], (0,) * (len(shape) - 1)
-    for chunk in chunks:
-        if (chunk.offsets, chunk.sizes[1:]) != ((row, *zeros), inner):
+    for offsets, sizes, file, _, _ in chunks:
+        if offsets != (row, *zeros) or sizes[1:] != inner or not sizes[0] or not file:
             return False
-        row += chunk.sizes[0]
+        row += sizes[0]
     if not tensor.numel:
         return not chunks
     return row == shape[0]

@@ -145,7 +145,6 @@ def _tensor_entries(trees: Sequence[Tree], tensors: Iterable[Tensor]) -> Iterato
         owners |= {id(tensor): tree.name for tensor in tree.tensors}
         fqns |= inner_names(tree)
     for tensor in tensors:
-        chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
         yield TensorEntry(
             name=tensor.name,
             fqn=fqns.get(tensor.name, tensor.name),
@@ -153,5 +152,5 @@ def _tensor_entries(trees: Sequence[Tree], tensors: Iterable[Tensor]) -> Iterato
             shape=tensor.shape,
             dtype=tensor.dtype.name,
             nbytes=tensor.nbytes,
-            chunks=tuple(ChunkEntry(c.offsets, c.sizes, c.file) for c in chunks),
+            chunks=tuple([ChunkEntry(*c[:3]) for c in tensor.chunks if 0 not in c.sizes]),
         )

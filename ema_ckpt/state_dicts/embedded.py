@@ -36,13 +36,20 @@ def separate(group: Group) -> list[Group]:
     if role not in (None, LIVE, EMA) or group.is_average:
         return [group]
     paths = {path for name in group.names() if (path := _optimizer_of(name))}
-    rest, states = group.split(lambda name: _first_prefix(name, paths))
+    rest, states = _split_below(group, paths)
     for state in states:
         state.role = OPTIMIZER
     if role == EMA:
         return [rest, *states]
     rest, *averages = _take_averages(rest)
     return [*_take_buffers(rest), *averages, *states]
+
+
+def _split_below(group: Group, paths: Collection[str]) -> tuple[Group, list[Group]]:
+    """Take out what lies below each of `paths`."""
+    if not paths:
+        return group, []
+    return group.split(lambda name: _first_prefix(name, paths))
 
 
 def _take_averages(group: Group) -> list[Group]:
@@ -54,7 +61,7 @@ def _take_averages(group: Group) -> list[Group]:
     for part in candidates:
         if _averages_weights_of(group, part):
             paths.add(part.name[len(group.name) :].lstrip("."))
-    rest, averages = group.split(lambda name: _first_prefix(name, paths))
+    rest, averages = _split_below(group, paths)
     for average in averages:
         average.role = EMA
     return [rest, *averages]
@@ -87,8 +94,6 @@ def _average_of(name: str) -> str | None:
 
 def _first_prefix(name: str, prefixes: Collection[str]) -> str | None:
     """Return the shortest of `prefixes` that `name` lies below, or None."""
-    if not prefixes:
-        return None
     dot = name.find(".")
     while dot >= 0:
         if name[:dot] in prefixes:

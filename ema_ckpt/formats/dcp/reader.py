@@ -254,8 +254,11 @@ def _tensor(name: str, path: Path, parts: list[Metadata], required: dict[str, in
             raise _unreadable(f"ranks disagree on the shape of {name!r}", name)
         stored = part.items.chunks_of(name, entry)
         for _, _, file, start, nbytes in stored:
-            if start + nbytes > required.get(file, -1):
-                _require(file, start + nbytes, required)
+            end = start + nbytes
+            if file not in required:
+                _require(file, end, required)
+            elif end > required[file]:
+                required[file] = end
         chunks += stored
     if not isinstance(first, TensorEntry):
         raise _unreadable(f"{name!r} is no tensor", name)

@@ -5,24 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
 
 
 def as_json(value: object) -> object:
     """A result as plain dicts, lists and scalars; NaN and infinities become None.
 
-    A field that is marked `"json": "if set"` is left out while it is None.
+    Dataclasses and named tuples become dicts. A field that is marked `"json": "if set"` is left out
+    while it is None.
     """
-    if is_dataclass(value) and not isinstance(value, type):
-        document = {}
-        for one in fields(value):
-            item = getattr(value, one.name)
-            if item is not None or "json" not in one.metadata:
-                document[one.name] = as_json(item)
+    # Texts and numbers come first: they are nearly all that there is.
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    kind: Any = type(value)
+    names, optional = _fields_of(kind)
+    if names:
+        document = {name: as_json(getattr(value, name)) for name in names}
+        for name in optional:
+            if getattr(value, name) is None:
+                del document[name]
         return document
+    if isinstance(value, (tuple, list)):
+        return list(map(as_json, value))
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [as_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
     return value
+
+
+@cache
+def _fields_of(kind: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of a class' fields, and of those that are left out while they are None."""
+    if not is_dataclass(kind):
+        return getattr(kind, "_fields", ()), ()
+    optional = [one.name for one in fields(kind) if "json" in one.metadata]
+    return tuple([one.name for one in fields(kind)]), tuple(optional)

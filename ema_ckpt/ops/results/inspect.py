@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.results.places import hide_credentials
@@ -23,8 +24,7 @@ class TreeEntry:
     dtypes: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkEntry:
+class ChunkEntry(NamedTuple):
     """Box of a stored chunk, in elements, and its file."""
 
     offsets: tuple[int, ...]
