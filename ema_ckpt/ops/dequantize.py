@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,14 +11,14 @@ from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.ops.results.quantized import QuantizedEntry, described
-from ema_ckpt.ops.results.write import Skipped
-from ema_ckpt.state_dicts.selection import Selection, SelectionOptions
 from ema_ckpt.storage.files import is_url
-from ema_ckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
+    from ema_ckpt.ops.results.write import Skipped
     from ema_ckpt.reading.quantized.recognise import Recognised
     from ema_ckpt.reading.quantized.schemes import QuantizedTensor
+    from ema_ckpt.state_dicts.selection import Selection, SelectionOptions
+    from ema_ckpt.writing.options import WriteOptions
 
 _ACTIVATIONS = "scale of what a layer takes or gives; its weight is no longer quantised"
 
@@ -83,6 +82,7 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
     """
     if options.dequantize is None:
         return Dequantized(catalog)
+    from ema_ckpt.ops.results.write import Skipped
     from ema_ckpt.reading.quantized.dequantized import with_values
     from ema_ckpt.reading.quantized.quantization_config import (
         CONFIG_FILE,
@@ -119,6 +119,8 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
 
 def _made_by(weights: Sequence[QuantizedTensor], values: str) -> str:
     """Digest of how values are computed: an interrupted run that computed others starts anew."""
+    import hashlib
+
     lines = [values]
     for weight in weights:
         parts = {role: part.name for role, part in sorted(weight.parts.items())}

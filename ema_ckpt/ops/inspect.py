@@ -11,8 +11,13 @@ from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.object_values import object_values
-from ema_ckpt.ops.open import tree_entry
-from ema_ckpt.ops.results.inspect import ChunkEntry, InspectResult, ObjectEntry, TensorEntry
+from ema_ckpt.ops.results.inspect import (
+    ChunkEntry,
+    InspectResult,
+    ObjectEntry,
+    TensorEntry,
+    TreeEntry,
+)
 from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.reading.quantized.lone_codes import warn_of_lone_codes
 from ema_ckpt.reading.quantized.recognise import recognise
@@ -67,7 +72,7 @@ def inspect_with_values(
             format=catalog.format,
             world_size=catalog.world_size,
             nbytes=sum(tensor.nbytes for tensor in catalog.tensors),
-            trees=tuple(map(tree_entry, trees)),
+            trees=tuple(map(TreeEntry.of, trees)),
             ema={t.name: ema_settings(catalog, t, warnings) for t in trees if t.role == EMA},
             tensors=tuple(_tensor_entries(trees, selected)),
             objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),

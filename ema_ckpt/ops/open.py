@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
@@ -32,18 +31,6 @@ if TYPE_CHECKING:
 
 _BLOCK_NBYTES = 4 << 20
 _SHOWN_TREES = 5
-
-
-def tree_entry(tree: Tree) -> TreeEntry:
-    """Return role and totals of a tree."""
-    return TreeEntry(
-        name=tree.name,
-        role=tree.role,
-        tensors=len(tree.tensors),
-        numel=sum(tensor.numel for tensor in tree.tensors),
-        nbytes=sum(tensor.nbytes for tensor in tree.tensors),
-        dtypes=dict(Counter(tensor.dtype.name for tensor in tree.tensors)),
-    )
 
 
 class _Objects(Mapping[str, object]):
@@ -92,7 +79,7 @@ class Checkpoint:
     @property
     def trees(self) -> Mapping[str, TreeEntry]:
         """Role and totals of each tree, by its name."""
-        return MappingProxyType({tree.name: tree_entry(tree) for tree in self._trees})
+        return MappingProxyType({tree.name: TreeEntry.of(tree) for tree in self._trees})
 
     @property
     def objects(self) -> Mapping[str, object]:

@@ -26,13 +26,6 @@ from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import SAFETENSORS, TORCH, LeftOut, Location, is_index
 from ema_ckpt.discovery.opening import log_choice, open_location
 from ema_ckpt.ops.results.verify import GateResult, ManifestResult, VerifyResult
-from ema_ckpt.ops.verify_against import Origin, compare_with
-from ema_ckpt.ops.verify_manifest import (
-    check_manifest_path,
-    compare_manifest,
-    files_of,
-    write_manifest,
-)
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.reading.unchanged import FileStates, unchanged
@@ -46,6 +39,7 @@ from ema_ckpt.storage.directories import join, list_folder
 from ema_ckpt.storage.files import is_url
 
 if TYPE_CHECKING:
+    from ema_ckpt.ops.verify_against import Origin
     from ema_ckpt.state_dicts.rules.rules import Rules
 
 # Opening fails with these if there is no checkpoint to judge, or none that can be judged.
@@ -102,7 +96,7 @@ def verify(
     """
     workers = parse_workers(threads)
     _check_options(quick, values or against is not None, manifest is not None, check)
-    sums = None if manifest is None else check_manifest_path(manifest, check)
+    sums = None if manifest is None else _manifest_path(manifest, check)
     report = _Report(os.fspath(path), workers, quick=quick, is_gate=sums is not None)
     origin = _origin(against, chosen_rules(rules, rule_values, inverse=inverse))
     for catalog, is_whole in report.open():
@@ -134,8 +128,16 @@ def _check_options(quick: bool, needs_payload: bool, has_manifest: bool, check: 
         raise UsageError("usage", "--check needs a --manifest FILE to check")
 
 
+def _manifest_path(manifest: str | os.PathLike[str], check: bool) -> Path:
+    from ema_ckpt.ops.verify_manifest import check_manifest_path
+
+    return check_manifest_path(manifest, check)
+
+
 def _origin(path: str | os.PathLike[str] | None, rules: Rules | None) -> Origin | None:
     if path is not None:
+        from ema_ckpt.ops.verify_against import Origin
+
         return Origin(path, rules)
     if rules is not None:
         raise UsageError("usage", "--rules goes with --against, the checkpoint that they change")
@@ -156,6 +158,8 @@ def _audit_payload(
     if values:
         scan_values(audit, workers, progress)
     if origin is not None:
+        from ema_ckpt.ops.verify_against import compare_with
+
         compare_with(audit, origin, workers, progress)
     return audit
 
@@ -279,6 +283,8 @@ class _Report:
         self, manifest: Path, workers: Workers, progress: Callable[[int], None] | None
     ) -> None:
         """Compare the files with the manifest, or write it; what matches needs no checksum."""
+        from ema_ckpt.ops.verify_manifest import compare_manifest, files_of, write_manifest
+
         files = files_of(self.resolved, self.root, self.files, manifest)
         if manifest.exists():
             hashed = compare_manifest(files, manifest, workers, progress)

@@ -184,6 +184,42 @@ def test_start_up_imports_little() -> None:
     assert not {"torch", "numpy", "rich", "fsspec", "asyncio"} & set(eval(done.stdout))
 
 
+# What a verb loads only where an option or the source asks for it: a part of each start otherwise.
+_AGAINST = {
+    "ema_ckpt.ops.verify_against",
+    "ema_ckpt.ops.verify_manifest",
+    "ema_ckpt.ops.dequantize",
+}
+_WRITES = {"ema_ckpt.ops.results.write", "ema_ckpt.writing.options", "hashlib", "tempfile"}
+
+
+@pytest.mark.parametrize(
+    ("command", "later"),
+    [
+        (
+            ["verify", TINY],
+            {"numpy", "rich", "ema_ckpt.state_dicts.selection"} | _AGAINST | _WRITES,
+        ),
+        (["inspect", TINY, "--json"], {"numpy", "rich", "ema_ckpt.ops.open"} | _AGAINST | _WRITES),
+        (["inspect", TINY], {"numpy", "rich._emoji_codes", "ema_ckpt.ops.open"} | _WRITES),
+    ],
+)
+def test_a_verb_loads_what_it_needs(command: list[str], later: set[str]) -> None:
+    code = (
+        "import sys, ema_ckpt.cli.main as cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "finally: print(*sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert not later & set(done.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("given", "positionals", "expected"),
     [

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.results.places import hide_credentials
 from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.ops.results.short_repr import short_repr
+
+if TYPE_CHECKING:
+    from ema_ckpt.state_dicts.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,18 @@ class TreeEntry:
     numel: int
     nbytes: int
     dtypes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tree: Tree) -> TreeEntry:
+        """Count what is in a tree."""
+        return cls(
+            name=tree.name,
+            role=tree.role,
+            tensors=len(tree.tensors),
+            numel=sum([tensor.numel for tensor in tree.tensors]),
+            nbytes=sum([tensor.nbytes for tensor in tree.tensors]),
+            dtypes=dict(Counter([tensor.dtype.name for tensor in tree.tensors])),
+        )
 
 
 class ChunkEntry(NamedTuple):
