@@ -59,7 +59,12 @@ def terminal(*, stderr: bool = False) -> Console:
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     width = None if (sys.stderr if stderr else sys.stdout).isatty() else _UNLIMITED_COLUMNS
     return Console(
-        stderr=stderr, soft_wrap=True, highlight=False, color_system=colours, width=width
+        stderr=stderr,
+        soft_wrap=True,
+        highlight=False,
+        emoji=False,  # `:name:` is a part of a tensor's name; its table takes long to load, too
+        color_system=colours,
+        width=width,
     )
 
 

@@ -141,6 +141,12 @@ def test_shapes_are_shown_without_shards(run: Path, capsys: pytest.CaptureFixtur
     assert "w float32 2 × 3, 24 B" in lines
 
 
+def test_colons_in_names_make_no_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"a:dog:b": {"w": torch.ones(2)}, "x:cat:y": {"w": torch.ones(2)}}
+    lines = drawn(capsys, torch_at(tmp_path / "run.pt", state))
+    assert "a:dog:b" in "".join(lines) and "x:cat:y" in "".join(lines)
+
+
 def test_counters_stand_apart_from_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
