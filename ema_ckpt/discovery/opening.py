@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.core.catalog import Catalog, refuse_problems
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.limits import parse_workers
@@ -49,12 +49,24 @@ def open_catalog(
     location = locate_checkpoint(text)
     log_choice(location)
     try:
-        return open_location(location, text, lenient=lenient, workers=workers)
+        catalog = open_location(location, text, lenient=lenient, workers=workers)
     except EmaCkptError as error:
         if is_folder(location.root) is not None:
             raise
         message = f"{location.resolved}: removed while it was being opened; name the run again"
         raise SourceError("source-changed", message, file=error.file) from error
+    if location.format == RANK_FILES and location.resolved == text and is_folder(text) is False:
+        _refuse_one_rank(catalog)
+    return catalog
+
+
+def _refuse_one_rank(catalog: Catalog) -> None:
+    """Refuse a file that was named itself, and that tells of the files of other ranks."""
+    try:
+        refuse_problems([problem for problem in catalog.problems if problem.code == "incomplete"])
+    except SourceError:
+        catalog.source.close()
+        raise
 
 
 def log_choice(location: Location) -> None:

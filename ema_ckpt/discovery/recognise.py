@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, filterfalse
 from typing import NoReturn
 
-from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.core.names import OPTIMIZER, OTHER, part_role, part_roles
 from ema_ckpt.core.text import shown
@@ -28,7 +27,7 @@ from ema_ckpt.discovery.location import (
 )
 from ema_ckpt.discovery.step_names import split_suffix, step_order
 from ema_ckpt.formats import content
-from ema_ckpt.formats.rank_files.names import families, family_of, is_lone, refuse_missing_ranks
+from ema_ckpt.formats.rank_files.names import families, family_of, refuse_missing_ranks
 from ema_ckpt.formats.sidecar import SIDECAR
 from ema_ckpt.formats.torch_checkpointing.metadata import files_of, read_metadata
 from ema_ckpt.storage.directories import (
@@ -148,12 +147,7 @@ def _sets_of_ranks(names: Iterable[str]) -> dict[str, list[str]]:
 def _of_ranks(root: str, names: Sequence[str], resolved: str) -> Location:
     if family_of(names[0]) is None:
         return Location(SAFETENSORS, root, tuple(names), resolved)
-    location = Location(RANK_FILES, root, tuple(names), resolved)
-    if not is_lone(names):
-        return location
-    problem = "has the name of one rank's file, and nothing tells of other ranks' files"
-    warning = Diagnostic("unchecked", f"{names[0]}: {problem}; it is read as the whole")
-    return location._replace(warnings=(warning,))
+    return Location(RANK_FILES, root, tuple(names), resolved)
 
 
 def _refuse_one_of_several(path: str, pattern: str, names: Sequence[str]) -> None:

@@ -12,6 +12,8 @@ from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.discovery.locate import locate_checkpoint
 from tests.checkpoints import safetensors_at, torch_at, weights
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
 
 @pytest.mark.parametrize("stem", ["rank_3", "m-rank-3", "rank3", "m.rank_3", "m_rank3_x"])
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt", ".pth", ".pth.tar"])
@@ -38,6 +40,20 @@ def test_a_name_that_tells_of_others_is_refused(tmp_path: Path, name: str) -> No
         with pytest.raises(EmaCkptError, match="are missing") as caught:
             ema_ckpt.consolidate(named, tmp_path / "out.safetensors")
         assert caught.value.code == "incomplete"
+
+
+@pytest.mark.parametrize("layout", ["torch-2.9.1", "torch-2.15.0"])
+@pytest.mark.parametrize("name", ["rank0.pt", "m-rank-0.bin", "m.rank_0.ckpt"])
+def test_pieces_alone_are_refused_where_they_are_named(
+    tmp_path: Path, layout: str, name: str
+) -> None:
+    family = FIXTURES / "rank-files" / layout
+    (tmp_path / name).write_bytes(next(family.glob("*rank_0.pt")).read_bytes())
+    with pytest.raises(EmaCkptError, match="are missing") as caught:
+        ema_ckpt.inspect(tmp_path / name)
+    assert (caught.value.code, caught.value.file) == ("incomplete", name)
+    codes = [warning.code for warning in ema_ckpt.inspect(tmp_path).warnings]
+    assert codes[0] == "incomplete" and set(codes[1:]) == {"hole"}
 
 
 @pytest.mark.parametrize("name", ["model_world_size_1_rank_0.pt", "model_rank_0_world_size_1.bin"])

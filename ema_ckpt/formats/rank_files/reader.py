@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ema_ckpt.core.catalog import Catalog, Files, Problem, collected, refuse_problems
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Files, Problem, collected, refuse_problems
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.rank_files.merger import Merger, RankFile
-from ema_ckpt.formats.rank_files.names import missing_ranks, refuse_missing_ranks
+from ema_ckpt.formats.rank_files.names import is_lone, missing_ranks, refuse_missing_ranks
 from ema_ckpt.formats.rank_files.reading import read_ahead, read_file
 from ema_ckpt.formats.rank_files.zero import model_file
 
@@ -57,8 +57,15 @@ def open_rankfiles(
         problems.append(Problem.of(error))
     if not lenient:
         refuse_problems(problems)
+    if is_lone(names) and not problems:
+        merger.warnings.insert(0, _taken_for_all(names[0]))
     sizes = {file.name: source.size(file.name) for file in merger.read}
     return merger.catalog(source, path, dict.fromkeys(names, 0) | sizes, files[0].nesting)
+
+
+def _taken_for_all(name: str) -> Diagnostic:
+    problem = "has the name of one rank's file, and nothing tells of other ranks' files"
+    return Diagnostic("unchecked", f"{name}: {problem}; it is read as the whole")
 
 
 def _read_files(

@@ -125,4 +125,7 @@ def test_a_piece_alone_is_not_the_whole(tmp_path: Path, recorded: dict[str, int]
         with pytest.raises(ema_ckpt.EmaCkptError, match="missing") as caught:
             ema_ckpt.consolidate(path, tmp_path.parent / "out.pt")
         assert caught.value.code == "incomplete"
-        assert [w.code for w in ema_ckpt.inspect(path).warnings][-1:] == ["incomplete"]
+    assert [w.code for w in ema_ckpt.inspect(tmp_path).warnings] == ["incomplete"]
+    with pytest.raises(ema_ckpt.EmaCkptError, match="missing") as caught:
+        ema_ckpt.inspect(tmp_path / "ema_rank1.pt")
+    assert caught.value.code == "incomplete"
