@@ -25,6 +25,7 @@ END64 = struct.Struct("<4sQHHLLQQQQ")
 LOCATOR64 = struct.Struct("<4sLQL")
 LOCAL_CRC, CENTRAL_CRC = 14, 16  # byte of the checksum in these records
 MAX_U32, MAX_U16 = 0xFFFFFFFF, 0xFFFF
+_IS_FOLDER = 0x10  # among the external attributes
 _END_MAGIC = b"PK\5\6"
 _PEEK_NBYTES = 4096
 _MAX_DIRECTORY_NBYTES = 1 << 30
@@ -251,6 +252,8 @@ def read_directory(window: Window) -> tuple[int, list[CentralRecord]]:
         if fields[0] != b"PK\1\2" or fields[13] or following > size:
             raise window.bad("its directory is malformed")
         name = data[body : body + name_nbytes].decode("utf-8", "backslashreplace")
+        if fields[15] & _IS_FOLDER:  # torch reads nothing of it, and leaves memory as it was
+            raise window.bad(f"the record {name!r} has the mark of a folder")
         extra = data[body + name_nbytes : body + name_nbytes + extra_nbytes]
         nbytes, packed, header = _zip64(window, extra, [nbytes, packed, header])
         if nbytes != packed and not method:

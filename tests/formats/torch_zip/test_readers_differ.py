@@ -14,6 +14,7 @@ import torch
 import ema_ckpt
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.torch_zip.reader import END, END64, LOCATOR64
+from tests.checkpoints import save_dcp
 
 W = torch.arange(4.0)
 
@@ -133,3 +134,21 @@ def test_archives_of_several_parts(tmp_path: Path, back: int) -> None:
     with pytest.raises(RuntimeError):
         torch.load(path)
     refuses(path, "damaged zip archive")
+
+
+@pytest.mark.parametrize("record", ["data/0", "byteorder"])
+def test_a_record_with_the_mark_of_a_folder(tmp_path: Path, record: str) -> None:
+    """torch reads nothing of such a record; of a DCP item it then returns memory as it was."""
+    data = bytearray(saved(W))
+    size, start = END.unpack(data[-END.size :])[5:7]
+    name = data.index(f"/{record}".encode(), start, start + size)
+    header = data.rindex(b"PK\1\2", start, name)
+    data[header + 38] |= 0x10
+    path = tmp_path / "folder.pt"
+    path.write_bytes(data)
+    refuses(path, "the mark of a folder")
+    item = save_dcp(tmp_path / "dcp", {"w": W}) / "__0_0.distcp"
+    data = bytearray(item.read_bytes())
+    data[data.rindex(b"PK\1\2", 0, data.rindex(f"/{record}".encode())) + 38] |= 0x10
+    item.write_bytes(data)
+    assert ema_ckpt.verify(tmp_path / "dcp").status == "damaged"
