@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _VERIFY_EXIT_CODES = {"sound": 0, "damaged": 1, "unproven": 3}
+_COUNT = click.IntRange(min=0)
 _THREADS = "Maximum number of workers. Default: usable CPUs, at most 8."
 
 
@@ -73,7 +74,7 @@ def _run_writer(
 @tree_option(help="Only this tree, or tensors below this dotted path.")
 @click.option("--match", multiple=True, metavar="GLOB", help="Only matching names. Repeatable.")
 @click.option(
-    "--depth", type=int, default=2, metavar="N", help="Levels of modules to show. Default: 2."
+    "--depth", type=_COUNT, default=2, metavar="N", help="Levels of modules to show. Default: 2."
 )
 @click.option("--shards", is_flag=True, help="Show which file holds which rows.")
 @general
@@ -224,7 +225,7 @@ def convert_command(src: str, dst: str, **options: Any) -> None:
     "--against", metavar="B", help="Tree to compare it with. Default: its live tree, by name."
 )
 @click.option(
-    "--top", type=int, default=10, metavar="K", help="Number of tensors to list. Default: 10."
+    "--top", type=_COUNT, default=10, metavar="K", help="Number of tensors to list. Default: 10."
 )
 @click.option(
     "--rtol",

@@ -31,6 +31,8 @@ def call(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
         (["inspect"], "usage", "Missing argument 'PATH'"),
         (["nonsense"], "usage", "No such command"),
         (["inspect", TINY, "--colour"], "usage", "No such option"),
+        (["inspect", TINY, "--depth", "-1"], "usage", "--depth"),
+        (["diff", TINY, "--top", "-1"], "usage", "--top"),
         (["inspect", "/does/not/exist"], "not-found", "/does/not/exist"),
         (["inspect", "/usr/include"], "not-a-checkpoint", "/usr/include"),
         (["consolidate", TINY, "OUT.safetensors", "--tree", "emma"], "unknown-tree", "'ema'"),
