@@ -18,6 +18,7 @@ from ema_ckpt.ops.diff_findings import ComparedTrees, find_all
 from ema_ckpt.ops.diff_pairing import Pairing, Side, open_sides, pair
 from ema_ckpt.ops.object_plan import unknown_objects
 from ema_ckpt.ops.results.diff import DiffResult, DiffSummary, DiffTensor, Mismatch, ShapeEntry
+from ema_ckpt.ops.results.further_fields import with_fields
 from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
@@ -297,6 +298,9 @@ def _result(compared: ComparedTrees) -> DiffResult:
         tensors=tuple(tensors),
         summary=DiffSummary(total.rel_l2, total.largest, total.cosine, total.changed),
         findings=find_all(compared),
+    )
+    result = with_fields(
+        result,
         same_bits=None if same_bits == identical else same_bits,
         dequantized_a=_compared_values(a),
         dequantized_b=_compared_values(b),

@@ -11,6 +11,7 @@ from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.core.names import EMA, glob_matcher
 from ema_ckpt.discovery.opening import opened
 from ema_ckpt.ops.object_values import object_values
+from ema_ckpt.ops.results.further_fields import with_fields
 from ema_ckpt.ops.results.inspect import (
     ChunkEntry,
     InspectResult,
@@ -77,8 +78,8 @@ def inspect_with_values(
             tensors=tuple(_tensor_entries(trees, selected)),
             objects=tuple(ObjectEntry(item.name, item.file) for item in catalog.objects),
             warnings=tuple(warnings),
-            quantized=_quantized(catalog, selected),
         )
+        result = with_fields(result, quantized=_quantized(catalog, selected))
         return result, object_values(catalog, most_objects)
 
 

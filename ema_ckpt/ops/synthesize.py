@@ -15,6 +15,7 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects
+from ema_ckpt.ops.results.further_fields import with_fields
 from ema_ckpt.ops.results.write import WriteResult
 from ema_ckpt.ops.rule_changes import rule_one
 from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
@@ -180,7 +181,8 @@ def _write(
             infinite = f"became infinite in {tensor.source.dtype.name}; use smaller weights"
             overflows.append(Diagnostic("overflow", f"{sums} {infinite}"))
     terms = describe_terms(snapshots, factors)
-    return replace(result, warnings=(*result.warnings, *overflows), snapshots=terms)
+    result = replace(result, warnings=(*result.warnings, *overflows))
+    return with_fields(result, snapshots=terms)
 
 
 def virtual_catalog(

@@ -20,6 +20,7 @@ from ema_ckpt.core.text import counted
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.files_beside import copy_files
 from ema_ckpt.ops.object_plan import header_text, refuse_left_out
+from ema_ckpt.ops.results.further_fields import with_fields
 from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.ops.results.write import AppliedRules, FileEntry, Skipped, WriteResult
 from ema_ckpt.reading.unchanged import unchanged
@@ -257,7 +258,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         job.warnings += job.output.destination.check(_request(job, options))
     else:
         _write(job, options)
-    return WriteResult(
+    result = WriteResult(
         source=job.source,
         resolved=job.resolved or job.catalog.resolved,
         target=str(job.output.destination),
@@ -276,9 +277,8 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         skipped=tuple(job.skipped),
         warnings=(*job.warnings, *job.plan.warnings),
         dry_run=options.dry_run,
-        rules=job.rules,
-        dequantized=job.dequantized,
     )
+    return with_fields(result, rules=job.rules, dequantized=job.dequantized)
 
 
 def _request(job: PlannedWrite, options: WriteOptions, **more: Any) -> WriteRequest:

@@ -57,15 +57,16 @@ def open_rankfiles(
         problems.append(Problem.of(error))
     if not lenient:
         refuse_problems(problems)
-    if is_lone(names) and not problems:
-        merger.warnings.insert(0, _taken_for_all(names[0]))
+    merger.warnings[:0] = _taken_for_all(names, problems)
     sizes = {file.name: source.size(file.name) for file in merger.read}
     return merger.catalog(source, path, dict.fromkeys(names, 0) | sizes, files[0].nesting)
 
 
-def _taken_for_all(name: str) -> Diagnostic:
+def _taken_for_all(names: Sequence[str], problems: Sequence[Problem]) -> list[Diagnostic]:
+    if problems or not is_lone(names):
+        return []
     problem = "has the name of one rank's file, and nothing tells of other ranks' files"
-    return Diagnostic("unchecked", f"{name}: {problem}; it is read as the whole")
+    return [Diagnostic("unchecked", f"{names[0]}: {problem}; it is read as the whole")]
 
 
 def _read_files(

@@ -10,24 +10,16 @@ from typing import Any
 
 
 def as_json(value: object) -> object:
-    """A result as plain dicts, lists and scalars; NaN and infinities become None.
-
-    Dataclasses and named tuples become dicts. A field that is marked `"json": "if set"` is left out
-    while it is None.
-    """
+    """A result as plain dicts, lists and scalars; NaN and infinities become None."""
     # Texts and numbers come first: they are nearly all that there is.
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     kind: Any = type(value)
-    names, optional = _fields_of(kind)
+    names = _fields_of(kind)
     if names:
-        document = {name: as_json(getattr(value, name)) for name in names}
-        for name in optional:
-            if getattr(value, name) is None:
-                del document[name]
-        return document
+        return {name: as_json(getattr(value, name)) for name in names}
     if isinstance(value, (tuple, list)):
         return list(map(as_json, value))
     if isinstance(value, Mapping):
@@ -36,9 +28,6 @@ def as_json(value: object) -> object:
 
 
 @cache
-def _fields_of(kind: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of a class' fields, and of those that are left out while they are None."""
-    if not is_dataclass(kind):
-        return getattr(kind, "_fields", ()), ()
-    optional = [one.name for one in fields(kind) if "json" in one.metadata]
-    return tuple([one.name for one in fields(kind)]), tuple(optional)
+def _fields_of(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass."""
+    return tuple([one.name for one in fields(kind)]) if is_dataclass(kind) else ()

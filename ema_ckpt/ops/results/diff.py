@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.results.places import hide_credentials
@@ -77,9 +77,9 @@ class DiffResult(_PairStatsSlot):
     Attributes:
         a, b: what was named. resolved_a, resolved_b: the checkpoints that they stood for.
         identical: pairs of equal values. same_bits: those of one dtype and the same bytes too;
-            where that is all of them None, and no field of the JSON.
+            where that is all of them None, and no field.
         dequantized_a, dequantized_b: quantised weights that were compared as values; without any
-            None, and no field of the JSON.
+            None, and no field.
     """
 
     a: str
@@ -97,13 +97,9 @@ class DiffResult(_PairStatsSlot):
     tensors: tuple[DiffTensor, ...]
     summary: DiffSummary
     findings: tuple[Diagnostic, ...]
-    same_bits: int | None = field(default=None, metadata={"json": "if set"})
-    dequantized_a: tuple[QuantizedEntry, ...] | None = field(
-        default=None, metadata={"json": "if set"}
-    )
-    dequantized_b: tuple[QuantizedEntry, ...] | None = field(
-        default=None, metadata={"json": "if set"}
-    )
+    same_bits: ClassVar[int | None] = None
+    dequantized_a: ClassVar[tuple[QuantizedEntry, ...] | None] = None
+    dequantized_b: ClassVar[tuple[QuantizedEntry, ...] | None] = None
 
     __repr__ = short_repr
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.ops.results.places import hide_credentials
@@ -40,7 +40,8 @@ class TreeEntry:
         )
 
 
-class ChunkEntry(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChunkEntry:
     """Box of a stored chunk, in elements, and its file."""
 
     offsets: tuple[int, ...]
@@ -74,8 +75,8 @@ class InspectResult:
     """Contents of a checkpoint.
 
     Attributes:
-        quantized: weights that several of `tensors` hold together; without any None, and no field
-            of the JSON.
+        quantized: weights that several of `tensors` hold together; without any None, and no
+            field.
     """
 
     path: str
@@ -88,7 +89,7 @@ class InspectResult:
     objects: tuple[ObjectEntry, ...]
     ema: Mapping[str, Mapping[str, object]]
     warnings: tuple[Diagnostic, ...]
-    quantized: tuple[QuantizedEntry, ...] | None = field(default=None, metadata={"json": "if set"})
+    quantized: ClassVar[tuple[QuantizedEntry, ...] | None] = None
 
     __repr__ = short_repr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ema_ckpt.core.catalog import Diagnostic, Tensor
 from ema_ckpt.ops.results.places import hide_credentials
@@ -75,11 +76,9 @@ class WriteResult:
     Attributes:
         source: what was named. resolved: the checkpoint that it stood for; of `synthesize` one for
             each snapshot.
-        rules: what rules did; without rules None, and no field of the JSON.
-        dequantized: quantised weights that are written as values; without any None, and no field of
-            the JSON.
-        snapshots: what `synthesize` summed, in order; of other verbs None, and no field of the
-            JSON.
+        rules: what rules did; without rules None, and no field.
+        dequantized: quantised weights that are written as values; without any None, and no field.
+        snapshots: what `synthesize` summed, in order; of other verbs None, and no field.
     """
 
     source: str
@@ -97,11 +96,9 @@ class WriteResult:
     skipped: tuple[Skipped, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     dry_run: bool = False
-    rules: AppliedRules | None = field(default=None, metadata={"json": "if set"})
-    dequantized: tuple[QuantizedEntry, ...] | None = field(
-        default=None, metadata={"json": "if set"}
-    )
-    snapshots: tuple[SnapshotEntry, ...] | None = field(default=None, metadata={"json": "if set"})
+    rules: ClassVar[AppliedRules | None] = None
+    dequantized: ClassVar[tuple[QuantizedEntry, ...] | None] = None
+    snapshots: ClassVar[tuple[SnapshotEntry, ...] | None] = None
 
     __repr__ = short_repr
 
