@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from ema_ckpt.core.box import are_sizes
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import EmaCkptError, TargetError
 from ema_ckpt.storage.files import safe_name
@@ -134,7 +136,7 @@ def recorded_identity(stage: Path) -> dict[str, str] | None:
         if head["journal"] != _VERSION:
             return None
         return {str(key): str(value) for key, value in head["identity"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -176,14 +178,23 @@ def _read_ranges(path: Path) -> dict[Range, Finished]:
     ranges = {}
     for line in data[:end].splitlines()[1:]:
         try:
-            file, offset, nbytes, crc, *rest = json.loads(line)
-            if file:
-                safe_name(file)
-            overflow = {str(name): int(count) for name, count in rest[0].items()} if rest else {}
-            ranges[file, int(offset), int(nbytes)] = Finished(int(crc, 16), overflow)
-        except (ValueError, TypeError, AttributeError, EmaCkptError):
+            key, finished = _parse_range(json.loads(line))
+        except (ValueError, TypeError, AttributeError, RecursionError, EmaCkptError):
             continue  # the range is written again
+        ranges[key] = finished
     return ranges
+
+
+def _parse_range(document: Any) -> tuple[Range, Finished]:
+    """Read one line; anything else than `Journal.done` writes raises an error."""
+    file, offset, nbytes, crc, overflow = document if len(document) == 5 else (*document, {})
+    if file != "":
+        safe_name(file)
+    if not isinstance(overflow, dict) or not are_sizes(
+        (offset, nbytes, offset + nbytes, *overflow.values())
+    ):
+        raise ValueError("a range or count is no number")
+    return (file, offset, nbytes), Finished(int(crc, 16), overflow)
 
 
 def _crc(fd: int, offset: int, nbytes: int) -> int | None:

@@ -55,6 +55,46 @@ class TestResume:
     def resumed(self, target: Path) -> contextlib.AbstractContextManager[Staged]:
         return stage(target, is_directory=True, resume=True, identity=self.IDENTITY)
 
+    @pytest.mark.parametrize(
+        "told",
+        [
+            '["part0.distcp", 1e400, 2500, "0"]',
+            '["part0.distcp", NaN, 2500, "0"]',
+            '["part0.distcp", true, 2500, "0"]',
+            '["part0.distcp", -1, 1, "0"]',
+            '["part0.distcp", 0, 1e3, "0"]',
+            '["part0.distcp", 9223372036854775807, 1, "0"]',
+            f'["part0.distcp", {"9" * 4000}, 1, "0"]',
+            f'["part0.distcp", 0, {"9" * 5000}, "0"]',
+            '["part0.distcp", 0, 1, "0", {"w": 1e400}]',
+            '["part0.distcp", 0, 1, "0", {"w": -1}]',
+            '["part0.distcp", 0, 1, "0", [["w", 1]]]',
+            '["part0.distcp", 0, 1, "0", {}, 1]',
+            '[null, 0, 1, "0"]',
+            "[[], 0, 1, 0]",
+            '["../part0.distcp", 0, 1, "0"]',
+            "[" * 100_000,
+            "{}",
+            "5",
+        ],
+    )
+    def test_a_line_that_nobody_writes_tells_nothing(self, told: str, tmp_path: Path) -> None:
+        target = tmp_path / "out"
+        self.interrupted(target)
+        with open(self.left(target) / JOURNAL, "a") as journal:
+            journal.write(told + "\n")
+        with self.resumed(target) as staged:
+            assert len(staged.journal.completed()) == 6
+
+    @pytest.mark.parametrize("first", ["[" * 100_000, '{"journal": 1, "identity": NaN}', "1e400"])
+    def test_a_first_line_that_nobody_writes_begins_anew(self, first: str, tmp_path: Path) -> None:
+        target = tmp_path / "out"
+        self.interrupted(target)
+        journal = self.left(target) / JOURNAL
+        journal.write_text("\n".join([first, *journal.read_text().split("\n")[1:]]))
+        with self.resumed(target) as staged:
+            assert not staged.journal.completed()
+
     def test_goes_on(self, tmp_path: Path) -> None:
         target = tmp_path / "out"
         self.interrupted(target)
