@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from reprlib import repr as brief  # bounded: an integer may have more digits than Python prints
 
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Chunk, Files, Ints, Payload, Tensor, check_geometry
@@ -21,6 +22,7 @@ _CODES = {
     "uint8": "<B",
     "bool": "<?",
 }
+_BFLOAT16_INF = 0x7F80
 _PREFIX = "\0constant:"  # no file of a checkpoint can have such a name
 
 
@@ -43,16 +45,21 @@ def encode(value: float, dtype: DType) -> bytes:
     Raises:
         UsageError: `usage` for a value that the type does not hold.
     """
-    exact = value if dtype.kind == "float" else int(value)
     try:
+        exact = value if dtype.kind == "float" else int(value)
         if exact != value and not math.isnan(value):
+            raise ValueError
+        if dtype.name == "bool" and exact not in (0, 1):
             raise ValueError
         if dtype.name == "bfloat16":
             (bits,) = struct.unpack("<I", struct.pack("<f", exact))
-            return struct.pack("<H", _rounded_half(bits))
+            half = _rounded_half(bits)
+            if half & 0x7FFF == _BFLOAT16_INF and not math.isinf(value):
+                raise OverflowError
+            return struct.pack("<H", half)
         return struct.pack(_CODES[dtype.name], exact)
     except (KeyError, ValueError, OverflowError, struct.error):
-        raise UsageError("usage", f"constant {value} is no value of {dtype.name}") from None
+        raise UsageError("usage", f"constant {brief(value)} is no value of {dtype.name}") from None
 
 
 def _rounded_half(bits: int) -> int:

@@ -12,6 +12,7 @@ from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import EmaCkptError, UsageError
 from ema_ckpt.core.nearest_names import nearest
 from ema_ckpt.core.text import shown
+from ema_ckpt.state_dicts.rules.constants import encode
 from ema_ckpt.state_dicts.rules.name_patterns import (
     COMPONENT,
     NUMBER,
@@ -25,6 +26,7 @@ from ema_ckpt.state_dicts.rules.steps import Stack, Step, Unstack
 
 _SHIPPED = Path(__file__).parent / "shipped"
 _MAX_NBYTES = 1 << 20
+_MAX_DIGITS = 18  # of 64 bits
 _FILE_KEYS = ("about", "values", "rule")
 _KEYS = {
     "from": ("from", "to", "steps", "one_way", "optional"),
@@ -58,7 +60,7 @@ def load_rules(
     name, text = _read(file)
     try:
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError("usage", f"{name}: not TOML: {error}") from None
     rules = parse_rules(document, name, parse_values(values))
     return rules.inverse if inverse else rules
@@ -103,9 +105,10 @@ def parse_values(values: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
     parsed = {}
     for text in (values,) if isinstance(values, str) else values:
         name, equals, number = text.partition("=")
-        if not equals or not number.strip().isdecimal():
+        digits = number.strip()
+        if not equals or not (digits.isascii() and digits.isdecimal()) or len(digits) > _MAX_DIGITS:
             raise UsageError("usage", f"--rule-values {text!r}: expected NAME=NUMBER")
-        parsed[name.strip()] = int(number)
+        parsed[name.strip()] = int(digits)
     return parsed
 
 
@@ -116,6 +119,7 @@ def parse_rules(document: Mapping[str, Any], name: str, values: Mapping[str, int
         UsageError: `usage`, naming the file, the number of the rule and what is wrong.
     """
     _check_keys(document, _FILE_KEYS, name)
+    _check_numbers(document, name)
     known = _check_values(document.get("values", {}), values, name)
     tables = document.get("rule", [])
     if not isinstance(tables, list) or not tables:
@@ -139,6 +143,19 @@ def _check_keys(table: Any, keys: Sequence[str], where: str = "") -> None:
         if key not in keys:
             near = nearest(key, keys)[0]
             raise UsageError("usage", f"{label}unknown key {key!r}; did you mean {near!r}?")
+
+
+def _check_numbers(document: Mapping[str, Any], name: str) -> None:
+    """Refuse integers beyond the 64 bits of TOML: its reader takes them, Python may not print."""
+    todo: list[Any] = [document]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+        elif isinstance(value, int) and value.bit_length() > 63:
+            raise UsageError("usage", f"{name}: not TOML: an integer of more than 64 bits")
 
 
 def _check_values(table: Any, given: Mapping[str, int], name: str) -> dict[str, int]:
@@ -193,6 +210,8 @@ def _parse_constant(number: int, table: Table, optional: bool) -> Rule:
     expressions = _expressions((target, like) if like else (target,), set())
     shape = table.numbers("shape", least=0) if "shape" in table.table else None
     dtype = by_name(table.text("dtype")) if "dtype" in table.table else None
+    if dtype is not None:
+        encode(value, dtype)
     if like is None and (shape is None or dtype is None):
         raise UsageError("usage", "a constant without `like` needs `shape` and `dtype`")
     return ConstantRule(number, target, value, shape, dtype, like, expressions, optional)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ema_ckpt import UsageError, load_rules
-from ema_ckpt.state_dicts.rules.rule_file import parse_rules, shipped_names
+from ema_ckpt.state_dicts.rules.rule_file import parse_rules, parse_values, shipped_names
 
 WRONG = {
     "[[rule]]\nfrm = 'a'\nto = 'b'": "rule 1: expected one of from, drop and constant",
@@ -39,6 +39,16 @@ WRONG = {
     "[[rule]]\nconstant = 1\nto = 'a'": "needs `shape` and `dtype`",
     "[[rule]]\nconstant = 1\nto = 'a'\nshape = [2]\ndtype = 'float33'": "float33",
     "[[rule]]\nfrom = 'a'\nto = 'b'\none_way = 1": "one_way: expected true or false",
+    f"[values]\ng = {'9' * 5000}\n[[rule]]\nfrom = 'a'\nto = 'b'": "not TOML",
+    f"[values]\ng = 0x{'f' * 5000}\n[[rule]]\nfrom = 'a'\nto = 'b'": "more than 64 bits",
+    f"[[rule]]\nconstant = 1\nto = 'a'\nshape = [{2**63}]\ndtype = 'int8'": "more than 64 bits",
+    **{
+        f"[[rule]]\nconstant = {value}\nto = 'a'\nshape = [2]\ndtype = '{dtype}'": f"no value of {dtype}"
+        for value, dtype in [
+            ("nan", "int32"), ("inf", "int64"), ("-inf", "bool"), ("2", "bool"), ("-1", "bool"),
+            ("3.4e38", "bfloat16"), ("-3.4028235e38", "bfloat16"), ("65520", "float16"), ("0.5", "int8"),
+        ]
+    },
     "[values]\ng = 1.5\n[[rule]]\nfrom = 'a'\nto = 'b'": "[values] g: expected a number",
     "[values]\ng = 'how many'\n[[rule]]\nfrom = 'a'\nto = 'b'": "give --rule-values g=N, with N the how many",
 }  # fmt: skip
@@ -98,3 +108,9 @@ def test_the_inverse_of_the_inverse_is_the_rule() -> None:
         rules = load_rules(name, values if name.startswith("megatron") else {})
         assert rules.inverse.inverse == rules
         assert rules.inverse != rules
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "٣", "-1", "1_0", ""])
+def test_a_value_that_is_no_number_of_64_bits_is_refused(number: str) -> None:
+    with pytest.raises(UsageError, match="expected NAME=NUMBER"):
+        parse_values([f"g={number}"])
