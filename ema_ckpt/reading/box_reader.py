@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ema_ckpt.core.box import Box, flat_range_boxes, intersect, whole
 from ema_ckpt.core.catalog import Catalog, Files, Payload, Tensor
@@ -46,6 +46,7 @@ _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 1 << 30, 64
 # other out of the cache.
 _PAD_NBYTES = 64
 _dest = attrgetter("dest")
+_T = TypeVar("_T")
 
 
 class LocatedBox(NamedTuple):
@@ -182,6 +183,7 @@ class BoxReader:
         source, verifier = located.source, self._verifier
         inner, unit = blocks.box.sizes[blocks.axis + 1 :], UNITS[located.tensor.dtype.itemsize]
         row_nbytes = prod(inner) * located.tensor.dtype.itemsize
+        axes = _long_axes(inner)
         memory = self._buffer("block", blocks.rows(0)[1] * row_nbytes)
         scratch = self._buffer("scratch", len(memory))
         intervals: dict[int, Interval] = {}
@@ -204,9 +206,9 @@ class BoxReader:
                     import numpy as np
 
                     if rows is None:
-                        rows = np.frombuffer(out, unit).reshape(count, *inner)
-                    part = np.frombuffer(view, unit).reshape(high - low, *slab.sizes)
-                    rows[(slice(low - first, high - first), *slab.inner)] = part
+                        rows = np.frombuffer(out, unit).reshape(count, *_of(axes, inner))
+                    part = np.frombuffer(view, unit).reshape(high - low, *_of(axes, slab.sizes))
+                    rows[(slice(low - first, high - first), *_of(axes, slab.inner))] = part
             yield out
         for number, interval in intervals.items():
             if verifier is not None:
@@ -239,14 +241,15 @@ class BoxReader:
         import numpy as np
 
         itemsize = located.tensor.dtype.itemsize
-        values = np.frombuffer(out, UNITS[itemsize]).reshape(block.sizes)
+        axes = _long_axes(block.sizes)
+        values = np.frombuffer(out, UNITS[itemsize]).reshape(_of(axes, block.sizes))
         for overlap in located.overlaps:
             part = intersect(overlap.box, block)
             if part is None:
                 continue
-            target = values[part.within(block).slices()]
+            target = values[_of(axes, part.within(block).slices())]
             if not overlap.is_contiguous(part):
-                self._read_strided(located, overlap, part, target)
+                self._read_strided(located, overlap, part, target, axes)
                 continue
             start = overlap.start(part) * itemsize
             if part == block:
@@ -254,12 +257,20 @@ class BoxReader:
                 continue
             scratch = self._buffer("scratch", target.nbytes)
             self._read_range(located, overlap.payload, start, scratch)
-            target[...] = np.frombuffer(scratch, target.dtype).reshape(part.sizes)
+            target[...] = np.frombuffer(scratch, target.dtype).reshape(target.shape)
 
     def _read_strided(
-        self, located: LocatedBox, overlap: Overlap, box: Box, target: NDArray[Any]
+        self,
+        located: LocatedBox,
+        overlap: Overlap,
+        box: Box,
+        target: NDArray[Any],
+        axes: Sequence[int],
     ) -> None:
-        """Read tiles into scratch, the reads of each one behind the other; copy strided views."""
+        """Read tiles into scratch, the reads of each one behind the other; copy strided views.
+
+        `axes` are those of the box that `target` has.
+        """
         import numpy as np
 
         tensor, payload, itemsize = located.tensor, overlap.payload, located.tensor.dtype.itemsize
@@ -285,11 +296,20 @@ class BoxReader:
                 strides[tile.axis] = pitch // itemsize
             values = np.lib.stride_tricks.as_strided(
                 np.frombuffer(scratch, target.dtype),
-                tile.box.sizes,
-                [stride * itemsize for stride in strides],
+                _of(axes, tile.box.sizes),
+                [strides[axis] * itemsize for axis in axes],
                 writeable=False,
             )
-            self._turned.copy(target[tile.box.within(box).slices()], values)
+            self._turned.copy(target[_of(axes, tile.box.within(box).slices())], values)
+
+
+def _long_axes(sizes: Sequence[int]) -> list[int]:
+    """Return the axes of other lengths than 1, or one: NumPy has at most 64, a tensor more."""
+    return [axis for axis, size in enumerate(sizes) if size != 1] or [*range(len(sizes))][:1]
+
+
+def _of(axes: Sequence[int], values: Sequence[_T]) -> tuple[_T, ...]:
+    return tuple([values[axis] for axis in axes])
 
 
 class _Tile(NamedTuple):

@@ -119,3 +119,41 @@ def test_a_view_beyond_its_storage_is_refused(tmp_path):
     with pytest.raises(SourceError, match="'t' reaches beyond") as caught:
         BoxReader(1000).read(located, memoryview(bytearray(32)))
     assert caught.value.code == "out-of-bounds"
+
+
+@pytest.mark.parametrize("limit", [8, 64, 1 << 16])
+def test_more_axes_than_an_array_of_numpy_has(limit: int, tmp_path: Path) -> None:
+    base, ones = torch.arange(4000.0), (1,) * 80
+    for sizes, strides in [
+        ((3, *ones, 5), (1, *ones, 7)),
+        ((*ones, 40, 50), (*ones, 1, 40)),
+        ((2, *ones[:40], 3, *ones[:40], 4), (12, *ones[:40], 1, *ones[:40], 3)),
+        ((3, *ones), (2, *ones)),
+    ]:
+        view = torch.as_strided(base, sizes, strides)
+        assert assembled(tmp_path, view, limit)[0] == raw_bytes(view.contiguous())
+
+
+@pytest.mark.parametrize("tail", [1, 80])
+def test_columns_of_a_tensor_of_many_axes(tail: int, tmp_path: Path) -> None:
+    """Rows that several chunks share, as tensor parallelism along the last axis leaves them."""
+    values = torch.arange(6000.0).reshape(30, *(1,) * 70, 200, *(1,) * tail)
+    chunks, payloads, written = [], [], b""
+    for first, stop in [(0, 90), (90, 200)]:
+        part = values.narrow(71, first, stop - first).contiguous()
+        offsets = (*(0,) * 71, first, *(0,) * tail)
+        chunks.append(Chunk(offsets, tuple(part.shape), "f", 0, 0))
+        payloads.append(Payload("f", len(written), part.nbytes))
+        written += raw_bytes(part)
+    (tmp_path / "f").write_bytes(written)
+    tensor = Tensor("t", ("t",), tuple(values.shape), by_name("float32"), tuple(chunks))
+    located = locate_box(
+        LocalFiles(tmp_path), tensor, payloads, range(len(chunks)), whole(tensor.shape)
+    )
+    for limit in (256, 4096, 1 << 20):
+        blocks = RowBlocks(located.box, 4, limit)
+        read = b"".join(map(bytes, BoxReader(limit).blocks(located, blocks)))
+        assert read == raw_bytes(values)
+        out = bytearray(len(read))
+        BoxReader(limit).read(located, memoryview(out))
+        assert out == read
