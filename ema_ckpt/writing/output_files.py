@@ -35,9 +35,13 @@ def write_end(offset: int, nbytes: int) -> int:
 def preallocate(fd: int, nbytes: int) -> None:
     """Give an open file its final size, and its blocks where the file system can reserve them.
 
+    One that is longer, as the stage of an interrupted run may hold, is cut.
+
     Raises:
         OSError: ENOSPC and the like, before a byte of payload is written.
     """
+    if os.fstat(fd).st_size > nbytes:
+        os.ftruncate(fd, nbytes)
     if not nbytes:
         return
     try:

@@ -30,7 +30,7 @@ from ema_ckpt.storage.stage_names import (
     stages_of,
 )
 from ema_ckpt.writing import switch as publishing
-from ema_ckpt.writing.output_files import preallocate
+from ema_ckpt.writing.output_files import OutputFiles, preallocate
 from ema_ckpt.writing.staging import Staged, check_target, stage
 from tests.staged_writer import (
     REPO,
@@ -375,7 +375,7 @@ class TestFullDisk:
 def test_preallocate(tmp_path: Path) -> None:
     with open(tmp_path / "a", "wb") as file:
         preallocate(file.fileno(), 1 << 20)
-        preallocate(file.fileno(), 0)
+        preallocate(file.fileno(), 1 << 20)
     assert (tmp_path / "a").stat().st_size == 1 << 20
 
 
@@ -582,3 +582,13 @@ def test_a_signal_that_makes_the_removal_fail_is_still_that_signal(
         raise ValueError("the write failed")
     assert failures == [1]
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_longer_than_planned_is_cut(tmp_path: Path) -> None:
+    """As one in the stage of an interrupted run may be: nothing would ever write over its end."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"x" * 5000)
+    with contextlib.closing(OutputFiles(tmp_path, {"a": 3000, "b": 0})):
+        pass
+    assert [(tmp_path / name).stat().st_size for name in ("a", "b")] == [3000, 0]
+    assert (tmp_path / "a").read_bytes() == b"x" * 3000

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ema_ckpt.core.dtypes import by_name
+from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import EmaCkptError, UsageError
 from ema_ckpt.core.nearest_names import nearest
 from ema_ckpt.core.text import shown
@@ -209,12 +209,17 @@ def _parse_constant(number: int, table: Table, optional: bool) -> Rule:
         raise UsageError("usage", f"to: {target.text!r}: {message}")
     expressions = _expressions((target, like) if like else (target,), set())
     shape = table.numbers("shape", least=0) if "shape" in table.table else None
-    dtype = by_name(table.text("dtype")) if "dtype" in table.table else None
-    if dtype is not None:
-        encode(value, dtype)
+    dtype = _dtype(table, value) if "dtype" in table.table else None
     if like is None and (shape is None or dtype is None):
         raise UsageError("usage", "a constant without `like` needs `shape` and `dtype`")
     return ConstantRule(number, target, value, shape, dtype, like, expressions, optional)
+
+
+def _dtype(table: Table, value: float) -> DType:
+    """Return the dtype of a constant. Raises UsageError `usage` if it does not hold the value."""
+    dtype = by_name(table.text("dtype"))
+    encode(value, dtype)
+    return dtype
 
 
 def _parse_map(
