@@ -120,13 +120,17 @@ class SharedDirectory:
             raise FileNotFoundError(message)
         name = f"__{rank}_0.distcp"
         places = []
-        with open(self._root / name, "wb") as stream:
-            for item in in_order(items):
-                offset = stream.tell()
-                write_item(item, stream)
-                places.append((item, offset, stream.tell() - offset))
-            stream.flush()
-            os.fsync(stream.fileno())
+        try:
+            with open(self._root / name, "wb") as stream:
+                for item in in_order(items):
+                    offset = stream.tell()
+                    write_item(item, stream)
+                    places.append((item, offset, stream.tell() - offset))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:  # what is written to is not named
+            error.filename = error.filename or str(self._root / name)
+            raise
         fsync_path(self._root)
         with closing(LocalFiles(self._root)) as files:
             return [
@@ -143,6 +147,8 @@ class SharedDirectory:
             raise EmaCkptError("internal", "publish() before begin()")
         self._staged.publish()
         self._stack.close()
+        for warning in self._staged.warnings:
+            logging.getLogger("ema_ckpt").warning(displayed(warning.message))
         return self._staged.target
 
     def give_up(self, rank: int, ranks: int, error: BaseException) -> None:

@@ -70,12 +70,13 @@ def write(
         published = run_on_all_ranks(ranks, call, publish)
     except BaseException as error:
         # Whether what is to be published can still be removed, rank 0 knows.
-        if is_writing or not ranks.rank:
-            place.give_up(ranks.rank, ranks.size, error)
-        if isinstance(error, EmaCkptError):
-            # Wait for rank 0 to remove it, unless a rank has died.
-            with suppress(CollectiveError):
-                ranks.exchange(None)
+        try:
+            if is_writing or not ranks.rank:
+                place.give_up(ranks.rank, ranks.size, error)
+        finally:  # it may raise too, and the others wait here for rank 0 to have removed it
+            if isinstance(error, EmaCkptError):
+                with suppress(CollectiveError):  # unless a rank has died
+                    ranks.exchange(None)
         raise
     text = ranks.broadcast_json(published)
     return text if isinstance(target, str) else Path(text)

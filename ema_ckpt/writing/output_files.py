@@ -140,6 +140,8 @@ class OutputFiles:
             while view:
                 end = write_end(offset, _WRITE_NBYTES)
                 done = os.pwrite(fd, view[: end - offset], offset)
+                if not done:  # trying for ever would look like a slow disk
+                    raise OSError(errno.EIO, "the file system takes no bytes and gives no reason")
                 view, offset = view[done:], offset + done
 
     def write_items(

@@ -334,7 +334,8 @@ class _Claim:
     def _close(self) -> None:
         if self._owner == os.getpid():  # a child process leaves the stage alone
             if self.staged is not None:
-                self.staged.journal.close()
+                with contextlib.suppress(OSError):  # no line of it is believed unchecked
+                    self.staged.journal.close()
             while self._spare:
                 close_read(self._spare.pop())
             if self._root is not None:

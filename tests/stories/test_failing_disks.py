@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ema_ckpt import verify
+from tests.stories.commands import REPO
 
 SHIM = Path(__file__).with_name("failing_calls.c")
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -73,6 +74,119 @@ def test_a_disk_that_cannot_be_read_is_no_damage(
     error = error_of(result)
     assert "_0.distcp" in error and os.strerror(code) in error
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("verb", ["verify", "consolidate", "diff"])
+def test_a_disk_that_gives_no_bytes_and_no_reason_is_no_damage(
+    shim: Path, fixtures: Path, tmp_path: Path, verb: str
+) -> None:
+    out = [tmp_path / "out.safetensors"] if verb == "consolidate" else []
+    calls = "pread64:0,preadv64:0"
+    result = run(shim, verb, fixtures / SOURCE, *out, calls=calls, code=0, path=".distcp")
+    assert "_0.distcp: became shorter while it was read" in error_of(result)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_takes_no_bytes_and_gives_no_reason_is_not_asked_for_ever(
+    shim: Path, fixtures: Path, tmp_path: Path
+) -> None:
+    words = ("reshard", fixtures / SOURCE, tmp_path / "out", "--world-size", 3)
+    result = run(shim, *words, calls="pwrite64:0", code=0, path="out.ema-ckpt")
+    assert "takes no bytes" in error_of(result)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("working", range(0, 16, 2))
+def test_a_file_whose_state_cannot_be_told_has_not_changed(
+    shim: Path, fixtures: Path, working: int
+) -> None:
+    """The first calls of `stat` work: whatever comes after cannot be compared."""
+    calls = f"stat64:{working}"
+    result = run(shim, "verify", fixtures / SOURCE, calls=calls, code=errno.ESTALE, path="0.distcp")
+    if result.returncode:
+        error = error_of(result)
+        assert os.strerror(errno.ESTALE) in error and "changed" not in error
+    else:
+        assert result.stdout.startswith("sound")
+
+
+SAVING = """
+import sys, torch, ema_ckpt
+ema_ckpt.save(sys.argv[1], model=torch.nn.Linear(2, 2))
+ema_ckpt.save(sys.argv[1], model=torch.nn.Linear(2, 2), overwrite=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"), [("unlinkat:0", "left behind"), ("fsync:0", "a power cut may still undo")]
+)
+def test_what_a_save_could_not_do_after_it_was_published_is_logged(
+    shim: Path, tmp_path: Path, calls: str, said: str
+) -> None:
+    target = tmp_path / "parent" / "run"
+    environment = os.environ | {
+        "LD_PRELOAD": str(shim),
+        "FAIL_CALLS": f",{calls},",
+        "FAIL_ERRNO": str(errno.EPERM),
+        "FAIL_PATH": "ema-ckpt" if "unlink" in calls else "parent",
+    }
+    if "fsync" in calls:  # only the last one of each save: that of the directory around it
+        environment["FAIL_AT_END"] = "/parent"
+    result = subprocess.run(
+        [sys.executable, "-c", SAVING, target],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert said in result.stderr and str(target.parent) in result.stderr
+    assert verify(target).status == "sound"
+
+
+RANKS_SAVING = """
+import resource, sys, torch, ema_ckpt
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(9, 9)
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+try:
+    ema_ckpt.save(sys.argv[1] + "/a", model=model, timeout=20)
+except ema_ckpt.EmaCkptError as error:
+    print(f"rank {dist.get_rank()}: {error.code}: {error}\\n", end="", flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+print(ema_ckpt.save(sys.argv[1] + "/b", model=model, timeout=20))
+"""
+
+
+def test_ranks_do_not_wait_for_one_that_cannot_remove_its_stage(shim: Path, tmp_path: Path) -> None:
+    script = tmp_path / "saving.py"
+    script.write_text(RANKS_SAVING)
+    run_dir = tmp_path / "runs"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [sys.executable, *launch, script, run_dir],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPO),
+            "LD_PRELOAD": str(shim),
+            "FAIL_CALLS": ",unlinkat:0,",
+            "FAIL_ERRNO": str(errno.EPERM),
+            "FAIL_PATH": ".a.ema-ckpt",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("] File too large: ") == 2, result.stdout
+    assert result.stdout.count("__0_0.distcp'") == 2, result.stdout
+    assert "left behind" in result.stdout
+    assert verify(run_dir / "b").status == "sound"
 
 
 @pytest.mark.parametrize(
