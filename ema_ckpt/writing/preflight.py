@@ -96,7 +96,9 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
     if not parent.is_dir():
         reason = f"{parent} is not a directory"
     elif not os.access(parent, mode, effective_ids=os.access in os.supports_effective_ids):
-        reason = f"no permission to write in {parent}"
+        is_fixed = os.statvfs(parent).f_flag & os.ST_RDONLY  # `access` is false for it, too
+        why = "the file system is read-only:" if is_fixed else "no permission to write in"
+        reason = f"{why} {parent}"
     elif max(len(os.fsencode(n)) for n in names) > os.pathconf(parent, "PC_NAME_MAX"):
         reason = "the name is too long to write beside it; use a shorter one"
     if reason:

@@ -216,3 +216,21 @@ def test_what_counts_as_foreign(tmp_path: Path) -> None:
     assert foreign_entries(tmp_path) == sorted(
         [*theirs, "dangling.safetensors", "dir.safetensors", "fifo.pt"]
     )
+
+
+def test_a_read_only_file_system_is_called_that(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    commands = f"mount --bind {place} {place} && mount -o remount,ro,bind {place}"
+    program = f"from ema_ckpt.writing.staging import check_target as c; c({str(place / 'out')!r}, is_directory=True)"
+    namespaces = ["unshare", "--mount", *["--map-root-user"] * bool(os.geteuid())]
+    if subprocess.run([*namespaces, "sh", "-c", commands], capture_output=True, check=False).returncode:  # fmt: skip
+        pytest.skip("nothing can be mounted here")
+    ended = subprocess.run(
+        [*namespaces, "sh", "-c", f'{commands} && exec "$0" -c "$1"', sys.executable, program],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"the file system is read-only: {place}" in ended.stderr, ended.stderr
