@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.discovery.by_content import judged, shards_in
@@ -17,7 +15,7 @@ from ema_ckpt.discovery.location import (
     is_index,
 )
 from ema_ckpt.discovery.recognise import has_marker
-from ema_ckpt.storage.directories import is_folder, join, list_folder, modified_at
+from ema_ckpt.storage.directories import changed_within, is_folder, join, list_folder
 from ema_ckpt.storage.files import open_files
 
 _FRESH_SECONDS = 600.0
@@ -141,5 +139,4 @@ def _changed_below(root: str, levels: int) -> bool:
 
 
 def _is_fresh(path: str) -> bool:
-    changed = modified_at(path)
-    return changed is not None and abs(time.time() - changed) < _FRESH_SECONDS
+    return changed_within(path, _FRESH_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -159,6 +160,19 @@ def modified_at(path: str) -> float | None:
         raise
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
+
+
+def changed_within(path: str, seconds: float) -> bool:
+    """Whether a file or directory changed in so many last seconds, as far as its time is known.
+
+    A time that is yet to come counts as well: the clock of a server may be ahead of this one, and
+    what is being written must not be taken for old.
+
+    Raises:
+        AccessError: as `modified_at`.
+    """
+    changed = modified_at(path)
+    return changed is not None and time.time() - changed < seconds
 
 
 def walk_files(root: str) -> list[str]:

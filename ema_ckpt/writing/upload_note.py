@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 from ema_ckpt.core.errors import TargetError
-from ema_ckpt.storage.directories import is_folder, join, list_folder, modified_at
+from ema_ckpt.storage.directories import changed_within, is_folder, join, list_folder
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.stage_names import stage_name
 
@@ -111,8 +111,7 @@ def refuse_living(parent: ObjectStore, name: str, note: UploadNote, target: str)
     url = join(parent.url, name)
     is_alive = note.is_alive()
     if is_alive is None:
-        touched = modified_at(url)
-        is_alive = touched is not None and abs(time.time() - touched) < _FRESH_SECONDS
+        is_alive = changed_within(url, _FRESH_SECONDS)
         hint = "wait ten minutes from its last sign of life, or delete that note"
     else:
         hint = "wait for it to end"

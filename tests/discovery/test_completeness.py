@@ -71,6 +71,18 @@ def test_a_step_without_its_marker_may_still_be_written(
     assert not result.warnings
 
 
+def test_a_clock_that_is_ahead_makes_no_step_old(tmp_path: Path) -> None:
+    """Times come from the server of a file system."""
+    dcp_at(tmp_path / "step_9")
+    without_metadata(tmp_path / "step_10")
+    an_hour_ahead = time.time() + 3600
+    for path in (tmp_path / "step_10").iterdir():
+        os.utime(path, (an_hour_ahead, an_hour_ahead))
+    result = ema_ckpt.verify(tmp_path)
+    assert result.status == "sound"
+    assert "may still be written" in result.warnings[0].message
+
+
 def without_a_file(step: Path) -> None:
     (dcp_at(step) / "__0_0.distcp").unlink()
 
