@@ -47,7 +47,13 @@ class Memo:
         return True
 
     def append(self, value: object) -> None:
-        """Store an object under the next number."""
+        """Store an object under the next number.
+
+        Raises ValueError where some were stored far ahead: the number is how many there are, and no
+        pickler that counts them leaves any out.
+        """
+        if self._sparse:
+            raise ValueError("numbers of the memo are left out before one that is counted")
         self.items.append(value)
         if self.numbers is not None:
             self.numbers.append(self.count)

@@ -224,3 +224,12 @@ def test_every_opcode_is_read_or_refused() -> None:
 def test_messages_name_the_place() -> None:
     with pytest.raises(SourceError, match=r"^model\.pt: "):
         loads(b"garbage", PLAIN_GLOBALS, where="model.pt")
+
+
+@pytest.mark.parametrize("number", [1, 5, 200])
+def test_what_is_memoized_beside_numbers_ahead_is_never_another_object(number: int) -> None:
+    """MEMOIZE counts the objects: after one PUT ahead, it gives the number 1."""
+    data = b"(K\x07q%cK\x08\x94h%ct." % (number, number)
+    assert pickle.loads(data)[2] == (8 if number == 1 else 7)
+    with pytest.raises(SourceError):
+        loads(data, {}, where="t")
