@@ -43,7 +43,7 @@ class Memo:
         if number > self.count:
             self._sparse[number] = value
         else:
-            self.append(value)
+            self._add(value)
         return True
 
     def append(self, value: object) -> None:
@@ -54,6 +54,9 @@ class Memo:
         """
         if self._sparse:
             raise ValueError("numbers of the memo are left out before one that is counted")
+        self._add(value)
+
+    def _add(self, value: object) -> None:
         self.items.append(value)
         if self.numbers is not None:
             self.numbers.append(self.count)

@@ -233,3 +233,8 @@ def test_what_is_memoized_beside_numbers_ahead_is_never_another_object(number: i
     assert pickle.loads(data)[2] == (8 if number == 1 else 7)
     with pytest.raises(SourceError):
         loads(data, {}, where="t")
+
+
+def test_objects_may_be_numbered_in_any_order() -> None:
+    data = b"(K\x07q\x02K\x08q\x00K\x09q\x01h\x00h\x01h\x02t."
+    assert loads(data, {}, where="t") == pickle.loads(data) == (7, 8, 9, 8, 9, 7)
