@@ -25,7 +25,7 @@ _REMOTE_BLOCK_NBYTES = 8 << 20
 _SEGMENT_NBYTES = 32 << 20
 _BATCH_NBYTES = 4 << 20
 _MAX_BATCH = 256
-_SECONDS_PER_BYTE, _SECONDS_PER_PIECE = 0.3e-9, 10e-6  # of one worker
+_SECONDS_PER_BYTE, _SECONDS_PER_PIECE = 0.2e-9, 10e-6  # of one worker
 
 
 class _ReadRange(NamedTuple):
