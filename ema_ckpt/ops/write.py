@@ -358,7 +358,8 @@ def identity_of(job: PlannedWrite, stamps: Mapping[str, Stamp]) -> dict[str, str
     """Digests of source and plan; an interrupted run is continued only if both are the same."""
     source, plan = hashlib.sha256(), hashlib.sha256()
     for file, stamp in stamps.items():
-        # What was written from other bytes is complete and sound by itself: any change counts.
+        # A target made of two sources would look sound, so that any change of a file counts here,
+        # of its permissions too.
         state = f"{stamp.written} {stamp.changed_ns}"
         source.update(f"{file}\0{state}\0".encode("utf-8", "surrogatepass"))
     plan.update(job.catalog.made_by.encode())

@@ -129,7 +129,8 @@ class SharedDirectory:
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as error:  # what is written to is not named
-            error.filename = error.filename or str(self._root / name)
+            if error.errno is not None:  # without a number its text would not show
+                error.filename = error.filename or str(self._root / name)
             raise
         fsync_path(self._root)
         with closing(LocalFiles(self._root)) as files:

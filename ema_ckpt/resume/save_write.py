@@ -9,6 +9,7 @@ flushes (torch 2.13, `filesystem.py`).
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from ema_ckpt.comm.channel import Channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.crc import combine_crcs
+from ema_ckpt.core.display import displayed
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 from ema_ckpt.core.write_plan import OutputTensor
@@ -73,7 +75,9 @@ def write(
         try:
             if is_writing or not ranks.rank:
                 place.give_up(ranks.rank, ranks.size, error)
-        finally:  # it may raise too, and the others wait here for rank 0 to have removed it
+        except OSError as left:  # what failed first is raised
+            logging.getLogger("ema_ckpt").warning(displayed(f"{target}: not removed: {left}"))
+        finally:  # the others wait here for rank 0 to have removed it
             if isinstance(error, EmaCkptError):
                 with suppress(CollectiveError):  # unless a rank has died
                     ranks.exchange(None)

@@ -158,12 +158,11 @@ def check_recorded(recorded: Mapping[str, str], target: str, identity: Mapping[s
     keys = sorted({*recorded, *identity})
     differing = [key for key in keys if recorded.get(key) != identity.get(key)]
     if differing:
-        raise TargetError(
-            "resume-mismatch",
-            f"{target}: the interrupted run differs in its {' and '.join(differing)}; "
-            "repeat the original command, or leave out --resume to start anew",
-            file=target,
-        )
+        remedy = "repeat the original command, or leave out --resume to start anew"
+        if "source" in differing:
+            remedy = f"if it is the same, its files, their times or permissions changed; {remedy}"
+        message = f"{target}: the interrupted run differs in its {' and '.join(differing)}"
+        raise TargetError("resume-mismatch", f"{message}; {remedy}", file=target)
 
 
 def _read_ranges(path: Path) -> dict[Range, Finished]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ema_ckpt
 from ema_ckpt.runtime import executor
@@ -70,17 +71,33 @@ def put_in_place(new: Path, old: Path, *, renamed: bool) -> None:
     place.rename(old)
 
 
+@pytest.mark.parametrize("renamed", [True, False])
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_file_is_replaced_by_one_of_the_same_times(
-    at_first_job: Callable[[Callable[[], None]], None], tmp_path: Path, verb: str
+    at_first_job: Callable[[Callable[[], None]], None], tmp_path: Path, verb: str, renamed: bool
 ) -> None:
     run, later = step(tmp_path / "run", 0.5), step(tmp_path / "later", 8.5)
     name = "__0_0.distcp"
-    at_first_job(lambda: put_in_place(later / name, run / name, renamed=True))
+    at_first_job(lambda: put_in_place(later / name, run / name, renamed=renamed))
     with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
         VERBS[verb](run, tmp_path)
     assert caught.value.code == "source-changed"
     assert sorted(os.listdir(tmp_path)) == ["later", "run"]
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_file_without_checksums_is_replaced_by_one_of_the_same_times(
+    at_first_job: Callable[[Callable[[], None]], None], tmp_path: Path, renamed: bool
+) -> None:
+    """No checksum tells of a file of tensors that is copied into the place of another."""
+    old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    for path, value in ((old, 0.5), (new, 8.5)):
+        save_file({f"w{i}": torch.full((300, 300), value) for i in range(16)}, path)
+    at_first_job(lambda: put_in_place(new, old, renamed=renamed))
+    with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
+        ema_ckpt.reshard(old, tmp_path / "out", 2)
+    assert caught.value.code == "source-changed"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("verb", VERBS)

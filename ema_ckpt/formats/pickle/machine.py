@@ -52,7 +52,7 @@ class Machine:
         self.data = data
         self.pos: int = 0
         self.stack: list[object] = []
-        self.memo = Memo()
+        self.memo = Memo(len(data))
         self.allowed = allowed
         self.persistent = persistent
         self.strict = strict

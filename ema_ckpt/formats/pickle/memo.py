@@ -28,9 +28,12 @@ class Memo:
             of the others, and of the first of those that are left out together.
     """
 
-    __slots__ = ("_sparse", "count", "items", "numbers")
+    __slots__ = ("_is_ahead", "_nbytes", "_sparse", "count", "items", "numbers")
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
+        """Start the memo of a pickle of so many bytes."""
+        self._nbytes = nbytes
+        self._is_ahead = False
         self.count = 0
         self.items: list[object] = []
         self.numbers: array[int] | None = None
@@ -42,6 +45,9 @@ class Memo:
             return False
         if number > self.count:
             self._sparse[number] = value
+            # A number that so short a pickle cannot count to takes Python gigabytes: it names
+            # nothing that others follow.
+            self._is_ahead = self._is_ahead or number < self._nbytes
         else:
             self._add(value)
         return True
@@ -49,10 +55,10 @@ class Memo:
     def append(self, value: object) -> None:
         """Store an object under the next number.
 
-        Raises ValueError where some were stored far ahead: the number is how many there are, and no
+        Raises ValueError where some were stored ahead: the number is how many there are, and no
         pickler that counts them leaves any out.
         """
-        if self._sparse:
+        if self._is_ahead:
             raise ValueError("numbers of the memo are left out before one that is counted")
         self._add(value)
 

@@ -252,12 +252,13 @@ def read_directory(window: Window) -> tuple[int, list[CentralRecord]]:
         if fields[0] != b"PK\1\2" or fields[13] or following > size:
             raise window.bad("its directory is malformed")
         name = data[body : body + name_nbytes].decode("utf-8", "backslashreplace")
-        if fields[15] & _IS_FOLDER:  # torch reads nothing of it, and leaves memory as it was
-            raise window.bad(f"the record {name!r} has the mark of a folder")
         extra = data[body + name_nbytes : body + name_nbytes + extra_nbytes]
         nbytes, packed, header = _zip64(window, extra, [nbytes, packed, header])
         if nbytes != packed and not method:
             raise window.bad(f"the record {name!r} is stored but has two sizes")
+        if fields[15] & _IS_FOLDER and (nbytes or not name.endswith("/")):
+            # torch reads nothing of it, and leaves memory as it was. `zip -r` writes real folders.
+            raise window.bad(f"the record {name!r} has the mark of a folder")
         entries.append(CentralRecord(name, nbytes, crc, header, flags, method, position))
         position = following
     return directory_start, entries

@@ -39,12 +39,15 @@ def _values(result: Any, plain: type[Any]) -> tuple[dict[str, object], dict[str,
 
 @cache
 def _class_with(plain: type[Any], names: tuple[str, ...]) -> type[Any]:
-    members = {"plain_class": plain, "__reduce__": _reduce, "__module__": plain.__module__}
+    members = {"plain_class": plain, "__reduce__": _reduce}
     added = [(name, object) for name in names]
     name = plain.__name__
-    return make_dataclass(
+    made = make_dataclass(
         name, added, bases=(plain,), namespace=members, repr=False, frozen=True, slots=True
     )
+    # From Python 3.12 on `make_dataclass` sets the module itself.
+    made.__module__, made.__doc__ = plain.__module__, plain.__doc__
+    return made
 
 
 def _reduce(result: Any) -> tuple[Any, ...]:

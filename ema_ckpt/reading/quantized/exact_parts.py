@@ -42,6 +42,7 @@ def _is_beside(name: str, layers: set[str], is_known: bool) -> bool:
     layer, leaf = _layer(name), name.rpartition(".")[2]
     if is_known:
         return layer in layers and _PART.search(leaf) is not None
+    # A level below too, but not below the root: that would be the whole model.
     return leaf != "bias" and (layer in layers or (_layer(layer) or layer) in layers)
 
 

@@ -152,3 +152,21 @@ def test_a_record_with_the_mark_of_a_folder(tmp_path: Path, record: str) -> None
     data[data.rindex(b"PK\1\2", 0, data.rindex(f"/{record}".encode())) + 38] |= 0x10
     item.write_bytes(data)
     assert ema_ckpt.verify(tmp_path / "dcp").status == "damaged"
+
+
+def test_folders_of_another_zip_program_are_no_records(tmp_path: Path) -> None:
+    """`zip -r` writes an entry for each folder; torch loads the file, and other archives stay what they are."""
+    path, other = tmp_path / "again.pt", tmp_path / "code.zip"
+    with zipfile.ZipFile(io.BytesIO(saved(W))) as old, zipfile.ZipFile(path, "w") as new:
+        folder = old.namelist()[0].partition("/")[0]
+        for name in (f"{folder}/", f"{folder}/data/"):
+            new.mkdir(name)
+        for record in old.infolist():
+            new.writestr(record, old.read(record))
+    assert torch.load(path)["w"].equal(W)
+    assert ema_ckpt.verify(path).status == "sound"
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.mkdir("src")
+        archive.writestr("src/a.py", "pass")
+    with pytest.raises(SourceError, match=r"that torch\.save did not write"):
+        ema_ckpt.inspect(other)
