@@ -10,13 +10,19 @@ from typing import NamedTuple
 
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
 from ema_ckpt.storage.files import is_url
-from ema_ckpt.storage.remote import ask, is_http, open_filesystem, split_query, stamp_of
+from ema_ckpt.storage.remote import (
+    ask,
+    join_url,
+    last_component,
+    open_filesystem,
+    split_query,
+    stamp_of,
+)
+from ema_ckpt.storage.remote_folders import is_remote_folder, list_remote
 from ema_ckpt.storage.stage_names import is_stage_name
 from ema_ckpt.storage.stamp import Stamp
 
 _HTTP = ("http://", "https://")
-# The file that a folder with these needs, under a name that web servers do not list.
-_HIDDEN, _NAMED_BY_HIDDEN = ".metadata", ".distcp"
 _UNKNOWN = Stamp("?")
 _Listed = tuple[dict[str, Stamp], Stamp]
 
@@ -32,14 +38,13 @@ class Folder(NamedTuple):
 def join(root: str, name: str) -> str:
     """Path of `name` inside the directory or URL `root`."""
     if is_url(root):
-        place, query = split_query(root)
-        return f"{place.rstrip('/')}/{name}{query}"
+        return join_url(root, name)
     return os.path.join(root, name)
 
 
 def base_name(path: str) -> str:
     """Last component of a path or URL."""
-    return split_query(path)[0].rstrip("/").rpartition("/")[2]
+    return last_component(path)
 
 
 def parent_of(path: str) -> str:
@@ -59,7 +64,7 @@ def is_folder(path: str) -> bool | None:
         AccessError: `unreadable` if the system or the server refuses to tell.
     """
     if is_url(path):
-        return _is_remote_folder(path)
+        return is_remote_folder(*open_filesystem(path), path)
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -77,7 +82,7 @@ def list_folder(root: str) -> Folder:
         AccessError: `unreadable` if the system or the server refuses to tell.
     """
     if is_url(root):
-        return _list_remote(root)
+        return Folder(root, *list_remote(*open_filesystem(root), root))
     names, folders = set[str](), set[str]()
     try:
         with os.scandir(root) as entries:
@@ -88,48 +93,6 @@ def list_folder(root: str) -> Folder:
     except (OSError, ValueError) as error:
         raise _unreadable(root, error) from error
     return Folder(root, tuple(sorted(folders)), tuple(sorted(names - folders)))
-
-
-def _is_remote_folder(url: str) -> bool | None:
-    filesystem, base = open_filesystem(url)
-    try:
-        info = ask(lambda: filesystem.info(base or "/"), url, url)
-    except FileNotFoundError:
-        return None
-    # HTTP has no directories: a page with links stands for one.
-    is_page = is_http(filesystem) and info.get("mimetype") == "text/html"
-    return bool(info["type"] == "directory" or is_page)
-
-
-def _list_remote(url: str) -> Folder:
-    filesystem, base = open_filesystem(url)
-    # A page's links are relative to it only if its own address ends in a slash.
-    place = join(base, "") if is_http(filesystem) else base or "/"
-    try:
-        items = ask(lambda: filesystem.ls(place, detail=True), url, url)
-    except FileNotFoundError:
-        raise SourceError("unreadable", f"{url}: no such directory", file=url) from None
-    # A page's links are joined to its whole address, behind its query.
-    named = [(base_name(str(item["name"]).removeprefix(place)), item["type"]) for item in items]
-    names = {name for name, _ in named}
-    folders = {name for name, kind in named if kind == "directory"}
-    # Object stores list the placeholder of the directory itself among its contents.
-    files = names - folders - {"", base_name(base)}
-    if is_http(filesystem) and _lacks_hidden(files):
-        files |= _hidden_files(url)
-    return Folder(url, tuple(sorted(folders - {""})), tuple(sorted(files)))
-
-
-def _lacks_hidden(files: set[str]) -> bool:
-    return _HIDDEN not in files and any(name.endswith(_NAMED_BY_HIDDEN) for name in files)
-
-
-def _hidden_files(url: str) -> set[str]:
-    """Return the files of a folder that the pages of nginx and Apache leave out, if there are any.
-
-    They list no name that begins with a dot.
-    """
-    return {_HIDDEN} if is_folder(join(url, _HIDDEN)) is False else set()
 
 
 def _unreadable(path: str, error: Exception) -> EmaCkptError:

@@ -21,10 +21,11 @@ from ema_ckpt.storage.remote import (
     ShortAnswerError,
     ask,
     is_http,
+    join_url,
     open_filesystem,
-    split_query,
     stamp_of,
 )
+from ema_ckpt.storage.remote_folders import list_remote
 from ema_ckpt.storage.stamp import Stamp
 
 if TYPE_CHECKING:
@@ -315,15 +316,14 @@ class RemoteFiles:
     def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
         self.root = url
         self._filesystem = filesystem
-        place, self._query = split_query(root)
-        self._base = place.rstrip("/")
+        self._place = root
         self._sizes: dict[str, int] = {}
         self.seen: dict[str, Stamp] = {}
         self._tags: dict[str, str] = {}  # entity tags, by path
         self._is_concurrent = bool(getattr(filesystem, "async_impl", False))
 
     def _path(self, name: str) -> str:
-        return f"{self._base}/{safe_name(name)}{self._query}"
+        return join_url(self._place, safe_name(name))
 
     def size(self, name: str) -> int:
         if name not in self._sizes:
@@ -336,27 +336,34 @@ class RemoteFiles:
             if not isinstance(info["size"], int):
                 message = f"{name}: the server does not say how long it is (in {self.root})"
                 raise AccessError("unreadable", f"{message}; download it first", file=name)
+            size = info["size"]
             if is_http(self._filesystem):
-                self._check_length(name, path, info["size"])
+                size = self._checked_size(name, path, size)
                 self._tags[path], self.seen[name] = strong_tag(info), Stamp(stamp_of(info))
-            self._sizes[name] = info["size"]
+            self._sizes[name] = size
         return self._sizes[name]
 
-    def _check_length(self, name: str, path: str, size: int) -> None:
-        """Compare the length that HEAD gave with that of an answer, once, and where it is 0.
+    def _checked_size(self, name: str, path: str, size: int) -> int:
+        """Compare the length that HEAD gave, `size`, with that of an answer to GET; return it.
 
-        Other answers are compared as they come; a file that seems too short is never asked for.
+        `read` compares every answer that it gets, but asks for nothing beyond `size`: a file that
+        HEAD makes too short would be truncated without an answer. So the first byte is asked for
+        here, of the first file that is opened, and of every one that HEAD calls empty. For the
+        latter the total of a range counts: 0 is what HEAD has where no length was set.
         """
         if self._sizes and size:
-            return
+            return size
         try:
             said = ask(lambda: size_in_answer(self._filesystem, path), name, self.root)
         except FileNotFoundError:
             raise _removed(name, self.root) from None
-        if said not in (None, size):
-            lengths = f"{size} bytes in its answer to HEAD, and {said} in that to GET"
-            message = f"{name}: the server says that it has {lengths} (in {self.root})"
-            raise AccessError("unreadable", f"{message}; download it first", file=name)
+        if said.nbytes is None or said.nbytes == size:
+            return size
+        if not size and said.is_of_range:
+            return said.nbytes
+        lengths = f"{size} bytes in its answer to HEAD, and {said.nbytes} in that to GET"
+        message = f"{name}: the server says that it has {lengths} (in {self.root})"
+        raise AccessError("unreadable", f"{message}; download it first", file=name)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         size = self.size(name)
@@ -423,8 +430,8 @@ class RemoteFiles:
         return answers
 
     def listing(self) -> list[str]:
-        names = ask(lambda: self._filesystem.ls(self._base, detail=False), self.root, self.root)
-        return sorted([str(name).rstrip("/").rpartition("/")[2] for name in names])
+        names = list_remote(self._filesystem, self._place, self.root)
+        return sorted(names.folders + names.files)
 
     def close(self) -> None:
         pass  # nothing is held open

@@ -27,6 +27,13 @@ class HttpFile(NamedTuple):
     tag: str
 
 
+class SaidSize(NamedTuple):
+    """Bytes of a file as an answer says, None if it does not; `is_of_range`: it sent a range."""
+
+    nbytes: int | None
+    is_of_range: bool
+
+
 class NoRangesError(ValueError):
     """A server sends whole files, whatever part is asked for."""
 
@@ -52,28 +59,29 @@ def read_range(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int
     return data
 
 
-def size_in_answer(filesystem: HTTPFileSystem, url: str) -> int | None:
-    """Length of a file as an answer with its first byte says; None if that does not tell.
+def size_in_answer(filesystem: HTTPFileSystem, url: str) -> SaidSize:
+    """Ask for a file's first byte; the answer says how long the file is.
 
     Programs that make their answers often give HEAD the length of its own body, which is 0.
     """
     from fsspec.asyn import sync
 
-    size: int | None = sync(filesystem.loop, _ask_size, filesystem, url)
+    size: SaidSize = sync(filesystem.loop, _ask_size, filesystem, url)
     return size
 
 
-async def _ask_size(filesystem: HTTPFileSystem, url: str) -> int | None:
+async def _ask_size(filesystem: HTTPFileSystem, url: str) -> SaidSize:
     async with await _get(filesystem, url, 0, 1) as answer:
         if answer.status != 416:
             answer.raise_for_status()
         if answer.headers.get("Content-Encoding", "").lower() not in _PLAIN:
-            return None
+            return SaidSize(None, is_of_range=False)
         if answer.status == 200:
             said = answer.headers.get("Content-Length", "")
-            return int(said) if said.isdecimal() else None
+            return SaidSize(int(said) if said.isdecimal() else None, is_of_range=False)
         total = _TOTAL.fullmatch(answer.headers.get("Content-Range", "").strip())
-        return None if total is None else int(total[1])
+        nbytes = None if total is None else int(total[1])
+        return SaidSize(nbytes, is_of_range=answer.status == 206)
 
 
 async def _get(filesystem: HTTPFileSystem, url: str, start: int, stop: int) -> Any:

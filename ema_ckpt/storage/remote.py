@@ -87,6 +87,17 @@ def split_query(url: str) -> tuple[str, str]:
     return url, ""
 
 
+def join_url(url: str, name: str) -> str:
+    """URL of `name` inside the directory `url`, with the query of that."""
+    place, query = split_query(url)
+    return f"{place.rstrip('/')}/{name}{query}"
+
+
+def last_component(path: str) -> str:
+    """Last component of a path or URL, without a query."""
+    return split_query(path)[0].rstrip("/").rpartition("/")[2]
+
+
 def is_http(filesystem: AbstractFileSystem) -> bool:
     """Whether a file system speaks HTTP itself, and not an object store's protocol above it."""
     protocol = filesystem.protocol

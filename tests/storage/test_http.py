@@ -25,6 +25,7 @@ pytest.importorskip("aiohttp")
 DATA = bytes(range(256)) * 40
 EMA_OFFSET = 21465  # of 48 bytes of `ema.weights.down.weight` in __1_0.distcp
 DCP, ONE_FILE = "dcp/fsdp2-w2", "safetensors/dtypes.safetensors"
+RANKS = "rank-files/replicas"
 
 
 @pytest.fixture
@@ -325,24 +326,26 @@ def test_damage_behind_a_server_is_still_damage(tmp_path: Path, fixtures: Path) 
     assert json.loads(json.dumps(result.path)).startswith("http://")
 
 
-@pytest.mark.parametrize("claimed", [0, 8, -8])
+def head_says(handler: Handler, error: int | None) -> bool:
+    """Answer HEAD with a length so many bytes too long; with 0, as without a body, for None."""
+    file = handler.server.root / handler.path.partition("?")[0].strip("/")
+    if handler.command != "HEAD" or not file.is_file():
+        return False
+    handler.send_response(200)
+    length = 0 if error is None else file.stat().st_size + error
+    handler.send_header("Content-Length", str(length))
+    handler.end_headers()
+    return True
+
+
+@pytest.mark.parametrize("error", [None, 8, -8])
 @pytest.mark.parametrize("path", [DCP, ONE_FILE])
 def test_a_server_whose_head_has_another_length_is_no_damage(
-    checkpoints: Server, tmp_path: Path, path: str, claimed: int
+    checkpoints: Server, tmp_path: Path, path: str, error: int | None
 ) -> None:
     """Programs that make their answers often give HEAD the length of its own body."""
-
-    def lies(handler: Handler) -> bool:
-        file = checkpoints.root / handler.path.strip("/")
-        if handler.command != "HEAD" or not file.is_file():
-            return False
-        handler.send_response(200)
-        length = file.stat().st_size + claimed if claimed else 0
-        handler.send_header("Content-Length", str(length))
-        handler.end_headers()
-        return True
-
-    checkpoints.fault = lies
+    checkpoints.fault = lambda handler: head_says(handler, error)
+    checkpoints.honours_ranges = error is not None  # else the total of a range counts
     for verb in (ema_ckpt.verify, ema_ckpt.inspect, ema_ckpt.consolidate):
         out = [str(tmp_path / "out.safetensors")] if verb is ema_ckpt.consolidate else []
         with pytest.raises(AccessError, match="in its answer to HEAD") as caught:
@@ -379,3 +382,60 @@ def test_a_traceback_hides_what_redirects_and_addresses_have_of_secrets(
     assert ended.returncode == 2
     assert "Traceback" in ended.stderr and "signature=***" in ended.stderr
     assert "sesame" not in ended.stderr + ended.stdout
+
+
+def apache_pages(handler: Handler, query: str = "", *, must_have: str = "") -> bool:
+    """Pages with links that sort them, as Apache's mod_autoindex has, and `query` behind names."""
+    if must_have and must_have not in handler.path.partition("?")[2]:
+        return answer(handler, 403)
+    folder = handler.server.root / handler.path.partition("?")[0].strip("/")
+    if not folder.is_dir():
+        return False
+    names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in folder.iterdir())
+    links = ["?C=N;O=D", "?C=M;O=A", "?C=S;O=A", "../", "./", *(f"{n}{query}" for n in names)]
+    page = "".join(f'<a href="{link}">x</a>\n' for link in links)
+    handler.answer(200, f"<html>{page}</html>".encode(), "text/html")
+    return True
+
+
+@pytest.mark.parametrize("asked", ["", "?token=sesame"])
+@pytest.mark.parametrize("query", ["", "?download=1", "?token=sesame"])
+def test_queries_of_links_are_no_part_of_names(
+    checkpoints: Server, server: Server, fixtures: Path, query: str, asked: str
+) -> None:
+    for running in (checkpoints, server):
+        running.fault = lambda handler: apache_pages(handler, query, must_have=asked[1:])
+    folder = list_folder(server.url(asked))
+    assert (folder.folders, folder.files) == (("sub",), ("a",))
+    assert open_files(server.url(asked)).listing() == ["a", "sub"]
+    for path in (DCP, "hf/sharded"):
+        served = ema_ckpt.verify(checkpoints.url(f"{path}{asked}"))
+        local = ema_ckpt.verify(fixtures / path)
+        assert (served.status, served.checked_bytes) == (local.status, local.checked_bytes)
+        codes = [warning.code for warning in served.warnings]
+        assert codes == [warning.code for warning in local.warnings]
+
+
+def test_what_lies_beside_a_file_is_listed_with_the_query_and_what_pages_hide(
+    checkpoints: Server,
+) -> None:
+    checkpoints.lists_hidden = False
+    checkpoints.fault = lambda handler: "t=abc" not in handler.path and answer(handler, 403)
+    for url in (checkpoints.url(f"{DCP}?t=abc"), checkpoints.url(f"{DCP}/?t=abc")):
+        assert open_files(url).listing() == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    for url in (checkpoints.url(f"{RANKS}?t=abc"), checkpoints.url(f"{RANKS}/?t=abc")):
+        result = ema_ckpt.verify(url)
+        assert result.status == "sound" and "abc" not in str(result)
+    checkpoints.fault = lambda handler: False
+    with pytest.raises(SourceError) as caught:
+        open_files(checkpoints.url("none")).listing()
+    assert caught.value.code == "unreadable"
+
+
+@pytest.mark.parametrize("path", [DCP, ONE_FILE, RANKS])
+def test_where_head_has_no_length_that_of_a_range_counts(
+    checkpoints: Server, fixtures: Path, path: str
+) -> None:
+    checkpoints.fault = lambda handler: head_says(handler, None)
+    result, local = ema_ckpt.verify(checkpoints.url(path)), ema_ckpt.verify(fixtures / path)
+    assert (result.status, result.checked_bytes) == (local.status, local.checked_bytes)

@@ -1,0 +1,97 @@
+"""List directories behind fsspec URLs: objects of a store, and links of a web server's page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ema_ckpt.core.errors import SourceError
+from ema_ckpt.storage.remote import ask, is_http, join_url, last_component
+
+if TYPE_CHECKING:
+    from fsspec.spec import AbstractFileSystem
+
+# The file that a folder with these needs, under a name that web servers do not list.
+_HIDDEN, _NAMED_BY_HIDDEN = ".metadata", ".distcp"
+_NO_NAMES = {"", ".", ".."}
+
+
+class RemoteNames(NamedTuple):
+    """The names in a directory, sorted; `files` is all but directories."""
+
+    folders: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+def is_remote_folder(filesystem: AbstractFileSystem, path: str, url: str) -> bool | None:
+    """Whether `path` is a directory; None if nothing is there. Messages say `url`.
+
+    Raises:
+        AccessError: `unreadable` if the server refuses to tell.
+    """
+    try:
+        info = ask(lambda: filesystem.info(path or "/"), url, url)
+    except FileNotFoundError:
+        return None
+    # HTTP has no directories: a page with links stands for one.
+    is_page = is_http(filesystem) and info.get("mimetype") == "text/html"
+    return bool(info["type"] == "directory" or is_page)
+
+
+def list_remote(filesystem: AbstractFileSystem, path: str, url: str) -> RemoteNames:
+    """List the names in the directory `path`. Messages say `url`.
+
+    Raises:
+        SourceError: `unreadable` if there is no such directory.
+        AccessError: `unreadable` if the server refuses to tell.
+    """
+    # A page's links are relative to it only if its own address ends in a slash.
+    place = join_url(path, "") if is_http(filesystem) else path or "/"
+    try:
+        items = ask(lambda: filesystem.ls(place, detail=True), url, url)
+    except FileNotFoundError:
+        raise SourceError("unreadable", f"{url}: no such directory", file=url) from None
+    if is_http(filesystem):
+        names = _linked_names([str(item["name"]) for item in items], place)
+        if _lacks_hidden(names.files):
+            files = sorted((*names.files, *_hidden_files(filesystem, path, url)))
+            names = names._replace(files=tuple(files))
+        return names
+    return _object_names([(str(item["name"]), item["type"]) for item in items], path)
+
+
+def _object_names(items: Sequence[tuple[str, str]], path: str) -> RemoteNames:
+    folders = {last_component(name) for name, kind in items if kind == "directory"} - {""}
+    # Object stores list the placeholder of the directory itself among its contents.
+    files = {last_component(name) for name, _ in items} - folders - {"", last_component(path)}
+    return RemoteNames(tuple(sorted(folders)), tuple(sorted(files)))
+
+
+def _linked_names(links: Sequence[str], place: str) -> RemoteNames:
+    below = [_linked(link, place) for link in links]
+    folders = {last_component(link) for link in below if link.endswith("/")} - _NO_NAMES
+    files = {last_component(link) for link in below} - folders - _NO_NAMES
+    return RemoteNames(tuple(sorted(folders)), tuple(sorted(files)))
+
+
+def _linked(link: str, place: str) -> str:
+    """Return the path that a page's link has below the page, without its query.
+
+    fsspec joins a relative link to the page's whole address, behind the query of that; a link that
+    is a query alone sorts the page.
+    """
+    _, _, address = link.partition("://")  # a page may have links to itself under another scheme
+    return address.removeprefix(place.partition("://")[2]).partition("?")[0]
+
+
+def _lacks_hidden(files: Sequence[str]) -> bool:
+    return _HIDDEN not in files and any(name.endswith(_NAMED_BY_HIDDEN) for name in files)
+
+
+def _hidden_files(filesystem: AbstractFileSystem, path: str, url: str) -> set[str]:
+    """Return the files of a folder that the pages of nginx and Apache leave out, if there are any.
+
+    They list no name that begins with a dot.
+    """
+    hidden, shown = join_url(path, _HIDDEN), join_url(url, _HIDDEN)
+    return {_HIDDEN} if is_remote_folder(filesystem, hidden, shown) is False else set()
