@@ -48,6 +48,8 @@ def open_catalog(
     text = os.fspath(path)
     location = locate_checkpoint(text)
     log_choice(location)
+    may_be_one_rank = location.format == RANK_FILES and location.resolved == text
+    is_one_rank = may_be_one_rank and is_folder(text) is False
     try:
         catalog = open_location(location, text, lenient=lenient, workers=workers)
     except EmaCkptError as error:
@@ -55,7 +57,7 @@ def open_catalog(
             raise
         message = f"{location.resolved}: removed while it was being opened; name the run again"
         raise SourceError("source-changed", message, file=error.file) from error
-    if location.format == RANK_FILES and location.resolved == text and is_folder(text) is False:
+    if is_one_rank:
         _refuse_one_rank(catalog)
     return catalog
 

@@ -439,3 +439,26 @@ def test_where_head_has_no_length_that_of_a_range_counts(
     checkpoints.fault = lambda handler: head_says(handler, None)
     result, local = ema_ckpt.verify(checkpoints.url(path)), ema_ckpt.verify(fixtures / path)
     assert (result.status, result.checked_bytes) == (local.status, local.checked_bytes)
+
+
+def test_one_rank_is_told_from_a_folder_before_its_file_is_opened(
+    fixtures: Path, tmp_path: Path
+) -> None:
+    """Once the file was read, the server refuses to say anything more of it."""
+    shutil.copy(fixtures / RANKS / "ema_rank0.pt", tmp_path)
+    was_read = False
+
+    def refuses_later(handler: Handler) -> bool:
+        nonlocal was_read
+        if not handler.path.endswith(".pt"):
+            return False
+        span = handler.headers["Range"]
+        if span is None:
+            return was_read and answer(handler, 403)
+        was_read = was_read or span != "bytes=0-0"
+        return False
+
+    with serving(tmp_path) as running:
+        running.fault = refuses_later
+        assert ema_ckpt.inspect(running.url("ema_rank0.pt")).tensors
+    assert was_read
