@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.storage.remote import ask, is_http, join_url, last_component
 
 if TYPE_CHECKING:
@@ -43,13 +43,16 @@ def list_remote(filesystem: AbstractFileSystem, path: str, url: str) -> RemoteNa
 
     Raises:
         SourceError: `unreadable` if there is no such directory.
-        AccessError: `unreadable` if the server refuses to tell.
+        AccessError: `unreadable` if the server refuses to tell, or is a web server without a page.
     """
     # A page's links are relative to it only if its own address ends in a slash.
     place = join_url(path, "") if is_http(filesystem) else path or "/"
     try:
         items = ask(lambda: filesystem.ls(place, detail=True), url, url)
     except FileNotFoundError:
+        if is_http(filesystem):  # its files may be there all the same
+            message = f"{url}: the server does not list what is there"
+            raise AccessError("unreadable", message, file=url) from None
         raise SourceError("unreadable", f"{url}: no such directory", file=url) from None
     if is_http(filesystem):
         names = _linked_names([str(item["name"]) for item in items], place)

@@ -426,10 +426,23 @@ def test_what_lies_beside_a_file_is_listed_with_the_query_and_what_pages_hide(
     for url in (checkpoints.url(f"{RANKS}?t=abc"), checkpoints.url(f"{RANKS}/?t=abc")):
         result = ema_ckpt.verify(url)
         assert result.status == "sound" and "abc" not in str(result)
-    checkpoints.fault = lambda handler: False
-    with pytest.raises(SourceError) as caught:
-        open_files(checkpoints.url("none")).listing()
-    assert caught.value.code == "unreadable"
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_server_without_pages_is_no_damage_of_a_file(
+    fixtures: Path, tmp_path: Path, status: int
+) -> None:
+    shutil.copy(fixtures / RANKS / "ema_rank0.pt", tmp_path)
+    with serving(tmp_path) as running:
+        running.fault = lambda handler: handler.path == "/" and answer(handler, status)
+        for verb in (ema_ckpt.verify, ema_ckpt.inspect):
+            with pytest.raises(AccessError) as caught:
+                verb(running.url("ema_rank0.pt"))
+            assert caught.value.code == "unreadable"
+        for absent in ("none", "none/none", "none/step_1", "none/ema_rank0.pt"):
+            with pytest.raises(SourceError) as missing:
+                ema_ckpt.inspect(running.url(absent))
+            assert missing.value.code == "not-found"
 
 
 @pytest.mark.parametrize("path", [DCP, ONE_FILE, RANKS])
