@@ -159,6 +159,7 @@ except ema_ckpt.EmaCkptError as error:
     print(f"rank {dist.get_rank()}: {error.code}: {error}\\n", end="", flush=True)
 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 print(ema_ckpt.save(sys.argv[1] + "/b", model=model, timeout=20))
+dist.destroy_process_group()  # torch aborts now and then where one is left at exit
 """
 
 
