@@ -147,8 +147,7 @@ class Schedule:
         if self.is_remote or not options.forks:
             self.workers = Workers(most)
         else:
-            written = {item.file for item in plan.items}
-            self.workers = self._choose_workers(most, len(written))
+            self.workers = self._choose_workers(most)
         self.block_nbytes = options.block_nbytes(self.is_remote, self.workers.number)
         self.copy_nbytes = self.block_nbytes
         if not self.is_remote:
@@ -174,7 +173,7 @@ class Schedule:
             yield jobs if ranks == 1 else _share(jobs, position, total, rank, ranks)
             position += sum(self.items[index].nbytes for index in indices)
 
-    def _choose_workers(self, threads: int, files: int) -> Workers:
+    def _choose_workers(self, threads: int) -> Workers:
         """Choose as many workers as find work; columns and casts are work in the interpreter."""
         outputs = {item.output.name: item.output for item in self.items}
         computed = set[tuple[DType, DType]]()
@@ -192,7 +191,8 @@ class Schedule:
         if is_computed:
             free_seconds += nbytes * _COMPUTED_SECONDS_PER_BYTE
         if all(source == target for source, target in computed):
-            threads = min(threads, _WORKERS_PER_FILE * files)
+            files = {item.file for item in self.items}
+            threads = min(threads, _WORKERS_PER_FILE * len(files))
         workers = Workers.fit(threads, free_seconds, locked_seconds)
         if workers.processes and (computed or is_computed):
             # Child processes share what is imported before. numpy may start threads, which forbid
