@@ -191,8 +191,7 @@ class Schedule:
         if is_computed:
             free_seconds += nbytes * _COMPUTED_SECONDS_PER_BYTE
         if all(source == target for source, target in computed):
-            files = {item.file for item in self.items}
-            threads = min(threads, _WORKERS_PER_FILE * len(files))
+            threads = min(threads, self._useful_writers())
         workers = Workers.fit(threads, free_seconds, locked_seconds)
         if workers.processes and (computed or is_computed):
             # Child processes share what is imported before. numpy may start threads, which forbid
@@ -200,6 +199,10 @@ class Schedule:
             import_all(computed)
             return Workers.fit(threads, free_seconds, locked_seconds)
         return workers
+
+    def _useful_writers(self) -> int:
+        """Return how many workers the files that hold items take without waiting for each other."""
+        return _WORKERS_PER_FILE * len({item.file for item in self.items})
 
     def _jobs(self, indices: Sequence[int]) -> Iterator[WriteJob]:
         batch: list[int] = []
