@@ -215,7 +215,8 @@ def tensors_to_split(
     def is_cut(tensor: Tensor) -> bool:
         # Copies of one box, as replicas leave them in rank files, do not cut a tensor.
         for source in catalog.made_from.get(tensor.name, (tensor,)):
-            if len({(chunk.offsets, chunk.sizes) for chunk in source.chunks}) > 1:
+            boxes = [chunk[:2] for chunk in source.chunks[:1]]
+            if any(chunk[:2] not in boxes for chunk in source.chunks):
                 return True
         if not is_whole or not tensor.dtype.is_floating or id(tensor) in settings:
             return False

@@ -34,11 +34,15 @@ _SIZE = ("torch", "Size")
 _STRIDED = Call("torch.serialization", "_get_layout", ("torch.strided",), is_shared=True)
 _CONTIGUOUS = Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,), is_shared=True)
 # Opcodes of the frequent instances: from the class to the first field, and behind the numbers of a
-# `torch.Size`. Eight, five and two objects are memoized in a chunk, an index and a place.
+# `torch.Size`, and from the last field to the end. Eight, five and two objects are memoized in a
+# chunk, an index and a place.
 _OPENED = b")\x81\x94}\x94("
 _SIZED = b"\x94\x85\x94R\x94"
+_BUILT = b"ub"
+_MAX_RUN = 4096  # items
 _PIECE_NBYTES = 1 << 20
 _KEPT_NBYTES = 16 << 20  # 0.1 million items
+_NOTHING = Encoded(b"", 0)
 
 
 class StoredItem(NamedTuple):
@@ -115,6 +119,25 @@ class MetadataPickle:
         return writer.pieces(Instance(_METADATA, "Metadata", fields), _PIECE_NBYTES)
 
 
+class _Run:
+    """Opcodes of items that follow each other, to be written at once.
+
+    Attributes:
+        count: items so far.
+    """
+
+    def __init__(self, memoized: int) -> None:
+        self.parts: list[bytes] = []
+        self.count = 0
+        self._memoized = memoized  # objects of an item
+
+    def take(self) -> Encoded:
+        """Return what is there, and begin anew."""
+        run = Encoded(b"".join(self.parts), self.count * self._memoized)
+        self.parts, self.count = [], 0
+        return run
+
+
 def _entries(
     entries: Entries, items: Items, writer: PickleWriter
 ) -> Iterator[tuple[str, Instance]]:
@@ -145,42 +168,90 @@ def _tensor_entry(
 
 def _chunks(items: Sequence[StoredItem], writer: PickleWriter) -> Iterator[Instance | Encoded]:
     """Yield the chunks of a tensor; the first of all is written as any other object is."""
-    opcodes: list[bytes] | None = None
+    opcodes: _ChunkOpcodes | None = None
+    run = _Run(8)
     for item in items:
-        opcodes = opcodes or _references(writer, _CHUNK, "offsets", "sizes", _SIZE)
+        opcodes = opcodes or _chunk_opcodes(writer)
         if opcodes is None or not item.offsets:
+            yield run.take()
             chunk = {"offsets": _size(item.offsets or ()), "sizes": _size(item.sizes)}
             yield Instance(*_CHUNK, chunk)
             continue
-        named, offsets, sizes, size = opcodes
-        first = named + _OPENED + offsets + size + _encode_numbers(item.offsets) + _SIZED
-        yield Encoded(first + sizes + size + _encode_numbers(item.sizes) + _SIZED + b"ub", 8)
+        first, second, last = opcodes
+        offsets, sizes = _encode_numbers(item.offsets), _encode_numbers(item.sizes)
+        run.parts += (first, offsets, second, sizes, last)
+        run.count += 1
+        if run.count == _MAX_RUN:
+            yield run.take()
+    yield run.take()
 
 
 def _storage_data(
     entries: Entries, items: Items, writer: PickleWriter
 ) -> Iterator[tuple[Instance | Encoded, Instance | Encoded]]:
     """Yield where each item lies: an index, and a place in a file."""
-    index: list[bytes] | None = None
-    place: list[bytes] | None = None
+    run = _Run(7)
     for name in entries:
-        name_ref = writer.reference(name) or b""
+        opcodes: _PlaceOpcodes | None = None
         for number, item in enumerate(items[name]):
-            index = index or _references(writer, _INDEX, "fqn", "index", "offset", _SIZE)
-            place = place or _references(writer, _INFO, "relative_path", "offset", "length")
-            file_ref = writer.reference(item.file)
-            if index is None or place is None or file_ref is None or not item.offsets:
+            opcodes = opcodes or _place_opcodes(writer, name)
+            file = writer.reference(item.file)
+            if opcodes is None or file is None or not item.offsets:
+                yield run.take(), _NOTHING
                 yield _index(name, number, item), _info(item)
                 continue
-            named, fqn, number_ref, offset, size = index
-            first = named + _OPENED + fqn + name_ref + number_ref + encode_int(number)
-            numbers = _encode_numbers(item.offsets) + _SIZED
-            named, path, start, length = place
-            second = named + _OPENED + path + file_ref + start + encode_int(item.offset)
-            yield (
-                Encoded(first + offset + size + numbers + b"ub", 5),
-                Encoded(second + length + encode_int(item.nbytes) + b"ub", 2),
-            )
+            run.parts += (opcodes.number, encode_int(number), opcodes.offset)
+            run.parts += (_encode_numbers(item.offsets), opcodes.path, file)
+            run.parts += (opcodes.start, encode_int(item.offset))
+            run.parts += (opcodes.length, encode_int(item.nbytes), _BUILT)
+            run.count += 1
+            if run.count == _MAX_RUN:
+                yield run.take(), _NOTHING
+    yield run.take(), _NOTHING
+
+
+class _ChunkOpcodes(NamedTuple):
+    """Opcodes of a chunk before, between and behind its numbers."""
+
+    first: bytes
+    second: bytes
+    last: bytes
+
+
+def _chunk_opcodes(writer: PickleWriter) -> _ChunkOpcodes | None:
+    """Refer to what a chunk names, once all of it has been written."""
+    found = _references(writer, _CHUNK, "offsets", "sizes", _SIZE)
+    if found is None:
+        return None
+    named, offsets, sizes, size = found
+    return _ChunkOpcodes(named + _OPENED + offsets + size, _SIZED + sizes + size, _SIZED + _BUILT)
+
+
+class _PlaceOpcodes(NamedTuple):
+    """Opcodes of an item of one tensor: before each field of its index and of its place."""
+
+    number: bytes
+    offset: bytes
+    path: bytes
+    start: bytes
+    length: bytes
+
+
+def _place_opcodes(writer: PickleWriter, name: str) -> _PlaceOpcodes | None:
+    """Refer to what an index and a place name, once all of it has been written."""
+    index = _references(writer, _INDEX, "fqn", name, "index", "offset", _SIZE)
+    place = _references(writer, _INFO, "relative_path", "offset", "length")
+    if index is None or place is None:
+        return None
+    named, fqn, text, number, offset, size = index
+    named_info, path, start, length = place
+    return _PlaceOpcodes(
+        named + _OPENED + fqn + text + number,
+        offset + size,
+        _SIZED + _BUILT + named_info + _OPENED + path,
+        start,
+        length,
+    )
 
 
 def _index(name: str, number: int, item: StoredItem) -> Instance:

@@ -7,12 +7,12 @@ in `__r_0.distcp`; whole tensors lie in `__0_0.distcp`, objects first as in torc
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import chain, groupby, repeat
+from itertools import chain, repeat
 from math import prod
-from operator import itemgetter
 from typing import NamedTuple
 
 from ema_ckpt.core.box import Box, row_major_strides, split_rows, whole
@@ -63,10 +63,15 @@ class _Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class DcpWritePlan:
-    """A checkpoint laid out; see `ema_ckpt.core.write_plan.WritePlan`."""
+    """A checkpoint laid out; see `ema_ckpt.core.write_plan.WritePlan`.
+
+    Attributes:
+        starts: where the archive around each item begins, file by file.
+    """
 
     files: Mapping[str, int]
     items: Sequence[WriteItem]
+    starts: Mapping[str, Sequence[int]]
     objects: Sequence[_ObjectArchive]
     metadata: MetadataPickle
     source: Files
@@ -86,12 +91,13 @@ class DcpWritePlan:
     def item_bytes(self, index: int, crc: int) -> Iterator[HeaderBytes]:
         """Yield the archive around one payload."""
         item = self.items[index]
-        return _around(item.file, _archive_offset(item), _archive_of(item), [crc])
+        layout = _archives_of(item.output.dtype)[item.box.sizes]
+        return _around(item.file, item.offset - layout.offsets[2], layout, [crc])
 
     def header_bytes(
         self, crcs: Sequence[int], digests: Mapping[str, int]
     ) -> Iterator[HeaderBytes]:
-        chunks = _chunks(self.objects, self.items, crcs)
+        chunks = _chunks(self.objects, self.starts, crcs)
         content = _sidecar(self.tensors, digests, self.nesting, self.metadata, chunks)
         yield HeaderBytes(sidecar.SIDECAR, 0, b"".join(content))
         # Last, since it makes the directory a checkpoint.
@@ -141,20 +147,24 @@ def lay_out(
     for tensor, is_split in zip(tensors, split, strict=True):
         empty_rank = ranks_of_empty.get(tensor.name)
         boxes = _boxes(tensor.source.shape, is_split, world_size, empty_rank)
-        stored.items_of[tensor.name] = [ranks[rank].put(tensor, box) for rank, box in boxes]
+        archives = _archives_of(tensor.dtype)
+        stored.items_of[tensor.name] = [
+            ranks[rank].put(tensor, box, archives[box.sizes]) for rank, box in boxes
+        ]
     entries = {item.name: item.entry for item in planned}
     paths = {item.name: item.path for item in planned}
     metadata = MetadataPickle(entries, stored, paths)
     files = {rank_file.name: rank_file.nbytes for rank_file in ranks}
+    starts = {rank_file.name: rank_file.starts for rank_file in ranks}
     items: list[WriteItem] = []
     for rank_file in ranks:
         items += rank_file.items
-    archives = ranks[0].objects
-    chunks = _chunks(archives, items, repeat(0))
+    copied = ranks[0].objects
+    chunks = _chunks(copied, starts, repeat(0))
     nesting = nesting or Nesting()
     files[sidecar.SIDECAR] = sum(map(len, _sidecar(tensors, {}, nesting, metadata, chunks)))
     files[METADATA_NAME] = metadata.nbytes
-    return DcpWritePlan(files, items, archives, metadata, source, tuple(tensors), nesting)
+    return DcpWritePlan(files, items, starts, copied, metadata, source, tuple(tensors), nesting)
 
 
 @lru_cache(maxsize=64)
@@ -247,27 +257,26 @@ def _used_ranks(rows: int | None, world_size: int) -> int:
     return -(-rows // -(-rows // world_size)) if rows else 0
 
 
-@cache
-def _tensor_archive(dtype: DType, sizes: tuple[int, ...]) -> ZipLayout:
-    """Lay out the archive of a contiguous tensor: equal for all of that type and shape."""
-    numel = prod(sizes)
-    nbytes = numel * dtype.itemsize
-    storage = (
-        StorageRef("0", dtype, numel) if dtype.storage_class else StorageRef("0", None, nbytes)
-    )
-    pickle = dumps(TensorRef(storage, dtype, 0, sizes, row_major_strides(sizes)))
-    data = Member("data.pkl", len(pickle), pickle)
-    return ZipLayout(_FOLDER, [data, _BYTEORDER, Member("data/0", nbytes), _VERSION])
+class _Archives(dict[Ints, ZipLayout]):
+    """Archives of contiguous tensors of one type by their shape, laid out when asked for."""
+
+    def __init__(self, dtype: DType) -> None:
+        self._dtype = dtype
+
+    def __missing__(self, sizes: Ints) -> ZipLayout:
+        dtype, numel = self._dtype, prod(sizes)
+        nbytes = numel * dtype.itemsize
+        storage = (
+            StorageRef("0", dtype, numel) if dtype.storage_class else StorageRef("0", None, nbytes)
+        )
+        pickle = dumps(TensorRef(storage, dtype, 0, sizes, row_major_strides(sizes)))
+        data = Member("data.pkl", len(pickle), pickle)
+        layout = ZipLayout(_FOLDER, [data, _BYTEORDER, Member("data/0", nbytes), _VERSION])
+        self[sizes] = layout
+        return layout
 
 
-def _archive_of(item: WriteItem) -> ZipLayout:
-    """Return the archive around an item; not kept, as there may be millions."""
-    return _tensor_archive(item.output.dtype, item.box.sizes)
-
-
-def _archive_offset(item: WriteItem) -> int:
-    """Return where in its file the archive around an item begins."""
-    return item.offset - _archive_of(item).offsets[2]
+_archives_of = cache(_Archives)
 
 
 def _around(file: str, start: int, layout: ZipLayout, crcs: Sequence[int]) -> Iterator[HeaderBytes]:
@@ -276,14 +285,14 @@ def _around(file: str, start: int, layout: ZipLayout, crcs: Sequence[int]) -> It
 
 
 def _chunks(
-    objects: Iterable[_ObjectArchive], items: Iterable[WriteItem], crcs: Iterable[int]
+    objects: Iterable[_ObjectArchive], starts: Mapping[str, Sequence[int]], crcs: Iterable[int]
 ) -> Iterator[FileChunks]:
-    """Yield offset and CRC-32 of each archive, file by file; objects lie first, in one file."""
-    first = [(archive.file, (archive.offset, archive.crc)) for archive in objects]
-    pairs = zip(items, crcs, strict=False)
-    others = ((item.file, (_archive_offset(item), crc)) for item, crc in pairs)
-    for file, group in groupby(chain(first, others), key=itemgetter(0)):
-        yield file, map(itemgetter(1), group)
+    """Yield offset and CRC-32 of each archive, file by file; objects lie first in theirs."""
+    crcs = iter(crcs)
+    for file, starts_of_file in starts.items():
+        first = [(archive.offset, archive.crc) for archive in objects if archive.file == file]
+        if first or starts_of_file:
+            yield file, chain(first, zip(starts_of_file, crcs, strict=False))
 
 
 class _Stored(Mapping[str, Sequence[StoredItem]]):
@@ -297,8 +306,10 @@ class _Stored(Mapping[str, Sequence[StoredItem]]):
         if name in self.objects:
             return [self.objects[name]]
         found = []
+        archives: _Archives | None = None
         for item in self.items_of[name]:
-            layout, box = _archive_of(item), item.box
+            archives, box = archives or _archives_of(item.output.dtype), item.box
+            layout = archives[box.sizes]
             start = item.offset - layout.offsets[2]
             found.append(StoredItem(box.offsets, box.sizes, item.file, start, layout.nbytes))
         return found
@@ -318,13 +329,14 @@ class _RankFile:
         self._source = source  # of archives that are copied
         self.nbytes = 0
         self.items: list[WriteItem] = []
+        self.starts = array("q")  # of the archives of the items
         self.objects: list[_ObjectArchive] = []
 
-    def put(self, tensor: OutputTensor, box: Box) -> WriteItem:
+    def put(self, tensor: OutputTensor, box: Box, layout: ZipLayout) -> WriteItem:
         """Append the archive of a box of a tensor."""
-        layout = _tensor_archive(tensor.dtype, box.sizes)
         item = WriteItem(tensor, box, self.name, self.nbytes + layout.offsets[2])
         self.items.append(item)
+        self.starts.append(self.nbytes)
         self.nbytes += layout.nbytes
         return item
 

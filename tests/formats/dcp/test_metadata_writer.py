@@ -32,6 +32,7 @@ def metadata_of(tensors: int) -> MetadataPickle:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata_writer, "_PIECE_NBYTES", 100)
     monkeypatch.setattr(metadata_writer, "_KEPT_NBYTES", 200)
+    monkeypatch.setattr(metadata_writer, "_MAX_RUN", 3)
 
 
 @pytest.mark.usefixtures("small_pieces")
