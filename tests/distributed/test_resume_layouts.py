@@ -18,7 +18,7 @@ from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.resume.optimizer_state import optimizer_tree
 from tests.distributed.launcher import run
 from tests.distributed.resume_runs import FAMILIES, WRAPS, batch_for, check, family_of, start, truth
-from tests.distributed.test_update_layouts import whole_live
+from tests.distributed.test_update_layouts import WORLD_SIZES, whole_live
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -176,7 +176,7 @@ SOURCES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", list(WRAPS))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_run_goes_on_in_another_layout(saved: Path, world_size: int) -> None:
     everything = sorted(path.name for path in saved.iterdir())
     pairs = []

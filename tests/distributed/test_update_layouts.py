@@ -133,7 +133,11 @@ def check_layouts(names: list[str]) -> None:
             raise AssertionError(f"layout {name}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("world_size", list(LAYOUTS))
+# More ranks than four take half a minute on two cores.
+WORLD_SIZES = [pytest.param(n, marks=[pytest.mark.slow] * (n > 4)) for n in LAYOUTS]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_update_and_swap_in_every_layout(world_size: int) -> None:
     run(world_size, check_layouts, list(layouts_of(world_size)), timeout=150)
 
