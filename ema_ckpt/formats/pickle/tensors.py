@@ -263,13 +263,22 @@ class Storages:
         if isinstance(storage, Opaque):
             return storage
         first = self.by_key.setdefault(storage.key, storage)
-        if first != storage:
+        if first != storage and not _are_both_bytes(first, storage):
             a, b = (
                 f"{one.numel} of {one.dtype.name if one.dtype else 'bytes'}"
                 for one in (first, storage)
             )
             raise _bad(f"the storage {storage.key!r} has {a} in one place and {b} in another")
-        return first
+        return storage
+
+
+def _are_both_bytes(a: StorageRef, b: StorageRef) -> bool:
+    """Whether both are the same bytes: torch.save types them as uint8 for a tensor of these only.
+
+    So it does where fp8 weights and a view of their bytes share a storage.
+    """
+    kinds = {one.dtype.name if one.dtype else None for one in (a, b)}
+    return kinds == {None, "uint8"} and a.numel == b.numel
 
 
 def load_tensor(data: bytes, where: str) -> TensorRef:

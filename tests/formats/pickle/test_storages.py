@@ -74,6 +74,26 @@ def test_a_storage_of_one_type_is_read_as_torch_does(tmp_path: Path) -> None:
             assert checkpoint[name].equal(expected[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16], ids=str)
+@pytest.mark.parametrize("is_view_first", [False, True])
+def test_a_view_of_the_bytes_shares_the_storage(
+    tmp_path: Path, dtype: torch.dtype, is_view_first: bool
+) -> None:
+    """torch types the storage as bytes for the view, and not at all for what it is a view of."""
+    path = tmp_path / "view.pt"
+    weights = torch.arange(16, dtype=torch.uint8).view(dtype)
+    names = ("codes", "weights") if is_view_first else ("weights", "codes")
+    value = {"weights": weights, "codes": weights.view(torch.uint8)}
+    torch.save({name: value[name] for name in names}, path)
+    expected = torch.load(path)
+    assert ema_ckpt.verify(path).status == "sound"
+    ema_ckpt.convert(path, tmp_path / "out.pt")
+    copied = torch.load(tmp_path / "out.pt")
+    for name in names:
+        assert copied[name].dtype == expected[name].dtype
+        assert copied[name].view(torch.uint8).equal(expected[name].view(torch.uint8))
+
+
 def test_a_storage_of_two_types_before_zip_files(tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
     value = {"a": torch.zeros(4), "b": torch.zeros(2, dtype=torch.float64)}
