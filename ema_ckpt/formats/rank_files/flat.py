@@ -16,7 +16,7 @@ A range is the first and the last element of a flattened tensor, both included.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple, TypeGuard
@@ -63,8 +63,9 @@ class FlatRange(NamedTuple):
 class FlatPiece:
     """One rank's elements of the flattened tensors of the dictionary `home`.
 
-    `data` is the rank's piece of the row of all tensors, None where the file records `ranges`.
-    `rank` and `world_size` are those that the file records, `used` are the paths read.
+    `data` is the rank's piece of the row of all tensors, None where the file records `ranges`;
+    `gaps` are elements of that row after a tensor that belong to none. `rank` and `world_size` are
+    those that the file records, `used` are the paths read.
     """
 
     home: Path
@@ -75,6 +76,7 @@ class FlatPiece:
     used: frozenset[Path] = frozenset()
     rank: int | None = None
     world_size: int | None = None
+    gaps: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def dtype(self) -> DType:
@@ -253,12 +255,13 @@ def place_flat(pieces: Sequence[FlatPiece], files: Sequence[str]) -> Placed:
 
 
 def _place_equal(pieces: Sequence[FlatPiece], files: Sequence[str]) -> Placed:
-    names, shapes = pieces[0].names, pieces[0].shapes
+    names, shapes, gaps = pieces[0].names, pieces[0].shapes, pieces[0].gaps
     for piece, file in zip(pieces, files, strict=True):
         if piece.names != names or piece.shapes != shapes:
             message = f"{file}: lists other tensors than {files[0]}"
             raise SourceError("unreadable", message, file=file)
-    step = _piece_numel(pieces, sum(prod(shapes[name]) for name in names), files)
+    total = sum(prod(shapes[name]) for name in names) + sum(gaps.values())
+    step = _piece_numel(pieces, total, files)
     placed = []
     begin = 0  # of a tensor, in the row of all
     for name in names:
@@ -271,15 +274,18 @@ def _place_equal(pieces: Sequence[FlatPiece], files: Sequence[str]) -> Placed:
                 inside = start - begin, stop - begin
                 boxes += range_boxes(shapes[name], *inside, rank, data, start - rank * step)
         placed.append((name, boxes))
-        begin = end
+        begin = end + gaps.get(name, 0)
     return placed
 
 
 def _piece_numel(pieces: Sequence[FlatPiece], total: int, files: Sequence[str]) -> int:
-    """Return the number of elements of a whole piece."""
+    """Return the number of elements of a whole piece; only after the last element may one end."""
     numels = [piece.data.shape[0] if piece.data else 0 for piece in pieces]
-    if len(set(numels)) == 1 and sum(numels) >= total:
-        return numels[0]
+    step = numels[0]
+    least = [max(min(step, total - rank * step), 0) for rank in range(len(numels))]
+    is_cut = all(low <= numel <= step for low, numel in zip(least, numels, strict=True))
+    if is_cut and sum(numels) >= total:
+        return step
     step = -(-total // len(numels))
     for rank, (numel, file) in enumerate(zip(numels, files, strict=True)):
         expected = max(min(step, total - rank * step), 0)

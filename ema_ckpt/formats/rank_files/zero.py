@@ -2,7 +2,8 @@
 
 `zero_pp_rank_R_mp_rank_00_optim_states.pt` holds a rank's flat pieces, `…_model_states.pt` beside
 it the names and shapes in order (`param_shapes`), buffers, frozen weights and names that share a
-weight. Stages 1 and 2 cut the row of all parameters of a group in equal pieces; stage 3 cuts each
+weight. Stages 1 and 2 cut the row of all parameters of a group in equal pieces, after each
+parameter the padding that `param_alignment_paddings` says (from 0.19 on); stage 3 cuts each
 parameter by itself, in `ceil(n / W)` elements a rank (deepspeed/utils/zero_to_fp32.py).
 """
 
@@ -75,24 +76,25 @@ def read_zero(
         SourceError: `incomplete` if ranks or pieces are missing, `unsupported` if no shapes are
             recorded.
     """
-    world_size = _world_size(states[0])
-    if world_size is not None and world_size != len(files):
-        problem = f"written by {counted(world_size, 'rank')}, found the files of {len(files)}"
-        message = f"{files[0]}: {problem}; bring all into one directory"
-        raise SourceError("incomplete", message, file=files[0])
+    for file, state in zip(files, states, strict=True):
+        world_size = _world_size(state)
+        if world_size is not None and world_size != len(files):
+            problem = f"written by {counted(world_size, 'rank')}, found the files of {len(files)}"
+            remedy = "bring all of one save, and no other, into one directory"
+            raise SourceError("incomplete", f"{file}: {problem}; {remedy}", file=file)
     groups, whole, shared = _read_model(model)
     if not groups:
         message = f"{where}: records no `param_shapes` of the flat pieces"
         raise SourceError("unsupported", message, file=where)
     pieces = [_flat_pieces(state, "single_partition_of_fp32_groups") for state in states]
     if all(pieces):
-        placed = _place_groups(files, pieces, groups)
+        placed = _place_groups(files, pieces, groups, _paddings(files[0], states[0], groups), where)
     else:
         pieces = [_flat_pieces(state, "fp32_flat_groups") for state in states]
         if not all(pieces):
             message = f"{files[0]}: holds no full-precision weights in flat pieces"
             raise SourceError("unsupported", message, file=files[0])
-        placed = _place_parameters(files, pieces, groups)
+        placed = _place_parameters(files, pieces, groups, where)
     for name, ref in whole.items():
         if model.get(("frozen_param_shapes", name), ref.shape) != ref.shape:
             problem = f"the frozen weight {name!r} is cut over the ranks, a form that is not read"
@@ -140,18 +142,59 @@ def _flat_pieces(state: Leaves, key: str) -> list[TensorRef]:
     return [numbered[number] for number in sorted(numbered)]
 
 
-def _place_groups(files: Sequence[str], pieces: Pieces, groups: Groups) -> list[PlacedWeight]:
+def _paddings(file: str, state: Leaves, groups: Groups) -> list[dict[str, int]]:
+    """Read how many elements of padding follow each parameter of each group, zeros left out."""
+    recorded = state.get((_STATE, "param_alignment_paddings"))
+    if recorded is None:
+        return [{} for _ in groups]
+    lists = recorded if isinstance(recorded, list | tuple) else ()
+    if len(lists) != len(groups) or not all(
+        isinstance(listed, list | tuple) and len(listed) == len(group) and are_sizes(listed)
+        for listed, group in zip(lists, groups, strict=True)
+    ):
+        problem = "`param_alignment_paddings` has no number for each parameter"
+        raise SourceError("unreadable", f"{file}: {problem}", file=file)
+    return [
+        {name: number for name, number in zip(group, listed, strict=True) if number}
+        for group, listed in zip(groups, lists, strict=True)
+    ]
+
+
+def _check_used(file: str, used: int, found: int, where: str) -> None:
+    if used != found:
+        problem = f"its flat pieces have {found} elements, the shapes in {where} take {used}"
+        message = f"{file}: {problem}: they are of different saves"
+        raise SourceError("index-mismatch", message, file=file)
+
+
+def _place_groups(
+    files: Sequence[str],
+    pieces: Pieces,
+    groups: Groups,
+    paddings: Sequence[Mapping[str, int]],
+    where: str,
+) -> list[PlacedWeight]:
     if any(len(of_rank) != len(groups) for of_rank in pieces):
         message = f"{files[0]}: expected {counted(len(groups), 'flat piece')}, one a group"
         raise SourceError("incomplete", message, file=files[0])
     placed: list[PlacedWeight] = []
     for number, group in enumerate(groups):
-        flat = [FlatPiece((), tuple(group), group, of_rank[number]) for of_rank in pieces]
+        gaps = paddings[number]
+        flat = [
+            FlatPiece((), tuple(group), group, of_rank[number], gaps=gaps) for of_rank in pieces
+        ]
+        align = 2 * len(files)  # to a multiple of which DeepSpeed pads, or did not yet
+        used = sum(map(prod, group.values())) + sum(gaps.values())
+        found = sum(of_rank[number].shape[0] for of_rank in pieces)
+        if -(-used // align) < -(-found // align):
+            _check_used(files[0], used, found, where)
         placed += [(name, group[name], boxes) for name, boxes in place_flat(flat, files)]
     return placed
 
 
-def _place_parameters(files: Sequence[str], pieces: Pieces, groups: Groups) -> list[PlacedWeight]:
+def _place_parameters(
+    files: Sequence[str], pieces: Pieces, groups: Groups, where: str
+) -> list[PlacedWeight]:
     shapes: dict[str, Ints] = {}
     for group in groups:
         shapes |= group
@@ -173,4 +216,6 @@ def _place_parameters(files: Sequence[str], pieces: Pieces, groups: Groups) -> l
             boxes += range_boxes(shape, start, stop, rank, data, begin - piece_begin)
         placed.append((name, shape, boxes))
         begin += step
+    for file, piece_ends in zip(files, ends, strict=True):
+        _check_used(file, begin, piece_ends[-1], where)
     return placed

@@ -27,8 +27,14 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def save(folder: Path, stage: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Optimizer files of all ranks and the model's file; returns what they hold together."""
+def save(
+    folder: Path, stage: int, world_size: int, alignment: int | None = None, *, is_lean: bool = True
+) -> dict[str, torch.Tensor]:
+    """Optimizer files of all ranks and the model's file; returns what they hold together.
+
+    `alignment` is that of DeepSpeed's `parameter_alignment`, in elements; without `is_lean` pieces
+    keep the padding at the end of the row.
+    """
     full = weights()
     buffers = {"rope": torch.arange(4.0)}
     frozen = {"frozen.w": torch.full((2, 3), 9.0)} if stage < 3 else {}
@@ -55,8 +61,11 @@ def save(folder: Path, stage: int, world_size: int) -> dict[str, torch.Tensor]:
         }
         if stage < 3:
             state["single_partition_of_fp32_groups"] = [
-                piece_of_group(group, rank, world_size, full) for group in GROUPS
+                piece_of_group(group, rank, world_size, full, alignment or 1, is_lean=is_lean)
+                for group in GROUPS
             ]
+            if alignment is not None:
+                state["param_alignment_paddings"] = [paddings(group, alignment) for group in GROUPS]
         else:
             state["fp32_flat_groups"] = [
                 torch.cat([piece_of(full[name], rank, world_size) for name in group])
@@ -69,14 +78,39 @@ def save(folder: Path, stage: int, world_size: int) -> dict[str, torch.Tensor]:
     return {**full, **buffers, **frozen, "head.weight": full["embed.weight"]}
 
 
+def paddings(group: dict, alignment: int) -> list[int]:
+    """Elements of padding after each parameter, so that the next one is aligned."""
+    numels, begin, listed = [math.prod(shape) for shape in group.values()], 0, []
+    for number, numel in enumerate(numels):
+        padding = 0 if number == len(numels) - 1 else -(begin + numel) % alignment
+        begin += numel + padding
+        listed.append(padding)
+    return listed
+
+
 def piece_of_group(
-    group: dict, rank: int, world_size: int, full: dict[str, torch.Tensor]
+    group: dict,
+    rank: int,
+    world_size: int,
+    full: dict[str, torch.Tensor],
+    alignment: int,
+    *,
+    is_lean: bool,
 ) -> torch.Tensor:
-    """A row of all parameters, padded to a multiple of twice the ranks."""
-    row = torch.cat([full[name].reshape(-1) for name in group])
-    aligned = 2 * world_size * math.ceil(len(row) / (2 * world_size))
-    row = torch.cat([row, torch.full((aligned - len(row),), float("nan"))])
-    return row.chunk(world_size)[rank].clone()
+    """A piece of the row of all parameters, which is padded to a multiple of twice the ranks.
+
+    As DeepSpeed's `_get_groups_without_padding` leaves it (stage_1_and_2.py).
+    """
+    parts = []
+    for name, padding in zip(group, paddings(group, alignment), strict=True):
+        parts += [full[name].reshape(-1), torch.full((padding,), float("nan"))]
+    row = torch.cat(parts)
+    numel = len(row)
+    aligned = 2 * world_size * math.ceil(numel / (2 * world_size))
+    row = torch.cat([row, torch.full((aligned - numel,), float("nan"))])
+    step = aligned // world_size
+    end = min(numel, (rank + 1) * step) if is_lean else (rank + 1) * step
+    return row[rank * step : max(end, rank * step)].clone()
 
 
 def piece_of(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
@@ -109,6 +143,60 @@ def test_partitions_give_the_weights(tmp_path: Path, stage: int, world_size: int
         "ds_version",
     }
     assert done.tensors == len(expected)
+
+
+@pytest.mark.parametrize("alignment", [None, 1, 4, 8])
+@pytest.mark.parametrize("is_lean", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_padding_is_no_weight(
+    tmp_path: Path, world_size: int, is_lean: bool, alignment: int | None
+) -> None:
+    """Between parameters (`parameter_alignment`), and at the end of a row or cut off there."""
+    (tmp_path / "step").mkdir()
+    expected = save(tmp_path / "step", 2, world_size, alignment, is_lean=is_lean)
+    assert ema_ckpt.verify(tmp_path / "step").status == "sound"
+    with ema_ckpt.open(tmp_path / "step") as checkpoint:
+        for name, tensor in expected.items():
+            assert checkpoint[f"module.{name}"].equal(tensor), name
+
+
+@pytest.mark.parametrize("listed", [[[0, 0]], [[0], [0, 0, 0]], [[0, 0], [0, -1, 0]], "none"])
+def test_paddings_that_fit_no_parameters_are_refused(tmp_path: Path, listed: object) -> None:
+    save(tmp_path, 2, 2)
+    for file in tmp_path.glob("*optim_states.pt"):
+        state = torch.load(file, weights_only=False)
+        state["optimizer_state_dict"]["param_alignment_paddings"] = listed
+        torch.save(state, file)
+    with pytest.raises(ema_ckpt.EmaCkptError, match="param_alignment_paddings") as caught:
+        ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
+    assert caught.value.code == "unreadable"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_shapes_of_another_save_are_refused(tmp_path: Path, stage: int) -> None:
+    """As a step before more weights were unfrozen: `zero_to_fp32.py` refuses these too."""
+    save(tmp_path, stage, 2)
+    (file,) = tmp_path.glob("*model_states.pt")
+    model = torch.load(file, weights_only=False)
+    del model["param_shapes"][0]["embed.weight"]
+    torch.save(model, file)
+    with pytest.raises(ema_ckpt.EmaCkptError, match="different saves") as caught:
+        ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
+    assert caught.value.code == "index-mismatch"
+    assert ema_ckpt.verify(tmp_path).status == "damaged"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_file_of_a_save_by_other_ranks_is_refused(tmp_path: Path, stage: int) -> None:
+    save(tmp_path, stage, 3)
+    other = tmp_path / "other"
+    other.mkdir()
+    save(other, stage, 2)
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (other / name).replace(tmp_path / name)
+    with pytest.raises(ema_ckpt.EmaCkptError, match=r"rank_1_.*written by 2 ranks") as caught:
+        ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
+    assert caught.value.code == "incomplete"
 
 
 @pytest.mark.parametrize(
