@@ -17,7 +17,7 @@ from ema_ckpt.core.coverage import HOLE_REMEDY, prove
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.safe_globals import opaque_within
-from ema_ckpt.formats.sidecar import OTHER_BYTES
+from ema_ckpt.formats.sidecar import CHANGED_BYTES, OTHER_BYTES
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.digests import compute_digest, explain_mismatch, join_storage_crcs
 from ema_ckpt.state_dicts.tree import list_trees
@@ -251,7 +251,7 @@ def _add_record(audit: Audit, record: StoredRecord, crc: int | EmaCkptError) -> 
         elif is_first:
             audit.checked += record.nbytes
     if record.crc is not None and crc != record.crc:
-        cause = OTHER_BYTES if record.is_recorded else "the file is damaged"
+        cause = OTHER_BYTES if record.is_recorded else CHANGED_BYTES
         message = f"expected CRC-32 {record.crc:08x}, found {crc:08x}: {cause}"
         message = f"{file}: {_describe(record)}: {message}; use another copy"
         audit.report("checksum", message, owner, file)

@@ -1,7 +1,8 @@
-"""Sizes, counts, names and ranks, as people write and read them."""
+"""Paths, sizes, counts, names and ranks, as people write and read them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ema_ckpt.core.display import NAME_LENGTH, shortened
@@ -11,6 +12,19 @@ _SHOWN_NAMES = 10
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", 1):
     _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
+
+
+def path_text(path: object) -> str:
+    """Return the text of a path or URL.
+
+    Raises:
+        UsageError: `usage` for what is neither text nor a path.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        message = f"a path is a str or os.PathLike of text; found {type(path).__name__}"
+        raise UsageError("usage", message)
+    return text
 
 
 def parse_size(text: str | int) -> int:

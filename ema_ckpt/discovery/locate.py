@@ -19,7 +19,7 @@ from pathlib import Path
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.names import LIVE
-from ema_ckpt.core.text import counted, shown
+from ema_ckpt.core.text import counted, path_text, shown
 from ema_ckpt.discovery.by_content import judged
 from ema_ckpt.discovery.completeness import check_complete
 from ema_ckpt.discovery.location import PARTS, SAFETENSORS, LeftOut, Location, ambiguous, is_index
@@ -114,7 +114,7 @@ def latest(parent: str | os.PathLike[str], incomplete: str = "raise") -> Path | 
     """
     if incomplete not in ("raise", "ignore"):
         raise UsageError("usage", f"incomplete is 'raise' or 'ignore'; found {incomplete!r}")
-    path = os.fspath(parent)
+    path = path_text(parent)
     try:
         found = latest_step(path)
     except SourceError as error:

@@ -12,6 +12,7 @@ from ema_ckpt.core.catalog import Catalog, refuse_problems
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.limits import parse_workers
+from ema_ckpt.core.text import path_text
 from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import (
@@ -45,7 +46,7 @@ def open_catalog(
         UnsafeError: `unsafe-pickle`, `unsafe-path`.
         UsageError: `ambiguous-path`.
     """
-    text = os.fspath(path)
+    text = path_text(path)
     location = locate_checkpoint(text)
     log_choice(location)
     may_be_one_rank = location.format == RANK_FILES and location.resolved == text

@@ -24,7 +24,7 @@ from ema_ckpt.ema.model.live_tree import live_tree
 from ema_ckpt.ema.model.scan import scan_model
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.plain_mode import PlainMode
-from ema_ckpt.ema.schedules import Constant, Schedule, as_schedule
+from ema_ckpt.ema.schedules import NEVER_MOVES, Constant, Schedule, as_schedule
 from ema_ckpt.ema.settings import Settings, Source, UpdateCounter, as_patterns
 from ema_ckpt.ema.shadows import Averages, current_buffers, fit, make_averages, seed
 from ema_ckpt.ema.swap_state import refuse_inside
@@ -106,6 +106,7 @@ class ShardedEMA:
         self._attachment: Attachment | None = None
         self._saved_round: dict[str, Any] | None = None  # loaded, for optimizers attached later
         self._warned_of_two = False
+        self._warned_of_decay = self._settings.schedule != Constant(1.0)
         with PlainMode():
             self._set_averages(make_averages(scan_model(model), self._settings))
             if self._on_cuda and not offload:
@@ -130,7 +131,13 @@ class ShardedEMA:
                 " of them out",
                 stacklevel=2,
             )
+        if not self._warned_of_decay:
+            self._warn_of_decay("update()")
         self._update(samples)
+
+    def _warn_of_decay(self, call: str) -> None:
+        self._warned_of_decay = True
+        warnings.warn(f"{call} with {NEVER_MOVES}", stacklevel=3)
 
     def _update(self, samples: int | None) -> None:
         refuse_inside(self.model, "update()")
@@ -181,8 +188,8 @@ class ShardedEMA:
         self._counter.require_samples(samples)
         if self._attachment is not None:
             raise StateError("usage", "this manager is attached already; call detach() first")
-        if self._settings.schedule == Constant(1.0):
-            warnings.warn("attach() with decay=1.0: the average never moves", stacklevel=2)
+        if not self._warned_of_decay:
+            self._warn_of_decay("attach()")
         with PlainMode():
             self._follow()
 

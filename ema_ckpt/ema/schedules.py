@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from ema_ckpt.core.errors import UsageError
 
+NEVER_MOVES = "decay=1.0: the average never moves"
 Unit = Literal["updates", "samples"]
 
 _NO_SAMPLES = "this decay schedule counts samples: pass their number, as in ema.update(samples=512)"

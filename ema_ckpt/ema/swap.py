@@ -19,6 +19,7 @@ from ema_ckpt.ema.checkpoint.replicas import gather_replicas, meet_replicas
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards, Shadow, Shard
 from ema_ckpt.ema.plain_mode import PlainMode
+from ema_ckpt.ema.schedules import NEVER_MOVES, Constant
 from ema_ckpt.ema.settings import Settings, UpdateCounter
 from ema_ckpt.ema.shadows import Averages, live_part, not_followed
 from ema_ckpt.ema.swap_state import holds_averages, mark_swapped, refuse_inside, unmark
@@ -201,6 +202,8 @@ def warn_of_stalled(ema: AveragedModel, call: str, stacklevel: int, *, fresh: bo
     is_due = fresh or counter.num_updates > 0
     if reason is None and is_due and not counter.has_moved:
         reason = counter.stalled()
+    if reason is None and counter.num_updates and counter.schedule == Constant(1.0):
+        reason = NEVER_MOVES
     if reason is not None:
         warnings.warn(f"ema-stalled: {call}: {reason}", stacklevel=stacklevel + 1)
 

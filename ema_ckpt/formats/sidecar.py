@@ -43,6 +43,7 @@ from ema_ckpt.formats.record_chunks import FileChunks, with_chunks
 KEY = "ema_ckpt"
 ITSELF = ""
 SIDECAR = "ema_ckpt.json"
+CHANGED_BYTES = "changed or damaged since it was written"
 OTHER_BYTES = f"not the bytes that {SIDECAR} records: the file is damaged or another save's"
 VERSION = 1
 # A list of which a part was selected keeps its indices; one far beyond the number of entries would

@@ -6,10 +6,12 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 
+from ema_ckpt.core.text import path_text
+
 
 def suggested_command(verb: str, *places: str | os.PathLike[str]) -> str:
     """Return the command of `verb` on some paths, quoted for a shell."""
-    return shlex.join(["ema-ckpt", verb, *(os.fspath(place) for place in places)])
+    return shlex.join(["ema-ckpt", verb, *(path_text(place) for place in places)])
 
 
 def suggested_options(

@@ -18,7 +18,7 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, UsageError, about
 from ema_ckpt.core.names import canonical
-from ema_ckpt.core.text import counted, shown
+from ema_ckpt.core.text import counted, path_text, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.locate import select_steps
 from ema_ckpt.discovery.opening import open_catalog
@@ -74,7 +74,7 @@ def snapshots_of(
     Raises:
         UsageError: `usage`: the choice does not fit the paths, or there are fewer steps.
     """
-    named = [os.fspath(path) for path in paths]
+    named = [path_text(path) for path in paths]
     last, stride = choice.last, choice.stride
     _check_choice(choice, len(named))
     if not choice.is_run:

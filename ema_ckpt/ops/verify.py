@@ -20,7 +20,7 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Problem, refuse_problems
 from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageError
 from ema_ckpt.core.limits import parse_workers
 from ema_ckpt.core.names import TORCH_SUFFIXES
-from ema_ckpt.core.text import counted, shown
+from ema_ckpt.core.text import counted, path_text, shown
 from ema_ckpt.discovery.completeness import with_metadata
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import SAFETENSORS, TORCH, LeftOut, Location, is_index
@@ -97,7 +97,7 @@ def verify(
     workers = parse_workers(threads)
     _check_options(quick, values or against is not None, manifest is not None, check)
     sums = None if manifest is None else _manifest_path(manifest, check)
-    report = _Report(os.fspath(path), workers, quick=quick, is_gate=sums is not None)
+    report = _Report(path_text(path), workers, quick=quick, is_gate=sums is not None)
     origin = _origin(against, chosen_rules(rules, rule_values, inverse=inverse))
     for catalog, is_whole in report.open():
         try:

@@ -16,7 +16,7 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.names import TORCH_SUFFIXES
-from ema_ckpt.core.text import counted
+from ema_ckpt.core.text import counted, path_text
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.files_beside import copy_files
 from ema_ckpt.ops.object_plan import header_text, refuse_left_out
@@ -86,7 +86,7 @@ def destination_of(out: str | os.PathLike[str]) -> Destination:
         UsageError: `usage` for `/`, the current directory, mount points, buckets as a whole, and
             HTTP.
     """
-    text = os.fspath(out)
+    text = path_text(out)
     path = local_path(text)
     if path is None:
         from ema_ckpt.writing.object_destination import ObjectDestination

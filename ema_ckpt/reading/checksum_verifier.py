@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from ema_ckpt.core.catalog import Files, Payload
 from ema_ckpt.core.crc import combine_crcs, crc32
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.formats.sidecar import OTHER_BYTES
+from ema_ckpt.formats.sidecar import CHANGED_BYTES, OTHER_BYTES
 from ema_ckpt.runtime.page_buffer import buffer
 
 _BLOCK_NBYTES = 1 << 19
@@ -19,7 +19,7 @@ Interval = tuple[int, int, int]  # start and length in bytes, CRC-32
 def mismatch(tensor: str, payload: Payload, crc: int) -> SourceError:
     """The error for a storage that has another CRC-32 than the checkpoint records."""
     expected = f"expected CRC-32 {payload.crc or 0:08x}, found {crc:08x}"
-    cause = OTHER_BYTES if payload.is_recorded else "the file is damaged"
+    cause = OTHER_BYTES if payload.is_recorded else CHANGED_BYTES
     message = f"{payload.file}: tensor {tensor!r}: {expected}: {cause}; use another copy"
     return SourceError("checksum", message, tensor=tensor, file=payload.file)
 

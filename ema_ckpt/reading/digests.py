@@ -12,7 +12,7 @@ from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Catalog, Payload, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.formats.sidecar import SIDECAR
+from ema_ckpt.formats.sidecar import CHANGED_BYTES, SIDECAR
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox
 from ema_ckpt.reading.checksum_verifier import Interval, join_crcs
 from ema_ckpt.reading.overlaps import RowBlocks, row_ranges
@@ -22,7 +22,7 @@ _GATHERED_NBYTES = 16 << 20  # of a block that takes a little of every row of a 
 
 def explain_mismatch(catalog: Catalog) -> str:
     """Say why a digest can differ although every storage matches its checksum, and what to do."""
-    message = "changed or damaged since it was written; use another copy"
+    message = f"{CHANGED_BYTES}; use another copy"
     if SIDECAR not in catalog.source.listing():
         return message
     return f"{message}, or, if it was changed on purpose, delete {SIDECAR}"

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from ema_ckpt.comm.channel import Channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.display import displayed
+from ema_ckpt.core.text import path_text
 from ema_ckpt.discovery.locate import locate_checkpoint
 
 
@@ -29,7 +30,7 @@ def choose_checkpoints(
     for path in paths:
         if path is None:
             continue
-        resolved, remarks = _choose(os.fspath(path), ranks, call)
+        resolved, remarks = _choose(path_text(path), ranks, call)
         chosen.append(resolved)
         said += remarks
     return chosen, said

@@ -16,7 +16,7 @@ from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.errors import SourceError, UsageError
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.text import path_text, shown
 from ema_ckpt.ema.manager import managers_by_label
 from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
@@ -83,7 +83,7 @@ def restore(
             the checkpoint.
         StateError: inside `swap()`.
     """
-    _check_arguments(missing_ema)
+    _check_arguments(path, ema_path, missing_ema)
     meet(_CALL, timeout)
     wait_for_background_save()
     ranks = open_channel("save")
@@ -131,7 +131,10 @@ def _warn(found: Sequence[str], ranks: Channel) -> None:
             warnings.warn(warning, stacklevel=3)
 
 
-def _check_arguments(missing_ema: str) -> None:
+def _check_arguments(path: object, ema_path: object, missing_ema: str) -> None:
+    path_text(path)
+    if ema_path is not None:
+        path_text(ema_path)
     if missing_ema not in ("error", "seed"):
         raise UsageError("usage", f"missing_ema is 'error' or 'seed'; found {missing_ema!r}")
 

@@ -15,7 +15,7 @@ from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.errors import TargetError, UsageError
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.text import path_text, shown
 from ema_ckpt.ema.checkpoint.agreement import compare_values, find_unproven
 from ema_ckpt.ema.checkpoint.listing import GlobalListing, gather_listing
 from ema_ckpt.ema.manager import ShardedEMA, managers_by_label, state_of
@@ -113,6 +113,7 @@ def save(
         UsageError: `unsupported`: an object that `restore` would refuse, or an optimizer that hides
             its state.
     """
+    path_text(path)
     meet(_CALL, timeout)
     wait_for_background_save()
     ranks = open_channel("save")
@@ -133,8 +134,8 @@ def save(
 
 def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path | str:
     """Resolve the path to write to, the same on all ranks; rank 0 makes its parent."""
-    place = local_path(os.fspath(path))
-    target: Path | str = os.fspath(path)
+    place = local_path(path_text(path))
+    target: Path | str = path_text(path)
     if place is not None:
         target = run_on_all_ranks(ranks, _CALL, lambda: resolve_target(place))
     targets = sorted(set(ranks.exchange(str(target))))

@@ -29,9 +29,13 @@ def check_averages(catalog: Catalog, trees: Sequence[Tree]) -> Iterator[Diagnost
 
 
 def find_stalled(catalog: Catalog, tree: Tree) -> Iterator[Diagnostic]:
-    """Warn of an EMA that never moved: no update, or fewer than its `every`."""
+    """Warn of an EMA that never moved: no update, fewer than its `every`, or a decay of 1."""
     config = known_config(catalog, tree)
     updates, every = config.num_updates, _every(config)
+    if updates and config.schedule == {"kind": "constant", "decay": 1.0}:
+        message = f"EMA {tree.name!r} does not move: its decay is 1; give one below 1 to average"
+        yield Diagnostic("ema-stalled", message)
+        return
     if updates is None or _moved_at(config):
         return
     why = "was never updated (num_updates is 0)"

@@ -16,7 +16,7 @@ from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.names import TORCH_SUFFIXES
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.text import path_text, shown
 from ema_ckpt.storage.files import NO_DESCRIPTORS, is_file_name, is_mangled_url, is_there, is_url
 from ema_ckpt.storage.stage_names import stage_path
 
@@ -58,7 +58,7 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: `usage` for URLs, `/`, the current directory and those above it, mount points.
     """
-    text = os.fspath(target)
+    text = path_text(target)
     if is_url(text):
         reason = "this is written to a local path only; copy it from there"
         raise UsageError("usage", f"{text}: {reason}")
@@ -88,7 +88,7 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
             the nearest parent that is there is no directory or not writable.
     """
     for source in sources:
-        if not is_url(os.fspath(source)):
+        if not is_url(path_text(source)):
             _check_apart(path, Path(os.path.realpath(source)))
     parent, reason = _existing_parent(path), ""
     mode = os.W_OK | os.X_OK

@@ -227,6 +227,17 @@ def test_what_is_said_once() -> None:
     ema.update()
     with pytest.warns(UserWarning, match=r"decay=1\.0: the average never moves"):
         ShardedEMA(model, 1.0).attach(sgd(model.parameters()))
+    ema = ShardedEMA(model, 1.0)
+    with pytest.warns(UserWarning, match=r"update\(\) with decay=1\.0: the average never moves"):
+        ema.update()
+    ema.update()
+    with (
+        pytest.warns(
+            UserWarning, match=r"ema-stalled: swap\(\): decay=1\.0: the average never moves"
+        ),
+        ema.swap(),
+    ):
+        pass
 
 
 def skipping(kind: str, model: nn.Linear) -> tuple[Callable[[int], None], ShardedEMA, list[int]]:

@@ -167,3 +167,11 @@ def test_one_of_many_that_does_not_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_sound_average_is_not_warned_of(verb: str, tmp_path: Path) -> None:
     assert VERBS[verb](run(tmp_path, average(3))) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_average_whose_decay_is_1(verb: str, tmp_path: Path) -> None:
+    for decay in (1.0, 0.99):
+        schedule = {"kind": "constant", "decay": decay}
+        path = run(tmp_path / str(decay), average(5, schedule=schedule))
+        assert ("ema-stalled" in VERBS[verb](path)) is (decay == 1.0)

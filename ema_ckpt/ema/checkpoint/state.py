@@ -66,6 +66,12 @@ def tree(
     return state
 
 
+def _require_dict(state: object) -> None:
+    if not isinstance(state, Mapping):
+        message = f"the state to load is a {type(state).__name__}: give what state_dict() returned"
+        raise StateError("usage", message)
+
+
 def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -> None:
     """Load a state: averages in place unless `state` aliases them, and the counter.
 
@@ -76,6 +82,7 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
         StateError: a name is missing, or a tensor has another shape or lacks elements of this rank;
             nothing changed.
     """
+    _require_dict(state)
     absent = sorted({"weights", "num_updates"} - state.keys())
     if absent:
         raise StateError(
