@@ -3,7 +3,8 @@
 A checkpoint has `state.model`, and in the list `state.algorithms` the state of `EMA`: a dictionary
 `ema_model.named_parameters_dict` and `ema_weights_active`. If that is true the two are exchanged:
 the model has the averages, which is so in all that Composer saves once the average has begun, and
-the dictionary the live weights (composer/algorithms/ema/ema.py of 0.32).
+the dictionary the live weights (composer/algorithms/ema/ema.py of 0.32). Early releases had a
+dictionary of algorithms by name, not a list.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections.abc import Sequence
 
 from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.core.names import EMA, LIVE
-from ema_ckpt.state_dicts.groups import Group
+from ema_ckpt.state_dicts.groups import COMPOSER_WEIGHTS, Group
 
-_WEIGHTS = "ema_model.named_parameters_dict"
+_WEIGHTS = COMPOSER_WEIGHTS.removesuffix(".")
 _MARK = "ema_weights_active"
 
 
 def separate_algorithms(catalog: Catalog, groups: Sequence[Group]) -> list[Group]:
     """Take the weights of `EMA` out of the algorithms' state, and tell which are the average."""
     result: list[Group] = []
+    groups = _join_named(groups)
     by_name = {group.name: group for group in groups}
     for group in groups:
         parent, _, last = group.name.rpartition(".")
@@ -28,6 +30,24 @@ def separate_algorithms(catalog: Catalog, groups: Sequence[Group]) -> list[Group
         parts = None if last != "algorithms" or model is None else _separate(catalog, group, model)
         result += parts or [group]
     return result
+
+
+def _join_named(groups: Sequence[Group]) -> Sequence[Group]:
+    """Put the trees of a dictionary of algorithms together, as those of a list are."""
+    owners = [group for group in groups if _MARK in group.objects and ".algorithms." in group.name]
+    for owner in owners:
+        head, _, name = owner.name.rpartition(".algorithms.")
+        joined, others = Group(f"{head}.algorithms", depth=owner.depth - 1), []
+        for group in groups:
+            if group.name != owner.name and not group.name.startswith(f"{owner.name}."):
+                others.append(group)
+                continue
+            path = f"{name}{group.name[len(owner.name) :]}"
+            for inner, item in group.items():
+                joined.add(f"{path}.{inner}", item)
+        if all(group.name != joined.name for group in others):
+            groups = [*others, joined]
+    return groups
 
 
 def _separate(catalog: Catalog, group: Group, model: Group) -> list[Group]:

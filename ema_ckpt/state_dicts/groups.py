@@ -39,6 +39,8 @@ Item = Tensor | Object
 
 CONTAINER = ""
 """Role of a dictionary whose name is that of bookkeeping, but which holds trees."""
+COMPOSER_WEIGHTS = "ema_model.named_parameters_dict."
+"""What Composer's `EMA` keeps, in a list."""
 _TRAINED = frozenset({EMA, OPTIMIZER})
 
 
@@ -190,6 +192,8 @@ class Group:
         for child in self.children.values():
             if child.has_weight or child.known_role == OPTIMIZER:
                 found |= child.kinds
+            if any(COMPOSER_WEIGHTS in name for name in child.tensors):
+                found.add(EMA)
         return frozenset(found)
 
     @cached_property

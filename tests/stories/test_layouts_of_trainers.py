@@ -130,7 +130,9 @@ def deepspeed_universal(root: Path) -> Path:
     return root
 
 
-def composer(root: Path, *, is_active: bool) -> Path:
+def composer(
+    root: Path, *, is_active: bool, is_named: bool = False, optimizer: bool = True
+) -> Path:
     """As Composer 0.32 saves: while `ema_weights_active`, model and dictionary are exchanged."""
     ema_model = {"named_parameters_dict": weights(0.5), "named_buffers_dict": {}}
     algorithm = {"repr": "EMA", "ema_model": ema_model, "ema_weights_active": is_active}
@@ -138,13 +140,31 @@ def composer(root: Path, *, is_active: bool) -> Path:
         "state": {name: {"momentum_buffer": None} for name in weights()},
         "param_groups": [{"lr": 0.1, "params": list(weights())}],
     }
-    state = {"model": weights(), "optimizers": {"DecoupledSGDW": sgd}, "algorithms": [("EMA", algorithm)]}  # fmt: skip
+    algorithms = {"EMA": algorithm} if is_named else [("EMA", algorithm)]
+    state: dict[str, Any] = {"model": weights(), "algorithms": algorithms}
+    if optimizer:
+        state["optimizers"] = {"DecoupledSGDW": sgd}
     return saved({"state": state, "rng": [{"python": 1}]}, root / "ep2-ba4-rank0.pt")
 
 
 @read("state.model", weights())
 def composer_with_the_average_in_the_model(root: Path) -> Path:
     return composer(root, is_active=True)
+
+
+@read("state.model", weights())
+def composer_without_an_optimizer(root: Path) -> Path:
+    return composer(root, is_active=True, optimizer=False)
+
+
+@read("state.model", weights())
+def early_composer_with_the_average_in_the_model(root: Path) -> Path:
+    return composer(root, is_active=True, is_named=True)
+
+
+@read("state.algorithms.EMA.ema_model.named_parameters_dict", weights(0.5))
+def early_composer_with_the_average_beside_the_model(root: Path) -> Path:
+    return composer(root, is_active=False, is_named=True, optimizer=False)
 
 
 @read("state.algorithms.0.1.ema_model.named_parameters_dict", weights(0.5))
