@@ -121,6 +121,13 @@ class _Properties(Replacement):
             raise ValueError("TensorProperties has a state of an unknown form")
 
 
+def _memory_format(number: object) -> object:
+    """Check a member of `_MEM_FORMAT_ENCODING`: contiguous, channels last or preserved."""
+    if number not in (0, 1, 2):
+        raise ValueError(f"a memory format is {brief(number)}")
+    return number
+
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # torch <= 2.2
 _ALLOWED: dict[tuple[str, str], Maker] = {
@@ -132,9 +139,9 @@ _ALLOWED: dict[tuple[str, str], Maker] = {
     (_METADATA, "ChunkStorageMetadata"): _Chunk,
     (_METADATA, "MetadataIndex"): _Index,
     (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): lambda value: value,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
     (_OLD_METADATA, "TensorProperties"): _Properties,
-    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): lambda value: value,
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _memory_format,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
     # Kinds of items in the ranks' plans, which Megatron-core keeps here (`all_local_plans`).
     ("torch.distributed.checkpoint.planner", "WriteItemType"): lambda value: value,
@@ -174,12 +181,12 @@ def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
             rows = reader = ColumnReader(data, values)
         prepare = Shortcuts(_CLASSES, values, rows).prepare
     root = loads(data, _ALLOWED, where=where, prepare=prepare)
-    if isinstance(root, Opaque):
-        root = _derived_root(root)
-    if not isinstance(root, _Root):
-        message = f"{where}: no DCP metadata in it (found {brief(root)})"
-        raise SourceError("unreadable", message, file=where)
     try:
+        if isinstance(root, Opaque):
+            root = _derived_root(root)
+        if not isinstance(root, _Root):
+            message = f"{where}: no DCP metadata in it (found {brief(root)})"
+            raise SourceError("unreadable", message, file=where)
         result = _metadata(root.fields, where, reader)
         if fast and reader is None:
             _check_different(root.fields, result.items)
@@ -199,15 +206,23 @@ def _derived_root(value: Opaque) -> Opaque | _Root:
     is_derived = isinstance(state, dict) and {"state_dict_metadata", "storage_data"} <= state.keys()
     if value.called or not is_derived:
         return value
+    _check_class(value)
     root = _Root()
     root.setstate(state)
     return root
+
+
+def _check_class(value: object) -> None:
+    """Check that torch has the class of an instance, if the pickle says that it is torch's."""
+    if isinstance(value, Opaque) and value.module.partition(".")[0] == "torch":
+        raise ValueError(f"torch has no {value.module}.{value.name}")
 
 
 def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None) -> Metadata:
     entries, items = fields["state_dict_metadata"], fields.get("storage_data") or {}
     if not isinstance(entries, dict) or not isinstance(items, dict):
         raise ValueError("its tables are no dicts")
+    _check_class(fields.get("storage_meta"))
     result, columns = Metadata(), None
     if reader is not None:
         from ema_ckpt.formats.dcp.item_columns import ChunkColumns
@@ -415,6 +430,7 @@ def _fields_of_place(place: object) -> dict[str, object]:
     if isinstance(place, _Info):
         return place.fields
     if isinstance(place, Opaque) and not place.called and isinstance(place.state, dict):
+        _check_class(place)
         return place.state
     return {}
 

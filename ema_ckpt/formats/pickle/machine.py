@@ -289,21 +289,16 @@ def _stack_global(machine: Machine) -> object:
     return machine.find_global(module, name)
 
 
-def _call(machine: Machine) -> None:
+def _call(machine: Machine, calls: bool) -> None:
     args, function = machine.stack.pop(), machine.stack.pop()
-    machine.call(function, args, True)
-
-
-def _newobj(machine: Machine) -> None:
-    args, function = machine.stack.pop(), machine.stack.pop()
-    machine.call(function, args, False)
+    machine.call(function, args, calls)
 
 
 def _newobj_ex(machine: Machine) -> None:
     keywords = machine.stack.pop()
     if keywords:
         raise SourceError("unsupported", "a pickled object is made with keyword arguments")
-    _newobj(machine)
+    _call(machine, False)
 
 
 def _inst(machine: Machine) -> None:
@@ -373,6 +368,12 @@ def _persistent_id(machine: Machine) -> object:
     return machine.persistent(machine.stack.pop())
 
 
+def _frame(machine: Machine) -> None:
+    nbytes = int.from_bytes(machine.read(8), "little")
+    if nbytes > len(machine.data) - machine.pos:
+        raise ValueError("the pickle ends inside a frame")
+
+
 def _extension(_machine: Machine) -> NoReturn:
     raise UnsafeError("unsafe-pickle", "the pickle calls through copyreg's extension registry")
 
@@ -384,7 +385,7 @@ def _unknown(machine: Machine) -> NoReturn:
 
 _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"\x80": _proto,
-    b"\x95": lambda m: m.read(8),  # FRAME
+    b"\x95": _frame,
     b"\x94": lambda m: m.memo.append(m.stack[-1]),
     b"q": lambda m: m.put(_U1(m)),
     b"r": lambda m: m.put(_U4(m)),
@@ -424,8 +425,8 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"\x91": _push(_frozenset),
     b"c": _push(lambda m: m.find_global(m.read_line(), m.read_line())),
     b"\x93": _push(_stack_global),
-    b"R": _call,
-    b"\x81": _newobj,
+    b"R": lambda m: _call(m, True),
+    b"\x81": lambda m: _call(m, False),
     b"\x92": _newobj_ex,
     b"i": _inst,
     b"o": _obj,

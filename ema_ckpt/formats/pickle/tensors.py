@@ -203,6 +203,19 @@ _BUILTINS: dict[str, Maker] = {
     "bytes": _bytes,
     "bytearray": lambda *args: bytearray(_bytes(*args)),
 }
+_LAYOUTS = """
+    torch.strided torch.sparse_coo torch.sparse_csr torch.sparse_csc torch.sparse_bsr
+    torch.sparse_bsc torch.jagged torch._mkldnn
+""".split()
+
+
+def _layout(name: object) -> object:
+    """Check the name of a layout, as `torch.serialization._get_layout` does."""
+    if name not in _LAYOUTS:
+        raise _bad(f"{brief(name)} is no layout")
+    return name
+
+
 PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
     **{("builtins", name): make for name, make in _BUILTINS.items()},
     **{("__builtin__", name): make for name, make in _BUILTINS.items()},
@@ -211,7 +224,7 @@ PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
     ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
     ("torch", "Size"): lambda sizes=(): tuple(_items(sizes)),
     ("torch", "device"): lambda *args: _joined(":", args),
-    ("torch.serialization", "_get_layout"): lambda name: name,
+    ("torch.serialization", "_get_layout"): _layout,
     ("pathlib", "PosixPath"): _path,
     ("pathlib", "PurePosixPath"): _path,
     ("pathlib._local", "PosixPath"): _path,  # Python 3.13 pickles it under this name

@@ -129,3 +129,31 @@ def test_places_of_another_class_are_checked_as_torchs_are(
     with pytest.raises(EmaCkptError) as caught:
         ema_ckpt.consolidate(path, tmp_path / "out.pt")
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("written", "damaged"),
+    [
+        (b"_StorageInfo", b"_StorageInfn"),
+        (b"checkpoint.filesystem", b"checkpoint.filesysteM"),
+        (b"StorageMeta", b"StorageMetq"),
+        (b"\x08Metadata", b"\x08MetaDat`"),
+        (b"torch.strided", b"torch.stridee"),
+        (b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x00", b"_MEM_FORMAT_ENCODING\x94\x93\x94K\x04"),
+        (b"\x80\x04\x95", b"\x80\x04\x95\xff\xff\xff"),
+    ],
+)
+def test_what_torch_cannot_read_is_damaged(tmp_path: Path, written: bytes, damaged: bytes) -> None:
+    path = save_dcp(tmp_path / "run", {"model": {"w": torch.arange(6.0)}, "step": 3})
+    data = (path / ".metadata").read_bytes()
+    assert written in data
+    data = data.replace(written, damaged)
+    with pytest.raises(
+        (pickle.UnpicklingError, ImportError, AttributeError, LookupError, ValueError)
+    ):
+        pickle.loads(data)
+    (path / ".metadata").write_bytes(data)
+    assert ema_ckpt.verify(path).status == "damaged"
+    with pytest.raises(EmaCkptError) as caught:
+        ema_ckpt.consolidate(path, tmp_path / "out.pt")
+    assert caught.value.code == "unreadable"
