@@ -136,12 +136,14 @@ def _rebuild_v3(*args: object) -> TensorRef:
     return _view(by_name(dtype.name), storage, start, shape, strides, bits)
 
 
-def _rebuild_from_type(function: object, _kind: object, args: object, _state: object) -> object:
+def _rebuild_from_type(function: object, kind: object, args: object, _state: object) -> object:
     # The subclass is only named, never imported: the strided data under it is read.
     make = function.make if isinstance(function, Global) else None
     if (make is _rebuild_v2 or make is _rebuild_v3) and isinstance(args, tuple):
         return make(*args)
-    raise SourceError("unsupported", f"a tensor subclass is built by {brief(function)}")
+    kind = f"{kind.module}.{kind.name}" if isinstance(kind, Global) else "of an unknown class"
+    problem = f"it is a tensor subclass ({kind}), which is not read here"
+    raise SourceError("unsupported", f"{problem}; save plain tensors, or leave it out")
 
 
 def _unsupported(name: str) -> Maker:

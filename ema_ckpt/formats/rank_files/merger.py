@@ -116,6 +116,7 @@ class Merger:
     is_swapped: bool
     nested: bool = True
     model: RankFile | None = None
+    beside: list[RankFile] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     objects: list[Object] = field(default_factory=list)
     boxes: dict[str, list[_StoredBox]] = field(default_factory=dict)
@@ -187,8 +188,8 @@ class Merger:
 
     @property
     def read(self) -> list[RankFile]:
-        """The files that were read: of all ranks, and the model's of ZeRO."""
-        return [*self.files, *([] if self.model is None else [self.model])]
+        """The files that were read: of all ranks, and those of the model of ZeRO."""
+        return [*self.files, *([] if self.model is None else [self.model]), *self.beside]
 
     @property
     def names(self) -> list[str]:

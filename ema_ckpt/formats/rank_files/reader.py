@@ -14,7 +14,7 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.rank_files.merger import Merger, RankFile
 from ema_ckpt.formats.rank_files.names import is_lone, missing_ranks, refuse_missing_ranks
 from ema_ckpt.formats.rank_files.reading import read_ahead, read_file
-from ema_ckpt.formats.rank_files.zero import model_file
+from ema_ckpt.formats.rank_files.zero import model_file, other_model_files
 
 
 def open_rankfiles(
@@ -51,6 +51,8 @@ def open_rankfiles(
             merger.add_all()
         elif not problems:  # without all ranks nothing tells where the pieces of the others lie
             merger.add_zero(read_file(source, model))
+            if lenient:
+                _read_others(source, other_model_files(model, len(names)), merger)
     except SourceError as error:
         if not lenient or error.code != "incomplete":
             raise
@@ -60,6 +62,13 @@ def open_rankfiles(
     merger.warnings[:0] = _taken_for_all(names, problems)
     sizes = {file.name: source.size(file.name) for file in merger.read}
     return merger.catalog(source, path, dict.fromkeys(names, 0) | sizes, files[0].nesting)
+
+
+def _read_others(source: Files, names: Sequence[str], merger: Merger) -> None:
+    """Read files that DeepSpeed does not load without; nothing in them is needed for weights."""
+    for name in names:
+        with collected(merger.problems):
+            merger.beside.append(read_file(source, name))
 
 
 def _taken_for_all(names: Sequence[str], problems: Sequence[Problem]) -> list[Diagnostic]:

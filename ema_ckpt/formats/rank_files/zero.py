@@ -67,6 +67,14 @@ def model_file(names: Sequence[str], present: Sequence[str]) -> str | None:
     raise SourceError("incomplete", f"{names[0]}: {problem}", file=candidates[0])
 
 
+def other_model_files(model: str, world_size: int) -> list[str]:
+    """Name the files of buffers and shapes of ranks from 1 on, which stage 3 writes besides."""
+    first = "zero_pp_rank_0_"
+    if not model.startswith(first):
+        return []
+    return [model.replace("rank_0_", f"rank_{rank}_", 1) for rank in range(1, world_size)]
+
+
 def read_zero(
     files: Sequence[str], states: Sequence[Leaves], model: Leaves, where: str
 ) -> ZeroWeights:

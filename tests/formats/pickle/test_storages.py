@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ema_ckpt
+from ema_ckpt.formats.pickle.tensors import load_tensor
 
 
 class Storage:
@@ -117,4 +118,20 @@ def test_a_storage_of_a_class_that_torch_has_not_is_refused_in_words(tmp_path: P
             checkpoint["a"]
         with pytest.raises(ema_ckpt.SourceError):
             checkpoint.state_dict("")
+    assert caught.value.code == "unsupported"
+
+
+class Wrapped:
+    """A tensor that consists of others, as torchao's do."""
+
+    def __reduce__(self):
+        kind = torch.masked.MaskedTensor
+        args = (kind, torch.float32, (4,), (1,), 0, torch.strided, "cpu", False)
+        build = torch._utils._rebuild_wrapper_subclass
+        return torch._tensor._rebuild_from_type_v2, (build, kind, args, {})
+
+
+def test_a_tensor_subclass_is_refused_by_its_name() -> None:
+    with pytest.raises(ema_ckpt.SourceError, match=r"torch\.masked\.\S*MaskedTensor") as caught:
+        load_tensor(pickle.dumps(Wrapped(), 2), "__0_0.distcp")
     assert caught.value.code == "unsupported"

@@ -51,8 +51,9 @@ def save(
         "global_steps": 30,
         "ds_version": "0.16.4",
     }
-    middle = "zero_pp_rank_0_" if stage == 3 else ""
-    torch.save(model, folder / f"{middle}mp_rank_00_model_states.pt")
+    prefixes = [f"zero_pp_rank_{rank}_" for rank in range(world_size)] if stage == 3 else [""]
+    for prefix in prefixes:
+        torch.save(model, folder / f"{prefix}mp_rank_00_model_states.pt")
     for rank in range(world_size):
         state = {
             "zero_stage": stage,
@@ -137,10 +138,12 @@ def test_partitions_give_the_weights(tmp_path: Path, stage: int, world_size: int
         assert stored[name].dtype == torch.float32
         assert torch.equal(stored[name], tensor), name
     done = ema_ckpt.convert(tmp_path / "global_step30", tmp_path / "dcp", world_size=2)
+    others = {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(1, world_size)}
     assert {item.name for item in done.skipped} == {
         "optimizer_state_dict",
         "global_steps",
         "ds_version",
+        *(others if stage == 3 else ()),
     }
     assert done.tensors == len(expected)
 
@@ -176,7 +179,7 @@ def test_paddings_that_fit_no_parameters_are_refused(tmp_path: Path, listed: obj
 def test_the_shapes_of_another_save_are_refused(tmp_path: Path, stage: int) -> None:
     """As a step before more weights were unfrozen: `zero_to_fp32.py` refuses these too."""
     save(tmp_path, stage, 2)
-    (file,) = tmp_path.glob("*model_states.pt")
+    file, *_ = sorted(tmp_path.glob("*model_states.pt"))
     model = torch.load(file, weights_only=False)
     del model["param_shapes"][0]["embed.weight"]
     torch.save(model, file)
@@ -184,6 +187,32 @@ def test_the_shapes_of_another_save_are_refused(tmp_path: Path, stage: int) -> N
         ema_ckpt.consolidate(tmp_path, tmp_path / "out.pt")
     assert caught.value.code == "index-mismatch"
     assert ema_ckpt.verify(tmp_path).status == "damaged"
+
+
+@pytest.mark.parametrize("damage", ["missing-file", "truncated-file", "checksum"])
+def test_files_of_the_model_that_only_deepspeed_reads_are_checked(
+    tmp_path: Path, damage: str
+) -> None:
+    """In stage 3 each rank has one; `zero_to_fp32.py` and a resumed run load all of them."""
+    (tmp_path / "step").mkdir()
+    expected = save(tmp_path / "step", 3, 3)
+    assert ema_ckpt.verify(tmp_path / "step").status == "sound"
+    file = tmp_path / "step" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.arange(4.0).numpy().tobytes())] ^= 1
+    if damage == "missing-file":
+        file.unlink()
+    else:
+        file.write_bytes(data if damage == "checksum" else b"")
+    found = ema_ckpt.verify(tmp_path / "step")
+    problem, *_ = found.problems
+    assert (found.status, problem.code, problem.file) == ("damaged", damage, file.name)
+    with ema_ckpt.open(tmp_path / "step") as checkpoint:
+        assert checkpoint["module.embed.weight"].equal(expected["embed.weight"])
+    if damage != "checksum":
+        assert file.name in " ".join(
+            w.message for w in ema_ckpt.inspect(tmp_path / "step").warnings
+        )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
