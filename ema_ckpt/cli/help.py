@@ -119,6 +119,10 @@ class VerbGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
+    def verbs_take(self, option: str) -> bool:
+        """Whether an option is one of a command's."""
+        return any(option in _options_of(command) for command in self.commands.values())
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of that name.
 
@@ -140,6 +144,11 @@ def summary(command: click.Command) -> str:
     return text.partition(". ")[0].rstrip(".") + "."
 
 
+def _options_of(command: click.Command | None) -> list[str]:
+    params = command.params if command else []
+    return list(chain.from_iterable(param.opts for param in params))
+
+
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that looks most like `word`, if one does."""
     from difflib import get_close_matches
@@ -152,10 +161,11 @@ def explain_usage(error: click.ClickException) -> str:
     message = " ".join(error.format_message().split()).rstrip(".")
     if isinstance(error, click.NoSuchOption):
         message = f"No such option {error.option_name!r}"
-        params = error.ctx.command.params if error.ctx else []
-        flags = list(chain.from_iterable(param.opts for param in params))
-        near = nearest_word(error.option_name, flags)
-        if near:
+        command = error.ctx.command if error.ctx else None
+        near = nearest_word(error.option_name, _options_of(command))
+        if isinstance(command, VerbGroup) and command.verbs_take(error.option_name):
+            message += ": options of a command follow its name"
+        elif near:
             message += f": did you mean {near}?"
     context = getattr(error, "ctx", None)
     if context is None:

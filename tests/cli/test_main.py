@@ -31,6 +31,7 @@ def call(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
         (["inspect"], "usage", "Missing argument 'PATH'"),
         (["nonsense"], "usage", "No such command"),
         (["inspect", TINY, "--colour"], "usage", "No such option"),
+        (["-q", "inspect", TINY], "usage", "options of a command follow its name"),
         (["inspect", TINY, "--depth", "-1"], "usage", "--depth"),
         (["diff", TINY, "--top", "-1"], "usage", "--top"),
         (["inspect", "/does/not/exist"], "not-found", "/does/not/exist"),

@@ -293,6 +293,17 @@ def test_dropped_and_constant_tensors(tmp_path: Path) -> None:
     assert all("dropped by rule 1 of" in item.reason for item in result.skipped)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int64"])
+def test_the_largest_integer_of_a_type_is_a_constant(tmp_path: Path, dtype: str) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    most = min(torch.iinfo(getattr(torch, dtype)).max, 2**63 - 1)  # of TOML
+    text = f"[[rule]]\nfrom = 'a'\nto = 'a'\n[[rule]]\nconstant = {most}\nto = 'b'\nshape = [3]\ndtype = '{dtype}'\n"
+    convert(
+        tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules=rules_file(tmp_path, text)
+    )
+    assert load_file(tmp_path / "b.safetensors")["b"].tolist() == [most] * 3
+
+
 def exit_code(argv: list[str]) -> object:
     with pytest.raises(SystemExit) as ended:
         main(argv)

@@ -19,6 +19,9 @@ _CODES = {
     "int32": "<i",
     "int16": "<h",
     "int8": "<b",
+    "uint64": "<Q",
+    "uint32": "<I",
+    "uint16": "<H",
     "uint8": "<B",
     "bool": "<?",
 }
