@@ -279,8 +279,10 @@ class _Claim:
                 continue  # its writer has just ended
             try:
                 finish(left, self._target)
-                wanted = self._resume and self._root is None and self._is_own(left, files)
-                if wanted and check_identity(left, self._target, identity):
+                wanted = self._resume and self._root is None and self._is_own(left, None)
+                # Other options give other files, so the run is compared before their names are.
+                wanted = wanted and check_identity(left, self._target, identity)
+                if wanted and self._is_own(left, files):
                     self._root, self._locks, self.resumed = left, locks, True
                     self.allocated = _allocated(left)
                     locks = []

@@ -444,8 +444,10 @@ class Stop(Exception):
     """Ends a run as a crash would, its stage left for `--resume`."""
 
 
-@pytest.mark.parametrize("change", ["source", "plan"])
-def test_a_stopped_run_is_not_continued_as_another(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(("change", "world_size"), [("source", 2), ("plan", 3), ("plan", 1)])
+def test_a_stopped_run_is_not_continued_as_another(
+    tmp_path: Path, change: str, world_size: int
+) -> None:
     source = save_dcp(
         tmp_path / "src", {"model": {f"t{i}": torch.full((300_000,), float(i)) for i in range(8)}}
     )
@@ -459,7 +461,7 @@ def test_a_stopped_run_is_not_continued_as_another(tmp_path: Path, change: str) 
     if change == "source":
         os.utime(source / "__0_0.distcp", ns=(1, 1))
     with pytest.raises(ema_ckpt.EmaCkptError) as caught:
-        ema_ckpt.reshard(source, tmp_path / "out", 3 if change == "plan" else 2, resume=True)
+        ema_ckpt.reshard(source, tmp_path / "out", world_size, resume=True)
     assert caught.value.code == "resume-mismatch"
     ema_ckpt.reshard(source, tmp_path / "out", 3)
     assert ema_ckpt.verify(tmp_path / "out", against=source).status == "sound"
