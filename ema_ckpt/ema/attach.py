@@ -112,10 +112,10 @@ class Attachment:
             "last": None if self._last is None else places[self._last],
         }
 
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
+    def resume(self, saved: Any) -> None:
         """Continue a saved `unfinished_round`, or begin a new one if there is none that fits."""
         self._begin()
-        if saved is None or saved["optimizers"] != len(self._followed):
+        if saved is None or not _is_round(saved, len(self._followed)):
             return
         self._waiting = {self._followed[place] for place in saved["waiting"]}
         self._skipped = {self._followed[place] for place in saved["skipped"]}
@@ -218,6 +218,20 @@ class Attachment:
             return
         if not averaged.isdisjoint(map(id, parameters_of(optimizer))):
             self._unfollowed += 1
+
+
+def _is_round(saved: Any, count: int) -> bool:
+    """Whether what a checkpoint holds is the round of so many optimizers."""
+    if not isinstance(saved, Mapping) or saved.get("optimizers") != count:
+        return False
+    lists: list[Any] = [saved.get(key) for key in ("steps", "waiting", "skipped")]
+    if not all(isinstance(numbers, list) for numbers in lists) or len(lists[0]) != count:
+        return False
+    last = saved.get("last")
+    places = [*lists[1], *lists[2], *([] if last is None else [last])]
+    if not all(type(number) is int and number >= 0 for number in (*places, *lists[0])):
+        return False
+    return max(places, default=0) < count
 
 
 def _follow(optimizers: Sequence[Any], averaged: set[int] | None) -> list[_Followed]:

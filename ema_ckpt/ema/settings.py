@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.errors import StateError, UsageError
 from ema_ckpt.ema.schedules import Constant, HalfLife, Schedule, Window, require
 
 Source: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 _USUAL_CALLS, _USUAL_BATCH = 100_000, 1024
+_MAX_COUNT = 1 << 62  # of a saved counter, so that an int64 has room for the calls to come
+_MAX_PENDING = 1 << 20  # calls since a saved average last moved, if `every` is not more
 _CHOICES: dict[str, tuple[object, ...]] = {
     "buffers": ("copy", "average", "skip"),
     "nonfinite": ("ignore", "skip", "raise"),
@@ -174,20 +176,54 @@ class UpdateCounter:
         self.pending = self.applied = 1.0
         self.is_foreign = False
 
-    def resume(self, num_updates: int, samples_seen: int, saved: dict[str, Any]) -> None:
-        """Continue from a saved counter."""
+    def resume(self, num_updates: int, samples_seen: int, saved: Any) -> None:
+        """Continue from a saved counter.
+
+        Raises:
+            StateError: no run counts so; nothing was changed.
+        """
+        is_mapping = isinstance(saved, Mapping)
+        counted = {
+            "moved_at": None,
+            "applied": 1.0,
+            "pending": 1.0,
+            **(saved if is_mapping else {}),
+        }
+        moved_at, applied, pending = (counted[key] for key in ("moved_at", "applied", "pending"))
+        is_counted = _is_count(num_updates)
+        if moved_at is None and is_counted:
+            moved_at = num_updates - num_updates % self.every
+        waiting = num_updates - moved_at if is_counted and _is_count(moved_at) else -1
+        facts = {
+            "num_updates": is_counted,
+            "samples_seen": _is_count(samples_seen),
+            "counter": is_mapping,
+            "counter.moved_at": 0 <= waiting <= max(self.every, _MAX_PENDING),
+            "counter.applied": _is_decay(applied),
+            "counter.pending": _is_decay(pending),
+        }
+        odd = [name for name, fits in facts.items() if not fits]
+        if odd:
+            raise StateError("usage", f"the saved {odd[0]} is none that a run can have counted")
         # Decays that depend on the call's number alone are computed anew, with the present
         # settings; of those that depend on samples the saved products are the only trace.
         self.num_updates, self.samples_seen = num_updates, samples_seen
         self.is_foreign = not num_updates
-        self.moved_at = int(saved.get("moved_at", num_updates - num_updates % self.every))
+        self.moved_at = moved_at
         if self.schedule.unit == "updates":
             first = max(1, self.moved_at - self.every + 1)
             self.applied = self._product(first, self.moved_at)
             self.pending = self._product(self.moved_at + 1, num_updates)
         else:
-            self.applied = float(saved.get("applied", 1.0))
-            self.pending = float(saved.get("pending", 1.0))
+            self.applied, self.pending = float(applied), float(pending)
 
     def _product(self, first: int, last: int) -> float:
         return prod((self.schedule.beta(call) for call in range(first, last + 1)), start=1.0)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _is_decay(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1

@@ -11,10 +11,10 @@ import torch
 
 from ema_ckpt.core.catalog import Object, Tensor
 from ema_ckpt.core.dtypes import by_name
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import SourceError, StateError
 from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, canonical
 from ema_ckpt.core.text import shown
-from ema_ckpt.ema.checkpoint.state import parse_config
+from ema_ckpt.ema.checkpoint.state import parse_config, ties_of
 from ema_ckpt.ema.manager import ShardedEMA, state_of
 from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.shadows import seed
@@ -30,9 +30,6 @@ from ema_ckpt.state_dicts.tree import Tree
 _COMPARED_SETTINGS = (
     "schedule", "decay", "every", "dtype", "compensate", "rounding", "buffers", "seed", "nonfinite",
 )  # fmt: skip
-
-
-_CONTINUED = ("counter", "attached")
 
 
 @dataclass(eq=False)
@@ -103,13 +100,11 @@ class EmaRestorer(PartRestorer):
         recorded = read_ema_config(self.reader.catalog, tree)
         samples = read_samples_seen(self.reader.catalog, tree)
         self.counters = {"num_updates": recorded.num_updates, "samples_seen": samples}
-        for name, count in self.counters.items():
-            if count is not None and count < 0:
-                raise self.reader.refusal("unsupported", f"{tree.name}.{name} is {count}")
         # A configuration that is a dict was flattened.
         self.config = nest((key.split("."), value) for key, value in recorded.raw.items())
         if not self.config and "config" in tree.settings:
             parse_config(self.reader.load_scalar(tree.settings["config"]))  # refuses broken JSON
+        self.check_counter(tree)
         current = json.loads(self.state["config"])
         for key in _COMPARED_SETTINGS:
             saved = self.config.get(key, current.get(key))
@@ -126,6 +121,26 @@ class EmaRestorer(PartRestorer):
                 f" {self.label} counts from 0, and with {schedule} the first update replaces them."
                 " Use a constant decay, or a checkpoint with the counter"
             )
+
+    def check_counter(self, tree: Tree) -> None:
+        """Refuse a counter that no run can have, before anything is written."""
+        for name, count in self.counters.items():
+            stored = tree.settings.get(name) if count is None else None
+            # torch_ema stores None where it counts nothing.
+            if stored is not None and self.reader.load_scalar(stored) is not None:
+                raise self.reader.refusal("unsupported", f"{tree.name}.{name} is no whole number")
+            if count is not None and count < 0:
+                raise self.reader.refusal("unsupported", f"{tree.name}.{name} is {count}")
+        try:
+            replace(self.manager._counter).resume(**self.continued_counter())
+        except StateError as error:
+            raise self.reader.refusal("unsupported", f"{tree.name}: {error}") from error
+
+    def continued_counter(self) -> dict[str, Any]:
+        """Return what the counter goes on from; without the number of updates it begins anew."""
+        counted = self.counters["num_updates"] is not None
+        saved = self.config.get("counter", {}) if counted else {}
+        return {**{name: count or 0 for name, count in self.counters.items()}, "saved": saved}
 
     def match_weights(self, tree: Tree, loose: Mapping[str, Tensor | Object]) -> None:
         """Pair the averages with stored ones; `loose` settings lie among these."""
@@ -173,8 +188,7 @@ class EmaRestorer(PartRestorer):
             if shard.fqn in values:
                 targets.append((shard, local_shards(values[shard.fqn])))
                 names.update(shard.names)
-        tied = self.config.get("tied")
-        for first, aliases in tied.items() if isinstance(tied, Mapping) else ():
+        for first, aliases in ties_of(self.config).items():
             if first in stored:
                 for name in names.intersection(aliases):
                     stored.setdefault(name, stored[first])
@@ -191,10 +205,12 @@ class EmaRestorer(PartRestorer):
         self.residuals.write()
         restored = {shard.fqn for shard, _, _ in self.residuals.pairs}
         residuals = self.state.get("residual", {})
+        counter = self.continued_counter()
+        # Without the ties of the saved model: names are those of this one by now.
+        config = {"counter": counter.pop("saved"), "attached": self.config.get("attached")}
         state = {
-            **{name: count or 0 for name, count in self.counters.items()},
-            # Without the ties of the saved model: names are those of this one by now.
-            "config": {key: self.config[key] for key in _CONTINUED if key in self.config},
+            **counter,
+            "config": config,
             "weights": self.state["weights"],
             "residual": {fqn: value for fqn, value in residuals.items() if fqn in restored},
         }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, product
+from math import prod
 from typing import Any
 
 import torch
@@ -48,6 +50,29 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return bool(value) and all(map(_is_number, value))
     return isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+
+
+def _is_like(live: Any, saved: Any) -> bool:
+    """Whether a saved option is a number, or so many numbers, as the live one is."""
+    if isinstance(live, tuple | list):
+        return isinstance(saved, tuple | list) and len(saved) == len(live) and _is_number(saved)
+    if isinstance(saved, torch.Tensor):
+        return saved.numel() == 1
+    return _is_number(saved) and not isinstance(saved, tuple | list)
+
+
+def _is_count(step: Any) -> bool:
+    """Whether a step count is one number that is not negative."""
+    if not isinstance(step, StagedState) or prod(step.shape) != 1:
+        return False
+    is_real = step.dtype.is_floating_point or step.dtype in (torch.int32, torch.int64)
+    return is_real and all(bool(part >= 0) for part in step.values.values())
+
+
+def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
+    if not isinstance(value, StagedState) or value.shape != shape:
+        return False
+    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 @dataclass(eq=False)
@@ -235,12 +260,24 @@ class OptimizerRestorer(PartRestorer):
             for name in sorted(here - there):
                 if _is_number(group[name]):
                     self.findings.missing.append(f"optimizer.param_groups.{number}.{name}")
+            self.refuse_odd_options(optimizer, group, number)
             self.set_step_tensors(optimizer, names)
             self.refuse_gaps(type(optimizer), names)
             self.note_lost_moments(optimizer, names)
         if self.findings.missing and self.context.strict:
             message = f"it lacks {shown(self.findings.missing)}; strict=False restores the rest"
             raise self.reader.refusal("incomplete", message)
+
+    def refuse_odd_options(
+        self, optimizer: Optimizer, group: Mapping[str, Any], number: int
+    ) -> None:
+        """Refuse options of torch's optimizers that are no numbers there, and are here."""
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return
+        for name, value in self.options[-1].items():
+            if _is_number(group.get(name)) and not _is_like(group[name], value):
+                message = f"optimizer.param_groups.{number}.{name} is no such number there"
+                raise self.reader.refusal("unsupported", message)
 
     def set_step_tensors(self, optimizer: Optimizer, names: frozenset[str]) -> None:
         """Make step counts tensors, as torch's optimizers need; before 1.12 they were numbers."""
@@ -260,10 +297,28 @@ class OptimizerRestorer(PartRestorer):
         wanted = _MOMENTS[known[0]]
         for fqn in sorted(names & self.staged.keys()):
             state = self.staged[fqn]
+            self.refuse_odd_moments(optimizer, fqn, wanted)
             lost = [f"optimizer.state.{fqn}.{key}" for key in wanted if key not in state]
             if state and lost:
                 self.findings.missing += lost
                 del self.staged[fqn]
+
+    def refuse_odd_moments(self, optimizer: Optimizer, fqn: str, wanted: Sequence[str]) -> None:
+        """Refuse what is no moment of a parameter or no step count, where torch's optimizers step.
+
+        They fail, or go on wrongly, in the first step after.
+        """
+        if type(optimizer) not in _MOMENTS:
+            return
+        state, shape = self.staged[fqn], self.shards[fqn].shape
+        for key in wanted:
+            value = state.get(key)
+            is_step = key == "step"
+            fits = _is_count(value) if is_step else _is_moment(value, shape)
+            if key in state and not fits:
+                kind = "number of steps" if is_step else f"moment of shape {list(shape)}"
+                message = f"optimizer.state.{fqn}.{key} is no {kind} there"
+                raise self.reader.refusal("unsupported", message)
 
     def _fqns(self, names: list[str]) -> frozenset[str]:
         return frozenset(self.fqns.get(name, name) for name in names)

@@ -67,7 +67,7 @@ def name_state(
     Raises:
         SourceError: `index-mismatch` if positions do not fit the live groups, or the parameters of
             a live group have different options there; `unsupported` for positions of flat
-            parameters.
+            parameters, or for what has not the form of an optimizer's state.
     """
     stored = StoredOptimizer(reader)
     plain = []
@@ -84,18 +84,49 @@ def name_state(
         positions: dict[str, str] = {}
         for group in saved:
             positions |= group.pop("named", {})
-        for key, entries in document.get("state", {}).items():
-            stored.state[positions.get(str(key), str(key))] = entries
+        for key, entries in _parts_of(reader, document.get("state", {}), "state").items():
+            name = positions.get(str(key), str(key))
+            stored.state[name] = _parts_of(reader, entries, f"state.{key}")
         stored.groups += saved
     return stored
+
+
+def _parts_of(reader: CheckpointReader, stored: Any, name: str) -> dict[Any, Any]:
+    """Return the parts of a dict; an empty one is stored as an object."""
+    if isinstance(stored, Object):
+        stored = reader.load(stored)
+    if not isinstance(stored, dict) or any(_is_loaded(part) for part in stored.values()):
+        raise reader.refusal("unsupported", f"{name} of the optimizer is no dict of its state")
+    return stored
+
+
+def _is_loaded(part: Any) -> bool:
+    return not isinstance(part, Tensor | Object | dict)
 
 
 def _groups_of(reader: CheckpointReader, document: Nested) -> list[dict[str, Any]]:
     stored = document.get("param_groups", {})
     if not isinstance(stored, dict):  # an empty list
         return []
-    groups = [reader.load(group) for _, group in sorted(stored.items())]
-    return [group for group in groups if isinstance(group, dict)]
+    groups = [reader.load(stored[number]) for number in sorted(stored, key=_by_number)]
+    for number, group in enumerate(groups):
+        if not _is_group(group):
+            message = f"param_groups.{number} of the optimizer is no parameter group"
+            raise reader.refusal("unsupported", message)
+    return groups
+
+
+def _by_number(key: str | int) -> tuple[int, str]:
+    return (key, "") if isinstance(key, int) else (0, key)
+
+
+def _is_group(group: Any) -> bool:
+    """Whether a value has the form of a parameter group: options by name, and what it steps."""
+    if not isinstance(group, dict) or not all(isinstance(name, str) for name in group):
+        return False
+    parameters = group.get("params", ())
+    is_list = isinstance(parameters, list | tuple)
+    return is_list and all(isinstance(name, str | int) for name in parameters)
 
 
 def _name_positions(

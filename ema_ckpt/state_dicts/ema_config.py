@@ -221,7 +221,8 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def _as_count(value: object) -> int | None:
-    return int(value) if _is_number(value) and value == value // 1 else None
+    count = int(value) if _is_number(value) and value == value // 1 else None
+    return None if _is_huge(count) else count
 
 
 def _read_value(catalog: Catalog, entry: Tensor | Object, open_objects: bool) -> object:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -208,4 +209,30 @@ def test_an_optimizer_given_twice_counts_once() -> None:
     ema.attach(optimizer, optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+    assert ema.num_updates == 1
+
+
+@pytest.mark.parametrize("saved", [
+    5,
+    [],
+    {"optimizers": 2},
+    {"optimizers": 2, "waiting": 5, "skipped": [], "steps": [1, 0], "last": None},
+    {"optimizers": 2, "waiting": [7], "skipped": [], "steps": [1, 0], "last": None},
+    {"optimizers": 2, "waiting": [-1], "skipped": [], "steps": [1, 0], "last": None},
+    {"optimizers": 2, "waiting": ["0"], "skipped": [], "steps": [1, 0], "last": None},
+    {"optimizers": 2, "waiting": [1], "skipped": [], "steps": [1], "last": None},
+    {"optimizers": 2, "waiting": [1], "skipped": [], "steps": [1, 0], "last": 2},
+])  # fmt: skip
+def test_a_saved_round_of_an_odd_form_begins_anew(saved: Any) -> None:
+    model = network()
+    first, second = torch.optim.SGD([model.weight], 0.1), torch.optim.SGD([model.bias], 0.1)
+    ema = ShardedEMA(model)
+    ema.attach(first, second)
+    state = ema.state_dict()
+    state["config"] = {**json.loads(state["config"]), "attached": saved}
+    ema.load_state_dict(state)
+    backward(model)
+    second.step()
+    assert ema.num_updates == 0
+    first.step()
     assert ema.num_updates == 1

@@ -868,7 +868,7 @@ def test_samples_are_a_whole_number(samples: Any) -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"weights": None}, "lacks 'weights'"),
     ({"num_updates": None}, "lacks 'num_updates'"),
-    ({"num_updates": -1}, "counts -1 updates"),
+    ({"num_updates": -1}, "saved num_updates is none"),
     ({"config": "{"}, "no JSON document"),
 ])  # fmt: skip
 def test_states_that_are_none(change: dict[str, Any], message: str) -> None:

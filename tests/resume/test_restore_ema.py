@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ema_ckpt import restore, save
-from ema_ckpt.core.errors import SourceError, UsageError
+from ema_ckpt.core.errors import EmaCkptError, SourceError, StateError, UsageError
 from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.master_weights import master_weights
 from ema_ckpt.ema.schedules import HalfLife
@@ -176,6 +176,66 @@ def test_a_negative_counter_is_refused_before_anything_is_copied(
     dcp.save({"model": run.model.state_dict(), "ema": state}, checkpoint_id=tmp_path / "c")
     error = refused(Run(seed=9), tmp_path / "c", SourceError, optimizer=None)
     assert f"nothing was restored: ema.{counter} is -3" in str(error)
+
+
+@pytest.mark.parametrize("change", [
+    {"num_updates": torch.tensor(2**63 - 1)},
+    {"num_updates": torch.tensor(float("nan"))},
+    {"num_updates": 1e308},
+    {"samples_seen": torch.tensor(2**63 - 1)},
+    {"samples_seen": "many"},
+    {"config": "[" * 100_000},
+    {"config": {"counter": 5}},
+    {"config": {"counter": {"moved_at": 4}}},
+    {"config": {"counter": {"moved_at": -1}}},
+    {"config": {"counter": {"moved_at": "2"}}},
+    {"config": {"counter": {"moved_at": 2, "pending": float("nan")}}},
+    {"config": {"counter": {"moved_at": 2, "applied": 2.0}}},
+])  # fmt: skip
+def test_a_counter_that_no_run_can_have_is_refused(
+    run: Run, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    if isinstance(change.get("config"), dict):
+        change = {"config": json.dumps(change["config"])}
+    state = {**run.ema.state_dict(), **change}
+    dcp.save({"model": run.model.state_dict(), "ema": state}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(StateError):
+        Run(seed=9).ema.load_state_dict(state)
+    refused(Run(seed=9), tmp_path / "c", EmaCkptError, optimizer=None)
+
+
+def test_a_counter_of_more_calls_than_the_average_waited_for_is_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    state = {**run.ema.state_dict(), "num_updates": torch.tensor(2**61)}
+    dcp.save({"model": run.model.state_dict(), "ema": state}, checkpoint_id=tmp_path / "c")
+    error = refused(Run(seed=9), tmp_path / "c", SourceError, optimizer=None)
+    assert "the saved counter.moved_at is none that a run can have counted" in str(error)
+
+
+def test_a_long_run_without_a_record_of_its_last_move_goes_on(run: Run, tmp_path: Path) -> None:
+    state = {**run.ema.state_dict(), "num_updates": torch.tensor(2**40), "config": "{}"}
+    dcp.save({"model": run.model.state_dict(), "ema": state}, checkpoint_id=tmp_path / "c")
+    other = Run(seed=9)
+    other.restore(tmp_path / "c", optimizer=None)
+    assert other.ema.num_updates == 2**40
+
+
+@pytest.mark.parametrize("tied", [5, ["a"], {"enter.weight": 5}, {"enter.weight": [["a"], None]}])
+def test_ties_of_an_odd_form_tie_nothing(run: Run, tmp_path: Path, tied: Any) -> None:
+    config = json.dumps({**json.loads(run.ema.state_dict()["config"]), "tied": tied})
+    state = {**run.ema.state_dict(), "config": config}
+    dcp.save({"model": run.model.state_dict(), "ema": state}, checkpoint_id=tmp_path / "c")
+    for load in (
+        lambda one: one.restore(tmp_path / "c", optimizer=None),
+        lambda one: one.ema.load_state_dict(state),
+    ):
+        other = Run(seed=9)
+        load(other)
+        for shadow, expected in zip(
+            other.ema._averages.shadows, run.ema._averages.shadows, strict=True
+        ):
+            assert torch.equal(shadow.average, expected.average)
 
 
 def test_settings_that_changed(run: Run, tmp_path: Path) -> None:

@@ -259,6 +259,73 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     assert fresh.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("positions", [False, True])
+def test_an_optimizer_that_has_not_stepped_yet(tmp_path: Path, positions: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    state = optimizer.state_dict()
+    if positions:
+        state["state"] = {position: {} for position in state["param_groups"][0]["params"]}
+    path = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.5)
+    restore(path, model=model, optimizer=fresh)
+    assert fresh.param_groups[0]["lr"] == 0.25
+    assert not fresh.state
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["state"], 5),
+        (["state"], torch.ones(2)),
+        (["state"], {"enter.weight": 5}),
+        (["state"], {0: [1]}),
+        (["param_groups", 0], 5),
+        (["param_groups", 0, "params"], 5),
+        (["param_groups", 0, "params"], [[0]]),
+        (["param_groups", 0, "params"], "enter.weight"),
+        (["param_groups", 0, 5], torch.ones(1)),
+        (["param_groups", 0, "lr"], "fast"),
+        (["param_groups", 0, "lr"], None),
+        (["param_groups", 0, "betas"], ["a", 1]),
+        (["state", 0, "step"], None),
+        (["state", 0, "step"], "2"),
+        (["state", 0, "step"], -1),
+        (["state", 0, "step"], torch.tensor([1.0, 2.0])),
+        (["state", 0, "step"], torch.tensor(1j)),
+        (["state", 0, "exp_avg"], 5),
+        (["state", 0, "exp_avg"], torch.tensor(0.0)),
+        (["state", 0, "exp_avg"], torch.ones(5, 3, dtype=torch.int64)),
+        (["param_groups", 0, "betas"], 0.9),
+        (["param_groups", 0, "betas"], (0.9,)),
+        (["param_groups", 0, "lr"], torch.ones(2)),
+    ],
+)
+def test_what_has_not_the_form_of_an_optimizers_state_is_refused(
+    tmp_path: Path, keys: list[Any], value: object
+) -> None:
+    model = Net()
+    optimizer = adam(model)
+    train(model, optimizer)
+    state = optimizer.state_dict()
+    state["state"] = {0: state["state"].pop(min(state["state"])), **state["state"]}
+    place: Any = state
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    other = Net(seed=5)
+    fresh = adam(other, lr=0.5)
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    with pytest.raises(EmaCkptError, match=r"nothing was restored|holds no optimizer state"):
+        restore(path, model=other, optimizer=fresh)
+    assert all(map(torch.equal, before, other.parameters()))
+    assert not fresh.state
+    assert fresh.param_groups[0]["lr"] == 0.5
+
+
 def test_a_file_beside_weights_that_are_named_alone_is_not_taken(tmp_path: Path) -> None:
     model = Net()
     optimizer = adam(model)

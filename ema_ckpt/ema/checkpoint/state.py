@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
     `config` records.
 
     Raises:
-        StateError: a name is missing, or a tensor has another shape or lacks elements of this rank;
-            nothing changed.
+        StateError: a name is missing, a tensor has another shape or lacks elements of this rank, or
+            the counter is none of a run; nothing changed.
     """
     _require_dict(state)
     absent = sorted({"weights", "num_updates"} - state.keys())
@@ -89,17 +90,24 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
             "usage", f"the state to load lacks {shown(absent)}: give what state_dict() returned"
         )
     config = parse_config(state.get("config"))
-    copies, restarted = _plan(_saved(averages), state, config.get("tied", {}))
-    updates, samples = int(state["num_updates"]), int(state.get("samples_seen", 0))
-    if min(updates, samples) < 0:
-        raise StateError(
-            "usage", f"the state to load counts {updates} updates and {samples} samples"
-        )
+    copies, restarted = _plan(_saved(averages), state, ties_of(config))
+    updates, samples = _count_of(state, "num_updates"), _count_of(state, "samples_seen")
+    saved = config.get("counter", {})
+    replace(counter).resume(updates, samples, saved)  # refused before anything is changed
     for target, source in copies:
         target.copy_(source)
     for residual in restarted:
         residual.zero_()
-    counter.resume(updates, samples, config.get("counter", {}))
+    counter.resume(updates, samples, saved)
+
+
+def _count_of(state: Mapping[str, Any], name: str) -> Any:
+    """Return a counter of a state: a number, or the one element of a tensor."""
+    value = state.get(name, 0)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value
 
 
 def _plan(
@@ -143,11 +151,21 @@ def parse_config(config: object) -> dict[str, Any]:
     if isinstance(config, (str, bytes)):
         try:
             config = json.loads(config)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StateError(
                 "usage", f"the config of the averages is no JSON document: {error}"
             ) from None
     return dict(config) if isinstance(config, Mapping) else {}
+
+
+def ties_of(config: Mapping[Any, Any]) -> dict[str, list[str]]:
+    """Return the names that settings record as tied to a name; what has another form ties none."""
+    tied = config.get("tied")
+    ties = {}
+    for name, aliases in tied.items() if isinstance(tied, Mapping) else ():
+        if isinstance(aliases, list | tuple):
+            ties[name] = [alias for alias in aliases if isinstance(alias, str)]
+    return ties
 
 
 def _config(averages: Averages, counter: UpdateCounter, settings: Settings) -> dict[str, Any]:
