@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.torch_checkpointing.metadata import is_metadata
-from ema_ckpt.formats.torch_zip.reader import Window, read_directory
+from ema_ckpt.formats.torch_zip.reader import Window, archive_in, read_directory
 
 SAFETENSORS, TORCH, INDEX, NOT_READ = "safetensors", "torch", "index", ""
 TORCH_CHECKPOINTING = "torch-checkpointing"
@@ -113,7 +113,7 @@ def _kind_of_zip(source: Files, name: str, nbytes: int) -> Kind:
     """Tell a torch file from other zip archives; what is damaged is left to the torch reader."""
     torch_file = Kind(TORCH, "a zip archive of torch.save")
     try:
-        _, entries = read_directory(Window(source, name, 0, nbytes))
+        _, entries = read_directory(archive_in(Window(source, name, 0, nbytes)))
     except SourceError:
         return torch_file
     inner, endings = set(), set()

@@ -111,6 +111,10 @@ class _Reader:
                 message = f"{self.file}: holds a storage {key!r} that no tensor refers to"
                 raise SourceError("unreadable", message, file=self.file)
             offset = self.add_storage(storage, offset)
+        size = self.source.size(self.file)
+        if offset > size:
+            problem = f"expected {offset} bytes, found {size}: the file is truncated"
+            raise SourceError("truncated-file", f"{self.file}: {problem}", file=self.file)
         return value, end, not machine.get("little_endian", True)
 
     def add_storage(self, storage: StorageRef, offset: int) -> int:

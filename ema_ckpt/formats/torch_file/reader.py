@@ -211,7 +211,10 @@ def _read_zip(archive: Archive, lenient: LenientGlobals) -> Content:
         raise SourceError("unsupported", message, file=file)
     data, order = archive.read("data.pkl"), b"little"
     if "byteorder" in archive.records:
-        order = archive.read("byteorder").strip()
+        order = archive.read("byteorder")
+        if order not in (b"little", b"big"):
+            problem = f"its byte order is {order[:20]!r}, which torch refuses to load"
+            raise SourceError("bad-header", f"{file}: {problem}", file=file)
     try:
         root = load_value(data, file, prepare=lenient.prepare)
     except UnsafeError:

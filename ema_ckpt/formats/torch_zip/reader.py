@@ -138,10 +138,8 @@ def read_archive(source: Files, file: str, offset: int, nbytes: int) -> Archive:
         SourceError: `bad-header` for anything that is no whole torch archive, a name that stands
             twice included; `unsupported` for compressed or encrypted records; `truncated-file`.
     """
-    window = Window(source, file, offset, nbytes)
-    end = _end_of_archive(window)
-    if end < nbytes:
-        window = Window(source, file, offset, end)
+    window = archive_in(Window(source, file, offset, nbytes))
+    end = window.nbytes
     directory_start, entries = read_directory(window)
     _check_names(window, entries)
     has_checksums = any(entry.crc for entry in entries)
@@ -179,6 +177,18 @@ def _check_names(window: Window, entries: Sequence[CentralRecord]) -> None:
             raise window.bad(f"the record {name!r} stands twice, in other letter case")
         exact.add(name)
         folded.add(name.lower())
+
+
+def archive_in(window: Window) -> Window:
+    """Return the archive that begins the window, without bytes that follow it.
+
+    Raises:
+        SourceError: `bad-header` if it has no end record.
+    """
+    end = _end_of_archive(window)
+    if end == window.nbytes:
+        return window
+    return Window(window.source, window.file, window.offset, end)
 
 
 def _end_of_archive(window: Window) -> int:

@@ -188,3 +188,13 @@ def test_random_damage_gives_an_error_or_a_catalog(tmp_path: Path, form: str) ->
             ema_ckpt.verify(path)
         except ema_ckpt.EmaCkptError as error:
             assert error.code != "internal"
+
+
+def test_a_last_storage_that_is_cut_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    torch.save({"a": BASE, "b": BASE[0].clone()}, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(RuntimeError):
+        torch.load(path)
+    found = ema_ckpt.verify(path)
+    assert (found.status, found.problems[0].code) == ("damaged", "truncated-file")

@@ -772,3 +772,27 @@ def test_a_key_that_no_text_can_stand_for_is_refused(tmp_path, key):
     with pytest.raises(SourceError, match="a key of type tuple") as caught:
         saved(tmp_path, {"model": {key: torch.ones(2)}})
     assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize("extra", [b"\0" * 64, b"\0" * 1000], ids=len)
+def test_bytes_after_the_end_make_no_other_kind_of_archive(tmp_path, extra):
+    """As a crashed host leaves them, which had reserved more than was written."""
+    path = tmp_path / "c.pt"
+    torch.save({"w": torch.ones(2)}, path)
+    path.write_bytes(path.read_bytes() + extra)
+    assert torch.load(path)["w"].equal(torch.ones(2))
+    assert ema_ckpt.verify(path).status == "sound"
+
+
+@pytest.mark.parametrize("order", [b"", b"Little", b"little\n"])
+def test_a_byte_order_that_torch_does_not_know_is_damage(tmp_path, order):
+    path, other = tmp_path / "c.pt", tmp_path / "other.pt"
+    torch.save({"w": torch.ones(2)}, path)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
+        for name in source.namelist():
+            is_order = name.endswith("/byteorder")
+            target.writestr(name, order if is_order else source.read(name))
+    with pytest.raises(ValueError, match="endianness"):
+        torch.load(other)
+    found = ema_ckpt.verify(other)
+    assert (found.status, found.problems[0].code) == ("damaged", "bad-header")
