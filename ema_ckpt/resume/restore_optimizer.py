@@ -105,6 +105,8 @@ class OptimizerRestorer(PartRestorer):
             message = f"it has {shown(findings.unexpected)}, whose parameters this model lacks"
             raise self.reader.refusal("incomplete", message)
         self.store_once()
+        if self.stored and not self.source.groups:  # all options are missing, and not the state
+            self.source.groups = [{"params": group["params"]} for group in self.live_groups]
         there, here = len(self.source.groups), len(self.live_groups)
         if there != here:
             message = f"{there} parameter groups there, {here} here"

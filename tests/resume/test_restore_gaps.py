@@ -41,6 +41,26 @@ def test_an_option_that_the_checkpoint_lacks_is_missing(tmp_path: Path, option: 
     assert optimizer.param_groups[0]["lr"] == (3e-4 if option == "lr" else 1e-3)
 
 
+def test_state_without_any_parameter_group_is_restored_where_that_is_allowed(
+    tmp_path: Path,
+) -> None:
+    model, content = content_of(tmp_path, torch.optim.AdamW)
+    stepped_before = content["optimizer"]["state"]
+    del content["optimizer"]["param_groups"]
+    torch.save(content, tmp_path / "torn.pt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    with pytest.raises(SourceError, match=r"lacks .*optimizer\.param_groups\.0\.lr") as caught:
+        restore(tmp_path / "torn.pt", model=model, optimizer=optimizer)
+    assert caught.value.code == "incomplete"
+    report = restore(tmp_path / "torn.pt", model=model, optimizer=optimizer, strict=False)
+    assert {"optimizer.param_groups.0.lr", "optimizer.param_groups.0.betas"} <= {*report.missing}
+    assert optimizer.param_groups[0]["lr"] == 3e-4
+    for name, parameter in model.named_parameters():
+        if name in stepped_before:
+            restored = optimizer.state[parameter]["exp_avg"]
+            assert torch.equal(restored, stepped_before[name]["exp_avg"])
+
+
 @pytest.mark.parametrize("option", ["foreach", "decoupled_weight_decay"])
 def test_a_switch_of_another_release_of_torch_is_not_missing(tmp_path: Path, option: str) -> None:
     model, content = content_of(tmp_path, torch.optim.AdamW)
