@@ -870,6 +870,9 @@ def test_samples_are_a_whole_number(samples: Any) -> None:
     ({"num_updates": None}, "lacks 'num_updates'"),
     ({"num_updates": -1}, "saved num_updates is none"),
     ({"config": "{"}, "no JSON document"),
+    ({"weights": 5}, "'weights' of the state to load are tensors by name; found int"),
+    ({"weights": {"weight": "x"}}, "are tensors by name; found str"),
+    ({"residual": [1]}, "'residual' of the state to load are tensors by name; found list"),
 ])  # fmt: skip
 def test_states_that_are_none(change: dict[str, Any], message: str) -> None:
     ema = ShardedEMA(nn.Linear(2, 2), 0.5)

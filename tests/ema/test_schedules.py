@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from fractions import Fraction
 from math import sqrt
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,10 @@ def test_the_half_life_is_a_share_of_the_updates() -> None:
     assert schedule.beta(1000) == HalfLife(100).beta(1000)
     with pytest.raises(UsageError):
         HalfLifeFraction(0.0)
+
+
+@pytest.mark.parametrize("kind", [Warmup, PowerFunction, HalfLife, HalfLifeFraction, Window])
+@pytest.mark.parametrize("value", [None, "5", [5]])
+def test_what_is_no_number_is_refused(kind: Any, value: object) -> None:
+    with pytest.raises(UsageError, match="is a number; found"):
+        kind(value)

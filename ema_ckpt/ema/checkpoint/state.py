@@ -110,10 +110,22 @@ def _count_of(state: Mapping[str, Any], name: str) -> Any:
     return int(value) if is_whole else value
 
 
+def _require_tensors(part: str, tensors: object) -> None:
+    kinds = [type(tensors).__name__]
+    if isinstance(tensors, Mapping):
+        odd = [value for value in tensors.values() if not isinstance(value, Tensor)]
+        kinds = [type(value).__name__ for value in odd]
+    if kinds:
+        message = f"{part!r} of the state to load are tensors by name; found {kinds[0]}"
+        raise StateError("usage", message)
+
+
 def _plan(
     shadows: Sequence[Shadow], state: Mapping[str, Any], tied: Mapping[str, Sequence[str]]
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
     """Return what to copy, as (target, source), and the residuals that the state lacks."""
+    for part in ("weights", "residual"):
+        _require_tensors(part, state.get(part, {}))
     weights = _values_of(shadows, state["weights"], tied)
     residuals = _values_of(shadows, state.get("residual", {}), tied)
     missing = [shadow.shard.fqn for shadow in shadows if shadow not in weights]
