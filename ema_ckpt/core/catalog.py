@@ -334,7 +334,8 @@ class Catalog:
         left_out: places of checkpoints beside this one that were passed over; a warning names each.
         problems: damage that a lenient reader passed over; it is in no other field.
         made_from: the stored tensors behind each one that rules made, by its name.
-        made_by: a digest of how values were computed and of those rules, or "".
+        made_by: digests of metadata beside the data files, of how values were computed and of those
+            rules, or "".
         find_mismatches: reads the metadata again for entries that contradict each other, and
             returns each one's name and what is wrong.
     """

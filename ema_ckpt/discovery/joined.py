@@ -418,5 +418,6 @@ def _merge(catalogs: Sequence[Catalog]) -> Catalog:
         header_text=header_text,
         archives=frozenset(every(catalog.archives for catalog in catalogs)),
         item_files=frozenset(every(catalog.item_files for catalog in catalogs)),
+        made_by=" ".join(catalog.made_by for catalog in catalogs).strip(),
         find_mismatches=lambda: list(every(catalog.find_mismatches() for catalog in catalogs)),
     )

@@ -111,7 +111,7 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
         kept_nbytes=options.kept_nbytes(is_remote, options.most_workers(is_remote)),
         replaced={} if edited is None else {CONFIG_FILE: edited},
     )
-    made_by = _made_by(found.tensors, options.dequantize.name)
+    made_by = catalog.made_by + _made_by(found.tensors, options.dequantize.name)
     changed = replace(changed, made_by=made_by)
     skipped = [Skipped.tensor(tensor, tensor.name, _ACTIVATIONS) for tensor in found.activations]
     return Dequantized(changed, found.tensors, tuple(skipped), edited is not None, True)

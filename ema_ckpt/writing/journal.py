@@ -83,6 +83,8 @@ class Journal:
                 for key in ranges:
                     if _crc(fd, key[1], key[2]) == self._recorded[key].crc:
                         intact[key] = self._recorded[key]
+            except OSError:
+                continue  # what cannot be read back is written again
             finally:
                 os.close(fd)
         return intact

@@ -25,23 +25,26 @@ def open_inside(directory: int, name: str, flags: int) -> int:
     return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=directory)
 
 
-def find_stranger(stage: Path, payload: str, files: Container[str] | None) -> str | None:
+def find_stranger(
+    stage: Path, payload: str, files: Container[str] | None, *, is_directory: bool
+) -> str | None:
     """Name an entry of a stage that no writer of these `files` has made, or return None.
 
     A link, symbolic or hard, leads to what belongs to somebody else, and a further file would be
     published with the others.
 
     Args:
-        payload: name of the file or directory that is written. `files`: those in the directory, or
-            None for whatever names.
+        payload: name of the file or directory that is written, and `is_directory` which of the two.
+        files: those in the directory, or None for whatever names.
     """
+    plain = (JOURNAL, LOCK) if is_directory else (JOURNAL, LOCK, payload)
     for entry in _entries(stage):
-        if entry.name == payload and entry.is_dir(follow_symlinks=False):
+        if is_directory and entry.name == payload and entry.is_dir(follow_symlinks=False):
             for inner in _entries(entry.path):
                 is_known = files is None or inner.name in files
                 if not is_known or not _is_plain(inner):
                     return f"{payload}/{inner.name}"
-        elif entry.name not in (payload, JOURNAL, LOCK) or not _is_plain(entry):
+        elif entry.name not in plain or not _is_plain(entry):
             return entry.name
     return None
 

@@ -192,7 +192,7 @@ def stage(
             check_replaceable(path, policy)
             claim.make_parents(fsync)
             with _lock_parent(path.parent):
-                claim.clear_leftovers(identity or {}, files)
+                claim.clear_leftovers(identity or {}, files, is_directory)
                 check_replaceable(path, policy)
                 check_space(path, nbytes - claim.allocated)
                 root = claim.open(is_directory)
@@ -270,7 +270,9 @@ class _Claim:
         for directory in self._made if fsync else ():
             fsync_path(directory.parent)
 
-    def clear_leftovers(self, identity: Mapping[str, str], files: Collection[str] | None) -> None:
+    def clear_leftovers(
+        self, identity: Mapping[str, str], files: Collection[str] | None, is_directory: bool
+    ) -> None:
         """End the switch of stages that are left, continue one of them, delete the others."""
         for left in stages_of(self._target):
             try:
@@ -279,10 +281,11 @@ class _Claim:
                 continue  # its writer has just ended
             try:
                 finish(left, self._target)
-                wanted = self._resume and self._root is None and self._is_own(left, None)
+                wanted = self._resume and self._root is None
+                wanted = wanted and self._is_own(left, None, is_directory)
                 # Other options give other files, so the run is compared before their names are.
                 wanted = wanted and check_identity(left, self._target, identity)
-                if wanted and self._is_own(left, files):
+                if wanted and self._is_own(left, files, is_directory):
                     self._root, self._locks, self.resumed = left, locks, True
                     self.allocated = _allocated(left)
                     locks = []
@@ -294,11 +297,11 @@ class _Claim:
                 for fd in locks:
                     close_read(fd)
 
-    def _is_own(self, left: Path, files: Collection[str] | None) -> bool:
+    def _is_own(self, left: Path, files: Collection[str] | None, is_directory: bool) -> bool:
         """Whether all in a stage is a writer's; says so where it is not."""
         if not os.path.exists(left):  # its switch has just been ended
             return False
-        stranger = find_stranger(left, self._target.name, files)
+        stranger = find_stranger(left, self._target.name, files, is_directory=is_directory)
         if stranger is not None:
             message = f"{left}: no writer made {stranger!r} in it; starting anew"
             self.warnings.append(Diagnostic("stale-file", message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from pathlib import Path
 
@@ -73,6 +74,32 @@ def test_damage_after_a_killed_run_is_found(tmp_path: Path) -> None:
             tmp_path / "source", tmp_path / "out.safetensors", resume=True, threads=1, dtype="bf16"
         )
     assert caught.value.code in ("checksum", "resume-mismatch")
+
+
+@pytest.mark.parametrize("part", ["", "model"], ids=["alone", "a part"])
+def test_a_run_is_not_continued_under_other_metadata(tmp_path: Path, part: str) -> None:
+    """The data files are as they were, and hold what now belongs to another name."""
+    run = tmp_path / "source"
+    source = run / part
+    names = ("a", "b") if part else ("model.a", "model.b")
+    tensors = {name[-1]: torch.randn(1000, 3000) for name in names}
+    save_dcp(source, tensors if part else {"model": tensors})
+    if part:
+        save_dcp(run / "optim", {"state": {"step": torch.tensor(1.0)}})
+    _killed_at(3_000_000, run, tmp_path / "out.safetensors")
+    metadata = source / ".metadata"
+    content = pickle.loads(metadata.read_bytes())
+    places = {index.fqn: index for index in content.storage_data}
+    first, second = places[names[0]], places[names[1]]
+    stored = content.storage_data
+    stored[first], stored[second] = stored[second], stored[first]
+    metadata.write_bytes(pickle.dumps(content))
+    with pytest.raises(EmaCkptError) as caught:
+        consolidate(run, tmp_path / "out.safetensors", resume=True, threads=1, dtype="bf16")
+    assert caught.value.code == "resume-mismatch"
+    consolidate(run, tmp_path / "out.safetensors", dtype="bf16")
+    found = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(found["a"], tensors["b"].bfloat16())
 
 
 def test_a_resumed_cast_of_a_source_with_digests(tmp_path: Path) -> None:

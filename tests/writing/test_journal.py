@@ -252,6 +252,14 @@ class TestResume:
         assert target.read_bytes() == b"abcdef"
         assert os.listdir(tmp_path) == ["out.safetensors"]
 
+    def test_what_cannot_be_read_back_is_written_again(self, tmp_path: Path) -> None:
+        target = tmp_path / "out"
+        self.interrupted(target, count=1)
+        with open(self.left(target) / JOURNAL, "a", encoding="utf-8") as journal:
+            journal.write('["",0,2500,"00000000"]\n')  # the directory itself
+        with self.resumed(target) as staged:
+            assert len(staged.journal.completed()) == 2
+
     def test_space_already_taken_counts(self, tmp_path: Path) -> None:
         target = tmp_path / "out"
         self.interrupted(target)

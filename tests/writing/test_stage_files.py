@@ -58,6 +58,15 @@ def linked_folder(place: Path, outside: Path) -> None:
     place.symlink_to(outside)
 
 
+def other_kind(place: Path, outside: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+        place.write_bytes(b"x")
+    else:
+        place.unlink()
+        place.mkdir()
+
+
 def further_file(place: Path, outside: Path) -> None:
     place.write_bytes(b"x")
 
@@ -70,6 +79,8 @@ TOUCHED = {
     "journal is a symlink": (FILE, ".ema-ckpt.journal", symlink),
     "journal is a hard link": (FILE, ".ema-ckpt.journal", hard_link),
     "journal is a fifo": (FILE, ".ema-ckpt.journal", fifo),
+    "file is a folder": (FILE, FILE, other_kind),
+    "folder is a file": (FOLDER, FOLDER, other_kind),
     "folder is a symlink": (FOLDER, FOLDER, linked_folder),
     "file in the folder is a symlink": (FOLDER, f"{FOLDER}/__0_0.distcp", symlink),
     "another file in the folder": (FOLDER, f"{FOLDER}/more.distcp", further_file),

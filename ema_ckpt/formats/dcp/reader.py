@@ -112,6 +112,7 @@ def open_dcp(
         order=tuple(parts_by_name),
         unknown_entries=unknown_entries(parts),
         problems=tuple(problems),
+        made_by=" ".join(f"{part.crc:08x}" for part in parts),
         find_mismatches=_mismatches(source, names, parts, recorded),
     )
 
