@@ -15,7 +15,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError, UsageError
-from ema_ckpt.core.text import format_ranks
+from ema_ckpt.core.limits import MAX_RANKS
+from ema_ckpt.core.text import format_ranks, shown
 from ema_ckpt.core.torch_import import import_torch, require_torch
 
 if TYPE_CHECKING:
@@ -30,10 +31,35 @@ _current: CommandGroup | None = None
 
 
 def launched_ranks() -> tuple[int, int]:
-    """Return this process' rank and how many a launcher started; (0, 1) without one."""
-    if any(name not in os.environ for name in _VARIABLES):
+    """Return this process' rank and how many a launcher started; (0, 1) without one.
+
+    Variables that no launcher sets so are as good as none; `command_group` refuses them.
+    """
+    try:
+        return _read_variables()
+    except UsageError:
         return 0, 1
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _read_variables() -> tuple[int, int]:
+    """Return rank and number of ranks. Raises UsageError `usage` for what no launcher sets."""
+    absent = [name for name in _VARIABLES if name not in os.environ]
+    if absent:
+        reason = f"{', '.join(absent)} not set; start it with torchrun"
+        raise UsageError("usage", f"--distributed: {reason}")
+    size = _variable("WORLD_SIZE", 1, MAX_RANKS)
+    _variable("MASTER_PORT", 1, 65535)
+    return _variable("RANK", 0, size - 1), size
+
+
+def _variable(name: str, least: int, most: int) -> int:
+    """Return a number that the launcher has set. Raises UsageError `usage`."""
+    text = os.environ[name]
+    with contextlib.suppress(ValueError):
+        if least <= int(text) <= most:
+            return int(text)
+    expected = f"expected {least} to {most}; start it with torchrun"
+    raise UsageError("usage", f"--distributed: {name} is {shown([text])}: {expected}")
 
 
 def current_group() -> CommandGroup | None:
@@ -54,11 +80,7 @@ def command_group(notify: Callable[[str], None]) -> Iterator[None]:
     """
     global _current
     require_torch("--distributed")
-    absent = [name for name in _VARIABLES if name not in os.environ]
-    if absent:
-        reason = f"{', '.join(absent)} not set; start it with torchrun"
-        raise UsageError("usage", f"--distributed: {reason}")
-    rank, size = launched_ranks()
+    rank, size = _read_variables()
     if size == 1:
         yield
         return

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ema_ckpt
+from ema_ckpt.comm.launched import command_group, launched_ranks
 from ema_ckpt.storage.stage_names import stages_of
 from tests.checkpoints import save_dcp
 from tests.local_ports import free_port
@@ -189,10 +190,10 @@ def test_continues_what_one_process_began(source: Path, tmp_path: Path) -> None:
     assert contents(target) == contents(tmp_path / "out")
 
 
-def alone(rank: int, *arguments: object) -> subprocess.Popen[str]:
+def alone(rank: int, *arguments: object, **variables: str) -> subprocess.Popen[str]:
     """Start one of two processes, whose other one never comes."""
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPO)}
+    env |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(REPO), **variables}
     command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
@@ -229,6 +230,36 @@ def test_without_a_launcher_the_option_is_an_error(source: Path, tmp_path: Path)
     result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "torchrun" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["RANK=-1", "RANK=2", "RANK=x", "RANK=", "WORLD_SIZE=0", "WORLD_SIZE=1000000000"]
+    + ["WORLD_SIZE=two", "MASTER_PORT=99999", "MASTER_PORT=0", "MASTER_PORT=x"],
+)
+def test_variables_that_no_launcher_sets_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    name, _, value = variable.partition("=")
+    for key, text in (usual | {name: value}).items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(ema_ckpt.UsageError) as caught, command_group(print):
+        pass
+    assert str(caught.value).startswith(f"--distributed: {name} is {value!r}: expected ")
+    assert launched_ranks() == (0, 1)
+
+
+@pytest.mark.parametrize("option", ["--distributed", "--quiet"])
+def test_such_variables_are_told_in_one_line_or_not_looked_at(
+    source: Path, tmp_path: Path, option: str
+) -> None:
+    target = tmp_path / "x.safetensors"
+    target.touch()
+    with alone(0, "consolidate", source, target, option, RANK="x") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.count("\n") == 1
+    assert ("RANK is 'x'" if option == "--distributed" else "already exists") in err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
