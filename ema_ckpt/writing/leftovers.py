@@ -46,6 +46,15 @@ class Leftovers:
         for name, note in self.notes:
             refuse_living(self._parent, name, note, self._url)
 
+    def refuse_others(self, own: str) -> None:
+        """Raise TargetError `busy` if another run than that of the note `own` writes the target.
+
+        Of two runs that begin at the same time, at least the later one finds the other's note.
+        """
+        for name, note in notes_of(self._parent, self._name):
+            if name != own:
+                refuse_living(self._parent, name, note, self._url)
+
     def settle(self, request: WriteRequest) -> tuple[str, UploadNote] | None:
         """Delete what is left; with `resume` return the note of a run to go on from.
 

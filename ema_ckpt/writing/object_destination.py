@@ -160,7 +160,7 @@ class ObjectDestination:
         return _Begun(order, old, options, sizes, note, left[1] if left else None)
 
     def note(self, order: PublishOrder, request: WriteRequest, part_nbytes: int) -> NoteFile:
-        """Leave the note of this run beside the target."""
+        """Leave the note of this run beside the target. Raises TargetError `busy` beside another."""
         written = list[str]()
         if request.is_directory:
             written = [name for name in order.names.values() if name not in order.existing]
@@ -168,7 +168,13 @@ class ObjectDestination:
         content = UploadNote(
             request.identity, part_nbytes, generation, written, order.marker, order.before
         )
-        return NoteFile(ObjectStore(parent_of(self.url)), self.name, content)
+        note = NoteFile(ObjectStore(parent_of(self.url)), self.name, content)
+        try:
+            self.leftovers.refuse_others(note.name)
+        except BaseException:
+            note.delete()
+            raise
+        return note
 
     def _store(self, request: WriteRequest) -> ObjectStore:
         store = self._inside if request.is_directory else ObjectStore(parent_of(self.url))

@@ -42,13 +42,14 @@ class PublishOrder(NamedTuple):
     def delete_written(self, store: ObjectStore, written: Iterable[str]) -> None:
         """Delete what a run wrote that has failed.
 
-        All of it stays, and is told, if the marker was there before and may have been written: the
-        new checkpoint could be the valid one.
+        All of it stays, and is told, if the marker may be another one by now: of this run, where it
+        replaces one, or of another run that wrote objects of the same names.
         """
         names = list(written)
         own = self.removable(names)
-        if self.marker in names and self.marker in self.existing and not self._is_old(store):
-            message = f"{self.marker} may be the new one already, so {shown(own)} were left there"
+        is_fresh = self.marker in names and self.marker not in self.existing
+        if own and not is_fresh and not self._is_old(store):
+            message = f"{self.marker} may be another one by now, so {shown(own)} were left there"
             remedy = "look with verify, and write again to replace what is there"
             text = displayed(f"{store.url}: {message}; {remedy}")
             logging.getLogger("ema_ckpt").warning(text)
@@ -56,9 +57,9 @@ class PublishOrder(NamedTuple):
         store.delete(own)
 
     def _is_old(self, store: ObjectStore) -> bool:
-        """Whether the marker is known to be the one that was there before."""
+        """Whether the marker is known to be the one that was there before, or still missing."""
         try:
-            return self.before is not None and marker_crc(store, self.marker) == self.before
+            return marker_crc(store, self.marker) == self.before
         except AccessError:
             return False
 

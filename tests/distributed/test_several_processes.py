@@ -234,8 +234,8 @@ def test_without_a_launcher_the_option_is_an_error(source: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "variable",
-    ["RANK=-1", "RANK=2", "RANK=x", "RANK=", "WORLD_SIZE=0", "WORLD_SIZE=1000000000"]
-    + ["WORLD_SIZE=two", "MASTER_PORT=99999", "MASTER_PORT=0", "MASTER_PORT=x"],
+    "RANK=-1 RANK=2 RANK=x RANK= WORLD_SIZE=0 WORLD_SIZE=1000000000 WORLD_SIZE=two "
+    "MASTER_PORT=99999 MASTER_PORT=0 MASTER_PORT=x".split(" "),
 )
 def test_variables_that_no_launcher_sets_are_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, variable: str

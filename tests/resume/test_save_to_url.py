@@ -86,7 +86,7 @@ def test_an_overwriting_save_whose_marker_arrived_leaves_what_it_names(
     model = nn.Linear(2, 2)
     with pytest.raises(ema_ckpt.AccessError, match="refused"):
         save(url, model=model, overwrite=True)
-    assert any(".metadata may be the new one already" in message for message in caplog.messages)
+    assert any(".metadata may be another one by now" in message for message in caplog.messages)
     assert ema_ckpt.verify(url).status == "sound"
     back = nn.Linear(2, 2)
     restore(url, model=back)

@@ -6,6 +6,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -13,8 +14,10 @@ import pytest
 import ema_ckpt
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.storage.object_store import ObjectStore
+from ema_ckpt.writing.object_destination import ObjectDestination
 from ema_ckpt.writing.part_files import divide_memory
 from ema_ckpt.writing.publish_order import PublishOrder
+from ema_ckpt.writing.upload_note import NoteFile, UploadNote
 from tests.object_stores import refuse_marker
 
 Write = Callable[[str], object]
@@ -287,4 +290,40 @@ def test_what_a_new_marker_may_name_is_left_and_told(caplog: pytest.LogCaptureFi
     order.delete_written(store, ["a", "record", "marker"])
     assert store.read("a") == b"new"
     (said,) = caplog.messages
-    assert "marker may be the new one already, so 'a' were left there" in said
+    assert "marker may be another one by now, so 'a' were left there" in said
+
+
+def test_objects_that_the_marker_of_another_run_names_are_left_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = ObjectStore(f"memory://{uuid.uuid4().hex}/c")
+    order = PublishOrder({}, {}, ["record", "marker"], set())
+    store.put("a", b"mine")
+    order.delete_written(store, ["a"])
+    assert store.read("a") is None and caplog.messages == []
+    store.put("a", b"mine or not")
+    store.put("marker", b"not mine")
+    order.delete_written(store, ["a"])
+    assert store.read("a") == b"mine or not"
+    (said,) = caplog.messages
+    assert "marker may be another one by now, so 'a' were left there" in said
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "resharded"])
+def test_of_runs_that_begin_together_one_writes_at_most(
+    name: str, store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{store}/{name}"
+    usual, others = ObjectDestination.note, list[NoteFile]()
+
+    def note(self: ObjectDestination, *args: Any) -> NoteFile:
+        """Another run has found nothing either, and is the first to leave its note."""
+        content = UploadNote({}, 0, 0, [], name, None)
+        others.append(NoteFile(ObjectStore(store), name, content))
+        return usual(self, *args)
+
+    monkeypatch.setattr(ObjectDestination, "note", note)
+    with pytest.raises(ema_ckpt.TargetError, match="another run is writing it") as caught:
+        WRITERS[name](fixtures / "dcp/fsdp2-w2", url)
+    assert caught.value.code == "busy"
+    assert list(objects(store)) == [others[0].name]
