@@ -88,7 +88,7 @@ def command_group(notify: Callable[[str], None]) -> Iterator[None]:
     try:
         group.connect()
         yield
-        group.exchange(None)
+        group.exchange("all is done")
     except Exception as error:
         group.report_failure(error)
         raise
@@ -111,9 +111,14 @@ class CommandGroup:
         self._step = 0
         self._has_failed = False
 
-    def exchange(self, value: object) -> list[Any]:
-        """Return the values of all ranks, in rank order; they must survive JSON."""
-        return [json.loads(data) for data in self.gather(json.dumps(value).encode())]
+    def exchange(self, step: str, value: object = None) -> list[Any]:
+        """Return the values of all ranks at a step, in rank order; they must survive JSON."""
+        parts = [json.loads(data) for data in self.gather(json.dumps([step, value]).encode())]
+        if any(other != step for other, _ in parts):
+            self._has_failed = True  # all find it out
+            reason = "the processes do different things; give all of them the same arguments"
+            raise CollectiveError("rank-failed", reason)
+        return [value for _, value in parts]
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in rank order."""

@@ -309,7 +309,7 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
     with destination.open(request) as draft:
         if group is not None:
             cut = options.threads, options.budget_nbytes
-            group.exchange((identity, str(draft.path), cut))
+            group.exchange("begin to write", (identity, str(draft.path), cut))
             group.exchange("the journal is open")
         with unchanged(job.catalog):
             outcome = run(job.catalog, job.plan, draft.outputs, draft.options, draft.journal, group)
@@ -321,7 +321,7 @@ def _write_share(
     job: PlannedWrite, options: WriteOptions, identity: Mapping[str, str], group: CommandGroup
 ) -> None:
     """Write this process' share into the staging directory of the first process."""
-    (expected, stage_path, cut), *_ = group.exchange((identity, None, None))
+    (expected, stage_path, cut), *_ = group.exchange("begin to write", (identity, None, None))
     if identity != expected:
         hint = "is it on a file system that all share?"
         message = f"{job.catalog.resolved}: not the same to all processes ({hint})"

@@ -160,7 +160,7 @@ class ObjectDestination:
         return _Begun(order, old, options, sizes, note, left[1] if left else None)
 
     def note(self, order: PublishOrder, request: WriteRequest, part_nbytes: int) -> NoteFile:
-        """Leave the note of this run beside the target. Raises TargetError `busy` beside another."""
+        """Leave the note of this run beside the target. Raises TargetError `busy` beside others."""
         written = list[str]()
         if request.is_directory:
             written = [name for name in order.names.values() if name not in order.existing]

@@ -42,6 +42,7 @@ def launch(
     *arguments: object,
     limits: dict[int, Callable[[], None]] | None = None,
     until: Callable[[], bool] | None = None,
+    further: dict[int, list[str]] | None = None,
 ) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each of `size` processes that a launcher would start, and stop at `until`."""
     port = str(free_port())
@@ -50,6 +51,7 @@ def launch(
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": port, "PYTHONPATH": str(REPO)}
         command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments), "--distributed"]
+        command += (further or {}).get(rank, [])
         pipe = subprocess.PIPE
         setup = (limits or {}).get(rank)
         processes.append(
@@ -188,6 +190,14 @@ def test_continues_what_one_process_began(source: Path, tmp_path: Path) -> None:
     assert [code for code, *_ in ends] == [0, 0], ends
     ema_ckpt.reshard(source, tmp_path / "out", 2)
     assert contents(target) == contents(tmp_path / "out")
+
+
+def test_processes_that_do_different_things_are_told(source: Path, tmp_path: Path) -> None:
+    ends = launch(2, "consolidate", source, tmp_path / "x.pt", further={0: ["--dry-run"]})
+    for code, _, err in ends:
+        assert code == 2 and err.count("\n") == 1
+        assert "give all of them the same arguments" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def alone(rank: int, *arguments: object, **variables: str) -> subprocess.Popen[str]:
