@@ -41,17 +41,9 @@ class Leftovers:
                 found |= dict.fromkeys(note.written, note.generation)
         return found
 
-    def refuse_living(self) -> None:
-        """Raise TargetError `busy` if a run is writing the target."""
+    def refuse_living(self, own: str = "") -> None:
+        """Raise TargetError `busy` if a run other than that of note `own` writes the target."""
         for name, note in self.notes:
-            refuse_living(self._parent, name, note, self._url)
-
-    def refuse_others(self, own: str) -> None:
-        """Raise TargetError `busy` if another run than that of the note `own` writes the target.
-
-        Of two runs that begin at the same time, at least the later one finds the other's note.
-        """
-        for name, note in notes_of(self._parent, self._name):
             if name != own:
                 refuse_living(self._parent, name, note, self._url)
 

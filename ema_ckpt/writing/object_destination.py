@@ -146,6 +146,7 @@ class ObjectDestination:
 
     def _begin(self, store: ObjectStore, request: WriteRequest) -> _Begun:
         """Check everything, settle what is left of killed runs, and leave a note of this one."""
+        self._refuse_changes()
         left = self.leftovers.settle(request)
         old = self.check_replaceable(store, request)
         order = self.publish_order(request)
@@ -159,6 +160,21 @@ class ObjectDestination:
             self.leftovers.forget(left[0])
         return _Begun(order, old, options, sizes, note, left[1] if left else None)
 
+    def _refuse_changes(self, own: str = "") -> None:
+        """Refuse a target that another run has begun to write, or written, since it was looked at.
+
+        Of two runs that begin at the same time, at least the later one finds the other's note.
+
+        Raises:
+            TargetError: `busy`.
+        """
+        now = ObjectDestination(self.url)
+        now.leftovers.refuse_living(own)
+        if now._folder != self._folder:
+            raise TargetError(
+                "busy", f"{self.url}: another run has just written it; run this again"
+            )
+
     def note(self, order: PublishOrder, request: WriteRequest, part_nbytes: int) -> NoteFile:
         """Leave the note of this run beside the target. Raises TargetError `busy` beside others."""
         written = list[str]()
@@ -170,7 +186,7 @@ class ObjectDestination:
         )
         note = NoteFile(ObjectStore(parent_of(self.url)), self.name, content)
         try:
-            self.leftovers.refuse_others(note.name)
+            self._refuse_changes(note.name)
         except BaseException:
             note.delete()
             raise

@@ -198,6 +198,9 @@ def test_processes_that_do_different_things_are_told(source: Path, tmp_path: Pat
         assert code == 2 and err.count("\n") == 1
         assert "give all of them the same arguments" in err
     assert list(tmp_path.iterdir()) == []
+    ends = launch(2, "consolidate", source, tmp_path / "x.pt", further={1: ["--dtype", "bf16"]})
+    for code, _, err in ends:
+        assert code == 2 and "plan different outputs" in err
 
 
 def alone(rank: int, *arguments: object, **variables: str) -> subprocess.Popen[str]:

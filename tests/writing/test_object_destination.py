@@ -327,3 +327,33 @@ def test_of_runs_that_begin_together_one_writes_at_most(
         WRITERS[name](fixtures / "dcp/fsdp2-w2", url)
     assert caught.value.code == "busy"
     assert list(objects(store)) == [others[0].name]
+
+
+@pytest.mark.parametrize("was_begun", [False, True], ids=["new", "begun before"])
+def test_what_another_run_wrote_while_this_one_planned_is_left_alone(
+    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch, was_begun: bool
+) -> None:
+    url = f"{store}/out"
+    usual, inside = ObjectDestination._begin, ObjectStore(url)
+    content = UploadNote({}, 0, 0, ["__0_0.distcp"], ".metadata", None)
+    other = NoteFile(ObjectStore(store), "out", content) if was_begun else None
+    if other is not None:
+        content.started = "long ago"  # it ends before this one looks for it
+        other._write()
+        inside.put("__0_0.distcp", b"other")
+
+    def begin(self: ObjectDestination, *args: Any) -> Any:
+        for name in ("__0_0.distcp", ".metadata"):
+            inside.put(name, b"other")
+        if other is not None:
+            other.delete()
+        return usual(self, *args)
+
+    monkeypatch.setattr(ObjectDestination, "_begin", begin)
+    with pytest.raises(ema_ckpt.TargetError, match="another run has just written it") as caught:
+        WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
+    assert caught.value.code == "busy"
+    assert {name: inside.read(name) for name in ("__0_0.distcp", ".metadata", "__1_0.distcp")} == {
+        "__0_0.distcp": b"other", ".metadata": b"other", "__1_0.distcp": None,
+    }  # fmt: skip
+    assert sorted(objects(store)) == ["out/.metadata", "out/__0_0.distcp"]

@@ -112,9 +112,13 @@ def open_dcp(
         order=tuple(parts_by_name),
         unknown_entries=unknown_entries(parts),
         problems=tuple(problems),
-        made_by=" ".join(f"{part.crc:08x}" for part in parts),
+        made_by=_digests(parts),
         find_mismatches=_mismatches(source, names, parts, recorded),
     )
+
+
+def _digests(parts: Iterable[Metadata]) -> str:
+    return " ".join(f"{part.crc:08x}" for part in parts)
 
 
 def _exchanged_paths(parts: Iterable[Metadata]) -> Iterator[Problem]:
