@@ -124,6 +124,9 @@ class EmaRestorer(PartRestorer):
 
     def check_counter(self, tree: Tree) -> None:
         """Refuse a counter that no run can have, before anything is written."""
+        if self.counters["num_updates"] is None and "counter" in self.config:
+            message = f"{tree.name}.config has a counter, and {tree.name}.num_updates is missing"
+            raise self.reader.refusal("incomplete", message)
         for name, count in self.counters.items():
             stored = tree.settings.get(name) if count is None else None
             # torch_ema stores None where it counts nothing.

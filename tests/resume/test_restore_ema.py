@@ -213,6 +213,14 @@ def test_a_counter_of_more_calls_than_the_average_waited_for_is_refused(
     assert "the saved counter.moved_at is none that a run can have counted" in str(error)
 
 
+def test_a_counter_whose_name_is_damaged_is_missing(run: Run, tmp_path: Path) -> None:
+    state = run.ema.state_dict()
+    state["-um_updates"] = state.pop("num_updates")
+    dcp.save({"model": run.model.state_dict(), "ema": state}, checkpoint_id=tmp_path / "c")
+    error = refused(Run(seed=9), tmp_path / "c", SourceError, optimizer=None)
+    assert (error.code, "ema.num_updates is missing" in str(error)) == ("incomplete", True)
+
+
 def test_a_long_run_without_a_record_of_its_last_move_goes_on(run: Run, tmp_path: Path) -> None:
     state = {**run.ema.state_dict(), "num_updates": torch.tensor(2**40), "config": "{}"}
     dcp.save({"model": run.model.state_dict(), "ema": state}, checkpoint_id=tmp_path / "c")
