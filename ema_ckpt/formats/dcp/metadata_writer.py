@@ -40,6 +40,7 @@ _OPENED = b")\x81\x94}\x94("
 _SIZED = b"\x94\x85\x94R\x94"
 _BUILT = b"ub"
 _MAX_RUN = 4096  # items
+_MAX_KNOWN = 64  # tensors
 _PIECE_NBYTES = 1 << 20
 _KEPT_NBYTES = 16 << 20  # 0.1 million items
 _NOTHING = Encoded(b"", 0)
@@ -63,6 +64,7 @@ class StoredTensor:
     shape: Ints
 
 
+Boxes = tuple[tuple[Ints, Ints], ...]
 Entries = Mapping[str, StoredTensor | None]
 Items = Mapping[str, Sequence[StoredItem]]
 
@@ -74,6 +76,8 @@ class MetadataPickle:
         entries: tensors, or None for an object, by flat name in the order of the state dict.
         items: where the chunks (or the object) of each name lie.
         paths: the path of each name in the nested state dict.
+        boxes: of the chunks of each tensor, if they are known apart from `items`; the same ones of
+            several tensors are encoded once.
         checkpoint_id, save_id: name of the checkpoint and id of the save, where known.
 
     Attributes:
@@ -88,8 +92,9 @@ class MetadataPickle:
         paths: Mapping[str, Path],
         checkpoint_id: str | None = None,
         save_id: str | None = None,
+        boxes: Mapping[str, Boxes] | None = None,
     ) -> None:
-        self._entries, self._items, self._paths = entries, items, paths
+        self._entries, self._items, self._paths, self._boxes = entries, items, paths, boxes
         self._ids = {"checkpoint_id": checkpoint_id, "save_id": save_id}
         self._kept: list[bytearray] | None = []
         self.nbytes = self.crc = 0
@@ -110,13 +115,26 @@ class MetadataPickle:
         storage_meta: dict[str, object] = {**self._ids, "load_id": None, "modules": []}
         writer = PickleWriter(4)
         fields = {
-            "state_dict_metadata": Pairs(partial(_entries, self._entries, self._items, writer)),
+            "state_dict_metadata": Pairs(partial(self._entries_with_chunks, writer)),
             "planner_data": Pairs(self._paths.items),
             "storage_data": Pairs(partial(_storage_data, self._entries, self._items, writer)),
             "storage_meta": Instance(_METADATA, "StorageMeta", storage_meta),
             "version": "1.0.0",
         }
         return writer.pieces(Instance(_METADATA, "Metadata", fields), _PIECE_NBYTES)
+
+    def _entries_with_chunks(self, writer: PickleWriter) -> Iterator[tuple[str, Instance]]:
+        chunks = _Chunks(writer)
+        for name, tensor in self._entries.items():
+            if tensor is None:
+                yield name, Instance(_METADATA, "BytesStorageMetadata")
+                continue
+            if self._boxes is None:
+                items = self._items[name]
+                boxes = tuple([(item.offsets or (), item.sizes) for item in items])
+            else:
+                boxes = self._boxes[name]
+            yield name, _tensor_entry(tensor, Listed(partial(chunks.encode, boxes)))
 
 
 class _Run:
@@ -138,19 +156,7 @@ class _Run:
         return run
 
 
-def _entries(
-    entries: Entries, items: Items, writer: PickleWriter
-) -> Iterator[tuple[str, Instance]]:
-    for name, tensor in entries.items():
-        if tensor is None:
-            yield name, Instance(_METADATA, "BytesStorageMetadata")
-        else:
-            yield name, _tensor_entry(tensor, items[name], writer)
-
-
-def _tensor_entry(
-    tensor: StoredTensor, items: Sequence[StoredItem], writer: PickleWriter
-) -> Instance:
+def _tensor_entry(tensor: StoredTensor, chunks: Listed) -> Instance:
     properties = (
         Global("torch", tensor.dtype.name, None),
         _STRIDED,
@@ -161,29 +167,42 @@ def _tensor_entry(
     fields = {
         "properties": Instance(_METADATA, "TensorProperties", properties),
         "size": _size(tensor.shape),
-        "chunks": Listed(partial(_chunks, items, writer)),
+        "chunks": chunks,
     }
     return Instance(_METADATA, "TensorStorageMetadata", fields)
 
 
-def _chunks(items: Sequence[StoredItem], writer: PickleWriter) -> Iterator[Instance | Encoded]:
-    """Yield the chunks of a tensor; the first of all is written as any other object is."""
-    opcodes: _ChunkOpcodes | None = None
-    run = _Run(8)
-    for item in items:
-        opcodes = opcodes or _chunk_opcodes(writer)
-        if opcodes is None or not item.offsets:
-            yield run.take()
-            chunk = {"offsets": _size(item.offsets or ()), "sizes": _size(item.sizes)}
-            yield Instance(*_CHUNK, chunk)
-            continue
-        first, second, last = opcodes
-        offsets, sizes = _encode_numbers(item.offsets), _encode_numbers(item.sizes)
-        run.parts += (first, offsets, second, sizes, last)
-        run.count += 1
-        if run.count == _MAX_RUN:
-            yield run.take()
-    yield run.take()
+class _Chunks:
+    """Encodes the chunks of tensors; the first of all is written as any other object is."""
+
+    def __init__(self, writer: PickleWriter) -> None:
+        self._writer = writer
+        self._opcodes: _ChunkOpcodes | None = None
+        self._known: dict[Boxes, Encoded] = {}  # of few tensors: layers have the same shapes
+
+    def encode(self, boxes: Boxes) -> Iterator[Instance | Encoded]:
+        """Yield the chunks of a tensor."""
+        known = self._known.get(boxes)
+        if known is not None:
+            yield known
+            return
+        run = _Run(8)
+        for offsets, sizes in boxes:
+            opcodes = self._opcodes = self._opcodes or _chunk_opcodes(self._writer)
+            if opcodes is None or not offsets:
+                yield run.take()
+                yield Instance(*_CHUNK, {"offsets": _size(offsets), "sizes": _size(sizes)})
+                continue
+            first, second, last = opcodes
+            run.parts += (first, _encode_numbers(offsets), second, _encode_numbers(sizes), last)
+            run.count += 1
+            if run.count == _MAX_RUN:
+                yield run.take()
+        if run.count == len(boxes) and len(self._known) < _MAX_KNOWN:
+            self._known[boxes] = known = run.take()
+            yield known
+            return
+        yield run.take()
 
 
 def _storage_data(

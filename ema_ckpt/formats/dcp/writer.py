@@ -141,19 +141,21 @@ def lay_out(
     planned = _in_order(tensors, objects, split, order)
     ranks_of_empty = _place_empty_chunks(planned, world_size)
     ranks = [_RankFile(f"__{rank}_{generation}.distcp", source) for rank in range(world_size)]
-    stored = _Stored()
+    stored, boxes = _Stored(), dict[str, tuple[Box, ...]]()
     for item in objects:
         stored.objects[item.name] = ranks[0].put_object(item)
     for tensor, is_split in zip(tensors, split, strict=True):
-        empty_rank = ranks_of_empty.get(tensor.name)
-        boxes = _boxes(tensor.source.shape, is_split, world_size, empty_rank)
+        used, boxes[tensor.name] = _split(
+            tensor.source.shape, world_size if is_split else 0, ranks_of_empty.get(tensor.name)
+        )
         archives = _archives_of(tensor.dtype)
         stored.items_of[tensor.name] = [
-            ranks[rank].put(tensor, box, archives[box.sizes]) for rank, box in boxes
+            ranks[rank].put(tensor, box, archives[box.sizes])
+            for rank, box in zip(used, boxes[tensor.name], strict=True)
         ]
     entries = {item.name: item.entry for item in planned}
     paths = {item.name: item.path for item in planned}
-    metadata = MetadataPickle(entries, stored, paths)
+    metadata = MetadataPickle(entries, stored, paths, boxes=boxes)
     files = {rank_file.name: rank_file.nbytes for rank_file in ranks}
     starts = {rank_file.name: rank_file.starts for rank_file in ranks}
     items: list[WriteItem] = []
@@ -168,21 +170,19 @@ def lay_out(
 
 
 @lru_cache(maxsize=64)
-def _split_rows(shape: Ints, parts: int) -> tuple[Box, ...]:
-    """Cut a shape as `split_rows` does; tensors of one shape share the boxes."""
-    return tuple(split_rows(shape, parts))
+def _split(shape: Ints, parts: int, empty_rank: int | None) -> tuple[Ints, tuple[Box, ...]]:
+    """Return the ranks that write rows of a tensor, and the box of each; rank 0 if `parts` is 0.
 
-
-def _boxes(
-    shape: Ints, is_split: bool, world_size: int, empty_rank: int | None
-) -> Iterator[tuple[int, Box]]:
-    """Yield the ranks that write a tensor, and the box of each."""
-    if not is_split or not shape:
-        yield 0, whole(shape)
-        return
-    for rank, box in enumerate(_split_rows(shape, world_size)):
-        if box.sizes[0] or rank == empty_rank:
-            yield rank, box
+    Tensors of one shape share the boxes.
+    """
+    if not parts or not shape:
+        return (0,), (whole(shape),)
+    pairs = [
+        (rank, box)
+        for rank, box in enumerate(split_rows(shape, parts))
+        if box.sizes[0] or rank == empty_rank
+    ]
+    return tuple([rank for rank, _ in pairs]), tuple([box for _, box in pairs])
 
 
 def _sidecar(
