@@ -14,6 +14,7 @@ from typing import Any
 from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError, TargetError
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque, parts_of
+from ema_ckpt.formats.pickle.typed_values import TypedText
 
 Path = tuple[str | int, ...]
 Parts = Iterable[tuple[str | int, Any]]
@@ -86,12 +87,13 @@ class _Flattener:
 
     def _text(self, path: Path, key: object, siblings: dict[object, object]) -> str:
         """Convert a key to text that no other key of the dict has."""
-        if isinstance(key, str):
+        if isinstance(key, str) and not isinstance(key, TypedText):
             return key
         if not _is_plain_key(key):
             raise SourceError("unsupported", f"a dict has a key of type {type(key).__name__}")
         text = str(key)
-        if text in siblings or (*path, text) in self.keys:
+        is_sibling = text in siblings and not isinstance(key, TypedText)  # equal to itself
+        if is_sibling or (*path, text) in self.keys:
             raise SourceError("name-collision", f"a dict has two keys that read {text!r}")
         self.keys[*path, text] = key
         return text
@@ -126,7 +128,7 @@ def _is_plain_key(key: object) -> bool:
         return all(isinstance(part, plain) or _is_plain_key(part) for part in key)
     if isinstance(key, int):
         return key.bit_length() <= 4096
-    return isinstance(key, float | None)
+    return isinstance(key, float | TypedText | None)
 
 
 def _inside(value: object, opened: tuple[type, ...]) -> Iterator[object]:

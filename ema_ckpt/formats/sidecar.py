@@ -38,6 +38,7 @@ from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.formats import record_checksum
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
+from ema_ckpt.formats.pickle.typed_values import Device, Layout, PathText, Size
 from ema_ckpt.formats.record_chunks import FileChunks, with_chunks
 
 KEY = "ema_ckpt"
@@ -58,7 +59,8 @@ _MALFORMED = (
     OverflowError,
     RecursionError,
 )
-_SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_SEQUENCES: dict[str, type] = {"$tuple": tuple, "$size": Size, "$set": set, "$frozenset": frozenset}
+_TEXTS: dict[str, type[str]] = {"$device": Device, "$layout": Layout}
 
 
 class Digest(NamedTuple):
@@ -403,13 +405,15 @@ def _encode(value: Any) -> object:
     kind = type(value)
     if kind in (bool, NoneType):
         return value
-    if kind is str:
-        return _check_unicode(value)
+    if kind in (str, PathText):
+        return _check_unicode(str(value))
+    if kind in (Device, Layout):
+        return {f"${kind.__name__.lower()}": _check_unicode(str(value))}
     if kind in (int, float, complex):
         return _encode_number(value)
-    if kind in (list, tuple, set, frozenset):
+    if kind in (list, *_SEQUENCES.values()):
         items = [_encode(item) for item in value]
-        return items if kind is list else {f"${kind.__name__}": items}
+        return items if kind is list else {f"${kind.__name__.lower()}": items}
     if kind in (bytes, bytearray):
         return {f"${kind.__name__}": base64.b64encode(value).decode("ascii")}
     if isinstance(value, dict):
@@ -467,7 +471,10 @@ def decode(value: Any) -> object:
 
 def _decode_tagged(tag: str, content: Any) -> object:
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_as_keys(list(map(decode, content)), tag != "$tuple"))
+        is_hashed = not issubclass(_SEQUENCES[tag], tuple)
+        return _SEQUENCES[tag](_as_keys(list(map(decode, content)), is_hashed))
+    if tag in _TEXTS:
+        return _TEXTS[tag](_text(content))
     if tag == "$dict":
         keys = _as_keys([decode(row[0]) for row in content])
         return {key: decode(item) for key, (_, item) in zip(keys, content, strict=True)}

@@ -70,11 +70,35 @@ def plan_objects(catalog: Catalog, objects: Sequence[OutputObject], form: str) -
                 item._replace(source=replace(item.source, inline=value, is_inline=True))
             )
         else:
-            reason = f"is a {type(value).__name__} that {form} cannot hold"
-            if opaque:
-                reason = f"holds a {opaque}"
+            reason = f"holds a {opaque}" if opaque else _misfit(value, form)
             plan.skipped.append(Skipped(item.name, item.source.file, reason))
+    plan.warnings += _warn_of_paths(plan.kept)
     return plan
+
+
+def _misfit(value: object, form: str) -> str:
+    """Say what in `value`, which has no unknown class in it, `form` cannot hold."""
+    from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
+
+    for inner in within(value):
+        if isinstance(inner, StorageRef | TensorRef):
+            kind = "storage without a tensor" if isinstance(inner, StorageRef) else "tensor"
+            return f"holds a {kind}, which {form} cannot hold as an object"
+    return f"is a {type(value).__name__} that {form} cannot hold"
+
+
+def _warn_of_paths(kept: Sequence[OutputObject]) -> Iterator[Diagnostic]:
+    """Name the objects with paths of `pathlib`: no writer but a copy keeps what they are."""
+    from ema_ckpt.formats.pickle.typed_values import PathText
+
+    names = []
+    for item in kept:
+        source = item.source
+        if source.is_inline and any(isinstance(v, PathText) for v in within(source.inline)):
+            names.append(item.name)
+    if names:
+        message = f"written as text, though the source has a path of pathlib there: {shown(names)}"
+        yield Diagnostic("opaque", message)
 
 
 def _fits(value: object, form: str) -> bool:

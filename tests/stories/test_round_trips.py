@@ -83,6 +83,10 @@ STATES = {
     "a tuple at the top": (T, {"a": (T, 1)}, 5),
     "every dtype": {"m": {str(dtype): torch.ones(3, 2).to(dtype) for dtype in DTYPES}},
     "shapes": {"m": {"s": torch.tensor(3), "e": torch.empty(0, 3), "f": torch.empty(2, 0), "t": T.t()}},
+    "values of torch's classes": {
+        "w": T, "at": torch.device("cuda", 1), "size": torch.Size([2, 3]), "kind": (torch.strided, torch.bfloat16),
+        "in": {"l": [torch.Size([1]), {"a": torch.device("cpu")}], torch.device("meta"): torch.Size([])},
+    },
     "nothing": {},
     "no tensor": {"a": 1, "b": {"c": [1, (2,)]}},
 }  # fmt: skip
@@ -104,6 +108,30 @@ def test_an_optimizer_accepts_its_state_after_dcp(tmp_path: Path) -> None:
     first = next(model.parameters())
     assert optimizer.state[first]["exp_avg"].equal(state["optimizer"]["state"][0]["exp_avg"])
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.parametrize("form", ENDINGS)
+def test_a_path_becomes_text_with_a_word_and_a_bare_storage_is_left_out(
+    form: str, tmp_path: Path
+) -> None:
+    torch.save(
+        {"w": T, "out": [Path("/a/b")], "bare": [torch.UntypedStorage(4)]}, tmp_path / "in.pt"
+    )
+    target = tmp_path / f"out{ENDINGS[form]}"
+    result = convert(tmp_path / "in.pt", target, to="safetensors" if form == "hf" else None)
+    assert [(one.code, "'out'" in one.message) for one in result.warnings] == [("opaque", True)]
+    assert [(one.name, "a storage without" in one.reason) for one in result.skipped] == [
+        ("bare", True)
+    ]
+    convert(target, tmp_path / "back.pt")
+    assert torch.load(tmp_path / "back.pt", weights_only=True)["out"] == ["/a/b"]
+
+
+def test_text_and_a_device_that_read_the_same_are_two_keys(tmp_path: Path) -> None:
+    torch.save({"w": T, "at": {"cpu": 1, torch.device("cpu"): 2}}, tmp_path / "in.pt")
+    with pytest.raises(EmaCkptError) as caught:
+        convert(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert caught.value.code == "name-collision"
 
 
 @pytest.mark.parametrize("form", ENDINGS)

@@ -7,6 +7,7 @@ from itertools import chain
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.safe_globals import Replacement
+from ema_ckpt.formats.pickle.typed_values import TypedText
 
 _MAX_INNER = 64  # items of a tuple in a key
 _NESTING = (tuple, frozenset)
@@ -18,15 +19,25 @@ _MERSENNE = (1 << 61) - 1  # Python's hashes of numbers are remainders by this p
 def check_keys(collisions: Collisions, keys: list[object]) -> None:
     """Refuse keys of a dict, or items of a set, that take long to hash or to tell apart.
 
-    `collisions` counts them over the whole pickle. Raises SourceError `unsupported`.
+    `collisions` counts them over the whole pickle. Raises SourceError `unsupported`, and
+    `name-collision` for a device, a layout or a path that reads as another key.
     """
     kinds = set(map(type, keys))
     if kinds <= {str}:
         return
+    _check_texts(keys)
     if any(issubclass(kind, _NESTING) for kind in kinds):
         _check_nesting([key for key in keys if isinstance(key, _NESTING)])
     if not all(issubclass(kind, _UNFORESEEN) for kind in kinds):
         collisions.check_all([key for key in keys if _has_known_hash(key)])
+
+
+def _check_texts(keys: list[object]) -> None:
+    # A device is equal to its text here, which it is not in torch.
+    typed = {key for key in keys if isinstance(key, TypedText)}
+    texts = [key for key in keys if isinstance(key, str) and key in typed] if typed else []
+    if len(texts) > len(typed):
+        raise SourceError("name-collision", "a dict has two keys that read the same")
 
 
 def _check_nesting(keys: list[Nesting]) -> None:

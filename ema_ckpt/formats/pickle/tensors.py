@@ -19,6 +19,7 @@ from ema_ckpt.formats.pickle.keys import check_keys
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.numpy_numbers import NUMBER_GLOBALS
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque
+from ema_ckpt.formats.pickle.typed_values import Device, Layout, PathText, Size
 
 Ints = tuple[int, ...]
 
@@ -29,7 +30,7 @@ _UNSUPPORTED = """
     """.split()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StorageRef:
     """A storage: the record `data/<key>` of its archive.
 
@@ -44,6 +45,9 @@ class StorageRef:
     def nbytes(self) -> int:
         """Bytes the storage must have."""
         return self.numel * (self.dtype.itemsize if self.dtype else 1)
+
+    def __repr__(self) -> str:
+        return f"<storage of {self.numel} {self.dtype.name if self.dtype else 'bytes'}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def _bad(why: str) -> SourceError:
 
 def _ints(value: object) -> Ints:
     if isinstance(value, tuple) and are_int64(value):
-        return value
+        return tuple(value)
     raise _bad(f"a shape or stride is {brief(value)}")
 
 
@@ -185,8 +189,8 @@ def _joined(separator: str, parts: tuple[object, ...]) -> str:
     return separator.join(map(str, parts))
 
 
-def _path(*parts: object) -> str:
-    return _joined("/", parts).replace("//", "/")
+def _path(*parts: object) -> PathText:
+    return PathText(_joined("/", parts).replace("//", "/"))
 
 
 def _bytes(data: object = b"", encoding: object = "latin-1") -> bytes:
@@ -215,7 +219,7 @@ def _layout(name: object) -> object:
     """Check the name of a layout, as `torch.serialization._get_layout` does."""
     if name not in _LAYOUTS:
         raise _bad(f"{brief(name)} is no layout")
-    return name
+    return Layout(str(name))
 
 
 PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
@@ -225,7 +229,7 @@ PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
     ("collections", "defaultdict"): lambda _factory=None, *args: _dict(*args),
     ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
     ("torch", "Size"): lambda sizes=(): tuple(_items(sizes)),
-    ("torch", "device"): lambda *args: _joined(":", args),
+    ("torch", "device"): lambda *args: Device(_joined(":", args)),
     ("torch.serialization", "_get_layout"): _layout,
     ("pathlib", "PosixPath"): _path,
     ("pathlib", "PurePosixPath"): _path,
@@ -235,6 +239,7 @@ PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
 TENSOR_GLOBALS: dict[tuple[str, str], Maker] = {
     **PLAIN_GLOBALS,
     **NUMBER_GLOBALS,
+    ("torch", "Size"): lambda sizes=(): Size(_items(sizes)),
     ("torch._utils", "_rebuild_tensor"): lambda *args: _rebuild_v2(*args, False, None),
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,

@@ -16,9 +16,11 @@ from ema_ckpt.core.dtypes import DTYPE_NAMES
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
 from ema_ckpt.formats.pickle.tensors import TensorRef
+from ema_ckpt.formats.pickle.typed_values import Device, Layout, PathText, Size
 
 _MAX_DEPTH = 200
 _U2, _U4, _I4 = (struct.Struct(layout) for layout in ("<cH", "<cI", "<ci"))
+_LAYOUT = ("torch.serialization", "_get_layout")
 _SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
@@ -318,6 +320,10 @@ _WRITERS = _Writers(
         bytearray: lambda w, v, depth: w._call(Call("builtins", "bytearray", (bytes(v),)), depth),
         complex: lambda w, v, depth: w._call(Call("builtins", "complex", (v.real, v.imag)), depth),
         set: lambda w, v, depth: w._call(Call("builtins", "set", (list(v),)), depth),
+        Device: lambda w, v, depth: w._call(Call("torch", "device", (str(v),)), depth),
+        Layout: lambda w, v, depth: w._call(Call(*_LAYOUT, (str(v),)), depth),
+        PathText: PickleWriter._str,
+        Size: lambda w, v, depth: w._call(Call("torch", "Size", (tuple(v),)), depth),
         tuple: PickleWriter._tuple,
         list: PickleWriter._list,
         dict: PickleWriter._pairs,

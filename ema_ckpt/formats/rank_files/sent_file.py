@@ -13,13 +13,16 @@ from ema_ckpt.core.box import Box
 from ema_ckpt.core.catalog import Files, Nesting
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef
+from ema_ckpt.formats.pickle.typed_values import Device, Layout, PathText, Size
 from ema_ckpt.formats.rank_files.merger import RankFile
 from ema_ckpt.formats.torch_file.reader import Content
 from ema_ckpt.formats.torch_file.sharded_tensors import ShardRef
 from ema_ckpt.formats.torch_zip.reader import Archive, Record, Window
 
 _SCALARS = (str, int, float, bool, type(None))
-_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", Size: "size"}
+_TEXTS: dict[str, type[str]] = {"device": Device, "layout": Layout, "path": PathText}
+_TEXT_KINDS = {kind: name for name, kind in _TEXTS.items()}
 _MAX_DEPTH = 100
 
 
@@ -78,6 +81,8 @@ class _Encoder:
     def _encode_plain(self, value: object, depth: int) -> object:
         """Encode bytes and containers, but none of a class that is derived from theirs."""
         kind = type(value)
+        if kind in _TEXT_KINDS:
+            return [_TEXT_KINDS[kind], str(value)]
         if kind is bytes and isinstance(value, bytes):
             return ["bytes", value.decode("latin-1")]
         if kind is dict and isinstance(value, dict):
@@ -112,10 +117,13 @@ def _decode(value: Any) -> object:
         return ShardRef(by_name(dtype), tuple(shape), tuple(shards), ranks)
     if kind == "bytes":
         return parts[0].encode("latin-1")
+    if kind in _TEXTS:
+        return _TEXTS[kind](parts[0])
     values = [_decode(part) for part in parts]
     if kind == "dict":
         return dict(zip(values[::2], values[1::2], strict=True))
-    return tuple(values) if kind == "tuple" else values
+    sequences: dict[str, type[tuple[object, ...]]] = {"tuple": tuple, "size": Size}
+    return sequences[kind](values) if kind in sequences else values
 
 
 def _tensor(fields: Sequence[Any]) -> TensorRef:

@@ -23,6 +23,14 @@ from ema_ckpt.formats.torch_zip.reader import Archive, Record, Window
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _GLOBALS = {**TENSOR_GLOBALS, **ARRAY_GLOBALS}
+# Bytes of an element; those of 2 and 4 bits are counted in bytes.
+_QUANTIZED_NBYTES = {
+    "QInt8Storage": 1,
+    "QUInt8Storage": 1,
+    "QInt32Storage": 4,
+    "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
+}
 _FIRST_NBYTES = 1 << 20
 _MAX_NBYTES = 1 << 32
 
@@ -63,6 +71,7 @@ class _Reader:
     data: bytes
     lenient: LenientGlobals
     records: dict[str, Record] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)  # bytes of storages that are not read
 
     def read(self) -> Pickled:
         first, end = self.load(self.data, 0)
@@ -80,7 +89,7 @@ class _Reader:
         self, data: bytes, position: int, storages: Storages | None = None
     ) -> tuple[object, int]:
         """Read one pickle; the storages that it refers to are added to `storages`."""
-        persistent = None if storages is None else partial(_storage, storages)
+        persistent = None if storages is None else partial(self.storage, storages)
         return load_at(
             data, position, _GLOBALS, where=self.file, persistent=persistent, prepare=self.prepare
         )
@@ -98,6 +107,7 @@ class _Reader:
         and whether its numbers are big-endian.
         """
         storages = Storages()
+        self.skipped.clear()
         _, position = self.load(data, position)
         machine, position = self.load(data, position)
         value, position = self.load(data, position, storages)
@@ -106,6 +116,9 @@ class _Reader:
             raise SourceError("unreadable", f"{self.file}: lists no storages", file=self.file)
         offset = start + end
         for key in keys:
+            if isinstance(key, str) and key in self.skipped:
+                offset += 8 + self.skipped[key]
+                continue
             storage = storages.by_key.get(key) if isinstance(key, str) else None
             if storage is None:
                 message = f"{self.file}: holds a storage {key!r} that no tensor refers to"
@@ -152,12 +165,13 @@ class _Reader:
         self.records[f"data/{key}"] = record._replace(name=f"data/{key}")
         return StorageRef(key, storage.dtype, storage.numel)
 
-
-def _storage(storages: Storages, pid: object) -> object:
-    """Return the storage of a persistent id, which has a sixth part: the view that it is."""
-    if not isinstance(pid, tuple) or len(pid) != 6 or pid[0] != "storage" or pid[5] is not None:
-        return Opaque("torch", "persistent", (pid,), called=False)
-    storage = storages.add(pid[:5])
-    if isinstance(storage, Opaque):
-        raise SourceError("unsupported", f"a storage of class {storage.name} is not read")
-    return storage
+    def storage(self, storages: Storages, pid: object) -> object:
+        """Return the storage of a persistent id, which has a sixth part: the view that it is."""
+        if not isinstance(pid, tuple) or len(pid) != 6 or pid[0] != "storage" or pid[5] is not None:
+            return Opaque("torch", "persistent", (pid,), called=False)
+        storage = storages.add(pid[:5])
+        if isinstance(storage, Opaque):
+            if storage.name not in _QUANTIZED_NBYTES:
+                raise SourceError("unsupported", f"a storage of class {storage.name} is not read")
+            self.skipped[pid[2]] = pid[4] * _QUANTIZED_NBYTES[storage.name]
+        return storage

@@ -83,3 +83,14 @@ def test_a_value_that_refers_to_itself_over_and_over_is_not_sent(tmp_path: Path)
     to_json(file)
     with pytest.raises(NotSentError):
         to_json(replace(file, leaves={("bomb",): value}))
+
+
+def test_values_of_torchs_classes_are_sent_as_what_they_are(tmp_path: Path) -> None:
+    stored = {"at": torch.device("cuda", 1), "l": [torch.Size([2]), torch.strided, Path("/a")]}
+    torch.save({"w": torch.ones(1), **stored}, tmp_path / "m_rank_0.pt")
+    source = LocalFiles(str(tmp_path))
+    file = read_file(source, "m_rank_0.pt")
+    leaves = from_json(source, json.loads(dump_json(to_json(file)))).leaves
+    assert leaves == file.leaves
+    assert list(map(type, leaves["l",])) == list(map(type, file.leaves["l",]))
+    assert type(leaves["l",][0]) is not tuple

@@ -198,3 +198,28 @@ def test_a_last_storage_that_is_cut_is_damage(tmp_path: Path) -> None:
         torch.load(path)
     found = ema_ckpt.verify(path)
     assert (found.status, found.problems[0].code) == ("damaged", "truncated-file")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize("form", ["zip", "before 1.6"])
+def test_only_what_selects_a_quantised_tensor_refuses(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "in.pt"
+    codes = torch.arange(20, dtype=torch.uint8).reshape(4, 5)
+    tensors = {
+        "first": BASE,
+        "byte": torch._make_per_tensor_quantized_tensor(codes, 0.1, 0),
+        "int": torch._make_per_tensor_quantized_tensor(codes.int(), 0.1, 0),
+        "nibble": torch._empty_affine_quantized(
+            (3, 5), scale=1.0, zero_point=0, dtype=torch.quint4x2
+        ),
+        "last": BASE[1:3],
+    }
+    torch.save(tensors, path, _use_new_zipfile_serialization=form == "zip")
+    found = {one.name: (one.dtype, one.shape) for one in ema_ckpt.inspect(path).tensors}
+    assert (found["byte"], found["nibble"]) == (("quint8", (4, 5)), ("quint4x2", (3, 5)))
+    assert ema_ckpt.verify(path).status == "unproven"
+    with pytest.raises(SourceError) as caught:
+        ema_ckpt.convert(path, tmp_path / "out.pt")
+    assert (caught.value.code, caught.value.tensor) == ("unsupported", "byte")
+    ema_ckpt.convert(path, tmp_path / "out.pt", exclude=["byte", "int", "nibble"])
+    assert_holds(tmp_path / "out.pt", {"first": BASE, "last": BASE[1:3]})
