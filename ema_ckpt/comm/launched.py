@@ -48,7 +48,8 @@ def _read_variables() -> tuple[int, int]:
         reason = f"{', '.join(absent)} not set; start it with torchrun"
         raise UsageError("usage", f"--distributed: {reason}")
     size = _variable("WORLD_SIZE", 1, MAX_RANKS)
-    _variable("MASTER_PORT", 1, 65535)
+    if size > 1:  # one process alone connects to nothing
+        _variable("MASTER_PORT", 1, 65535)
     return _variable("RANK", 0, size - 1), size
 
 

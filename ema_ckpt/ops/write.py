@@ -323,7 +323,7 @@ def _write_share(
     """Write this process' share into the staging directory of the first process."""
     (expected, stage_path, cut), *_ = group.exchange("begin to write", (identity, None, None))
     if identity["source"] == expected["source"] and identity != expected:
-        reason = "the processes plan different outputs; give all of them the same arguments"
+        reason = "the processes plan different outputs; give all the same arguments and source"
         raise UsageError("usage", f"--distributed: {reason}")
     if identity != expected:
         hint = "is it on a file system that all share?"

@@ -161,8 +161,10 @@ def check_recorded(recorded: Mapping[str, str], target: str, identity: Mapping[s
     differing = [key for key in keys if recorded.get(key) != identity.get(key)]
     if differing:
         remedy = "repeat the original command, or leave out --resume to start anew"
+        cause = "options are the same, the metadata of the source"
         if "source" in differing:
-            remedy = f"if it is the same, its files, their times or permissions changed; {remedy}"
+            cause = "source is the same, its files, their times or permissions"
+        remedy = f"if the {cause} changed; {remedy}"
         message = f"{target}: the interrupted run differs in its {' and '.join(differing)}"
         raise TargetError("resume-mismatch", f"{message}; {remedy}", file=target)
 

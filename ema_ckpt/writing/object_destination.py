@@ -171,9 +171,7 @@ class ObjectDestination:
         now = ObjectDestination(self.url)
         now.leftovers.refuse_living(own)
         if now._folder != self._folder:
-            raise TargetError(
-                "busy", f"{self.url}: another run has just written it; run this again"
-            )
+            raise TargetError("busy", f"{self.url}: others have just written there; run this again")
 
     def note(self, order: PublishOrder, request: WriteRequest, part_nbytes: int) -> NoteFile:
         """Leave the note of this run beside the target. Raises TargetError `busy` beside others."""

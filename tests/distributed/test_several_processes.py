@@ -263,6 +263,14 @@ def test_variables_that_no_launcher_sets_are_refused_at_once(
     assert launched_ranks() == (0, 1)
 
 
+def test_one_process_alone_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for key, text in alone.items():
+        monkeypatch.setenv(key, text)
+    with command_group(print):
+        assert launched_ranks() == (0, 1)
+
+
 @pytest.mark.parametrize("option", ["--distributed", "--quiet"])
 def test_such_variables_are_told_in_one_line_or_not_looked_at(
     source: Path, tmp_path: Path, option: str

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -963,3 +964,20 @@ def test_whole_tensors_asked_for_in_inference_mode_can_be_trained() -> None:
     other = nn.Linear(2, 2)
     other.load_state_dict(whole, assign=True)
     other(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("count", [np.int64(3), np.array(3), np.float64(3), torch.tensor([3])])
+def test_a_counter_may_be_a_number_of_numpy_or_of_torch(count: Any) -> None:
+    model = nn.Linear(2, 2)
+    state = ShardedEMA(model).state_dict() | {"num_updates": count, "config": None}
+    ema = ShardedEMA(model)
+    ema.load_state_dict(state)
+    assert ema.num_updates == 3
+
+
+@pytest.mark.parametrize("count", [True, "3", None, np.array([3, 4]), 2.5])
+def test_a_counter_that_is_no_whole_number_is_refused(count: Any) -> None:
+    model = nn.Linear(2, 2)
+    state = ShardedEMA(model).state_dict() | {"num_updates": count, "config": None}
+    with pytest.raises(StateError, match="num_updates is none that a run can have counted"):
+        ShardedEMA(model).load_state_dict(state)

@@ -97,6 +97,7 @@ def test_a_run_is_not_continued_under_other_metadata(tmp_path: Path, part: str) 
     with pytest.raises(EmaCkptError) as caught:
         consolidate(run, tmp_path / "out.safetensors", resume=True, threads=1, dtype="bf16")
     assert caught.value.code == "resume-mismatch"
+    assert "the metadata of the source changed" in str(caught.value)
     consolidate(run, tmp_path / "out.safetensors", dtype="bf16")
     found = load_file(tmp_path / "out.safetensors")
     assert torch.equal(found["a"], tensors["b"].bfloat16())

@@ -350,7 +350,7 @@ def test_what_another_run_wrote_while_this_one_planned_is_left_alone(
         return usual(self, *args)
 
     monkeypatch.setattr(ObjectDestination, "_begin", begin)
-    with pytest.raises(ema_ckpt.TargetError, match="another run has just written it") as caught:
+    with pytest.raises(ema_ckpt.TargetError, match="others have just written there") as caught:
         WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
     assert caught.value.code == "busy"
     assert {name: inside.read(name) for name in ("__0_0.distcp", ".metadata", "__1_0.distcp")} == {

@@ -7,7 +7,9 @@ no older file.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -102,12 +104,16 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
 
 
 def _count_of(state: Mapping[str, Any], name: str) -> Any:
-    """Return a counter of a state: a number, or the one element of a tensor."""
+    """Return a counter of a state: a number, numpy's too, or the one element of a tensor."""
     value = state.get(name, 0)
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    is_whole = isinstance(value, float) and value.is_integer()
-    return int(value) if is_whole else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    return value
 
 
 def _require_tensors(part: str, tensors: object) -> None:
