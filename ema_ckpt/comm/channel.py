@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,11 +117,9 @@ class Channel:
     def _wait(self, work: dist.Work) -> None:
         try:
             work.wait()
-        except RuntimeError as error:
-            cause = str(error).splitlines()[0]
-            raise CollectiveError(
-                "rank-failed", f"another rank ended or hung in a collective call: {cause}"
-            ) from error
+        except RuntimeError as error:  # gloo names a line of its source, and no rank
+            message = "another rank ended or hung in a collective call"
+            raise CollectiveError("rank-failed", message) from error
 
 
 def open_channel(purpose: str) -> Channel:
@@ -154,12 +153,22 @@ def connect_channel(
     try:
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_CONNECT_TIMEOUT)
     except RuntimeError as error:
-        cause = str(error).splitlines()[0]
-        raise CollectiveError(
-            "rank-failed", f"not all ranks could be connected: {cause}"
-        ) from error
+        message = f"not all ranks could be connected: {plain_cause(error)}"
+        raise CollectiveError("rank-failed", message) from error
     gloo._set_default_timeout(timeout)
     return Channel(gloo, rank, size)
+
+
+def plain_cause(error: Exception) -> str:
+    """Say in a line what torch's store or gloo met, without lines of their sources."""
+    text = next(iter(str(error).splitlines()), "")
+    if "EADDRINUSE" in text:
+        return "the port is in use; choose another one"
+    if "timeout" in text or "timed out" in text:
+        return "no answer in time"
+    if any(word in text for word in ("peer", "SocketImpl", "pipe", "likely closed")):
+        return "the connection to another rank was lost"
+    return re.sub(r"^\[[^\]]*\] ", "", text).partition(". This is ")[0]
 
 
 def _padded(data: bytes, nbytes: int) -> torch.Tensor:

@@ -160,13 +160,15 @@ class CommandGroup:
 
             return connect_channel("command", self._store, self.rank, self.size, _STEP_TIMEOUT)
 
+        # Else torch prints pages of its sources when a rank is lost.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         import_torch("--distributed")
         self._has_failed = True  # nobody can be told yet
         late = f"the processes did not all come within {_MEET_SECONDS:g} s"
         try:
             self._wait(come)
         except (RuntimeError, ValueError) as error:
-            raise CollectiveError("rank-failed", f"{late}: {_first_line(error)}") from None
+            raise CollectiveError("rank-failed", _no_meeting(error)) from error
         missing = self._missing()
         if missing:
             raise CollectiveError("rank-failed", f"{late}: {format_ranks(missing)} did not")
@@ -188,8 +190,8 @@ class CommandGroup:
             parts = self._wait(gather)
         except (CollectiveError, RuntimeError) as error:
             self._has_failed = True
-            text = f"another process ended without a word ({_first_line(error)})"
-            raise CollectiveError("rank-failed", text) from None
+            text = "another process ended without a word"
+            raise CollectiveError("rank-failed", text) from error
         causes = []
         for rank, part in enumerate(parts):
             if part.startswith(b"!"):
@@ -238,5 +240,8 @@ class CommandGroup:
         return missing
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+def _no_meeting(error: Exception) -> str:
+    from ema_ckpt.comm.channel import plain_cause
+
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return f"the processes cannot meet at {place} (MASTER_ADDR, MASTER_PORT): {plain_cause(error)}"

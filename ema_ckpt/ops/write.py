@@ -254,6 +254,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
     refuse_left_out(job.catalog, options.strict)
+    _agree_on_target(job.output.destination)
     if options.dry_run:
         job.warnings += job.output.destination.check(_request(job, options))
     else:
@@ -281,6 +282,27 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
     return with_fields(result, rules=job.rules, dequantized=job.dequantized)
 
 
+def _agree_on_target(destination: Destination) -> None:
+    """Check that all processes of a command write to one place, as each of them resolves it.
+
+    Raises:
+        UsageError: `usage`: they name different ones; `unsupported` for a URL.
+    """
+    group = current_group()
+    if group is None:
+        return
+    if not destination.is_local:
+        message = f"--distributed: {destination}: all processes have to share a file system"
+        raise UsageError("unsupported", f"{message}; write to a URL from one process")
+    targets = group.exchange("name the target", str(resolve_target(str(destination))))
+    for rank, target in enumerate(targets):
+        if target != targets[0]:
+            named = f"rank 0: {targets[0]}; rank {rank}: {target}"
+            raise UsageError(
+                "usage", f"--distributed: the processes name different targets: {named}"
+            )
+
+
 def _request(job: PlannedWrite, options: WriteOptions, **more: Any) -> WriteRequest:
     return WriteRequest(
         job.files,
@@ -298,9 +320,6 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
     identity = identity_of(job, stamps_of(job.catalog.source.root, sorted(job.catalog.files)))
     group = current_group()
     destination = job.output.destination
-    if group is not None and not destination.is_local:
-        message = f"--distributed: {destination}: all processes have to share a file system"
-        raise UsageError("unsupported", f"{message}; write to a URL from one process")
     if group is not None and group.rank:
         _write_share(job, options, identity, group)
         return

@@ -7,10 +7,12 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,23 @@ def test_processes_that_do_different_things_are_told(source: Path, tmp_path: Pat
         assert code == 2 and "plan different outputs" in err
 
 
+@pytest.mark.parametrize("option", ["--dry-run", "--overwrite"])
+def test_processes_that_name_different_targets_are_told(
+    source: Path, tmp_path: Path, option: str
+) -> None:
+    """One relative path names two places where the processes have two working directories."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    limits: dict[int, Callable[[], None]] = {
+        rank: partial(os.chdir, place) for rank, place in enumerate(places)
+    }
+    for code, out, err in launch(2, "consolidate", source, "x.pt", option, limits=limits):
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert f"rank 0: {places[0]}/x.pt; rank 1: {places[1]}/x.pt" in err
+    assert [os.listdir(place) for place in places] == [[], []]
+
+
 def alone(rank: int, *arguments: object, **variables: str) -> subprocess.Popen[str]:
     """Start one of two processes, whose other one never comes."""
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -302,33 +321,60 @@ def test_who_waits_says_for_whom_and_ends_at_once_when_signalled(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_that_is_killed_ends_the_other(source: Path, tmp_path: Path) -> None:
+_KILLED_AT = {
+    "a job": "from ema_ckpt.runtime import executor; executor.on_job = die",
+    "the connection": "from ema_ckpt.comm import channel; channel.connect_channel = die",
+}
+
+
+@pytest.mark.parametrize(("moment", "killed"), [("a job", 1), ("the connection", 0)])
+def test_a_process_that_is_killed_ends_the_other(
+    source: Path, tmp_path: Path, moment: str, killed: int
+) -> None:
     port, target = str(free_port()), tmp_path / "out"
     processes = []
     for rank in range(2):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": port, "PYTHONPATH": str(REPO)}
-        code = "import os, signal; from ema_ckpt.runtime import executor; "
-        code += "executor.on_job = lambda _: os.kill(os.getpid(), signal.SIGKILL); " if rank else ""
+        code = "import os, signal; die = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
+        code += f"{_KILLED_AT[moment]}; " if rank == killed else ""
         command = [sys.executable, "-c", code + "from ema_ckpt.cli.main import main; main()"]
         command += ["reshard", str(source), str(target), "--world-size", "2", "--distributed"]
-        pipe = subprocess.DEVNULL if rank else subprocess.PIPE
+        pipe = subprocess.DEVNULL if rank == killed else subprocess.PIPE
         processes.append(subprocess.Popen(command, stderr=pipe, text=True, env=env))
-    first, second = processes
+    survivor, other = processes[1 - killed], processes[killed]
     try:
-        _, err = first.communicate(timeout=60)
-        assert second.wait(timeout=60) == -signal.SIGKILL
+        _, err = survivor.communicate(timeout=60)
+        assert other.wait(timeout=60) == -signal.SIGKILL
     finally:
         for process in processes:
             process.kill()
-    assert first.returncode == 2
-    assert "another process ended without a word" in err
+    assert survivor.returncode == 2
+    told = {
+        "a job": "another process ended without a word",
+        "the connection": "not all ranks could be connected: the connection to another rank was lost",
+    }
+    said = [line for line in err.splitlines() if not line.startswith("waiting for")]
+    assert said == [f"Error: {told[moment]}"]  # and nothing of gloo's or torch's own
     assert os.listdir(tmp_path) == []
 
 
-def test_a_url_is_refused_by_name_in_one_line(source: Path) -> None:
+def test_a_port_that_another_program_has_is_named(source: Path, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        target = tmp_path / "x.pt"
+        with alone(0, "consolidate", source, target, "--distributed", MASTER_PORT=port) as process:
+            _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.count("\n") == 1
+    assert f"127.0.0.1:{port}" in err and "the port is in use" in err
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--overwrite"])
+def test_a_url_is_refused_by_name_in_one_line(source: Path, option: str) -> None:
     """Processes share a file system and no object store; nobody waits for another one that is refused."""
-    ends = launch(2, "consolidate", source, "memory://runs/x.safetensors", "--json")
+    ends = launch(2, "consolidate", source, "memory://runs/x.safetensors", "--json", option)
     for code, out, err in ends:
         assert code == 2
         assert "Traceback" not in err
