@@ -292,7 +292,10 @@ class _Claim:
                 elif may_hold_target(left, self._target):
                     raise TargetError("unreadable", _switch_is_unclear(left, self._target))
                 elif left.exists():
-                    shutil.rmtree(left)
+                    shutil.rmtree(left, ignore_errors=True)
+                    if not is_gone(left):  # of another user, say: that keeps nobody from writing
+                        message = _left_behind(left, self._target)
+                        self.warnings.append(Diagnostic("stale-file", message))
             finally:
                 for fd in locks:
                     close_read(fd)
@@ -368,9 +371,7 @@ class _Claim:
                 if _interruption_in(error) is not None:
                     raise
             if not is_gone(root):
-                harmless = f"{self._target} is not affected; delete it by hand"
-                reason = "left behind, some of it could not be deleted"
-                self.left_behind = f"{root}: {reason}; {harmless}"
+                self.left_behind = _left_behind(root, self._target)
         if self.left_behind:
             self.warnings.append(Diagnostic("stale-file", self.left_behind))
 
@@ -384,6 +385,11 @@ def _interruption_in(error: BaseException) -> BaseException | None:
     while isinstance(cause, Exception):
         cause = cause.__context__
     return cause
+
+
+def _left_behind(stage: Path, target: Path) -> str:
+    harmless = f"{target} is not affected; delete it by hand"
+    return f"{stage}: left behind, some of it could not be deleted; {harmless}"
 
 
 def _switch_is_unclear(stage: Path, target: Path) -> str:
@@ -445,8 +451,9 @@ def _lock_stage(root: Path, target: Path) -> list[int]:
     Raises:
         TargetError: `busy` if a process holds it.
     """
-    fds = [open_directory(root)]
+    fds: list[int] = []
     try:
+        fds.append(open_directory(root))
         if not _lock(fds[0]):
             # NFS locks only what is open for writing, which a directory never is.
             fds.append(os.open(root / LOCK, _LOCK_FILE, 0o666))
@@ -454,6 +461,9 @@ def _lock_stage(root: Path, target: Path) -> list[int]:
     except OSError as error:
         for fd in fds:
             close_read(fd)
+        if isinstance(error, PermissionError) and not fds:  # another user's
+            reason = "may be another run's, and may not be opened; wait for it to end, or delete it"
+            raise TargetError("busy", f"{target}: {root} {reason}") from None
         if error.errno not in _LOCKED:
             raise
         message = f"{target}: another process is writing it, in {root.name}; wait for it to end"

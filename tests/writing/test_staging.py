@@ -498,6 +498,51 @@ def test_busy_then_stale(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["out", "out2"]
 
 
+def test_a_leftover_that_cannot_be_deleted_keeps_nobody_from_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another user left it, or a file in it is immutable."""
+    target = tmp_path / "out"
+    left = stage_path(target, "00000000")
+    left.mkdir()
+    (left / "fixed").touch()
+    usual = os.unlink
+
+    def refusing(name: str, **options: Any) -> None:
+        if os.path.basename(name) == "fixed":
+            raise PermissionError(errno.EPERM, "Operation not permitted", name)
+        usual(name, **options)
+
+    monkeypatch.setattr(os, "unlink", refusing)
+    with stage(target, is_directory=True) as staged:
+        write_new(staged)
+    assert [warning.code for warning in staged.warnings] == ["stale-file"]
+    assert str(left) in staged.warnings[0].message
+    assert sorted(os.listdir(tmp_path)) == [left.name, "out"]
+
+
+def test_a_leftover_that_may_not_be_opened_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's, which nobody else can lock: it may be alive."""
+    target = tmp_path / "out"
+    left = stage_path(target, "00000000")
+    left.mkdir()
+
+    def refusing(path: Path) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("ema_ckpt.writing.staging.open_directory", refusing)
+    for attempt in (
+        lambda: check_target(target, is_directory=True),
+        stage(target, is_directory=True).__enter__,
+    ):
+        with pytest.raises(TargetError) as caught:
+            attempt()
+        assert caught.value.code == "busy" and str(left) in str(caught.value)
+    assert os.listdir(tmp_path) == [left.name]
+
+
 def test_check_writes_nothing(tmp_path: Path) -> None:
     target = tmp_path / "out"
     make_old(target, is_directory=True)
