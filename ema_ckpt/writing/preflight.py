@@ -91,11 +91,10 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
         if not is_url(path_text(source)):
             _check_apart(path, Path(os.path.realpath(source)))
     parent, reason = _existing_parent(path), ""
-    mode = os.W_OK | os.X_OK
     names = [stage_path(path, "0" * 8).name, *path.parent.relative_to(parent).parts]
     if not parent.is_dir():
         reason = f"{parent} is not a directory"
-    elif not os.access(parent, mode, effective_ids=os.access in os.supports_effective_ids):
+    elif not _may(os.W_OK | os.X_OK, parent):
         is_fixed = os.statvfs(parent).f_flag & os.ST_RDONLY  # `access` is false for it, too
         why = "the file system is read-only:" if is_fixed else "no permission to write in"
         reason = f"{why} {parent}"
@@ -155,6 +154,7 @@ def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
     if not policy.overwrite:
         reason = "already exists; name another path, or pass --overwrite (overwrite=True)"
         raise TargetError("target-exists", f"{path}: {reason}")
+    _check_movable(path)
     if stat.S_ISDIR(mode):
         foreign = [name for name in foreign_entries(path) if name not in policy.replaces]
         carried = foreign if policy.keep_foreign and policy.is_directory else []
@@ -166,6 +166,26 @@ def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
         message = f"{path}: --overwrite would delete what is no checkpoint: {listed}"
         raise TargetError("foreign-files", message)
     return carried
+
+
+def _check_movable(path: Path) -> None:
+    """Check that the switch may move what is at `path`: hours of writing come before it.
+
+    Raises:
+        TargetError: `usage`.
+    """
+    own, parent, user = os.lstat(path), os.stat(path.parent), os.geteuid()
+    reason = ""
+    if user and parent.st_mode & stat.S_ISVTX and user not in (own.st_uid, parent.st_uid):
+        reason = f"belongs to another user, and in {path.parent} only owners may replace files"
+    elif stat.S_ISDIR(own.st_mode) and not _may(os.W_OK, path):  # its `..` changes
+        reason = "no permission to write in the directory that is to be replaced"
+    if reason:
+        raise TargetError("usage", f"{path}: {reason}; name another path")
+
+
+def _may(mode: int, path: Path) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def check_space(path: Path, nbytes: int) -> None:

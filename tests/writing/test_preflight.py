@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ema_ckpt.core.errors import EmaCkptError, UsageError
-from ema_ckpt.writing.preflight import foreign_entries
+from ema_ckpt.core.errors import EmaCkptError, TargetError, UsageError
+from ema_ckpt.writing.preflight import OverwritePolicy, check_replaceable, foreign_entries
 from ema_ckpt.writing.staging import check_target, stage
 from tests.staged_writer import REPO, make_old, read_target, snapshot, write_new
 
@@ -216,6 +216,28 @@ def test_what_counts_as_foreign(tmp_path: Path) -> None:
     assert foreign_entries(tmp_path) == sorted(
         [*theirs, "dangling.safetensors", "dir.safetensors", "fifo.pt"]
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes what another user owns")
+@pytest.mark.parametrize("case", ["sticky directory", "sticky file", "closed"])
+def test_what_the_switch_may_not_move_is_refused_before_it(case: str) -> None:
+    """Else it is refused after everything has been written, by a bare `Operation not permitted`."""
+    with tempfile.TemporaryDirectory(prefix="ema-ckpt-tests-") as place:
+        target = Path(place, "out")
+        if case == "sticky file":
+            target.touch()
+        else:
+            target.mkdir(mode=0o755)
+        os.chmod(place, 0o777 if case == "closed" else 0o1777)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(TargetError) as caught:
+                check_replaceable(target, OverwritePolicy(target.is_dir(), overwrite=True))
+        finally:
+            os.seteuid(0)
+        assert caught.value.code == "usage"
+        assert ("no permission" if case == "closed" else "only owners") in str(caught.value)
+        check_replaceable(target, OverwritePolicy(target.is_dir(), overwrite=True))
 
 
 def test_a_read_only_file_system_is_called_that(tmp_path: Path) -> None:
