@@ -52,6 +52,7 @@ from ema_ckpt.writing.switch import (
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # Lustre without `-o flock`, say
 _SWITCH_ATTEMPTS = 8
 _CLOSE_ATTEMPTS = 8
 _SPARE_FILES = 3
@@ -464,6 +465,10 @@ def _lock_stage(root: Path, target: Path) -> list[int]:
         if isinstance(error, PermissionError) and not fds:  # another user's
             reason = "may be another run's, and may not be opened; wait for it to end, or delete it"
             raise TargetError("busy", f"{target}: {root} {reason}") from None
+        if error.errno in _NO_LOCKS:
+            hint = "mount it with `flock`, or write to another one"
+            reason = f"its file system has no locks ({error.strerror}), which keep writers apart"
+            raise TargetError("unsupported", f"{target}: {reason}; {hint}") from None
         if error.errno not in _LOCKED:
             raise
         message = f"{target}: another process is writing it, in {root.name}; wait for it to end"

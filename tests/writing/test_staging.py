@@ -543,6 +543,21 @@ def test_a_leftover_that_may_not_be_opened_is_named(
     assert os.listdir(tmp_path) == [left.name]
 
 
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_called_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def none(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with pytest.raises(TargetError) as caught:
+        stage(tmp_path / "out", is_directory=True).__enter__()
+    assert caught.value.code == "unsupported"
+    assert str(tmp_path / "out") in str(caught.value) and "no locks" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
 def test_check_writes_nothing(tmp_path: Path) -> None:
     target = tmp_path / "out"
     make_old(target, is_directory=True)
