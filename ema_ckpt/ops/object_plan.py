@@ -165,8 +165,8 @@ def left_out(
     yield from unsupported_metadata(catalog, tensors, form)
     for path, file, reason in catalog.rank_private:
         yield Skipped(".".join(map(str, path)), file, reason)
-    if catalog.resolved.rstrip("/") != catalog.source.root.rstrip("/"):
-        return  # a checkpoint that is one file, named as such, has nothing beside it
+    if not _has_folder(catalog):
+        return
     own = {*catalog.files, *(file.partition("/")[0] for file in catalog.files)}
     for file in _state_beside(catalog):
         name = base_name(file)
@@ -174,6 +174,14 @@ def left_out(
         if is_hidden or file in own or file in copied:
             continue
         yield Skipped(file, file, "beside the checkpoint, not part of it")
+
+
+def _has_folder(catalog: Catalog) -> bool:
+    """Check whether the folder belongs to the checkpoint: not if it is a file named, or a step."""
+    resolved = catalog.resolved.rstrip("/")
+    if resolved in (catalog.source.root.rstrip("/"), catalog.path.rstrip("/")):
+        return resolved == catalog.source.root.rstrip("/")
+    return step_number(base_name(resolved)) is None
 
 
 def _state_beside(catalog: Catalog) -> list[str]:
@@ -200,8 +208,7 @@ def warn_of_files(
 
     They are not part of a checkpoint: nothing is skipped of it where they stay behind.
     """
-    root = catalog.source.root
-    if catalog.format not in _BESIDE_MODELS or catalog.resolved.rstrip("/") != root.rstrip("/"):
+    if catalog.format not in _BESIDE_MODELS or not _has_folder(catalog):
         return
     told = {item.file for item in skipped} | {base_name(path) for path in catalog.left_out}
     names = []

@@ -192,3 +192,22 @@ def test_an_index_of_nothing_that_counts_bytes_is_damaged(tmp_path: Path) -> Non
     assert [p.code for p in ema_ckpt.verify(index).problems] == ["index-mismatch"]
     index.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": {}}))
     assert ema_ckpt.verify(index).status == "sound"
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_the_state_beside_weights_in_one_file_is_told_where_the_folder_is_named(
+    name: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (save_file if name.endswith("safetensors") else torch.save)({"w": torch.ones(2)}, source / name)
+    torch.save({"last_epoch": 1}, source / "scheduler.bin")
+    (source / "tokenizer.json").write_text("{}")
+    told = ema_ckpt.convert(source, tmp_path / "out", to="dcp")
+    assert [one.name for one in told.skipped] == ["scheduler.bin"]
+    assert ["'tokenizer.json'" in one.message for one in told.warnings] == [True]
+    with pytest.raises(EmaCkptError, match="--strict"):
+        ema_ckpt.convert(source, tmp_path / "strict", to="dcp", strict=True)
+    if name.endswith("bin"):
+        told = ema_ckpt.convert(source / name, tmp_path / "file", to="dcp")
+        assert (told.skipped, told.warnings) == ((), ())

@@ -20,11 +20,7 @@ _METADATA = ".metadata"
 def find_mismatches(
     parts: Sequence[Metadata], recorded: Iterable[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return names, and the problem with each. Digests are `recorded` of tensors that were written.
-
-    A planner of a user's own may store under other names than those of the state dict: names of the
-    two lists that differ are damage only where it is one alone, by one bit.
-    """
+    """Return names, and the problem with each. Digests are `recorded` of tensors that were written."""
     names: set[str] = set()
     for part in parts:
         names.update(part.entries, part.opaque)
@@ -35,13 +31,17 @@ def find_mismatches(
             problem = f"a digest is recorded of {name!r}, which {_METADATA} does not list"
             mismatches[name] = f"{sidecar.SIDECAR}: {problem}; {remedy}"
     for part in parts:
-        for name, problem in (*_path_mismatches(part), *_place_mismatches(part)):
+        for name, problem in _place_mismatches(part):
             mismatches[name] = f"{_METADATA}: {problem}"
     return tuple(mismatches.items())
 
 
-def _path_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:
-    """Find the one name that differs between paths and entries, if it is but one and a bit."""
+def path_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:
+    """Find the one name that differs between paths and entries, if it is but one and a bit.
+
+    A planner of a user's own may store under other names than those of the state dict: names of the
+    two lists that differ are damage only where it is one alone, by one bit.
+    """
     moved: list[tuple[str, str]] = []
     for name, path in part.paths.items():
         joined = ".".join(map(str, path))

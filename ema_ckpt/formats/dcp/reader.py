@@ -30,7 +30,7 @@ from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import RefusedError, SourceError, UnsafeError, about
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats import sidecar
-from ema_ckpt.formats.dcp.consistency import find_mismatches, unknown_entries
+from ema_ckpt.formats.dcp.consistency import find_mismatches, path_mismatches, unknown_entries
 from ema_ckpt.formats.dcp.items import TensorEntry
 from ema_ckpt.formats.dcp.metadata import Metadata, parse
 from ema_ckpt.formats.dcp.metadata_values import ItemPlace
@@ -83,7 +83,7 @@ def open_dcp(
             objects.append(Object(name, entry_path, place.file, place.offset, place.nbytes))
         else:
             tensors.append(_tensor(name, entry_path, listing, required))
-    problems = list(_exchanged_paths(parts))
+    problems = list(_wrong_paths(parts))
     if not lenient:
         refuse_problems(problems)
     content, warnings = _read_sidecar(source, names, parts, required, problems if lenient else None)
@@ -121,9 +121,11 @@ def _digests(parts: Iterable[Metadata]) -> str:
     return " ".join(f"{part.crc:08x}" for part in parts)
 
 
-def _exchanged_paths(parts: Iterable[Metadata]) -> Iterator[Problem]:
-    """Find entries whose path is the name of another: it is not known whose bytes these are."""
+def _wrong_paths(parts: Iterable[Metadata]) -> Iterator[Problem]:
+    """Find entries whose path is the name of another, or has a damaged bit: whose bytes are they?"""
     for part in parts:
+        for name, problem in path_mismatches(part):
+            yield Problem("index-mismatch", name, METADATA_NAME, f"{METADATA_NAME}: {problem}")
         for name, path in part.paths.items():
             joined = ".".join(map(str, path))
             if joined != name and joined in part.entries:

@@ -342,6 +342,18 @@ def test_an_entry_at_the_name_of_another_is_refused(tmp_path: Path) -> None:
     assert (found.status, {p.code for p in found.problems}) == ("damaged", {"index-mismatch"})
 
 
+def test_a_name_and_its_path_that_differ_by_a_bit_are_refused_by_every_verb(tmp_path: Path) -> None:
+    source = save_dcp(tmp_path / "c", {"model": {"v": torch.ones(2), "w": torch.zeros(2)}})
+    data = (source / ".metadata").read_bytes()
+    (source / ".metadata").write_bytes(data.replace(b"model.w", b"modem.w", 1))
+    found = ema_ckpt.verify(source)
+    assert (found.status, [p.code for p in found.problems]) == ("damaged", ["index-mismatch"])
+    for verb in (ema_ckpt.consolidate, ema_ckpt.convert):
+        with pytest.raises(SourceError, match="planner_data places") as caught:
+            verb(source, tmp_path / "out.pt")
+        assert caught.value.code == "index-mismatch"
+
+
 def test_names_that_do_not_come_from_paths_lose_no_tensor(tmp_path: Path) -> None:
     source = save_dcp(tmp_path / "c", {"a": torch.ones(2), "b": torch.zeros(2)})
     metadata = FileSystemReader(source).read_metadata()
