@@ -20,7 +20,7 @@ _METADATA = ".metadata"
 def find_mismatches(
     parts: Sequence[Metadata], recorded: Iterable[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return names, and the problem with each. Digests are `recorded` of tensors that were written."""
+    """Return names, and the problem with each; digests are `recorded` of tensors written."""
     names: set[str] = set()
     for part in parts:
         names.update(part.entries, part.opaque)

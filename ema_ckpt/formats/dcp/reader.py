@@ -122,7 +122,7 @@ def _digests(parts: Iterable[Metadata]) -> str:
 
 
 def _wrong_paths(parts: Iterable[Metadata]) -> Iterator[Problem]:
-    """Find entries whose path is the name of another, or has a damaged bit: whose bytes are they?"""
+    """Find entries whose path is the name of another, or differs from theirs by a bit."""
     for part in parts:
         for name, problem in path_mismatches(part):
             yield Problem("index-mismatch", name, METADATA_NAME, f"{METADATA_NAME}: {problem}")
