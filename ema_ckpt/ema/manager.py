@@ -95,7 +95,8 @@ class ShardedEMA:
     ) -> None:
         self._settings = Settings(
             as_schedule(decay), every, dtype, compensate, rounding, seed, offload, shard_replicas,
-            buffers, as_patterns(include), as_patterns(exclude) or (), source, nonfinite,
+            buffers, as_patterns("include", include), as_patterns("exclude", exclude) or (), source,
+            nonfinite,
         )  # fmt: skip
         self._settings.warn_of_lost_updates()
         self._counter = UpdateCounter(self._settings.schedule, every)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from ema_ckpt.core.errors import UsageError
@@ -27,7 +27,7 @@ class Constant:
     unit: ClassVar[Unit] = "updates"
 
     def __post_init__(self) -> None:
-        _require_numbers(decay=self.decay)
+        _take_numbers(self, "decay")
         require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
@@ -56,18 +56,12 @@ class Warmup:
     unit: ClassVar[Unit] = "updates"
 
     def __post_init__(self) -> None:
-        _require_numbers(
-            decay=self.decay,
-            inv_gamma=self.inv_gamma,
-            power=self.power,
-            min_decay=self.min_decay,
-            start=self.start,
-        )
+        _take_numbers(self, "decay", "inv_gamma", "power", "min_decay", "start")
         require(0.0 <= self.decay <= 1.0, f"decay is between 0 and 1, not {self.decay}")
         require(0.0 <= self.min_decay <= 1.0, f"min_decay is between 0 and 1, not {self.min_decay}")
         require(0 < self.inv_gamma < inf, f"inv_gamma is positive, not {self.inv_gamma}")
         require(0 < self.power < inf, f"power is positive, not {self.power}")
-        is_count = self.start >= 0 and self.start == int(self.start)
+        is_count = 0 <= self.start < inf and self.start == int(self.start)
         require(is_count, f"start is a whole number of calls, not {self.start}")
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
@@ -93,7 +87,7 @@ class PowerFunction:
     kind: ClassVar[str] = "power-function"
 
     def __post_init__(self) -> None:
-        _require_numbers(sigma_rel=self.sigma_rel)
+        _take_numbers(self, "sigma_rel")
         # At γ = 0 the profile is flat and the width is 12^-1/2; wider ones are not averages of t^γ
         # with γ >= 0.
         is_width = 0 < self.sigma_rel <= 12**-0.5
@@ -126,7 +120,7 @@ class HalfLife:
     kind: ClassVar[str] = "half-life"
 
     def __post_init__(self) -> None:
-        _require_numbers(n=self.n)
+        _take_numbers(self, "n")
         is_length = 0 < self.n < inf
         require(is_length, f"a half-life is a positive number of {self.unit}, not {self.n}")
         _require_unit(self.unit)
@@ -151,7 +145,7 @@ class HalfLifeFraction:
     unit: ClassVar[Unit] = "updates"
 
     def __post_init__(self) -> None:
-        _require_numbers(fraction=self.fraction)
+        _take_numbers(self, "fraction")
         require(0 < self.fraction < inf, f"fraction is positive, not {self.fraction}")
 
     def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:  # noqa: ARG002
@@ -176,7 +170,7 @@ class Window:
     unit: ClassVar[Unit] = "updates"
 
     def __post_init__(self) -> None:
-        _require_numbers(n=self.n)
+        _take_numbers(self, "n")
         is_count = 1 <= self.n < inf and self.n == int(self.n)
         require(is_count, f"a window is a whole number of updates, not {self.n}")
 
@@ -239,6 +233,13 @@ def _require_unit(unit: str) -> None:
     require(unit in ("updates", "samples"), f"unit is 'updates' or 'samples', not {unit!r}")
 
 
-def _require_numbers(**values: Any) -> None:
-    for name, value in values.items():
+def _take_numbers(schedule: Schedule, *names: str) -> None:
+    """Make numbers of other packages Python's: β is computed in float64, and saved as JSON."""
+    for name in names:
+        value = getattr(schedule, name)
         require(isinstance(value, Real), f"{name} is a number; found {type(value).__name__}")
+        try:
+            number = float(value)
+        except OverflowError:
+            raise UsageError("usage", f"{name} is beyond the numbers of a float64") from None
+        object.__setattr__(schedule, name, int(value) if isinstance(value, Integral) else number)

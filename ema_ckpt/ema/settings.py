@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -65,6 +65,9 @@ class Settings:
             is_count and self.every >= 1,
             f"every is a number of calls, 1 or more; found {self.every!r}",
         )
+        require(isinstance(self.seed, int), f"seed is a whole number; found {self.seed!r}")
+        is_source = self.source is None or callable(self.source)
+        require(is_source, f"source is a function of name and parameter; found {self.source!r}")
         require(
             not self.compensate or self.dtype is torch.float32,
             f"compensate=True carries a residual beside float32 averages, not {self.dtype}",
@@ -106,11 +109,21 @@ def _settled_weight(schedule: Schedule) -> float:
     return 1 - schedule.beta(_USUAL_CALLS, _USUAL_BATCH, _USUAL_CALLS * _USUAL_BATCH)
 
 
-def as_patterns(globs: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return one glob or several as a tuple."""
-    if isinstance(globs, str):
-        return (globs,)
-    return None if globs is None else tuple(globs)
+def as_patterns(option: str, globs: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return one glob or several as a tuple.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if globs is None:
+        return None
+    found: tuple[object, ...] = (globs,)
+    if isinstance(globs, Iterable) and not isinstance(globs, str | bytes):
+        found = tuple(globs)
+    patterns = tuple(glob for glob in found if isinstance(glob, str))
+    kinds = [type(glob).__name__ for glob in found if not isinstance(glob, str)]
+    require(not kinds, f"{option} is a glob over names, or several; found {', '.join(kinds[:1])}")
+    return patterns
 
 
 @dataclass(slots=True)
@@ -148,10 +161,8 @@ class UpdateCounter:
 
         Raises UsageError, counting nothing, if `samples` is no whole number or needed and missing.
         """
-        if samples is not None and not (0 <= samples < inf and samples == int(samples)):
-            message = f"samples is the number of samples of the global batch; found {samples}"
-            raise UsageError("usage", message)
-        seen = self.samples_seen + int(samples or 0)
+        samples = None if samples is None else _as_samples(samples)
+        seen = self.samples_seen + (samples or 0)
         self.pending *= self.schedule.beta(self.num_updates + 1, samples, seen)
         self.num_updates, self.samples_seen = self.num_updates + 1, seen
         if self.num_updates % self.every:
@@ -164,7 +175,12 @@ class UpdateCounter:
         return (self.num_updates + 1) % self.every == 0
 
     def require_samples(self, samples: object) -> None:
-        """Raise UsageError for None where the schedule counts samples."""
+        """Raise UsageError for no number, or for None where the schedule counts samples.
+
+        A function that returns the number is asked later.
+        """
+        if samples is not None and not callable(samples):
+            _as_samples(samples)
         require(
             samples is not None or self.schedule.unit == "updates",
             f"{self.schedule} counts samples: pass samples=, those of the global batch",
@@ -219,6 +235,18 @@ class UpdateCounter:
 
     def _product(self, first: int, last: int) -> float:
         return prod((self.schedule.beta(call) for call in range(first, last + 1)), start=1.0)
+
+
+def _as_samples(value: Any) -> int:
+    """Return a number of samples, which may be one of another package, as an int."""
+    try:
+        if 0 <= value < _MAX_COUNT and value == int(value):
+            return int(value)
+    except (TypeError, ValueError, RuntimeError):  # no number, several, or one on `meta`
+        pass
+    found = value if isinstance(value, int | float) else type(value).__name__
+    message = f"samples is the number of samples of the global batch; found {found}"
+    raise UsageError("usage", message)
 
 
 def _is_count(value: Any) -> bool:

@@ -857,11 +857,34 @@ def test_a_state_without_its_counter_changes_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("samples", [-1, 1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [5, b"w", ["w*", 5], [None], object, True])
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_globs_are_text(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{option} is a glob over names, or several; found "):
+        ShardedEMA(nn.Linear(2, 2), **{option: value})
+
+
+@pytest.mark.parametrize(("option", "value"), [("source", 3), ("source", "x"), ("seed", "0")])
+def test_a_source_is_a_function_and_a_seed_a_number(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{option} is a "):
+        ShardedEMA(nn.Linear(2, 2), **{option: value})
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        *(-1, 1.5, float("nan"), float("inf"), 1 << 63, "5", b"5", [5], 1j),
+        torch.tensor([5, 6]),
+        torch.empty((), device="meta"),
+    ],
+)
 def test_samples_are_a_whole_number(samples: Any) -> None:
-    ema = ShardedEMA(nn.Linear(2, 2), HalfLife(10, unit="samples"))
+    model = nn.Linear(2, 2)
+    ema = ShardedEMA(model, HalfLife(10, unit="samples"))
     with pytest.raises(UsageError, match="samples is the number of samples"):
         ema.update(samples=samples)
+    with pytest.raises(UsageError, match="samples is the number of samples"):
+        ema.attach(torch.optim.SGD(model.parameters()), samples=samples)
     assert (ema.num_updates, ema.samples_seen) == (0, 0)
     assert torch.isfinite(average(ema)).all()
 

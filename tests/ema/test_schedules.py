@@ -5,6 +5,7 @@ from fractions import Fraction
 from math import sqrt
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ema_ckpt.core.errors import UsageError
@@ -167,3 +168,20 @@ def test_the_half_life_is_a_share_of_the_updates() -> None:
 def test_what_is_no_number_is_refused(kind: Any, value: object) -> None:
     with pytest.raises(UsageError, match="is a number; found"):
         kind(value)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.1), np.float16(0.1), Fraction(1, 10), np.int64(3)])
+def test_numbers_of_other_packages_are_pythons_and_can_be_saved(number: Any) -> None:
+    schedule = HalfLife(number)
+    plain = HalfLife(float(number))
+    assert type(schedule.n) in (int, float)
+    assert [schedule.beta(call) for call in range(1, 9)] == [plain.beta(c) for c in range(1, 9)]
+    assert json.loads(json.dumps(to_json(schedule)))["n"] == float(number)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: HalfLife(10**400), lambda: Warmup(0.9, start=float("inf"))]
+)
+def test_numbers_that_no_float_holds_are_refused(make: Any) -> None:
+    with pytest.raises(UsageError):
+        make()

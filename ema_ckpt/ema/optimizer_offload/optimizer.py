@@ -63,8 +63,8 @@ def offload_optimizer(optimizer: Optimizer, slot_bytes: int = 128 << 20) -> Offl
         raise _refusal(f"{type(optimizer).__name__} is neither Adam nor AdamW")
     if handle_of(optimizer) is not None:
         raise _refusal("the state of this optimizer is offloaded already", code="usage")
-    if slot_bytes < 1 << 16:
-        raise _refusal(f"slot_bytes={slot_bytes}: expected 65536 or more", code="usage")
+    if not isinstance(slot_bytes, int) or slot_bytes < 1 << 16:
+        raise _refusal(f"slot_bytes={slot_bytes!r}: expected 65536 or more", code="usage")
     return OffloadedOptimizer(optimizer, slot_bytes)
 
 
