@@ -117,9 +117,16 @@ class Channel:
     def _wait(self, work: dist.Work) -> None:
         try:
             work.wait()
-        except RuntimeError as error:  # gloo names a line of its source, and no rank
-            message = "another rank ended or hung in a collective call"
-            raise CollectiveError("rank-failed", message) from error
+        except RuntimeError as error:
+            raise lost_rank() from error
+
+
+def lost_rank() -> CollectiveError:
+    """Return the error of a collective in which another rank was lost.
+
+    What gloo says names a line of its source, and no rank.
+    """
+    return CollectiveError("rank-failed", "another rank ended or hung in a collective call")
 
 
 def open_channel(purpose: str) -> Channel:

@@ -18,28 +18,31 @@ def run_on_all_ranks(channel: Channel, call: str, step: Callable[[], T]) -> T:
 
     Raises:
         EmaCkptError: of the class and code that a step raised.
-        CollectiveError: `rank-failed`: a step raised anything else, or a rank died.
+        CollectiveError: `rank-failed`: a step raised anything else, or a rank died. An interrupt or
+            an exit is raised as it is where it came, once the others know.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     result: T
     try:
         result = step()
-    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the other ranks must hear of it
         failure = error
     reports = channel.exchange(None if failure is None else describe_error(failure))
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if failed:
-        if failure is not None and channel.gloo is None:
+        is_plain = failure is None or isinstance(failure, Exception)
+        if failure is not None and (channel.gloo is None or not is_plain):
             raise failure
         raise merge_errors(call, failed, channel.size) from failure
     return result
 
 
-def describe_error(failure: Exception) -> dict[str, str]:
+def describe_error(failure: BaseException) -> dict[str, str]:
     """Return an error as plain JSON values."""
     if isinstance(failure, EmaCkptError):
         return {"kind": type(failure).__name__, "code": failure.code, "message": str(failure)}
-    return {"kind": "", "code": "rank-failed", "message": f"{type(failure).__name__}: {failure}"}
+    message = f"{type(failure).__name__}: {failure}".removesuffix(": ")
+    return {"kind": "", "code": "rank-failed", "message": message}
 
 
 def merge_errors(call: str, reports: Mapping[int, Mapping[str, str]], size: int) -> EmaCkptError:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from math import isnan
+from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
 
 from ema_ckpt.comm.collective import describe_error, merge_errors
-from ema_ckpt.core.errors import CollectiveError
+from ema_ckpt.core.errors import CollectiveError, UsageError
 from ema_ckpt.core.text import format_ranks
+
+_LONGEST_WAIT = 10**7  # seconds: what a store can wait for is bounded
 
 _attempts: dict[tuple[int, ...], int] = {}
 _attempts_of: object = None  # the default group that `_attempts` counts for
@@ -41,22 +46,24 @@ def meet(
     Raises:
         CollectiveError: `rank-failed`: some ranks did not come within `timeout`, or came to another
             call.
+        UsageError: `timeout` is no number.
         EmaCkptError: of the class and code of a rank's failure.
     """
     if not dist.is_initialized():
         if failure is not None:
             raise failure
         return
+    seconds = _seconds(call, timeout)
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     try:
-        outcome = _meet(call, timeout, ranks, failure)
+        outcome = _meet(call, seconds, ranks, failure)
     except RuntimeError as error:  # torch has several classes for it
         keeper = "the process that keeps the ranks' store (rank 0, or the launcher) has ended"
         first = next(iter(str(error).splitlines()), "")
         raise CollectiveError("rank-failed", f"{call}: {keeper}: {first}") from error
     absent = outcome.get("absent")
     if absent:
-        waited = outcome.get("timeout", timeout)
+        waited = outcome.get("timeout", seconds)
         raise CollectiveError(
             "rank-failed",
             f"{call} is collective: {format_ranks(absent)} did not call it within {waited:g} s",
@@ -70,6 +77,21 @@ def meet(
     if "failed" in outcome:
         reports = {int(rank): report for rank, report in outcome["failed"].items()}
         raise merge_errors(call, reports, len(ranks)) from failure
+
+
+def failure_of(step: Callable[[], object]) -> Exception | None:
+    """Return the exception of `step`: the other ranks must hear of it before it is raised."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001  # raised by the caller
+        return error
+    return None
+
+
+def _seconds(call: str, timeout: object) -> float:
+    if not isinstance(timeout, Real) or isnan(timeout):
+        raise UsageError("usage", f"{call}: timeout is a number of seconds; found {timeout!r}")
+    return float(timeout) if timeout < _LONGEST_WAIT else float(_LONGEST_WAIT)
 
 
 def _meet(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Protocol
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ema_ckpt.comm.rendezvous import failure_of
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.attach import Attachment
@@ -51,7 +52,7 @@ class AveragedModel(Protocol):
 def swapped(ema: AveragedModel, timeout: float) -> Iterator[None]:
     """Put the averages into the model for a block; see `ShardedEMA.swap`."""
     with PlainMode():
-        failure = _failure_of(lambda: _synchronise(ema, "swap()"))
+        failure = failure_of(lambda: _synchronise(ema, "swap()"))
         meet_replicas(ema._averages.shadows, "swap()", timeout, failure)
         _warn(ema)
         reshard(ema.model)
@@ -79,7 +80,7 @@ def copy_to(ema: AveragedModel, module: nn.Module, timeout: float) -> None:
     """Write the averages into another module; see `ShardedEMA.copy_to`."""
     targets: dict[Shadow, list[Shard]] = {}
     with PlainMode():
-        failure = _failure_of(lambda: targets.update(_targets(ema, module)))
+        failure = failure_of(lambda: targets.update(_targets(ema, module)))
         meet_replicas(ema._averages.shadows, "copy_to()", timeout, failure)
         warn_of_stalled(ema, "copy_to()", 3)
         for number in range(max(map(len, targets.values()))):
@@ -134,15 +135,6 @@ def _refuse_targets(targets: Mapping[Shadow, list[Shard]]) -> None:
         fqns = [shadow.shard.fqn for shadow, shards in targets.items() if applies(shadow, shards)]
         if fqns:
             raise StateError("usage", message.format(shown(fqns)))
-
-
-def _failure_of(step: Callable[[], None]) -> Exception | None:
-    """Return the exception of `step`: the other replicas must hear of it before it is raised."""
-    try:
-        step()
-    except Exception as error:  # noqa: BLE001  # raised by the caller
-        return error
-    return None
 
 
 def _put_averages(averages: Averages) -> Backups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,15 @@ from torch import nn
 
 from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
-from ema_ckpt.comm.rendezvous import meet
+from ema_ckpt.comm.rendezvous import failure_of, meet
+from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.text import path_text, shown
 from ema_ckpt.ema.manager import managers_by_label
 from ema_ckpt.ema.model.scan import reshard
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.reading.unchanged import FileStates
+from ema_ckpt.resume.agreed_options import agree_on_options
 from ema_ckpt.resume.checkpoint_reader import CheckpointReader
 from ema_ckpt.resume.choose_checkpoint import choose_checkpoints, log_warnings
 from ema_ckpt.resume.flatten import refuse_unnamed
@@ -83,10 +86,16 @@ def restore(
             the checkpoint.
         StateError: inside `swap()`.
     """
-    _check_arguments(path, ema_path, missing_ema)
-    meet(_CALL, timeout)
+    meet(_CALL, timeout, failure=failure_of(lambda: _check_arguments(path, ema_path, missing_ema)))
     wait_for_background_save()
     ranks = open_channel("save")
+    options = {
+        "ema_path": "None" if ema_path is None else "a path",
+        "strict": bool(strict),
+        "missing_ema": missing_ema,
+        "rules": "None" if rules is None else "rules",
+    }
+    agree_on_options(options, ranks, _CALL)
     restorers: list[Restorer] = []
     with ExitStack() as stack:
         chosen, said = choose_checkpoints((path, ema_path), ranks, _CALL)
@@ -105,10 +114,9 @@ def restore(
                 EmaRestorer(readers[-1], context, manager, label, ema_path is not None, seed)
             )
         restorers.append(ModelRestorer(readers[0], context))
+        given = [] if optimizer is None else optimizer
+        keepers = run_on_all_ranks(ranks, _CALL, lambda: state_keepers(as_list(given, _CALL)))
         if optimizer is not None:
-            keepers = run_on_all_ranks(
-                ranks, _CALL, lambda: state_keepers(as_list(optimizer, _CALL))
-            )
             restorers.append(OptimizerRestorer(readers[0], context, keepers))
         if extra is not None:
             restorers.append(ExtraRestorer(readers[0], context, extra))
@@ -183,7 +191,9 @@ def _read_all(
 ) -> None:
     """Compare and read on all ranks; rank 0 tells whether something wrote there meanwhile."""
     checked = () if ranks.rank else readers
-    before = [FileStates.opened(reader.catalog) for reader in checked]
+    before = run_on_all_ranks(
+        ranks, _CALL, lambda: [FileStates.opened(reader.catalog) for reader in checked]
+    )
 
     def refuse_changes(*, suspicious: bool = False) -> None:
         for states in before:
@@ -204,12 +214,22 @@ def _write_all(model: nn.Module, restorers: Sequence[Restorer], ranks: Channel) 
         _run_phase(restorers, ranks, lambda restorer: restorer.apply_user_state())
     except BaseException:
         for restorer in restorers:
-            restorer.rollback_user_state()
+            _roll_back(restorer)
         raise
     with torch.inference_mode(False):  # what is made here is trained with
         run_on_all_ranks(ranks, _CALL, lambda: reshard(model))
         _run_phase(restorers, ranks, lambda restorer: restorer.write())
         _run_phase(restorers, ranks, lambda restorer: restorer.finish())
+
+
+def _roll_back(restorer: Restorer) -> None:
+    """Give user code its former values; that it refuses these too keeps no other from them."""
+    for name, step in restorer.rollback_user_state():
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  # what failed first is raised
+            what = f"{name}: did not take its former values back: {type(error).__name__}: {error}"
+            logging.getLogger("ema_ckpt").warning(displayed(what))
 
 
 def _run_phase(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,10 +65,12 @@ class ExtraRestorer(PartRestorer):
             current.load_state_dict(_distribute_like(former, value))
             self.findings.extra[name] = current
 
-    def rollback_user_state(self) -> None:
-        for name, value in self.former.items():
-            if value:
-                self.requested[name].load_state_dict(value)
+    def rollback_user_state(self) -> list[tuple[str, Callable[[], object]]]:
+        return [
+            (f"extra.{name}", partial(self.requested[name].load_state_dict, value))
+            for name, value in self.former.items()
+            if value
+        ]
 
 
 def _distribute_like(former: Any, value: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ema_ckpt.core.catalog import Object, Tensor
@@ -53,8 +55,11 @@ class ModelRestorer(PartRestorer):
             self.former_extra = deepcopy(extra_state(self.context.shards))
         set_extra_state(self.context.shards, self.extra)
 
-    def rollback_user_state(self) -> None:
-        set_extra_state(self.context.shards, self.former_extra)
+    def rollback_user_state(self) -> list[tuple[str, Callable[[], object]]]:
+        return [
+            (f"model.{name}", partial(set_extra_state, self.context.shards, {name: value}))
+            for name, value in self.former_extra.items()
+        ]
 
     def write(self) -> None:
         self.weights.write()

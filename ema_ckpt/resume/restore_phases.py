@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -284,9 +284,9 @@ class Restorer(Protocol):
         """Pass values to user code."""
         return
 
-    def rollback_user_state(self) -> None:
-        """Give user code its former values, as far as `apply_user_state` came."""
-        return
+    def rollback_user_state(self) -> Iterable[tuple[str, Callable[[], object]]]:
+        """Return what gives user code its former values, as far as `apply_user_state` came."""
+        return ()
 
     def write(self) -> None:
         """Copy what was read into place."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from ema_ckpt.comm.channel import Channel, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
-from ema_ckpt.comm.rendezvous import meet
+from ema_ckpt.comm.rendezvous import failure_of, meet
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import path_text, shown
@@ -25,6 +25,7 @@ from ema_ckpt.ema.model.shards import ModelShards
 from ema_ckpt.ema.optimizers import Optimizers, as_list, state_keepers
 from ema_ckpt.ema.swap import warn_of_not_followed, warn_of_stalled
 from ema_ckpt.ema.swap_state import refuse_inside
+from ema_ckpt.resume.agreed_options import agree_on_options
 from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten, refuse_unnamed
 from ema_ckpt.resume.optimizer_state import merge_group_parameters, optimizer_tree
 from ema_ckpt.resume.replicas import agree_on_averages
@@ -113,10 +114,15 @@ def save(
         UsageError: `unsupported`: an object that `restore` would refuse, or an optimizer that hides
             its state.
     """
-    path_text(path)
-    meet(_CALL, timeout)
+    meet(_CALL, timeout, failure=failure_of(lambda: path_text(path)))
     wait_for_background_save()
     ranks = open_channel("save")
+    options = {
+        "async_save": bool(async_save),
+        "overwrite": bool(overwrite),
+        "check_replicas": bool(check_replicas),
+    }
+    agree_on_options(options, ranks, _CALL)
     target = _agree_on_target(path, ranks)
     collected = run_on_all_ranks(ranks, _CALL, lambda: _collect_state(model, ema, optimizer, extra))
     state = collected.state
@@ -134,10 +140,12 @@ def save(
 
 def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path | str:
     """Resolve the path to write to, the same on all ranks; rank 0 makes its parent."""
-    place = local_path(path_text(path))
-    target: Path | str = path_text(path)
-    if place is not None:
-        target = run_on_all_ranks(ranks, _CALL, lambda: resolve_target(place))
+
+    def resolve() -> Path | str:
+        place = local_path(path_text(path))
+        return path_text(path) if place is None else resolve_target(place)
+
+    target = run_on_all_ranks(ranks, _CALL, resolve)
     targets = sorted(set(ranks.exchange(str(target))))
     if len(targets) > 1:
         raise UsageError("usage", f"save: the ranks name different targets: {shown(targets)}")

@@ -128,11 +128,11 @@ class SharedDirectory:
                     places.append((item, offset, stream.tell() - offset))
                 stream.flush()
                 os.fsync(stream.fileno())
+            fsync_path(self._root)
         except OSError as error:  # what is written to is not named
             if error.errno is not None:  # without a number its text would not show
                 error.filename = error.filename or str(self._root / name)
             raise
-        fsync_path(self._root)
         with closing(LocalFiles(self._root)) as files:
             return [
                 WrittenItem(item, name, offset, n, *_stored_crc(files, name, offset, n, item))

@@ -25,7 +25,7 @@ from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.crc import combine_crcs
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.dtypes import by_name
-from ema_ckpt.core.errors import CollectiveError, EmaCkptError
+from ema_ckpt.core.errors import CollectiveError
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.ema.checkpoint.listing import GlobalListing
 from ema_ckpt.formats import sidecar
@@ -78,9 +78,8 @@ def write(
         except OSError as left:  # what failed first is raised
             logging.getLogger("ema_ckpt").warning(displayed(f"{target}: not removed: {left}"))
         finally:  # the others wait here for rank 0 to have removed it
-            if isinstance(error, EmaCkptError):
-                with suppress(CollectiveError):  # unless a rank has died
-                    ranks.exchange(None)
+            with suppress(CollectiveError):  # unless a rank has died
+                ranks.exchange(None)
         raise
     text = ranks.broadcast_json(published)
     return text if isinstance(target, str) else Path(text)

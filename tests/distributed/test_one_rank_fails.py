@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ema_ckpt.core.errors import StateError
+from ema_ckpt import restore, save
+from ema_ckpt.core.errors import CollectiveError, StateError
 from ema_ckpt.ema.manager import ShardedEMA
 from tests.distributed.launcher import run
 
@@ -56,6 +60,130 @@ def _non_finite() -> None:
 
 def test_a_value_that_is_not_finite_on_one_replica() -> None:
     run(2, _non_finite, timeout=60)
+
+
+def _swap_for_ever(rank: int, port: int, ready: Any, ended: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = DistributedDataParallel(nn.Linear(1024, 1024))
+    ema = ShardedEMA(model, 0.9)
+    ema.update()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    ready.set()
+    try:
+        while True:
+            with ema.swap(timeout=10):
+                pass
+    except BaseException as error:
+        kept = all(map(torch.equal, before, model.parameters()))
+        ended.put((type(error).__name__, str(error), kept))
+
+
+def test_a_replica_that_is_killed_during_a_swap() -> None:
+    """Killed at odd moments: the other raises our error, with the live weights in the model."""
+    context = multiprocessing.get_context("forkserver")
+    for attempt in range(3):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ready, ended = context.Event(), context.Queue()
+        ranks = [
+            context.Process(target=_swap_for_ever, args=(rank, store.port, ready, ended))
+            for rank in range(2)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            assert ready.wait(60)
+            time.sleep(1 + 0.07 * attempt)
+            ranks[1].kill()
+            kind, message, kept = ended.get(timeout=40)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        assert kind == "CollectiveError", message
+        assert kept
+        assert "\n" not in message
+
+
+class _Interrupted:
+    """State under `extra` that is interrupted on the last rank when it is saved or loaded."""
+
+    def __init__(self, at: str, error: BaseException) -> None:
+        self.at, self.error, self.value = at, error, 0
+
+    def _come_to(self, at: str) -> None:
+        if at == self.at and dist.get_rank() == dist.get_world_size() - 1:
+            raise self.error
+
+    def state_dict(self) -> dict[str, int]:
+        self._come_to("save")
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._come_to("load")
+        self.value = state["value"]
+
+
+def _interrupted(parent: str) -> None:
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = fully_shard(nn.Linear(4, 4))
+    save(Path(parent, "step_1"), model=model, extra={"a": _Interrupted("", ValueError())})
+    for error in (KeyboardInterrupt(), SystemExit(3), MemoryError()):
+        kind = type(error) if is_last and not isinstance(error, Exception) else CollectiveError
+        name = f"{type(error).__name__}: {error}".removesuffix(": ")
+        extra = {"a": _Interrupted("save", error)}
+        match = None if kind is not CollectiveError else rf"^save: rank 1: {name}$"
+        with pytest.raises(kind, match=match):
+            save(Path(parent, "step_2"), model=model, extra=extra)
+        others = _Interrupted("", ValueError())
+        others.value = 5
+        extra = {"first": others, "a": _Interrupted("load", error)}
+        with pytest.raises(kind):
+            restore(Path(parent, "step_1"), model=model, extra=extra, strict=False)
+        assert others.value == 5
+    path = save(Path(parent, "step_2"), model=model)
+    assert restore(parent, model=model).path == path
+
+
+def test_an_interrupt_of_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    run(2, _interrupted, str(tmp_path), timeout=60)
+
+
+class _Refusing:
+    """Takes no values, not even its own."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("never")
+
+
+class _Kept:
+    value = 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def _refusing(parent: str) -> None:
+    model, kept, path = fully_shard(nn.Linear(4, 4)), _Kept(), Path(parent, "step_1")
+    extra = {"refusing": _Refusing(), "kept": kept, "refusing_too": _Refusing()}
+    save(path, model=model, extra=extra)
+    kept.value = 5
+    extra = {"kept": kept, "refusing": _Refusing()}
+    for order in (extra, dict(reversed(extra.items()))):
+        with pytest.raises(CollectiveError, match=r"^restore: ValueError: never$"):
+            restore(path, model=model, extra=order, strict=False)
+        assert kept.value == 5
+
+
+def test_what_refuses_its_former_values_keeps_no_other_from_them(tmp_path: Path) -> None:
+    run(2, _refusing, str(tmp_path), timeout=60)
 
 
 def _inside() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ema_ckpt
-from ema_ckpt import save
+from ema_ckpt import restore, save
 from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.ema.checkpoint.agreement import sum_of_words
 from ema_ckpt.ema.manager import ShardedEMA
@@ -43,6 +45,65 @@ def test_averages_that_ranks_updated_differently_are_refused(tmp_path: Path) -> 
     assert "samples_seen of ema.slow: rank 0: 3; rank 1: 4" in samples
     assert "settings of ema: rank 0: " in settings
     assert not list(tmp_path.iterdir())
+
+
+def _message(call: Callable[[], object]) -> str:
+    begun = time.monotonic()
+    with pytest.raises(EmaCkptError) as caught:
+        call()
+    assert time.monotonic() - begun < 20
+    return str(caught.value)
+
+
+def _different_calls(parent: str) -> dict[str, str]:
+    """Each call differs on rank 1; afterwards all ranks save and restore as ever."""
+    one, root = dist.get_rank() == 1, Path(parent)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4))
+    ema = ShardedEMA(model, 0.9)
+    ema.update()
+    state = {"model": model, "ema": ema, "timeout": 20}
+    path = save(root / "step_1", **state)
+    new, url = root / "new", f"memory://{parent}/new"
+    odd: dict[str, Callable[[], object]] = {
+        "async": lambda: save(new, **state, async_save=one),  # type: ignore[call-overload]
+        "overwrite": lambda: save(path, **state, overwrite=one),
+        "url": lambda: save(url if one else str(new), **state),
+        "no path": lambda: save(None if one else new, **state),  # type: ignore[arg-type]
+        "no average": lambda: save(new, model=model, ema=None if one else ema),
+        "value": lambda: save(new, **state, extra={"a": {"b": 1} if one else 1}),
+        "ema_path": lambda: restore(path, **state, ema_path=path if one else None),
+        "strict": lambda: restore(path, **state, strict=one),
+        "seed": lambda: restore(path, **state, missing_ema="never" if one else "seed"),  # type: ignore[arg-type]
+        "timeout": lambda: restore(path, model=model, timeout="5"),  # type: ignore[arg-type]
+    }
+    messages = {name: _message(call) for name, call in odd.items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = None if one else optimizer
+    messages["optimizer"] = _message(lambda: restore(path, model=model, optimizer=given))
+    save(root / "step_2", **state)
+    assert restore(root, **state).path == root / "step_2"
+    return messages
+
+
+def test_calls_that_differ_between_ranks_are_told_at_once(tmp_path: Path) -> None:
+    everyone = run(2, _different_calls, str(tmp_path))
+    assert everyone[0] == everyone[1]
+    found = everyone[0]
+    assert found["async"] == (
+        "save: the ranks give different async_save: rank 0: False; rank 1: True"
+    )
+    assert "different overwrite: rank 0: False; rank 1: True" in found["overwrite"]
+    assert "the ranks name different targets" in found["url"]
+    assert found["no path"] == "rank 1: a path is a str or os.PathLike of text; found NoneType"
+    assert "covered; not stored whole: rows 2 to 3 of 4: the ranks' pieces" in found["no average"]
+    assert "'extra.a' is a value on rank 0, and holds 'extra.a.b' on rank 1" in found["value"]
+    assert "different ema_path: rank 0: None; rank 1: a path" in found["ema_path"]
+    assert "different strict: rank 0: False; rank 1: True" in found["strict"]
+    assert found["seed"].startswith("rank 1: missing_ema is 'error' or 'seed'")
+    assert found["timeout"] == "restore: timeout is a number of seconds; found '5'"
+    assert "optimizer" in found["optimizer"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
 
 
 def _ignoring(model: nn.Module, ignored: nn.Module, kind: str) -> nn.Module:

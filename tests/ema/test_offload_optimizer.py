@@ -303,5 +303,5 @@ def test_an_offloaded_optimizer_is_neither_copied_nor_pickled() -> None:
 @pytest.mark.parametrize("slot_bytes", [None, "65536", 1e6, 1 << 15])
 def test_slots_are_a_number_of_bytes(slot_bytes: Any) -> None:
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    with pytest.raises(UsageError, match="expected 65536 or more"):
+    with pytest.raises(EmaCkptError, match="expected 65536 or more"):
         offload_optimizer(optimizer, slot_bytes)

@@ -11,7 +11,7 @@ from ema_ckpt.comm.channel import Channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.box import Box
 from ema_ckpt.core.catalog import Chunk, Tensor
-from ema_ckpt.core.coverage import prove
+from ema_ckpt.core.coverage import HOLE_REMEDY, prove
 from ema_ckpt.core.dtypes import by_name
 from ema_ckpt.core.errors import SourceError, StateError
 
@@ -62,6 +62,24 @@ class GlobalListing:
                 self.holders.setdefault((name, box), []).append((rank, number))
                 number += 1
 
+    def refuse_nested(self, code: str) -> None:
+        """Refuse a name under which one rank has a value, and another rank more names.
+
+        Raises:
+            StateError: with that code.
+        """
+        for name, path in self.paths.items():
+            for length in range(1, len(path)):
+                outer = ".".join(map(str, path[:length]))
+                if self.paths.get(outer) == path[:length]:
+                    one, other = self.first_ranks[outer], self.first_ranks[name]
+                    raise StateError(
+                        code,
+                        f"{outer!r} is a value on rank {one}, and holds {name!r} on rank {other}:"
+                        " give what a rank has of its own a name of its own",
+                        tensor=outer,
+                    )
+
     def prove_tiling(self) -> None:
         """Prove that the boxes of every tensor tile it.
 
@@ -79,7 +97,8 @@ class GlobalListing:
             try:
                 prove(Tensor(name, (name,), shape, dtype, tuple(chunks.get(name, ()))))
             except SourceError as error:
-                reason = str(error).removeprefix("?: ")
+                reason = str(error).removeprefix("?: ").removesuffix(f"; {HOLE_REMEDY}")
+                reason = reason.removesuffix("; the rest is in '?'")  # pieces are in no file yet
                 message = f"{reason}: the ranks' pieces are no whole tensor"
                 raise StateError(error.code, message) from None
 
@@ -112,6 +131,7 @@ def gather_listing(
         listing = GlobalListing()
         for rank, data in enumerate(gathered):
             listing.add(rank, json.loads(data), code)
+        listing.refuse_nested(code)
         return listing
 
     return run_on_all_ranks(ranks, call, unite)

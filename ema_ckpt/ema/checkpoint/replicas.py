@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ema_ckpt.comm.channel import lost_rank
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import flat_range_boxes
 from ema_ckpt.core.errors import EmaCkptError
@@ -58,6 +59,9 @@ def gather_replicas(targets: Mapping[Shadow, Tensor]) -> None:
     """Write each split average whole into its target, rounded to the target's dtype.
 
     Collective over the replicas.
+
+    Raises:
+        CollectiveError: `rank-failed`: another replica died.
     """
     for replica, shadows in _by_replica_group(targets):
         message: list[_Piece] = []
@@ -106,7 +110,10 @@ def _all_gather(message: Sequence[_Piece], replica: ReplicaGroup) -> None:
     for piece, memory in zip(message, torch.split(sent, sizes), strict=True):
         part = piece.shadow.average.view(-1)[piece.offset : piece.offset + piece.numel]
         memory.view(piece.target.dtype)[: part.numel()].copy_(part)
-    _all_gather_single(received, sent, group=replica.group)
+    try:
+        _all_gather_single(received, sent, group=replica.group)
+    except RuntimeError as error:
+        raise lost_rank() from error
     for index, part in enumerate(received.view(replica.count, -1)):
         for piece, memory in zip(message, torch.split(part, sizes), strict=True):
             start, numel = _parts(piece.shadow, replica.count)[index]
