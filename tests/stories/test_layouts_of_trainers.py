@@ -103,6 +103,14 @@ def k_diffusion(root: Path) -> Path:
     return saved({**state, **more}, root / "x_00000010.pth")
 
 
+@read("module", weights(), "2 files of DeepSpeed's experts", "layer_0_expert_1_mp_rank_00")
+def deepspeed_experts(root: Path) -> Path:
+    step = root / "global_step3"
+    for expert in range(2):
+        saved(weights(expert + 2.0), step / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
+    return saved({"module": weights(), "num_experts": [2]}, step / "mp_rank_00_model_states.pt")
+
+
 @read("", weights(), "recipe_state is left out", "adapter_model.safetensors is left out")
 def torchtune(root: Path) -> Path:
     epoch = root / "epoch_0"

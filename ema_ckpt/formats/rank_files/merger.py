@@ -387,7 +387,9 @@ def _is_state_of_ranks(file: str, path: Path) -> bool:
 
 
 def _no_place(name: str, plain: _Plain) -> SourceError:
-    forms = ", ".join(f"{list(ref.shape)} in {file.name}" for file, ref in plain[:4])
+    forms = ", ".join(
+        f"{ref.dtype.name} {list(ref.shape)} in {file.name}" for file, ref in plain[:4]
+    )
     missing = "the shape of the whole tensor and the place of each piece in it are missing"
     remedy = "save DTensors, a full state dict, or through torch.distributed.checkpoint"
     problem = f"{name!r} is a different plain tensor on each rank ({forms}), and {missing}"

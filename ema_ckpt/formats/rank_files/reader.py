@@ -7,14 +7,19 @@ places flat pieces.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Files, Problem, collected, refuse_problems
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats.rank_files.merger import Merger, RankFile
 from ema_ckpt.formats.rank_files.names import is_lone, missing_ranks, refuse_missing_ranks
 from ema_ckpt.formats.rank_files.reading import read_ahead, read_file
 from ema_ckpt.formats.rank_files.zero import model_file, other_model_files
+
+# `deepspeed/runtime/engine.py`, `_get_expert_ckpt_name`; before 0.5.10 without the layer.
+_EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 
 
 def open_rankfiles(
@@ -60,6 +65,7 @@ def open_rankfiles(
     if not lenient:
         refuse_problems(problems)
     merger.warnings[:0] = _taken_for_all(names, problems)
+    merger.warnings += _experts_beside(source, names)
     sizes = {file.name: source.size(file.name) for file in merger.read}
     return merger.catalog(source, path, dict.fromkeys(names, 0) | sizes, files[0].nesting)
 
@@ -76,6 +82,17 @@ def _taken_for_all(names: Sequence[str], problems: Sequence[Problem]) -> list[Di
         return []
     problem = "has the name of one rank's file, and nothing tells of other ranks' files"
     return [Diagnostic("unchecked", f"{names[0]}: {problem}; it is read as the whole")]
+
+
+def _experts_beside(source: Files, names: Sequence[str]) -> list[Diagnostic]:
+    """Tell of files of DeepSpeed's experts, of which each holds one, beside those that are read."""
+    if not any(name.endswith("_model_states.pt") for name in names):
+        return []
+    found = [name for name in source.listing() if _EXPERT.fullmatch(name) and name not in names]
+    if not found:
+        return []
+    reason = f"{counted(len(found), 'file')} of DeepSpeed's experts beside it"
+    return [Diagnostic("left-out", f"{names[0]}: {reason}: not read: {shown(sorted(found))}")]
 
 
 def _read_files(
