@@ -137,7 +137,7 @@ class ObjectDestination:
             else:
                 self._give_up(files, note, error)
             raise
-        note.delete()
+        draft.warnings += self._delete_note(note)
         if isinstance(files, PartFiles) and files.found:
             there = f"{files.found} of {counted(files.found + files.sent, 'part')} were there"
             logging.getLogger("ema_ckpt").info(displayed(f"{self.url}: {there}"))
@@ -283,6 +283,14 @@ class ObjectDestination:
             text = f"{self.url}: left behind, some of it could not be deleted: {failure}"
             if failure is not error:
                 logging.getLogger("ema_ckpt").warning(displayed(text))
+
+    def _delete_note(self, note: NoteFile) -> Iterator[Diagnostic]:
+        """Delete the note of this run, whose target is in place whether that works or not."""
+        try:
+            note.delete()
+        except AccessError as error:
+            message = f"{self.url}: is complete, but this run's note could not be deleted: {error}"
+            yield Diagnostic("stale-file", message)
 
     def delete_old(self, store: ObjectStore, names: list[str]) -> Iterator[Diagnostic]:
         """Delete the files of the checkpoint that was replaced."""

@@ -6,12 +6,15 @@ None may lead out of it.
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Container
 from pathlib import Path
 
+from ema_ckpt.storage.files import is_gone
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK
 
+_DELETE_ATTEMPTS = 3
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -57,3 +60,15 @@ def _entries(path: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 def _is_plain(entry: os.DirEntry[str]) -> bool:
     status = entry.stat(follow_symlinks=False)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def delete_stage(stage: Path) -> bool:
+    """Delete a stage as far as that works; whether nothing of it is left.
+
+    Where several processes write to it, another one may make a file in it meanwhile.
+    """
+    for _ in range(_DELETE_ATTEMPTS):
+        shutil.rmtree(stage, ignore_errors=True)
+        if is_gone(stage):
+            return True
+    return False

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from ema_ckpt.writing.preflight import (
     resolve_target,
     write_error,
 )
-from ema_ckpt.writing.stage_files import find_stranger, open_directory
+from ema_ckpt.writing.stage_files import delete_stage, find_stranger, open_directory
 from ema_ckpt.writing.switch import (
     carry,
     exchange,
@@ -292,11 +291,9 @@ class _Claim:
                     locks = []
                 elif may_hold_target(left, self._target):
                     raise TargetError("unreadable", _switch_is_unclear(left, self._target))
-                elif left.exists():
-                    shutil.rmtree(left, ignore_errors=True)
-                    if not is_gone(left):  # of another user, say: that keeps nobody from writing
-                        message = _left_behind(left, self._target)
-                        self.warnings.append(Diagnostic("stale-file", message))
+                elif left.exists() and not delete_stage(left):  # it keeps nobody from writing
+                    message = _left_behind(left, self._target)
+                    self.warnings.append(Diagnostic("stale-file", message))
             finally:
                 for fd in locks:
                     close_read(fd)
@@ -366,12 +363,13 @@ class _Claim:
         if self._had_target and may_hold_target(root, self._target):
             self.left_behind = _switch_is_unclear(root, self._target)
         else:
+            is_deleted = False
             try:
-                shutil.rmtree(root, ignore_errors=True)
+                is_deleted = delete_stage(root)
             except OSError as error:  # of a few calls it raises them all the same
                 if _interruption_in(error) is not None:
                     raise
-            if not is_gone(root):
+            if not is_deleted and not is_gone(root):
                 self.left_behind = _left_behind(root, self._target)
         if self.left_behind:
             self.warnings.append(Diagnostic("stale-file", self.left_behind))

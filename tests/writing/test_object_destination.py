@@ -229,6 +229,25 @@ def test_a_half_written_step_is_not_the_newest(store: str, fixtures: Path) -> No
         assert ema_ckpt.verify(half).status == "damaged"
 
 
+def test_who_may_not_delete_still_writes(
+    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target is in place: what stays beside it is a warning."""
+    filesystem, _ = fsspec.url_to_fs(store)
+    usual = filesystem.rm_file
+
+    def refusing(path: str) -> None:
+        if path.endswith(".note"):
+            raise PermissionError("not allowed to delete")
+        usual(path)
+
+    monkeypatch.setattr(filesystem, "rm_file", refusing)
+    result = ema_ckpt.reshard(fixtures / "dcp" / "fsdp2-w2", f"{store}/out", 2)
+    assert [warning.code for warning in result.warnings] == ["stale-file"]
+    assert "is complete" in result.warnings[0].message
+    assert ema_ckpt.verify(f"{store}/out").status == "sound"
+
+
 def test_dry_run_says_what_it_cannot_check(store: str, fixtures: Path) -> None:
     result = ema_ckpt.consolidate(
         fixtures / "dcp" / "fsdp2-w2", f"{store}/one.safetensors", dry_run=True

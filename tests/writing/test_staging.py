@@ -521,6 +521,23 @@ def test_a_leftover_that_cannot_be_deleted_keeps_nobody_from_writing(
     assert sorted(os.listdir(tmp_path)) == [left.name, "out"]
 
 
+def test_a_file_that_another_process_makes_meanwhile_is_deleted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, made = os.rmdir, []
+
+    def racing(name: str, **options: Any) -> None:
+        if is_stage_name(os.path.basename(name)) and not made:
+            made.extend(stages_of(tmp_path / "out"))
+            (made[0] / "late").touch()
+        usual(name, **options)
+
+    monkeypatch.setattr(os, "rmdir", racing)
+    with pytest.raises(KeyboardInterrupt), stage(tmp_path / "out", is_directory=True):
+        raise KeyboardInterrupt
+    assert made and os.listdir(tmp_path) == []
+
+
 def test_a_leftover_that_may_not_be_opened_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
