@@ -80,6 +80,7 @@ def _swap_for_ever(rank: int, port: int, ready: Any, ended: Any) -> None:
         ended.put((type(error).__name__, str(error), kept))
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_during_a_swap() -> None:
     """Killed at odd moments: the other raises our error, with the live weights in the model."""
     context = multiprocessing.get_context("forkserver")

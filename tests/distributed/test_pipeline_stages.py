@@ -160,7 +160,10 @@ def _gathered(kind: str, complete: bool) -> dict[str, Any]:
     return full
 
 
-@pytest.mark.parametrize(("kind", "size"), [("plain", 2), ("plain", 4), ("sharded", 4)])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("plain", 2), pytest.param("plain", 4, marks=pytest.mark.slow), ("sharded", 4)],
+)
 def test_the_averages_of_all_stages_are_one_state_dict(kind: str, size: int) -> None:
     full = run(size, _gathered, kind, True)[0]
     whole = Whole(range(6))

@@ -66,7 +66,7 @@ def _cuts() -> None:
                 cut_by_torch(full, sizes, (_StridedShard(0, split_factor=3), Replicate()))
 
 
-@pytest.mark.parametrize("world_size", [4, 6])
+@pytest.mark.parametrize("world_size", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_boxes_are_what_torch_distributes(world_size: int) -> None:
     run(world_size, _cuts, timeout=120)
 

@@ -79,7 +79,9 @@ def _runs(layout: str, optimizer: Any, parent: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.AdamW, pytest.param(torch.optim.Adagrad, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_resumed_twice_equals_one_that_was_not(
     layout: str, optimizer: Any, tmp_path: Path

@@ -318,7 +318,14 @@ def _endless(rank: int, port: int, parent: str, started: Any) -> None:
             started.set()
 
 
-@pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize(
+    "victims",
+    [
+        (0, 1),
+        pytest.param((0,), marks=pytest.mark.slow),
+        pytest.param((1,), marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_save_leaves_only_whole_checkpoints(
     tmp_path: Path, victims: tuple[int, ...]
 ) -> None:

@@ -53,6 +53,7 @@ def test_the_model_shows_the_rounded_average_and_both_keep_their_bits(
         assert equal(shadows(ema), average)
 
 
+@pytest.mark.filterwarnings("ignore:update.. with decay=1.0", "ignore:ema-stalled")
 def test_outputs_come_from_the_average_inside_and_from_the_model_outside() -> None:
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)

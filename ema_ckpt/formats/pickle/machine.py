@@ -371,7 +371,7 @@ def _persistent_id(machine: Machine) -> object:
 def _frame(machine: Machine) -> None:
     nbytes = int.from_bytes(machine.read(8), "little")
     if nbytes > len(machine.data) - machine.pos:
-        raise ValueError("the pickle ends inside a frame")
+        raise IndexError("it ends inside a frame")
 
 
 def _extension(_machine: Machine) -> NoReturn:
