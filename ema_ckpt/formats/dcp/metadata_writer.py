@@ -198,11 +198,11 @@ class _Chunks:
             run.count += 1
             if run.count == _MAX_RUN:
                 yield run.take()
-        if run.count == len(boxes) and len(self._known) < _MAX_KNOWN:
-            self._known[boxes] = known = run.take()
-            yield known
-            return
-        yield run.take()
+        is_whole = run.count == len(boxes)
+        rest = run.take()
+        if is_whole and len(self._known) < _MAX_KNOWN:
+            self._known[boxes] = rest
+        yield rest
 
 
 def _storage_data(
