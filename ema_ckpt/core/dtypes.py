@@ -61,7 +61,7 @@ DTYPES = (
     DType("float8_e8m0fnu", 1, "F8_E8M0", None, None, "low"),
     DType("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", None, None, "low"),
     DType("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", None, None, "low"),
-    DType("float4_e2m1fn_x2", 1, None, None, None, "low"),
+    DType("float4_e2m1fn_x2", 1, "F4", None, None, "low"),
     DType("complex32", 4, None, None, None, "complex"),
     DType("complex64", 8, "C64", "ComplexFloatStorage", "<c8", "complex"),
     DType("complex128", 16, None, "ComplexDoubleStorage", "<c16", "complex"),

@@ -176,7 +176,9 @@ def _fitting(
     kept, skipped = [], []
     for tensor in tensors:
         # One that is not read at all is refused for that, and not left out for its type.
-        reason = refusal(tensor.dtype) if tensor.source.refusal is None else None
+        reason = (
+            refusal(tensor.dtype, tensor.source.shape) if tensor.source.refusal is None else None
+        )
         if reason is None:
             kept.append(tensor)
         else:

@@ -96,3 +96,35 @@ def whole_file(file: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(file)
+
+
+def saves_sharded_file_of_8_bit_floats(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    warnings.simplefilter("ignore")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128)).bfloat16()
+    quantize_(model, Float8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
+    dcp.save(model.state_dict(), checkpoint_id=folder / "dcp")
+    rest = {name: tensor for name, tensor in model.state_dict().items() if name != "0.weight"}
+    keep(rest, folder / "rest.pt")
+
+
+def test_quantised_weights_in_dcp_are_unproven_and_not_damaged(tmp_path: Path) -> None:
+    with Row("torchao", "float8 weights, DCP") as row, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        launcher.run(1, saves_sharded_file_of_8_bit_floats, tmp_path, timeout=120)
+        path = tmp_path / "dcp"
+        report = ema_ckpt.verify(path)
+        assert (report.status, report.problems) == ("unproven", ())
+        assert any("Float8Tensor" in one.message for one in report.warnings)
+        row.shown("inspect", "`verify` says which are not read")
+        with pytest.raises(ema_ckpt.EmaCkptError, match="Float8Tensor") as refused:
+            ema_ckpt.convert(path, tmp_path / "all.safetensors")
+        assert refused.value.code == "unsupported"
+        ema_ckpt.convert(path, tmp_path / "some.safetensors", exclude=["0.weight"])
+        assert_same_bits(
+            whole(tmp_path / "some.safetensors", "", tmp_path / "one.safetensors"),
+            kept(tmp_path / "rest.pt"),
+        )
+        row.shown("convert", "refused by name; with `--exclude` yes")

@@ -23,7 +23,7 @@ REFUSED = {
     *("odd/safetensors-serialization-w2", "odd/zstd-w2"),
     *("odd/lazy-bits", "odd/lazy-bits.pt"),
 }
-_TORCH_ONLY = ("complex32", "complex128", "float4_e2m1fn_x2")
+_TORCH_ONLY = ("complex32", "complex128")
 TIES = {"torch/tied.pt": {"head.weight": "embed.weight"}}
 # Names that a foreign file only records as tied; they are written out where that is asked for.
 RECORDED = {"safetensors/tied-save-model.safetensors": {"head.weight": "embed.weight"}}

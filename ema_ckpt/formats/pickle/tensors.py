@@ -14,7 +14,7 @@ from typing import Any
 from ema_ckpt.core.box import are_int64, are_sizes, row_major_strides
 from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.dtypes import DType, by_name, by_storage_class
-from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.errors import SourceError, UnsafeError
 from ema_ckpt.formats.pickle.keys import check_keys
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.numpy_numbers import NUMBER_GLOBALS
@@ -309,11 +309,34 @@ def load_tensor(data: bytes, where: str) -> TensorRef:
         SourceError: `unsupported` for subclasses that wrap other tensors, `unreadable` for anything
             else.
     """
-    value = load_value(data, where, strict=True)
+    try:
+        value = load_value(data, where, strict=True)
+    except UnsafeError as refused:
+        raise _torchao_refusal(data, where) or refused from None
     if isinstance(value, TensorRef):
         return value
     kind = repr(value) if isinstance(value, Opaque) else f"a {type(value).__name__}"
     raise SourceError("unsupported", f"{where}: expected a tensor, found {kind}", file=where)
+
+
+def _torchao_refusal(data: bytes, where: str) -> SourceError | None:
+    """Return why a weight of torchao is not read; None if the pickle calls anything else.
+
+    Among the settings of such a weight are enums, which pickle makes by a call.
+    """
+    packages: set[str] = set()
+
+    def note(named: Global) -> None:
+        if named.make is None and named.module not in ("torch", "torch.storage"):
+            packages.add(named.module.partition(".")[0])
+
+    try:
+        load_value(data, where, prepare=note)
+    except UnsafeError:
+        return None
+    except SourceError as error:
+        return error if packages == {"torchao"} and error.code == "unsupported" else None
+    return None
 
 
 def load_value(

@@ -28,6 +28,8 @@ METADATA = "__metadata__"
 FIELDS = ("dtype", "shape", "data_offsets")
 # Types of the format below one byte; a header that names one is sound, but nothing here reads it.
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
+# torch keeps two numbers of four bits in an element; the header counts the numbers.
+_PAIRS = "float4_e2m1fn_x2"
 # torch's HuggingFaceStorageWriter: the offsets at which each chunk of a file begins in its tensor.
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -138,11 +140,15 @@ def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
         raise _bad_header(file, problem, name)
     if not sidecar.is_unicode(name):
         raise _bad_header(file, f"the tensor name {name!r} is not valid Unicode", name)
-    dtype = _dtype(name, value["dtype"], file)
-    shape, span = value["shape"], value["data_offsets"]
+    code, shape, span = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = _dtype(name, code, file)
     if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
         problem = f"tensor {name!r} has shape {shape!r} and data_offsets {span!r}"
         raise _bad_header(file, problem, name)
+    if dtype.name == _PAIRS:
+        if not shape or shape[-1] % 2:
+            raise _unread(name, f"{code} of shape {shape}", file)
+        shape = [*shape[:-1], shape[-1] // 2]
     check_geometry(name, tuple(shape), dtype, file)
     begin, end = span
     nbytes = prod(shape) * dtype.itemsize
@@ -162,9 +168,20 @@ def _dtype(name: str, code: object, file: str) -> DType:
     if dtype is not None:
         return dtype
     if code in _SUB_BYTE:
-        message = f"{file}: tensor {name!r} has the dtype {code}, which ema_ckpt does not read"
-        raise SourceError("unsupported", message, tensor=name, file=file)
+        raise _unread(name, code, file)
     raise _bad_header(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
+
+
+def _unread(name: str, kind: str, file: str) -> SourceError:
+    message = f"{file}: tensor {name!r} has the dtype {kind}, which ema_ckpt does not read"
+    return SourceError("unsupported", message, tensor=name, file=file)
+
+
+def stored_shape(shape: Ints, dtype: DType) -> list[int]:
+    """Return the shape that a header gives a tensor of torch."""
+    if dtype.name == _PAIRS:
+        return [*shape[:-1], shape[-1] * 2]
+    return list(shape)
 
 
 def _end_of_buffer(tensors: Iterable[Tensor], start: int, file: str) -> int:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ema_ckpt.core.box import whole
-from ema_ckpt.core.catalog import Diagnostic, Nesting, Object, Path
+from ema_ckpt.core.catalog import Diagnostic, Ints, Nesting, Object, Path
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import TargetError
@@ -23,7 +23,7 @@ from ema_ckpt.core.write_plan import HeaderBytes, OutputTensor, WriteItem
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.safetensors import header
 from ema_ckpt.formats.safetensors.compact_record import Entry, compact, crc_of
-from ema_ckpt.formats.safetensors.header import FIELDS, LENGTH_NBYTES, METADATA
+from ema_ckpt.formats.safetensors.header import FIELDS, LENGTH_NBYTES, METADATA, stored_shape
 
 _ALIGNMENT = 8
 # How the record of one file is written, and what it lacks then: the first that fits is taken.
@@ -64,7 +64,8 @@ class _Shard(NamedTuple):
         end = 0
         for tensor in self.tensors:
             begin, end = end, end + tensor.nbytes
-            values = tensor.dtype.safetensors, list(tensor.source.shape), [begin, end]
+            shape = stored_shape(tensor.source.shape, tensor.dtype)
+            values = tensor.dtype.safetensors, shape, [begin, end]
             entries[tensor.name] = dict(zip(FIELDS, values, strict=True))
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
         text += b" " * (-len(text) % _ALIGNMENT)
@@ -202,9 +203,18 @@ class SafetensorsWritePlan:
         )
 
 
-def refusal(dtype: DType) -> str | None:
-    """Say why a tensor of `dtype` cannot be stored, or return None."""
-    return None if dtype.safetensors else f"safetensors has no type for {dtype.name}"
+def refusal(dtype: DType, shape: Ints) -> str | None:
+    """Say why a tensor of `dtype` and `shape` cannot be stored, or return None."""
+    lack = _lack(dtype, shape)
+    return f"safetensors has no {lack}" if lack else None
+
+
+def _lack(dtype: DType, shape: Ints) -> str | None:
+    if dtype.safetensors is None:
+        return f"type for {dtype.name}"
+    if not shape and stored_shape((1,), dtype) != [1]:
+        return f"scalar of {dtype.name}"
+    return None
 
 
 def lay_out(
@@ -329,10 +339,11 @@ def _split(
 
 
 def _check_supported(tensors: Sequence[OutputTensor]) -> None:
-    unfit = {tensor.name: tensor.dtype.name for tensor in tensors if refusal(tensor.dtype)}
+    lacks = {tensor.name: _lack(tensor.dtype, tensor.source.shape) for tensor in tensors}
+    unfit = {name: lack for name, lack in lacks.items() if lack}
     if unfit:
-        types, names = ", ".join(sorted(set(unfit.values()))), list(unfit)
-        message = f"safetensors has no type for {types}, which {shown(names)} would need"
+        kinds, names = ", no ".join(sorted(set(unfit.values()))), list(unfit)
+        message = f"safetensors has no {kinds}, which {shown(names)} would need"
         remedy = "leave them out with --exclude, or write DCP or a torch file"
         raise TargetError("unsupported", f"{message}; {remedy}", tensor=names[0])
     for tensor in tensors:

@@ -135,3 +135,21 @@ def test_a_tensor_subclass_is_refused_by_its_name() -> None:
     with pytest.raises(ema_ckpt.SourceError, match=r"torch\.masked\.\S*MaskedTensor") as caught:
         load_tensor(pickle.dumps(Wrapped(), 2), "__0_0.distcp")
     assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("enum", "code"),
+    [
+        ("torchao.quantization\nKernelPreference", "unsupported"),
+        ("torchao.utils\nos.system", "unsafe-pickle"),
+        ("another.package\nKernelPreference", "unsafe-pickle"),
+        ("torch.hub\nload", "unsafe-pickle"),
+    ],
+)
+def test_settings_of_a_weight_of_torchao_may_be_its_enums_and_nothing_else(enum, code):
+    """Wrapped tensors are not read, but those of torchao hide no code to be warned of."""
+    wrapper = "ctorch._utils\n_rebuild_wrapper_subclass\nctorchao.quantization\nFloat8Tensor\n"
+    pickled = f"ctorch._tensor\n_rebuild_from_type_v2\n({wrapper}(c{enum}\n(Vauto\ntRt}}tR."
+    with pytest.raises(ema_ckpt.SourceError) as caught:
+        load_tensor(pickled.encode(), "__0_0.distcp")
+    assert caught.value.code == code

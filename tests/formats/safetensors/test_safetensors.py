@@ -204,13 +204,34 @@ def test_a_header_above_the_limit_is_refused_or_split(tmp_path, monkeypatch):
     assert all(same(read(open_index(tmp_path), name), tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32, torch.float4_e2m1fn_x2])
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
 def test_a_dtype_that_the_format_lacks_is_refused_by_name(dtype):
     tensors = {"fine": torch.zeros(1), "bad.one": torch.zeros(16, dtype=torch.uint8).view(dtype)}
     with pytest.raises(TargetError, match=f"{str(dtype)[6:]}, which 'bad.one'") as caught:
         lay_out(entries(tensors))
     assert (caught.value.code, caught.value.tensor) == ("unsupported", "bad.one")
-    assert refusal(entries(tensors)[1].dtype)
+    assert refusal(entries(tensors)[1].dtype, (1,))
+
+
+def test_numbers_of_four_bits_are_stored_as_the_library_stores_them(tmp_path):
+    """The header counts numbers, torch pairs of them; the library has no form for a scalar."""
+    bits = torch.arange(24, dtype=torch.uint8).reshape(3, 8)
+    state = {"codes": bits.view(torch.float4_e2m1fn_x2), "scale": torch.ones(3)}
+    safetensors.torch.save_file(state, tmp_path / "theirs.safetensors")
+    assert ema_ckpt.verify(tmp_path / "theirs.safetensors").problems == ()
+    for out in ("ours.safetensors", "dcp", "ours.pt", "again.safetensors"):
+        source = tmp_path / ("dcp" if out.startswith("again") else "theirs.safetensors")
+        ema_ckpt.convert(source, tmp_path / out)
+        assert ema_ckpt.diff(tmp_path / "theirs.safetensors", tmp_path / out).identical == 2
+    for file in ("ours.safetensors", "again.safetensors"):
+        loaded = safetensors.torch.load_file(tmp_path / file)["codes"]
+        assert loaded.shape == (3, 8)
+        assert loaded.view(torch.uint8).equal(bits)
+    loaded = torch.load(tmp_path / "ours.pt")["codes"]
+    assert loaded.view(torch.uint8).equal(bits)
+    scalar = {"one": bits.reshape(-1)[0].view(torch.float4_e2m1fn_x2)}
+    with pytest.raises(TargetError, match="no scalar of float4_e2m1fn_x2"):
+        lay_out(entries(scalar))
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
@@ -358,7 +379,9 @@ BAD_HEADERS = {
         raw_file(b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"x"), "bad-header"),
     "unknown dtype": (raw_file({"a": F32 | {"dtype": "F33"}}, b"12345678"), "bad-header"),
     "dtype no text": (raw_file({"a": F32 | {"dtype": []}}, b"12345678"), "bad-header"),
-    "sub-byte dtype": (raw_file({"a": F32 | {"dtype": "F4"}}, b"12345678"), "unsupported"),
+    "sub-byte dtype": (raw_file({"a": F32 | {"dtype": "F6_E2M3"}}, b"12345678"), "unsupported"),
+    "half a byte": (raw_file({"a": F32 | {"dtype": "F4", "shape": [15]}}, b"12345678"), "unsupported"),
+    "four bits against bytes": (raw_file({"a": F32 | {"dtype": "F4"}}, b"12345678"), "bad-header"),
     "negative dim": (raw_file({"a": F32 | {"shape": [-2]}}, b"12345678"), "bad-header"),
     "fractional dim": (raw_file({"a": F32 | {"shape": [2.0]}}, b"12345678"), "bad-header"),
     "bool dim": (raw_file({"a": F32 | {"shape": [2, True]}}, b"12345678"), "bad-header"),
