@@ -10,14 +10,14 @@ nothing here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 from ema_ckpt.core.box import are_sizes
-from ema_ckpt.core.catalog import Chunk, Files, Tensor, check_geometry
-from ema_ckpt.core.dtypes import DType, by_safetensors
+from ema_ckpt.core.catalog import Chunk, Diagnostic, Files, Tensor, check_geometry
+from ema_ckpt.core.dtypes import DType, by_safetensors, unread
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import counted
 from ema_ckpt.formats import sidecar
@@ -26,9 +26,9 @@ MAX_HEADER_NBYTES = 100_000_000
 LENGTH_NBYTES = 8
 METADATA = "__metadata__"
 FIELDS = ("dtype", "shape", "data_offsets")
-# Types of the format below one byte; a header that names one is sound, but nothing here reads it.
-_SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
-# torch keeps two numbers of four bits in an element; the header counts the numbers.
+# Bits of a number of the format's types below one byte. torch keeps two of four bits in an element,
+# where the header counts the numbers; it has no type of six bits.
+_SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _PAIRS = "float4_e2m1fn_x2"
 # torch's HuggingFaceStorageWriter: the offsets at which each chunk of a file begins in its tensor.
 _SHARDING = "DCP_SHARDING_INFO"
@@ -60,7 +60,8 @@ def open_shard(source: Files, file: str, *, lenient: bool = False) -> Shard:
     header, start = _read_header(source, file, size)
     metadata = _metadata(header.pop(METADATA, None), file)
     tensors = tuple(_tensor(name, value, start, file) for name, value in header.items())
-    end = _end_of_buffer(tensors, start, file)
+    spans = {name: value["data_offsets"] for name, value in header.items()}
+    end = start + _end_of_buffer(spans, file)
     if size < end and not lenient:
         message = f"{file}: expected {end} bytes, found {size}: the file is truncated"
         raise SourceError("truncated-file", message, file=file)
@@ -141,13 +142,16 @@ def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
     if not sidecar.is_unicode(name):
         raise _bad_header(file, f"the tensor name {name!r} is not valid Unicode", name)
     code, shape, span = value["dtype"], value["shape"], value["data_offsets"]
-    dtype = _dtype(name, code, file)
+    if not isinstance(code, str) or not (code in _SUB_BYTE or by_safetensors(code)):
+        raise _bad_header(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
     if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
         problem = f"tensor {name!r} has shape {shape!r} and data_offsets {span!r}"
         raise _bad_header(file, problem, name)
+    dtype = by_safetensors(code)
+    is_odd = dtype is not None and dtype.name == _PAIRS and (not shape or shape[-1] % 2 != 0)
+    if dtype is None or is_odd:
+        return _unread(name, code, tuple(shape), span, file)
     if dtype.name == _PAIRS:
-        if not shape or shape[-1] % 2:
-            raise _unread(name, f"{code} of shape {shape}", file)
         shape = [*shape[:-1], shape[-1] // 2]
     check_geometry(name, tuple(shape), dtype, file)
     begin, end = span
@@ -159,22 +163,21 @@ def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
     return Tensor(name, (name,), tuple(shape), dtype, (chunk,))
 
 
+def _unread(name: str, code: str, shape: Ints, span: Sequence[int], file: str) -> Tensor:
+    """List a tensor of a type that torch lacks, so that only a verb that needs it refuses."""
+    check_geometry(name, shape, unread(code.lower()), file)
+    nbits, nbytes = prod(shape) * _SUB_BYTE[code], span[1] - span[0]
+    if nbits != 8 * nbytes:
+        problem = f"{code} {list(shape)} takes {nbits} bits, its offsets span {nbytes} bytes"
+        raise _bad_header(file, f"tensor {name!r}: {problem}", name)
+    reason = f"{file}: torch has no type for {code} of shape {list(shape)}"
+    refusal = Diagnostic("unsupported", f"{reason}; leave it out with --exclude")
+    chunk = Chunk((0,) * len(shape), shape, file, 0, 0)
+    return Tensor(name, (name,), shape, unread(code.lower()), (chunk,), refusal=refusal)
+
+
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and are_sizes(value, 2**63)
-
-
-def _dtype(name: str, code: object, file: str) -> DType:
-    dtype = by_safetensors(code) if isinstance(code, str) else None
-    if dtype is not None:
-        return dtype
-    if code in _SUB_BYTE:
-        raise _unread(name, code, file)
-    raise _bad_header(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
-
-
-def _unread(name: str, kind: str, file: str) -> SourceError:
-    message = f"{file}: tensor {name!r} has the dtype {kind}, which ema_ckpt does not read"
-    return SourceError("unsupported", message, tensor=name, file=file)
 
 
 def stored_shape(shape: Ints, dtype: DType) -> list[int]:
@@ -184,15 +187,14 @@ def stored_shape(shape: Ints, dtype: DType) -> list[int]:
     return list(shape)
 
 
-def _end_of_buffer(tensors: Iterable[Tensor], start: int, file: str) -> int:
-    """Check that the tensors cover the buffer without hole or overlap; return its last byte + 1."""
-    end = start
-    for tensor in sorted(tensors, key=lambda t: (t.chunks[0].offset, t.chunks[0].nbytes)):
-        chunk = tensor.chunks[0]
-        if chunk.offset != end:
-            overlaps = chunk.offset < end
+def _end_of_buffer(spans: Mapping[str, Sequence[int]], file: str) -> int:
+    """Check that the tensors cover the buffer without hole or overlap; return its size."""
+    reached = 0
+    for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if begin != reached:
+            overlaps = begin < reached
             problem = "overlaps the one before it" if overlaps else "leaves a hole before it"
-            where = f"begins at {chunk.offset - start}, expected {end - start}"
-            raise _bad_header(file, f"tensor {tensor.name!r} {problem}: it {where}", tensor.name)
-        end += chunk.nbytes
-    return end
+            where = f"begins at {begin}, expected {reached}"
+            raise _bad_header(file, f"tensor {name!r} {problem}: it {where}", name)
+        reached = end
+    return reached
