@@ -247,7 +247,7 @@ def test_types_that_torch_lacks_stop_only_who_needs_them(tmp_path):
     assert [one.code for one in ema_ckpt.inspect(source).warnings] == ["unsupported"] * 2
     report = ema_ckpt.verify(source)
     assert (report.status, report.problems) == ("unproven", ())
-    with pytest.raises(EmaCkptError, match="'six'.*F6_E2M3"):
+    with pytest.raises(EmaCkptError, match=r"'six'.*F6_E2M3"):
         ema_ckpt.convert(source, tmp_path / "all")
     ema_ckpt.convert(source, tmp_path / "b.safetensors", exclude=["six", "odd"])
     (kept,) = safetensors.torch.load_file(tmp_path / "b.safetensors").values()
