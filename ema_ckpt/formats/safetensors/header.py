@@ -142,17 +142,14 @@ def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
     if not sidecar.is_unicode(name):
         raise _bad_header(file, f"the tensor name {name!r} is not valid Unicode", name)
     code, shape, span = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(code, str) or not (code in _SUB_BYTE or by_safetensors(code)):
-        raise _bad_header(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
+    dtype = _dtype(name, code, file)
     if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
         problem = f"tensor {name!r} has shape {shape!r} and data_offsets {span!r}"
         raise _bad_header(file, problem, name)
-    dtype = by_safetensors(code)
-    is_odd = dtype is not None and dtype.name == _PAIRS and (not shape or shape[-1] % 2 != 0)
-    if dtype is None or is_odd:
+    fitting = _shape_in_torch(shape, dtype) if dtype else None
+    if dtype is None or fitting is None:
         return _unread(name, code, tuple(shape), span, file)
-    if dtype.name == _PAIRS:
-        shape = [*shape[:-1], shape[-1] // 2]
+    shape = fitting
     check_geometry(name, tuple(shape), dtype, file)
     begin, end = span
     nbytes = prod(shape) * dtype.itemsize
@@ -161,6 +158,14 @@ def _tensor(name: str, value: Any, start: int, file: str) -> Tensor:
         raise _bad_header(file, f"tensor {name!r}: {problem}", name)
     chunk = Chunk((0,) * len(shape), tuple(shape), file, start + begin, nbytes)
     return Tensor(name, (name,), tuple(shape), dtype, (chunk,))
+
+
+def _dtype(name: str, code: object, file: str) -> DType | None:
+    """Return the type of a code; None if torch has none for it."""
+    dtype = by_safetensors(code) if isinstance(code, str) else None
+    if dtype is None and not (isinstance(code, str) and code in _SUB_BYTE):
+        raise _bad_header(file, f"tensor {name!r} has the unknown dtype {code!r}", name)
+    return dtype
 
 
 def _unread(name: str, code: str, shape: Ints, span: Sequence[int], file: str) -> Tensor:
@@ -180,6 +185,12 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and are_sizes(value, 2**63)
 
 
+def _shape_in_torch(shape: list[int], dtype: DType) -> list[int] | None:
+    if dtype.name != _PAIRS:
+        return shape
+    return [*shape[:-1], shape[-1] // 2] if shape and shape[-1] % 2 == 0 else None
+
+
 def stored_shape(shape: Ints, dtype: DType) -> list[int]:
     """Return the shape that a header gives a tensor of torch."""
     if dtype.name == _PAIRS:
@@ -187,7 +198,7 @@ def stored_shape(shape: Ints, dtype: DType) -> list[int]:
     return list(shape)
 
 
-def _end_of_buffer(spans: Mapping[str, Sequence[int]], file: str) -> int:
+def _end_of_buffer(spans: Mapping[str, list[int]], file: str) -> int:
     """Check that the tensors cover the buffer without hole or overlap; return its size."""
     reached = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
