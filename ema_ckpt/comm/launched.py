@@ -89,7 +89,7 @@ def command_group(notify: Callable[[str], None]) -> Iterator[None]:
     try:
         group.connect()
         yield
-        group.exchange("all is done")
+        group.end()
     except Exception as error:
         group.report_failure(error)
         raise
@@ -111,6 +111,13 @@ class CommandGroup:
         self._store: Any = None
         self._step = 0
         self._has_failed = False
+        self._is_over = False
+
+    def end(self) -> None:
+        """Wait until all ranks are done; after that none hears of another. Once is enough."""
+        if not self._is_over:
+            self._is_over = True
+            self.exchange("all is done")
 
     def exchange(self, step: str, value: object = None) -> list[Any]:
         """Return the values of all ranks at a step, in rank order; they must survive JSON."""
@@ -127,7 +134,7 @@ class CommandGroup:
 
     def report_failure(self, error: Exception) -> None:
         """Tell the other ranks that this one failed, unless it failed because of them."""
-        if self._has_failed:
+        if self._has_failed or self._is_over:
             return
         text = str(error)
         if not isinstance(error, EmaCkptError | OSError):

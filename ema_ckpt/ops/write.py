@@ -13,7 +13,7 @@ from typing import Any
 
 from ema_ckpt.comm.launched import CommandGroup, current_group
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
-from ema_ckpt.core.errors import SourceError, TargetError, UsageError
+from ema_ckpt.core.errors import CollectiveError, SourceError, TargetError, UsageError
 from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, path_text
@@ -23,9 +23,8 @@ from ema_ckpt.ops.object_plan import header_text, refuse_left_out
 from ema_ckpt.ops.results.further_fields import with_fields
 from ema_ckpt.ops.results.quantized import QuantizedEntry
 from ema_ckpt.ops.results.write import AppliedRules, FileEntry, Skipped, WriteResult
-from ema_ckpt.reading.unchanged import unchanged
+from ema_ckpt.reading.unchanged import FileStates, unchanged
 from ema_ckpt.state_dicts.ties import dropped_names
-from ema_ckpt.storage.directories import stamps_of
 from ema_ckpt.storage.files import local_path
 from ema_ckpt.storage.stamp import Stamp
 from ema_ckpt.writing.destination import Destination, LocalDestination, WriteRequest
@@ -259,6 +258,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         job.warnings += job.output.destination.check(_request(job, options))
     else:
         _write(job, options)
+    job.warnings += _end_together(is_written=not options.dry_run)
     result = WriteResult(
         source=job.source,
         resolved=job.resolved or job.catalog.resolved,
@@ -303,6 +303,25 @@ def _agree_on_target(destination: Destination) -> None:
             )
 
 
+def _end_together(*, is_written: bool) -> Iterator[Diagnostic]:
+    """Wait until all processes of a command are done, before the first one prints a verdict.
+
+    What becomes of another one once the first has put the target in place changes nothing in it.
+
+    Raises:
+        CollectiveError: `rank-failed`.
+    """
+    group = current_group()
+    if group is None:
+        return
+    try:
+        group.end()
+    except CollectiveError as error:
+        if group.rank or not is_written:
+            raise
+        yield Diagnostic("rank-failed", f"{error}; that was after the target was in place")
+
+
 def _request(job: PlannedWrite, options: WriteOptions, **more: Any) -> WriteRequest:
     return WriteRequest(
         job.files,
@@ -317,11 +336,14 @@ def _request(job: PlannedWrite, options: WriteOptions, **more: Any) -> WriteRequ
 
 
 def _write(job: PlannedWrite, options: WriteOptions) -> None:
-    identity = identity_of(job, stamps_of(job.catalog.source.root, sorted(job.catalog.files)))
+    # Of the files as they were opened: one that is replaced from then on is another source, to a
+    # run that is continued and to other processes.
+    states = FileStates.opened(job.catalog)
+    identity = identity_of(job, {file: states.stamps[file] for file in sorted(job.catalog.files)})
     group = current_group()
     destination = job.output.destination
     if group is not None and group.rank:
-        _write_share(job, options, identity, group)
+        _write_share(job, options, identity, states, group)
         return
     after = _JOURNAL_AFTER_SECONDS if group is None else 0.0
     request = _request(job, options, identity=identity, journal_after=after)
@@ -330,14 +352,18 @@ def _write(job: PlannedWrite, options: WriteOptions) -> None:
             cut = options.threads, options.budget_nbytes
             group.exchange("begin to write", (identity, str(draft.path), cut))
             group.exchange("the journal is open")
-        with unchanged(job.catalog):
+        with unchanged(job.catalog, states):
             outcome = run(job.catalog, job.plan, draft.outputs, draft.options, draft.journal, group)
             copy_files(job.catalog, job.copied, draft.outputs)
     job.warnings += [*draft.warnings, *_overflows(job.plan, outcome)]
 
 
 def _write_share(
-    job: PlannedWrite, options: WriteOptions, identity: Mapping[str, str], group: CommandGroup
+    job: PlannedWrite,
+    options: WriteOptions,
+    identity: Mapping[str, str],
+    states: FileStates,
+    group: CommandGroup,
 ) -> None:
     """Write this process' share into the staging directory of the first process."""
     (expected, stage_path, cut), *_ = group.exchange("begin to write", (identity, None, None))
@@ -358,8 +384,15 @@ def _write_share(
     with contextlib.closing(Journal(root.parent, root, identity)) as journal:
         # No line is written before every process has read what an interrupted run left.
         group.exchange("the journal is open")
-        with contextlib.closing(OutputFiles(root, job.files)) as outputs:
-            run(job.catalog, job.plan, outputs, options, journal, group)
+        try:
+            with contextlib.closing(OutputFiles(root, job.files)) as outputs:
+                run(job.catalog, job.plan, outputs, options, journal, group)
+        except SourceError:
+            # As in the first process, to which this is the failure of another one: the journal does
+            # not say which ranges come from what was found to be wrong, and it may be a change.
+            journal.discard()
+            states.refuse_changes(suspicious=True)
+            raise
 
 
 def _overflows(plan: WritePlan, outcome: Outcome | None) -> Iterator[Diagnostic]:

@@ -67,15 +67,15 @@ class FileStates(NamedTuple):
 
 
 @contextmanager
-def unchanged(catalog: Catalog) -> Iterator[FileStates]:
+def unchanged(catalog: Catalog, before: FileStates | None = None) -> Iterator[FileStates]:
     """Read a checkpoint in the block: what is found in files that changed meanwhile is no damage.
 
-    Yields the files' states at the beginning.
+    Yields the files' states at the beginning, which are `before` where that is given.
 
     Raises:
         SourceError: `source-changed` at the end of the block, or in place of another SourceError.
     """
-    before = FileStates.opened(catalog)
+    before = before or FileStates.opened(catalog)
     try:
         yield before
     except SourceError:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ema_ckpt
 from ema_ckpt.comm.launched import command_group, launched_ranks
@@ -45,14 +46,22 @@ def launch(
     limits: dict[int, Callable[[], None]] | None = None,
     until: Callable[[], bool] | None = None,
     further: dict[int, list[str]] | None = None,
+    first: dict[int, str] | None = None,
 ) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each of `size` processes that a launcher would start, and stop at `until`."""
+    """Exit code, stdout and stderr of each of `size` processes that a launcher would start, and stop at `until`.
+
+    A process whose rank `first` names runs that code before the command.
+    """
     port = str(free_port())
     processes = []
     for rank in range(size):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": port, "PYTHONPATH": str(REPO)}
-        command = [sys.executable, "-m", "ema_ckpt", *map(str, arguments), "--distributed"]
+        code = (first or {}).get(rank)
+        begin = ["-m", "ema_ckpt"]
+        if code is not None:
+            begin = ["-c", f"{code}\nfrom ema_ckpt.cli.main import main; main()"]
+        command = [sys.executable, *begin, *map(str, arguments), "--distributed"]
         command += (further or {}).get(rank, [])
         pipe = subprocess.PIPE
         setup = (limits or {}).get(rank)
@@ -357,6 +366,102 @@ def test_a_process_that_is_killed_ends_the_other(
     said = [line for line in err.splitlines() if not line.startswith("waiting for")]
     assert said == [f"Error: {told[moment]}"]  # and nothing of gloo's or torch's own
     assert os.listdir(tmp_path) == []
+
+
+# A rank that is killed when nothing is left to be done, and one whose disk fails then.
+_AT_THE_LAST_STEP = """
+import os
+from ema_ckpt.comm.launched import CommandGroup
+def end(group):
+    {what}
+CommandGroup.end = end
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("os.kill(os.getpid(), 9)", -9), ("raise OSError(5, 'no disk')", 2)]
+)
+def test_what_ends_after_the_target_is_in_place_is_a_warning(
+    source: Path, tmp_path: Path, what: str, code: int
+) -> None:
+    target = tmp_path / "x.safetensors"
+    end = {1: _AT_THE_LAST_STEP.format(what=what)}
+    ends = launch(2, "consolidate", source, target, "--json", first=end)
+    assert [code for code, *_ in ends] == [0, code], ends
+    result = json.loads(ends[0][1])  # one document, and a true one
+    assert result["target"] == str(target)
+    assert [warning["code"] for warning in result["warnings"]] == ["rank-failed"]
+    assert ema_ckpt.verify(target).status == "sound"
+
+
+def test_what_ends_before_a_dry_run_is_over_is_its_failure(source: Path, tmp_path: Path) -> None:
+    end = {1: _AT_THE_LAST_STEP.format(what="os.kill(os.getpid(), 9)")}
+    ends = launch(2, "consolidate", source, tmp_path / "x.pt", "--dry-run", "--json", first=end)
+    assert [code for code, *_ in ends] == [2, -9]
+    assert json.loads(ends[0][1])["error"]["code"] == "rank-failed"
+
+
+def test_a_source_that_is_replaced_while_one_process_is_late_is_told(tmp_path: Path) -> None:
+    """One process has the old file open, and the other one opens the new one."""
+    path, other, target = (tmp_path / f"{name}.safetensors" for name in ("a", "b", "out"))
+    for file, value in ((path, 1.0), (other, 2.0)):
+        save_file({f"w{i}": torch.full((512, 1024), value) for i in range(4)}, file)
+    late = f"""
+import os, time
+from ema_ckpt.comm.launched import CommandGroup
+connect = CommandGroup.connect
+def connect_and_wait(group):
+    connect(group)
+    while os.path.exists({str(other)!r}):
+        time.sleep(0.01)
+CommandGroup.connect = connect_and_wait
+"""
+    early = f"""
+import os
+from ema_ckpt.ops import write
+agree = write._agree_on_target
+def replace_and_agree(destination):
+    os.replace({str(other)!r}, {str(path)!r})
+    agree(destination)
+write._agree_on_target = replace_and_agree
+"""
+    ends = launch(2, "convert", path, target, "--json", first={0: late, 1: early})
+    assert [code for code, *_ in ends] == [2, 2], ends
+    assert "not the same to all processes" in json.loads(ends[0][1])["error"]["message"]
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_nothing_goes_on_from_what_another_process_read_wrongly(tmp_path: Path) -> None:
+    """A disk or cable that gives one wrong byte once: its checksum says so when it is too late."""
+    stock = tmp_path / "stock"
+    big = {"big": torch.randn(40_000, 1000)}  # two ranges of a storage, each in the journal
+    save_dcp(stock, {"model": big})
+    (tmp_path / "out").mkdir()
+    target = tmp_path / "out" / "x"
+    wrong = """
+from ema_ckpt.storage.files import LocalFiles
+read, reads = LocalFiles.read_into, []
+def read_into(self, name, offset, buffer):
+    read(self, name, offset, buffer)
+    reads.append(name)
+    if len(buffer) > 100_000 and len(reads) > 2 and not hasattr(LocalFiles, "done"):
+        LocalFiles.done = True
+        buffer[5000] ^= 1
+LocalFiles.read_into = read_into
+from ema_ckpt.writing import schedule
+schedule._share = lambda jobs, position, total, rank, ranks: jobs if rank else iter(())
+"""
+    idle = """
+from ema_ckpt.writing import schedule
+schedule._share = lambda jobs, position, total, rank, ranks: jobs if rank else iter(())
+"""
+    command = ("reshard", stock, target, "--world-size", 1, "--resume")
+    ends = launch(2, *command, first={0: idle, 1: wrong})
+    assert [code for code, *_ in ends] == [2, 2]
+    assert all("'model.big'" in err and "CRC-32" in err for _, _, err in ends)
+    ema_ckpt.reshard(stock, target, 1, resume=True)
+    with ema_ckpt.open(target) as ckpt:
+        assert torch.equal(ckpt["model.big"], big["big"])
 
 
 def test_a_port_that_another_program_has_is_named(source: Path, tmp_path: Path) -> None:
