@@ -20,7 +20,10 @@ SLOW_DOWN = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code>'
     b"<Message>Please reduce your request rate.</Message></Error>"
 )
-
+DENIED = (
+    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>AccessDenied</Code>'
+    b"<Message>AccessDenied: not this one.</Message></Error>"
+)
 
 KEYS = ("access-key-of-nobody", "secret-key-of-nobody-at-all")
 
@@ -65,9 +68,9 @@ Rule = Callable[[Request], str | None]
 
 
 class Proxy:
-    """Passes requests on to a server, unless its rule says `slow`, `cut`, `lose` or `stall`.
+    """Passes requests on to a server, unless its rule says `slow`, `refuse`, `cut`, `lose` or `stall`.
 
-    `slow` answers 503 SlowDown, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
+    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
     until the proxy is stopped.
     """
 
@@ -101,6 +104,8 @@ class Proxy:
                 what = proxy.rule(request)
                 if what == "slow":
                     self._answer(503, [("Content-Type", "application/xml")], SLOW_DOWN)
+                elif what == "refuse":
+                    self._answer(403, [("Content-Type", "application/xml")], DENIED)
                 elif what == "cut":
                     self._hang_up()
                 elif what == "stall":

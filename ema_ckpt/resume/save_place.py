@@ -224,8 +224,11 @@ class ObjectDirectory:
 
         self._destination.publish(self._store, order, put_small, self._request)
         self._is_published = True
-        if self._note is not None:
-            self._note.delete()
+        try:
+            self._end()
+        except EmaCkptError as error:
+            text = f"{self._destination.url}: is complete, but some of this run is left: {error}"
+            logging.getLogger("ema_ckpt").warning(displayed(text))
         left = [name for name in self._old if name not in names]
         for warning in self._destination.delete_old(self._store, left):
             logging.getLogger("ema_ckpt").warning(displayed(warning.message))
@@ -242,7 +245,11 @@ class ObjectDirectory:
         files = [self._file(one) for one in range(ranks)]
         if self._order is not None:
             self._order.delete_written(self._store, [*files, *self._attempted])
-        clear_uploads(self._store, files, "__")
+        self._end()
+
+    def _end(self) -> None:
+        """Abort the uploads that nobody will go on with, and delete the note."""
+        clear_uploads(self._store, self._order.names.values() if self._order else (), "")
         if self._note is not None:
             self._note.delete()
 

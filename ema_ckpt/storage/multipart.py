@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import RefusedError, TargetError
 from ema_ckpt.storage.object_store import ObjectStore
+from ema_ckpt.storage.remote import ask, stamp_of
 
 LEAST_PART_NBYTES = 5 << 20  # but for the last one
 MAX_PARTS = 10_000
@@ -104,27 +105,29 @@ class MultipartUpload:
     def complete(self, nbytes: int) -> None:
         """Make the object of so many bytes appear; all parts have to be there."""
         parts = [{"PartNumber": n, **fields} for n, fields in sorted(self._parts.items())]
+        before = self._there()
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         except TargetError as error:
-            # Asked again after an answer that was lost, the store knows no such upload any more.
-            if error.code != "not-found" or self._nbytes_there() != nbytes:
+            # Asked again after an answer that was lost, the store knows no such upload any more. So
+            # it says too if the bucket has aborted the upload, and an object that was there before
+            # often has the same length.
+            now = self._there()
+            if error.code != "not-found" or now == before or now[0] != nbytes:
                 raise
 
     def abort(self) -> None:
         """Delete what was sent, unless there is no such upload any more."""
-        try:
-            self._call("abort_multipart_upload")
-        except TargetError as error:
-            if error.code != "not-found":
-                raise
+        abort_upload(self._store, self._name, self.upload_id)
 
-    def _nbytes_there(self) -> int | None:
+    def _there(self) -> tuple[int | None, str]:
+        """Bytes of the object that has the name now, and what tells it from others."""
+        filesystem, path = self._store.filesystem, self._store.path(self._name)
         try:
-            info = self._store.filesystem.info(self._store.path(self._name), refresh=True)
-        except FileNotFoundError:
-            return None
-        return int(info["size"])
+            info = ask(lambda: filesystem.info(path, refresh=True), self._name, self._store.url)
+        except (FileNotFoundError, RefusedError):
+            return None, ""
+        return int(info["size"] or 0), stamp_of(info)
 
     def _list_parts(self) -> Iterator[tuple[int, StoredPart]]:
         marker = 0
@@ -138,6 +141,17 @@ class MultipartUpload:
 
     def _call(self, method: str, **values: Any) -> Mapping[str, Any]:
         return _call(self._store, self._name, method, **self._place, **values)
+
+
+def abort_upload(store: ObjectStore, name: str, upload_id: str) -> None:
+    """Delete what was sent of an object, unless there is no such upload any more."""
+    bucket, key, _ = store.filesystem.split_path(store.path(name))
+    place = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
+    try:
+        _call(store, name, "abort_multipart_upload", **place)
+    except TargetError as error:
+        if error.code != "not-found":
+            raise
 
 
 def put_object(store: ObjectStore, name: str, data: BytesIO) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Set
 from functools import cached_property
+from typing import NamedTuple
 
-from ema_ckpt.storage.multipart import MultipartUpload, has_multipart, uploads_below
+from ema_ckpt.core.errors import RefusedError
+from ema_ckpt.storage.multipart import abort_upload, has_multipart, uploads_below
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.writing.destination import WriteRequest
 from ema_ckpt.writing.journal import check_recorded
 from ema_ckpt.writing.publish_order import marker_crc
 from ema_ckpt.writing.upload_note import UploadNote, notes_of, refuse_living
+
+_NONE: Mapping[str, str] = {}
 
 
 class Leftovers:
@@ -70,18 +74,61 @@ class Leftovers:
     def _clear(self, name: str, note: UploadNote) -> None:
         """Delete what one run left, its note last."""
         if note.written:
-            clear_uploads(self._store, {*note.written, note.marker, *note.uploads}, "")
+            names = {*note.written, note.marker, *note.uploads}
+            clear_uploads(self._store, names, "", note.uploads)
         else:
-            clear_uploads(self._parent, {note.marker}, note.marker)
+            clear_uploads(self._parent, {note.marker}, note.marker, note.uploads)
         if self.unpublished:
             self._store.delete([one for one in note.written if one in self.unpublished])
         self._parent.delete([name])
 
 
-def clear_uploads(store: ObjectStore, names: Collection[str], prefix: str) -> None:
-    """Abort the uploads in progress of these objects, whose names begin with `prefix`."""
+def clear_uploads(
+    store: ObjectStore, names: Collection[str], prefix: str, known: Mapping[str, str] = _NONE
+) -> None:
+    """Abort the uploads in progress of these objects, whose names begin with `prefix`.
+
+    `known`: ids of some, by name; who may not list uploads aborts those.
+    """
     if not has_multipart(store):
         return
-    for name, upload_id in list(uploads_below(store, prefix)):
-        if name in names:
-            MultipartUpload(store, name, upload_id).abort()
+    LostUploads(store, names, prefix, frozenset()).clear()
+    for name, upload_id in known.items():
+        abort_upload(store, name, upload_id)
+
+
+class LostUploads(NamedTuple):
+    """Uploads of a run that it does not know: the store has begun them, and the answer was lost.
+
+    Attributes:
+        others: those that were there before the run, by name and id; None: they cannot be told.
+    """
+
+    store: ObjectStore
+    names: Collection[str]
+    prefix: str
+    others: Set[tuple[str, str]] | None
+
+    @classmethod
+    def from_now_on(cls, store: ObjectStore, names: Collection[str], prefix: str) -> LostUploads:
+        """Take all that are there now for those of others."""
+        return cls(store, names, prefix, _uploads(store, names, prefix))
+
+    def clear(self) -> None:
+        """Abort them; who may not list them cannot, and leaves that to the bucket's own rules."""
+        if self.others is None:
+            return
+        for name, upload_id in sorted((_uploads(*self[:3]) or frozenset()) - self.others):
+            abort_upload(self.store, name, upload_id)
+
+
+def _uploads(
+    store: ObjectStore, names: Collection[str], prefix: str
+) -> Set[tuple[str, str]] | None:
+    """Name and id of the uploads in progress of these objects; None if the store does not tell."""
+    if not has_multipart(store):
+        return None
+    try:
+        return {one for one in uploads_below(store, prefix) if one[0] in names}
+    except RefusedError:
+        return None

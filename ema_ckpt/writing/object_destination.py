@@ -34,7 +34,7 @@ from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.remote import open_filesystem
 from ema_ckpt.storage.stage_names import is_stage_name
 from ema_ckpt.writing.destination import Draft, WriteRequest
-from ema_ckpt.writing.leftovers import Leftovers
+from ema_ckpt.writing.leftovers import Leftovers, LostUploads
 from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.part_files import PartFiles, PartSizes, divide_memory, whole_memory
 from ema_ckpt.writing.preflight import is_checkpoint_file
@@ -119,7 +119,7 @@ class ObjectDestination:
         store = self._store(request)
         begun = self._begin(store, request)
         order, left, note = begun.order, begun.left, begun.note
-        options, sizes = begun.options, begun.sizes
+        options, sizes, lost = begun.options, begun.sizes, begun.lost
         files: PartFiles | StreamedFiles
         if has_multipart(store):
             files = PartFiles(store, order, sizes, note, left.uploads if left else {})
@@ -135,8 +135,9 @@ class ObjectDestination:
             if request.options.resume and not isinstance(error, SourceError):
                 files.close()
             else:
-                self._give_up(files, note, error)
+                self._give_up(files, note, lost, error)
             raise
+        draft.warnings += self._clear_lost(lost)
         draft.warnings += self._delete_note(note)
         if isinstance(files, PartFiles) and files.found:
             there = f"{files.found} of {counted(files.found + files.sent, 'part')} were there"
@@ -155,10 +156,13 @@ class ObjectDestination:
             options, sizes = divide_memory(request.options, request.files, given)
         else:
             options, sizes = whole_memory(request.options)
+        lost = self.lost_uploads(store, order, request)
+        if left is not None:  # nobody else has begun any of these
+            lost = lost._replace(others=frozenset())
         note = self.note(order, request, sizes.nbytes)
         if left is not None:
             self.leftovers.forget(left[0])
-        return _Begun(order, old, options, sizes, note, left[1] if left else None)
+        return _Begun(order, old, options, sizes, note, left[1] if left else None, lost)
 
     def _refuse_changes(self, own: str = "") -> None:
         """Refuse a target that another run has begun to write, or written, since it was looked at.
@@ -189,6 +193,13 @@ class ObjectDestination:
             note.delete()
             raise
         return note
+
+    def lost_uploads(
+        self, store: ObjectStore, order: PublishOrder, request: WriteRequest
+    ) -> LostUploads:
+        """What will be in progress at the end of this run without its knowledge."""
+        prefix = "" if request.is_directory else order.marker
+        return LostUploads.from_now_on(store, frozenset(order.names.values()), prefix)
 
     def _store(self, request: WriteRequest) -> ObjectStore:
         store = self._inside if request.is_directory else ObjectStore(parent_of(self.url))
@@ -273,16 +284,29 @@ class ObjectDestination:
             raise
 
     def _give_up(
-        self, files: PartFiles | StreamedFiles, note: NoteFile, error: BaseException
+        self,
+        files: PartFiles | StreamedFiles,
+        note: NoteFile,
+        lost: LostUploads,
+        error: BaseException,
     ) -> None:
         """Delete what was written, and then the note; say what could not be deleted."""
         try:
             files.abort()
+            lost.clear()
             note.delete()
         except EmaCkptError as failure:
             text = f"{self.url}: left behind, some of it could not be deleted: {failure}"
             if failure is not error:
                 logging.getLogger("ema_ckpt").warning(displayed(text))
+
+    def _clear_lost(self, lost: LostUploads) -> Iterator[Diagnostic]:
+        """Abort what was begun in vain; the target is in place whether that works or not."""
+        try:
+            lost.clear()
+        except EmaCkptError as error:
+            message = f"{self.url}: is complete, but an upload could not be aborted: {error}"
+            yield Diagnostic("stale-file", message)
 
     def _delete_note(self, note: NoteFile) -> Iterator[Diagnostic]:
         """Delete the note of this run, whose target is in place whether that works or not."""
@@ -306,6 +330,7 @@ class _Begun(NamedTuple):
 
     Attributes:
         old: files of a checkpoint that is replaced. left: the note of a run that is continued.
+        lost: uploads that are in progress at the end without its knowledge.
     """
 
     order: PublishOrder
@@ -314,6 +339,7 @@ class _Begun(NamedTuple):
     sizes: PartSizes
     note: NoteFile
     left: UploadNote | None
+    lost: LostUploads
 
 
 def _is_marker(name: str) -> bool:

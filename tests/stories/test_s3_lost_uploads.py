@@ -1,0 +1,151 @@
+"""Uploads to S3 that end behind the writer's back: aborted by the bucket, begun with the answer lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ema_ckpt
+from tests.s3_server import Proxy, Request
+from tests.stories import test_object_targets
+from tests.stories.test_object_targets import (
+    MEMORY,
+    WRITERS,
+    objects,
+    s3fs,
+    uploads,
+)
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+server = test_object_targets.server
+proxy = test_object_targets.proxy
+source = test_object_targets.source
+
+
+def is_completion(request: Request) -> bool:
+    return request.method == "POST" and "uploadId" in request.query
+
+
+def is_beginning(request: Request) -> bool:
+    return request.method == "POST" and "uploads" in request.query
+
+
+# moto answers 500 where S3 says NoSuchUpload.
+@pytest.mark.parametrize("server", ["nanio"], indirect=True)
+@pytest.mark.parametrize("name", ["one.safetensors", "one.pt", "shards"])
+def test_an_upload_that_the_bucket_aborts_is_no_success(
+    name: str,
+    server: object,
+    proxy: Proxy,
+    source: Path,
+) -> None:
+    """A lifecycle rule does so. The old object has the same length; that does not make it the new one."""
+    url = f"s3://bucket/runs/{name}"
+    WRITERS[name](source, url, max_memory=MEMORY)
+    before = objects(url)
+    aborted = []
+
+    def rule(request: Request) -> str | None:
+        if is_completion(request) and not aborted:
+            aborted.extend(uploads())
+            store = s3fs.S3FileSystem(skip_instance_cache=True)
+            for upload in aborted:
+                store.call_s3("abort_multipart_upload", Bucket="bucket", **upload)
+        return None
+
+    proxy.rule = rule
+    with pytest.raises(ema_ckpt.TargetError) as caught:
+        WRITERS[name](source, url, rename=["layers=blocks"], overwrite=True, max_memory=MEMORY)
+    assert aborted
+    assert caught.value.code == "not-found"
+    assert objects(url) == before
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "resharded", "shards"])
+def test_an_upload_whose_beginning_was_lost_is_aborted(
+    name: str,
+    proxy: Proxy,
+    source: Path,
+) -> None:
+    other = {"Bucket": "bucket", "Key": f"runs/{name}/others"}
+    store = s3fs.S3FileSystem(skip_instance_cache=True)
+    store.call_s3("create_multipart_upload", **other)
+    before = uploads()
+    proxy.requests.clear()
+
+    def rule(request: Request) -> str | None:
+        return "lose" if is_beginning(request) and begun() == 1 else None
+
+    def begun() -> int:
+        return sum(map(is_beginning, proxy.requests))
+
+    proxy.rule = rule
+    WRITERS[name](source, f"s3://bucket/runs/{name}", max_memory=MEMORY)
+    assert begun() > 1
+    assert uploads() == before, "those of others stay"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_save_whose_upload_was_begun_twice(
+    has_failed: bool,
+    proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = "s3://bucket/run/step_1"
+    model = torch.nn.Linear(1500, 2000)
+
+    def rule(request: Request) -> str | None:
+        if has_failed and request.method == "PUT" and request.path.endswith("/.metadata"):
+            return "refuse"
+        return "lose" if is_beginning(request) and begun() == 1 else None
+
+    def begun() -> int:
+        return sum(map(is_beginning, proxy.requests))
+
+    monkeypatch.setattr("ema_ckpt.resume.save_place._PART_NBYTES", 5 << 20)
+    proxy.rule = rule
+    if has_failed:
+        with pytest.raises(ema_ckpt.AccessError, match="AccessDenied"):
+            ema_ckpt.save(url, model=model)
+    else:
+        ema_ckpt.save(url, model=model)
+    proxy.rule = lambda request: None
+    assert begun() > 1
+    assert uploads() == []
+    assert len(objects("s3://bucket")) == (0 if has_failed else 3)
+
+
+def test_who_may_not_list_uploads_writes_all_the_same(
+    proxy: Proxy,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many a policy lacks `s3:ListBucketMultipartUploads`."""
+    proxy.rule = lambda r: "refuse" if r.method == "GET" and "uploads" in r.query else None
+    ema_ckpt.reshard(source, "s3://bucket/runs/step_1", 2, max_memory=MEMORY)
+    ema_ckpt.save("s3://bucket/runs/step_2", model=torch.nn.Linear(5, 5))
+    assert not [name for name in objects("s3://bucket/runs") if name.endswith(".note")]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "ema_ckpt.writing.object_destination.ObjectDestination._give_up", lambda *_: None
+        )
+        patch.setattr("ema_ckpt.writing.upload_note.UploadNote.is_alive", lambda _: False)
+        patch.setattr("ema_ckpt.writing.part_files.PartFiles.publish", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ema_ckpt.reshard(source, "s3://bucket/runs/step_3", 2, max_memory=MEMORY)
+        patch.undo()
+        patch.setattr("ema_ckpt.writing.upload_note.UploadNote.is_alive", lambda _: False)
+        ema_ckpt.reshard(source, "s3://bucket/runs/step_3", 2, max_memory=MEMORY)
+    proxy.rule = lambda request: None
+    assert ema_ckpt.verify("s3://bucket/runs/step_3").status == "sound"
+    assert uploads() == [], "by the ids in the note"
+
+
+def _interrupted(_: object) -> None:
+    raise KeyboardInterrupt
