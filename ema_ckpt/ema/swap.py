@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -13,10 +14,10 @@ import torch
 from torch import nn
 
 from ema_ckpt.comm.rendezvous import failure_of
-from ema_ckpt.core.errors import StateError
+from ema_ckpt.core.errors import EmaCkptError, StateError
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.attach import Attachment
-from ema_ckpt.ema.checkpoint.replicas import gather_replicas, meet_replicas
+from ema_ckpt.ema.checkpoint.replicas import ReplicaGather, meet_replicas
 from ema_ckpt.ema.model.scan import reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards, Shadow, Shard
 from ema_ckpt.ema.plain_mode import PlainMode
@@ -24,6 +25,7 @@ from ema_ckpt.ema.schedules import NEVER_MOVES, Constant
 from ema_ckpt.ema.settings import Settings, UpdateCounter
 from ema_ckpt.ema.shadows import Averages, live_part, not_followed
 from ema_ckpt.ema.swap_state import holds_averages, mark_swapped, refuse_inside, unmark
+from ema_ckpt.runtime.held_signals import HeldSignals
 
 _SCRATCH_NBYTES = 16 << 20
 _MANY_UPDATES = 100
@@ -50,46 +52,99 @@ class AveragedModel(Protocol):
 
 @contextmanager
 def swapped(ema: AveragedModel, timeout: float) -> Iterator[None]:
-    """Put the averages into the model for a block; see `ShardedEMA.swap`."""
+    """Put the averages into the model for a block; see `ShardedEMA.swap`.
+
+    Signals wait while weights are exchanged: what Ctrl-C left halfway could be saved afterwards,
+    and a handler that saves would save it at once.
+    """
     with PlainMode():
         failure = failure_of(lambda: _synchronise(ema, "swap()"))
         meet_replicas(ema._averages.shadows, "swap()", timeout, failure)
-        _warn(ema)
-        reshard(ema.model)
-        ema._follow()
-        backups = _put_averages(ema._averages)
-        marks = mark_swapped(ema._averages.tracked)
+    exchanged = _Exchanged()
     try:
+        with HeldSignals(), PlainMode():
+            failure = failure_of(lambda: _enter(ema, exchanged))
+            # What one rank has no memory for, say: the others would wait in the exchange.
+            meet_replicas(ema._averages.shadows, "swap()", timeout, failure)
+            if exchanged.gather is not None:
+                exchanged.gather.run()
         yield
     finally:
-        with PlainMode():
-            unmark(marks)
+        try:
+            _leave(ema, exchanged)
+        finally:  # where an interrupt came before signals waited
+            _leave(ema, exchanged)
+
+
+@dataclass(slots=True)
+class _Exchanged:
+    """What a block has put into the model, and has to take out of it again."""
+
+    marks: set[int] = field(default_factory=set)
+    backups: Backups = field(default_factory=dict)
+    gather: ReplicaGather | None = None
+
+
+def _enter(ema: AveragedModel, exchanged: _Exchanged) -> None:
+    """Put what this rank has of the averages into the model."""
+    _warn(ema)
+    reshard(ema.model)
+    ema._follow()
+    shadows = ema._averages.shadows
+    exchanged.gather = ReplicaGather({shadow: shadow.shard.local for shadow in shadows})
+    exchanged.marks = mark_swapped(ema.model, ema._averages.tracked, "swap()")
+    _put_averages(ema._averages, exchanged.backups)
+
+
+def _leave(ema: AveragedModel, exchanged: _Exchanged) -> None:
+    """Put the live weights back, as far as the averages are in the model."""
+    if not exchanged.marks:
+        return
+    with HeldSignals(), PlainMode():
+        backups = exchanged.backups
+        inside = {shadow.shard.fqn: shadow.shard.local for shadow in ema._averages.shadows}
+        try:
             # What the last forward gathered are averages; and a first forward inside may have moved
             # the shards.
-            reshard(ema.model)
             try:
-                ema._follow()
+                reshard(ema.model)
             finally:
-                # Where that fails, the averages at least come back from the memory that the model
-                # has left.
-                _put_back(ema._averages, backups)
+                ema._follow()
+        except BaseException:
+            # The averages come back from the memory that the model has left, and the live weights
+            # go where it has its weights now, in whatever dtype.
+            _put_back(ema._averages, backups, {})
+            with suppress(EmaCkptError):
+                _hand_over(ema._averages, scan_model(ema.model))
+            raise
+        else:
+            _put_back(ema._averages, backups, inside)
             torch.clear_autocast_cache()
+        finally:
+            unmark(exchanged.marks)
+            exchanged.marks.clear()
 
 
 def copy_to(ema: AveragedModel, module: nn.Module, timeout: float) -> None:
     """Write the averages into another module; see `ShardedEMA.copy_to`."""
-    targets: dict[Shadow, list[Shard]] = {}
-    with PlainMode():
-        failure = failure_of(lambda: targets.update(_targets(ema, module)))
-        meet_replicas(ema._averages.shadows, "copy_to()", timeout, failure)
-        warn_of_stalled(ema, "copy_to()", 3)
+    copies: list[tuple[ReplicaGather, dict[Shadow, torch.Tensor]]] = []
+
+    def prepare() -> None:
+        targets = _targets(ema, module)
+        warn_of_stalled(ema, "copy_to()", 5)
         for number in range(max(map(len, targets.values()))):
             locals_ = {
                 shadow: shards[number].local
                 for shadow, shards in targets.items()
                 if number < len(shards)
             }
-            gather_replicas(locals_)
+            copies.append((ReplicaGather(locals_), locals_))
+
+    with PlainMode():
+        failure = failure_of(prepare)
+        meet_replicas(ema._averages.shadows, "copy_to()", timeout, failure)
+        for gather, locals_ in copies:
+            gather.run()
             for shadow, local in locals_.items():
                 if not shadow.is_split:
                     local.copy_(shadow.average.view(local.shape))
@@ -137,39 +192,54 @@ def _refuse_targets(targets: Mapping[Shadow, list[Shard]]) -> None:
             raise StateError("usage", message.format(shown(fqns)))
 
 
-def _put_averages(averages: Averages) -> Backups:
-    """Put the averages into the local shards, all or none of them."""
-    backups: Backups = {}
-    try:
-        for shadow in averages.shadows:
-            live, average = shadow.shard.local, shadow.average
-            same_kind = live.dtype is average.dtype and live.device == average.device
-            if shadow.is_split:
-                backups[shadow.shard.fqn] = live.clone()
-            elif shadow.shard.is_parameter and same_kind:
-                _exchange(live, average)
-                backups[shadow.shard.fqn] = None
-            else:
-                # An exchange would round the average, or let a forward in training mode move that
-                # of a buffer.
-                backups[shadow.shard.fqn] = live.clone()
-                live.copy_(average)
-        gather_replicas({shadow: shadow.shard.local for shadow in averages.shadows})
-    except BaseException:
-        _put_back(averages, backups)
-        raise
-    return backups
+def _put_averages(averages: Averages, backups: Backups) -> None:
+    """Put the averages that no replicas divide into the local shards, and note what was there."""
+    for shadow in averages.shadows:
+        live, average = shadow.shard.local, shadow.average
+        same_kind = live.dtype is average.dtype and live.device == average.device
+        if shadow.is_split:
+            backups[shadow.shard.fqn] = live.clone()
+        elif shadow.shard.is_parameter and same_kind:
+            _exchange(live, average)
+            backups[shadow.shard.fqn] = None
+        else:
+            # An exchange would round the average, or let a forward in training mode move that of a
+            # buffer.
+            backups[shadow.shard.fqn] = live.clone()
+            live.copy_(average)
 
 
-def _put_back(averages: Averages, backups: Backups) -> None:
+def _put_back(averages: Averages, backups: Backups, inside: Mapping[str, torch.Tensor]) -> None:
+    """Put the live values back; `inside` is where the averages were put, by name."""
     # Reversed: where two share memory, the first still has its values.
     for shadow in reversed(averages.shadows):
-        if shadow.shard.fqn in backups:
-            backup = backups[shadow.shard.fqn]
-            if backup is None:
-                _exchange(shadow.shard.local, shadow.average)
-            else:
-                shadow.shard.local.copy_(backup)
+        fqn, local = shadow.shard.fqn, shadow.shard.local
+        if fqn not in backups:
+            continue
+        backup = backups.pop(fqn)
+        if backup is not None:
+            local.copy_(backup)
+        elif _has_left(local, inside.get(fqn, local)):
+            # What came from there may be rounded: `.half()` and `.float()` inside.
+            local.copy_(shadow.average)
+            shadow.average.copy_(inside[fqn])
+        else:
+            _exchange(local, shadow.average)
+
+
+def _hand_over(averages: Averages, model_shards: ModelShards) -> None:
+    """Write the live values in averages' shards into the model's shards that are cut alike."""
+    present = model_shards.by_name()
+    for shadow in averages.shadows:
+        tracked = present.get(shadow.shard.fqn)
+        if tracked is not None and tracked.shard.boxes == shadow.shard.boxes:
+            tracked.shard.local.copy_(shadow.shard.local)
+
+
+def _has_left(local: torch.Tensor, former: torch.Tensor) -> bool:
+    """Return whether a shard lies in other memory than before, which is still there."""
+    is_other = local.shape == former.shape and local.data_ptr() != former.data_ptr()
+    return is_other and former.untyped_storage().nbytes() > 0
 
 
 def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -213,14 +283,14 @@ def warn_of_not_followed(
 
 
 def _warn(ema: AveragedModel) -> None:
-    warn_of_stalled(ema, "swap()", 5)
+    warn_of_stalled(ema, "swap()", 7)
     updates = ema._counter.num_updates
     has_moved = ema._counter.has_moved and ema._counter.applied > 0
     if updates >= _MANY_UPDATES and has_moved and _equals_live(ema._averages):
         warnings.warn(
             f"after {updates} updates the average equals the live weights in every element: do the"
             " weights that the optimizer steps reach it?",
-            stacklevel=5,
+            stacklevel=7,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from torch import nn
@@ -13,6 +14,7 @@ from ema_ckpt.ema.model.shards import TrackedShard
 # Ids of the tensors that hold averages, and of the dictionaries in which they are registered. The
 # managers inside their blocks keep them alive.
 _swapped: set[int] = set()
+_marking = threading.Lock()
 
 
 def refuse_inside(model: nn.Module, call: str) -> None:
@@ -33,14 +35,20 @@ def holds_averages(model: nn.Module) -> bool:
     return not _swapped.isdisjoint(ids | _ids(scanned.tensors))
 
 
-def mark_swapped(tracked_shards: Iterable[TrackedShard]) -> frozenset[int]:
-    """Mark tensors as holding averages; returns the marks for `unmark`."""
+def mark_swapped(model: nn.Module, tracked_shards: Iterable[TrackedShard], call: str) -> set[int]:
+    """Mark tensors as holding averages; returns the marks for `unmark`.
+
+    Raises:
+        StateError: they are marked already, by another thread perhaps.
+    """
     marks = _ids(tracked_shards)
-    _swapped.update(marks)
-    return marks
+    with _marking:
+        refuse_inside(model, call)
+        _swapped.update(marks)
+    return set(marks)
 
 
-def unmark(marks: frozenset[int]) -> None:
+def unmark(marks: Iterable[int]) -> None:
     """Mark tensors as holding their own values again."""
     _swapped.difference_update(marks)
 

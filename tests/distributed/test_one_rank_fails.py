@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,27 @@ def _non_finite() -> None:
 
 def test_a_value_that_is_not_finite_on_one_replica() -> None:
     run(2, _non_finite, timeout=60)
+
+
+def _raises_on_entry() -> None:
+    module = DistributedDataParallel(nn.Linear(8, 8))
+    ema, other = ShardedEMA(module, 0.9), DistributedDataParallel(nn.Linear(8, 8))
+    before = [parameter.clone() for parameter in module.parameters()]
+    for call in (lambda: _evaluated(ema), lambda: ema.copy_to(other, timeout=30)):
+        with warnings.catch_warnings():
+            # The average has never moved; on rank 1 this warning is an error.
+            warnings.simplefilter("error" if dist.get_rank() else "ignore")
+            begun = time.monotonic()
+            with pytest.raises(CollectiveError, match="rank 1: UserWarning: ema-stalled"):
+                call()
+        assert time.monotonic() - begun < 10
+        assert all(map(torch.equal, before, module.parameters()))
+    ema.update()
+    _evaluated(ema)
+
+
+def test_a_rank_that_fails_after_it_has_met_the_others() -> None:
+    run(2, _raises_on_entry, timeout=60)
 
 
 def _swap_for_ever(rank: int, port: int, ready: Any, ended: Any) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -283,3 +286,106 @@ def test_a_forward_in_training_mode_inside_leaves_the_averages_of_buffers() -> N
         for n, v in model.state_dict().items()
         if n != "1.num_batches_tracked"
     )
+
+
+MOVING = {
+    "_enter",
+    "_leave",
+    "_put_averages",
+    "_put_back",
+    "_exchange",
+    "mark_swapped",
+    "unmark",
+    "reshard",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ctrl_c_at_any_line_that_moves_weights_loses_none(dtype: torch.dtype) -> None:
+    model = network(dtype)
+    ema = averaged(model)
+    live, average = bits(model), shadows(ema)
+
+    def interrupted(number: int) -> bool:
+        """Interrupt at a line of entry or exit; returns whether there was one."""
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            if frame.f_code.co_name not in MOVING:
+                return None
+            lines += event == "line"
+            if lines == number and event == "line":
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            with ema.swap():
+                pass
+        except KeyboardInterrupt:
+            # As a handler that saves sees it: all live, or refused.
+            sys.settrace(None)
+            assert equal(bits(model), live)
+            assert equal(shadows(ema), average)
+            ema.state_dict()
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    numbers = 0
+    while interrupted(numbers + 1):
+        numbers += 1
+    assert numbers > 50
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_runs_code_of_its_own_runs_outside_of_the_exchange() -> None:
+    model = network()
+    ema = averaged(model)
+    live, average, seen = bits(model), shadows(ema), []
+
+    def handler(*_: object) -> None:
+        seen.append(equal(bits(model), live) or equal(bits(model), average))
+
+    former = signal.signal(signal.SIGUSR1, handler)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_name not in MOVING:
+            return None
+        if event == "line":
+            signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with ema.swap():
+            pass
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGUSR1, former)
+    assert len(seen) >= 2
+    assert all(seen)
+    assert equal(bits(model), live)
+
+
+def test_a_dtype_that_comes_and_goes_inside_rounds_no_average() -> None:
+    model = network()
+    ema = averaged(model)
+    live, average = bits(model), shadows(ema)
+    with ema.swap():
+        model.half()
+        model.float()
+    assert equal(bits(model), live)
+    assert equal(shadows(ema), average)
+
+
+def test_live_weights_come_back_into_another_dtype() -> None:
+    model = network()
+    ema = averaged(model)
+    live, average = bits(model), shadows(ema)
+    with pytest.raises(StateError, match="changed its dtype"), ema.swap():
+        model.half()
+    assert equal(bits(model), [tensor.half() for tensor in live])
+    assert equal(shadows(ema), average)

@@ -55,25 +55,44 @@ def meet_replicas(
         raise failure
 
 
-def gather_replicas(targets: Mapping[Shadow, Tensor]) -> None:
-    """Write each split average whole into its target, rounded to the target's dtype.
+class ReplicaGather:
+    """Writes each split average whole into its target, rounded to the target's dtype.
 
-    Collective over the replicas.
-
-    Raises:
-        CollectiveError: `rank-failed`: another replica died.
+    All memory is taken when it is made, so that a rank without enough of it can still tell the
+    others; `run` is collective over the replicas.
     """
-    for replica, shadows in _by_replica_group(targets):
-        message: list[_Piece] = []
-        nbytes = 0
-        for piece in _pieces(shadows, targets, replica.count):
-            if message and nbytes + piece.nbytes > _MESSAGE_NBYTES:
-                _all_gather(message, replica)
-                message, nbytes = [], 0
-            message.append(piece)
-            nbytes += piece.nbytes
-        if message:
-            _all_gather(message, replica)
+
+    def __init__(self, targets: Mapping[Shadow, Tensor]) -> None:
+        self._messages: list[tuple[ReplicaGroup, list[_Piece]]] = []
+        for replica, shadows in _by_replica_group(targets):
+            message: list[_Piece] = []
+            nbytes = 0
+            for piece in _pieces(shadows, targets, replica.count):
+                if message and nbytes + piece.nbytes > _MESSAGE_NBYTES:
+                    self._messages.append((replica, message))
+                    message, nbytes = [], 0
+                message.append(piece)
+                nbytes += piece.nbytes
+            if message:
+                self._messages.append((replica, message))
+        self._scratch: dict[torch.device, Tensor] = {}
+        for replica, message in self._messages:
+            self._reserve(message[0].target.device, (replica.count + 1) * _nbytes_of(message))
+
+    def run(self) -> None:
+        """Exchange the averages.
+
+        Raises:
+            CollectiveError: `rank-failed`: another replica died.
+        """
+        for replica, message in self._messages:
+            _all_gather(message, replica, self._scratch[message[0].target.device])
+        self._scratch.clear()
+
+    def _reserve(self, device: torch.device, nbytes: int) -> None:
+        scratch = self._scratch.get(device)
+        if scratch is None or scratch.numel() < nbytes:
+            self._scratch[device] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 def _by_replica_group(shadows: Iterable[Shadow]) -> list[tuple[ReplicaGroup, list[Shadow]]]:
@@ -101,12 +120,15 @@ def _pieces(
             yield _Piece(shadow, target, offset, min(step, longest - offset))
 
 
-def _all_gather(message: Sequence[_Piece], replica: ReplicaGroup) -> None:
+def _nbytes_of(message: Sequence[_Piece]) -> int:
+    return sum(piece.nbytes for piece in message)
+
+
+def _all_gather(message: Sequence[_Piece], replica: ReplicaGroup, scratch: Tensor) -> None:
     """Send this replica's part of every piece to all replicas, and write those of all."""
     sizes = [piece.nbytes for piece in message]
-    device = message[0].target.device
-    sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    received = torch.empty(replica.count * sum(sizes), dtype=torch.uint8, device=device)
+    nbytes = _nbytes_of(message)
+    sent, received = scratch[:nbytes], scratch[nbytes : (replica.count + 1) * nbytes]
     for piece, memory in zip(message, torch.split(sent, sizes), strict=True):
         part = piece.shadow.average.view(-1)[piece.offset : piece.offset + piece.numel]
         memory.view(piece.target.dtype)[: part.numel()].copy_(part)
