@@ -40,16 +40,31 @@ def preallocate(fd: int, nbytes: int) -> None:
     Raises:
         OSError: ENOSPC and the like, before a byte of payload is written.
     """
-    if os.fstat(fd).st_size > nbytes:
+    size = os.fstat(fd).st_size
+    if size > nbytes:
         os.ftruncate(fd, nbytes)
-    if not nbytes:
-        return
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _NO_FALLOCATE:
-            raise
+    if nbytes and not _reserve(fd, nbytes) and size < nbytes:
         os.ftruncate(fd, nbytes)
+
+
+def _reserve(fd: int, nbytes: int) -> bool:
+    """Reserve blocks, and extend the file to them; False where the file system cannot.
+
+    There, `posix_fallocate` would write a zero into every 4 KiB whose byte at that place it found
+    to be zero: on NFS, say, and over what another process has written in between.
+    """
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if call is None:  # not on this system
+        return False
+    while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code in _NO_FALLOCATE:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
 
 
 # All at the end, each as soon as it is known, or before what lies behind it.

@@ -53,8 +53,8 @@ ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t at) {
 ssize_t pwrite64(int fd, const void *data, size_t n, off64_t at) {
     return fails("pwrite64", fd, NULL) ? result() : REAL(pwrite64)(fd, data, n, at);
 }
-int posix_fallocate64(int fd, off64_t at, off64_t n) {
-    return fails("posix_fallocate64", fd, NULL) ? errno : REAL(posix_fallocate64)(fd, at, n);
+int fallocate64(int fd, int mode, off64_t at, off64_t n) {
+    return fails("fallocate64", fd, NULL) ? -1 : REAL(fallocate64)(fd, mode, at, n);
 }
 int fsync(int fd) { return fails("fsync", fd, NULL) ? -1 : REAL(fsync)(fd); }
 int rename(const char *from, const char *to) {

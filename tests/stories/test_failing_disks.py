@@ -191,7 +191,7 @@ def test_ranks_do_not_wait_for_one_that_cannot_remove_its_stage(shim: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "calls", ["pwrite64", "fsync", "posix_fallocate64", "renameat2"], ids=lambda name: name
+    "calls", ["pwrite64", "fsync", "fallocate64", "renameat2"], ids=lambda name: name
 )
 def test_a_disk_that_cannot_be_written_leaves_the_old_target(
     shim: Path, fixtures: Path, tmp_path: Path, calls: str

@@ -379,6 +379,26 @@ def test_preallocate(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_size == 1 << 20
 
 
+def test_where_no_blocks_can_be_reserved_not_a_byte_is_written(tmp_path: Path) -> None:
+    """NFS before 4.2, FUSE: a zero byte would meet what another process of the command writes there."""
+    trace = [str(shutil.which("strace")), "-f", "-e", "trace=pwrite64,fallocate"]
+    trace += ["-e", "inject=fallocate:error=EOPNOTSUPP"]
+    if (
+        trace[0] == "None"
+        or subprocess.run([*trace, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("strace is not installed, or may not trace: apt-get install strace")
+    code = "import sys\nfrom ema_ckpt.writing.output_files import preallocate\n"
+    code += "with open(sys.argv[1], 'r+b') as file: preallocate(file.fileno(), 1 << 20)\n"
+    for name, before in (("new", 0), ("there", 1 << 20), ("longer", 2 << 20)):
+        (tmp_path / name).write_bytes(bytes(before))
+        command = [*trace, sys.executable, "-c", code, str(tmp_path / name)]
+        said = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stderr
+        assert said.count("fallocate(") == said.count("EOPNOTSUPP") == 1, said
+        assert "pwrite64" not in said
+        assert (tmp_path / name).stat().st_size == 1 << 20
+
+
 @PLAIN
 def test_killed_at_random_moments(tmp_path: Path, plain: bool) -> None:
     """Twenty times SIGKILL: the target is the old or the new one, whole; the next writer tidies up."""
