@@ -26,6 +26,9 @@ LOCATOR64 = struct.Struct("<4sLQL")
 LOCAL_CRC, CENTRAL_CRC = 14, 16  # byte of the checksum in these records
 MAX_U32, MAX_U16 = 0xFFFFFFFF, 0xFFFF
 _IS_FOLDER = 0x10  # among the external attributes
+# Flags of records that are encrypted, patches, strongly encrypted, or have masked headers: torch
+# loads none of them.
+_UNREAD_FLAGS = 0x2061
 _END_MAGIC = b"PK\5\6"
 _PEEK_NBYTES = 4096
 _MAX_DIRECTORY_NBYTES = 1 << 30
@@ -170,6 +173,8 @@ def _check_names(window: Window, entries: Sequence[CentralRecord]) -> None:
     exact: set[str] = set()
     folded: set[str] = set()
     for name in map(_inner_name, entries):
+        if any("\udc80" <= letter <= "\udcff" for letter in name):  # bytes that are no UTF-8
+            raise window.bad(f"a record has the name {name!r}, which torch cannot decode")
         if name in exact:
             raise window.bad(f"the record {name!r} stands twice")
         # torch looks names up without regard to case: another name would be another's bytes.
@@ -238,6 +243,8 @@ def _end64(window: Window, locator: bytes) -> tuple[int, ...]:
     end64 = END64.unpack(window.read(position, END64.size))
     if end64[0] != b"PK\6\6" or disk or disks != 1:
         raise window.bad("its zip64 end record is missing, or in another part")
+    if end64[1] < END64.size - 12:  # the bytes after this number
+        raise window.bad("its zip64 end record is said to be shorter than it is")
     fields: tuple[int, ...] = end64[4:]
     return fields
 
@@ -261,7 +268,7 @@ def read_directory(window: Window) -> tuple[int, list[CentralRecord]]:
         following = body + name_nbytes + extra_nbytes + comment_nbytes
         if fields[0] != b"PK\1\2" or fields[13] or following > size:
             raise window.bad("its directory is malformed")
-        name = data[body : body + name_nbytes].decode("utf-8", "backslashreplace")
+        name = data[body : body + name_nbytes].decode("utf-8", "surrogateescape")
         extra = data[body + name_nbytes : body + name_nbytes + extra_nbytes]
         nbytes, packed, header = _zip64(window, extra, [nbytes, packed, header])
         if nbytes != packed and not method:
@@ -295,9 +302,9 @@ def _data_start(window: Window, entry: CentralRecord) -> int:
         window.read(entry.header, LOCAL.size)
     )
     is_header = magic == b"PK\3\4"
-    if is_header and (method != entry.method or (flags ^ entry.flags) & 1):
+    if is_header and (method != entry.method or (flags ^ entry.flags) & _UNREAD_FLAGS):
         raise window.bad(f"directory and header of {entry.name!r} disagree on how it is stored")
-    if entry.method or entry.flags & 1:
+    if entry.method or entry.flags & _UNREAD_FLAGS:
         message = f"{window.file}: record {entry.name!r} is compressed or encrypted"
         raise SourceError("unsupported", message, file=window.file)
     start: int = entry.header + LOCAL.size + name_nbytes + extra_nbytes

@@ -170,3 +170,28 @@ def test_folders_of_another_zip_program_are_no_records(tmp_path: Path) -> None:
         archive.writestr("src/a.py", "pass")
     with pytest.raises(SourceError, match=r"that torch\.save did not write"):
         ema_ckpt.inspect(other)
+
+
+def changed(place: str) -> bytes:
+    """The archive with bits of its directory changed that only torch's reader looks at."""
+    data = bytearray(saved(W))
+    *_, size, start, _ = END.unpack(data[-END.size :])
+    if place == "name":
+        data[data.index(b"version", start + size - 200)] ^= 0x80
+    elif place == "end record":
+        data[data.index(b"PK\6\6") + 4] ^= 4
+    else:
+        entry = data.rindex(b"PK\1\2", 0, data.index(b"data/0", start))
+        flag = {"patch": 0x20, "strongly encrypted": 0x40, "masked": 0x2000}[place]
+        data[entry + 8] ^= flag & 0xFF
+        data[entry + 9] ^= flag >> 8
+    return bytes(data)
+
+
+@pytest.mark.parametrize("place", ["name", "end record", "patch", "strongly encrypted", "masked"])
+def test_bits_of_the_directory_that_only_torch_reads(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "changed.pt"
+    path.write_bytes(changed(place))
+    with pytest.raises((RuntimeError, UnicodeDecodeError)):
+        torch.load(path)
+    refuses(path, "damaged zip archive")
