@@ -190,7 +190,7 @@ class Object:
     """A stored value that is no tensor: the span of its pickle, or an `inline` value.
 
     Attributes:
-        is_bare: whether an inline value comes from a record that has no checksum.
+        is_bare: whether an inline value comes from a record or a file that has no checksum.
     """
 
     name: str

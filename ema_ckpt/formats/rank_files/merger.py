@@ -279,7 +279,10 @@ class Merger:
         if any(repr(other) != repr(value) for _, other in values):
             self.add_rank_private(path, file.name, len(values))
         else:
-            self.objects.append(Object(name, path, file.name, inline=value, is_inline=True))
+            is_bare = not file.content.is_zip
+            self.objects.append(
+                Object(name, path, file.name, inline=value, is_inline=True, is_bare=is_bare)
+            )
 
     def add_rank_private(self, path: Path, file: str, count: int) -> None:
         """List state that each rank has for itself."""

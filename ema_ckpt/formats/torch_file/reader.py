@@ -93,6 +93,7 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
     lenient = LenientGlobals(SubclassReader())
     content = read_content(source, file, lenient)
     archive, (leaves, nesting) = content.archive, read_leaves(content)
+    is_bare = not content.is_zip
     tensors: list[Tensor] = []
     objects: list[Object] = []
     warnings = archive.warnings()
@@ -103,7 +104,7 @@ def open_torchfile(source: Files, names: tuple[str, ...], path: str, resolved: s
             continue
         name = ".".join(map(str, leaf_path))
         warnings += object_warnings(name, value, file)
-        objects.append(Object(name, leaf_path, file, inline=value, is_inline=True))
+        objects.append(Object(name, leaf_path, file, inline=value, is_inline=True, is_bare=is_bare))
     check_discarded(lenient.unsafe, [value for _, value in leaves], file)
     return Catalog(
         path=path,

@@ -223,3 +223,17 @@ def test_only_what_selects_a_quantised_tensor_refuses(tmp_path: Path, form: str)
     assert (caught.value.code, caught.value.tensor) == ("unsupported", "byte")
     ema_ckpt.convert(path, tmp_path / "out.pt", exclude=["byte", "int", "nibble"])
     assert_holds(tmp_path / "out.pt", {"first": BASE, "last": BASE[1:3]})
+
+
+@pytest.mark.parametrize("names", [["old.pt"], ["old_rank_0.pt", "old_rank_1.pt"]])
+def test_plain_values_have_no_checksum_in_it(tmp_path: Path, names: list[str]) -> None:
+    """Nor have tensors that became values of an unknown class, by one bit of their function."""
+    for name in names:
+        path = tmp_path / name
+        torch.save({"w": BASE, "step": 7}, path, _use_new_zipfile_serialization=False)
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b"_rebuild_tensor_v2", b"_recuild_tensor_v2"))
+    found = ema_ckpt.verify(tmp_path)
+    assert (found.status, found.problems) == ("unproven", ())
+    torch.save({"step": 7}, tmp_path / names[0], _use_new_zipfile_serialization=False)
+    assert ema_ckpt.verify(tmp_path).status == "unproven"
