@@ -1004,3 +1004,21 @@ def test_a_counter_that_is_no_whole_number_is_refused(count: Any) -> None:
     state = ShardedEMA(model).state_dict() | {"num_updates": count, "config": None}
     with pytest.raises(StateError, match="num_updates is none that a run can have counted"):
         ShardedEMA(model).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.empty(2, device="meta"), "meta"),
+        (torch.ones(2, dtype=torch.complex64), "complex"),
+        (torch.ones(2).to_sparse(), "layout"),
+    ],
+)
+def test_a_state_that_cannot_be_copied_changes_nothing(value: torch.Tensor, what: str) -> None:
+    ema = ShardedEMA(nn.Linear(2, 2), 0.5)
+    before = {name: tensor.clone() for name, tensor in ema.state_dict()["weights"].items()}
+    weights = {name: tensor + 1 for name, tensor in before.items()} | {"bias": value}
+    with pytest.raises(StateError, match=f"'bias': the state to load has .*{what}"):
+        ema.load_state_dict({"weights": weights, "num_updates": 1})
+    assert ema.num_updates == 0
+    assert all(map(torch.equal, before.values(), ema.state_dict()["weights"].values()))

@@ -106,7 +106,7 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
 def _count_of(state: Mapping[str, Any], name: str) -> Any:
     """Return a counter of a state: a number, numpy's too, or the one element of a tensor."""
     value = state.get(name, 0)
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and not value.is_meta and value.numel() == 1:
         value = value.item()
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -225,9 +225,27 @@ def _as_global(
     return as_tensor(shadow.boxes, shard.shape, local, shard.layout, replicas)
 
 
+def _refuse_source(fqn: str, target: Tensor, source: Tensor) -> None:
+    """Refuse what cannot be copied into an average, or not without a loss."""
+    kind = None
+    if source.is_nested:
+        kind = "a nested tensor"
+    elif source.layout is not torch.strided:
+        kind = f"a tensor of the layout {source.layout}"
+    elif source.is_meta:
+        kind = "a tensor on meta, without values"
+    elif source.is_quantized:
+        kind = f"a tensor of {source.dtype}"
+    elif source.is_complex() and not target.is_complex():
+        kind = "a complex tensor, and the average is real"
+    if kind is not None:
+        raise StateError("usage", f"{fqn!r}: the state to load has {kind}")
+
+
 def _copies(shadow: Shadow, target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return (target view, source view) pairs; none if the target is the source."""
     fqn, shape = shadow.shard.fqn, shadow.shard.shape
+    _refuse_source(fqn, target, source)
     if tuple(source.shape) != shape:
         raise StateError(
             "usage", f"{fqn!r} has shape {shape}; the state to load has {tuple(source.shape)}"
