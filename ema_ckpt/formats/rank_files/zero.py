@@ -90,6 +90,7 @@ def read_zero(
             problem = f"written by {counted(world_size, 'rank')}, found the files of {len(files)}"
             remedy = "bring all of one save, and no other, into one directory"
             raise SourceError("incomplete", f"{file}: {problem}; {remedy}", file=file)
+        _refuse_experts(file, state, len(files))
     groups, whole, shared = _read_model(model)
     if not groups:
         message = f"{where}: records no `param_shapes` of the flat pieces"
@@ -113,9 +114,24 @@ def read_zero(
 
 
 def _world_size(state: Leaves) -> int | None:
+    return max(_partition_counts(state), default=None)
+
+
+def _partition_counts(state: Leaves) -> list[int]:
+    """Read over how many ranks each group is cut, or all are, as far as it is recorded."""
     recorded = state.get((_STATE, "partition_count"))
     counts = recorded if isinstance(recorded, list | tuple) else [recorded]
-    return max((one for one in counts if type(one) is int and one < 2**63), default=None)
+    return [one for one in counts if type(one) is int and one < 2**63]
+
+
+def _refuse_experts(file: str, state: Leaves, world_size: int) -> None:
+    """Refuse experts of which each rank has some: of one name are others on each."""
+    for number, count in enumerate(_partition_counts(state)):
+        if count < world_size:
+            problem = f"group {number} is cut over {count} of {counted(world_size, 'rank')}"
+            message = f"{file}: {problem}, as experts are that the ranks share out; not read"
+            remedy = "name the model_states file of each expert, or load it with DeepSpeed"
+            raise SourceError("unsupported", f"{message}: {remedy}", file=file)
 
 
 def _read_model(model: Leaves) -> tuple[Groups, dict[str, TensorRef], dict[str, str]]:

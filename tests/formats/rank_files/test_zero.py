@@ -215,6 +215,21 @@ def test_files_of_the_model_that_only_deepspeed_reads_are_checked(
         )
 
 
+def test_experts_that_ranks_share_out_are_no_damage(tmp_path: Path) -> None:
+    """DeepSpeed's `ep_size=2` on two ranks: each has all of the group of its own experts."""
+    save(tmp_path, 2, 2)
+    for file in tmp_path.glob("*optim_states.pt"):
+        state = torch.load(file)
+        state["optimizer_state_dict"]["partition_count"] = [2, 1]
+        pieces = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        pieces[1] = torch.cat([pieces[1], pieces[1]])
+        torch.save(state, file)
+    for command in (ema_ckpt.verify, ema_ckpt.inspect):
+        with pytest.raises(ema_ckpt.EmaCkptError, match="group 1 is cut over 1 of 2") as caught:
+            command(tmp_path)
+        assert caught.value.code == "unsupported"
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_file_of_a_save_by_other_ranks_is_refused(tmp_path: Path, stage: int) -> None:
     save(tmp_path, stage, 3)
