@@ -7,7 +7,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -222,6 +222,8 @@ class ObjectDirectory:
                 self._attempted.append(name)
                 self._store.put(name, data)
 
+        if self._note is not None:
+            self._note.refuse_loss()
         self._destination.publish(self._store, order, put_small, self._request)
         self._is_published = True
         try:
@@ -243,6 +245,10 @@ class ObjectDirectory:
             self._store.delete([self._file(rank)])
             return
         files = [self._file(one) for one in range(ranks)]
+        with suppress(EmaCkptError):
+            if self._note is not None and self._note.is_lost():  # they are another run's by now
+                self._note.end()
+                return
         if self._order is not None:
             self._order.delete_written(self._store, [*files, *self._attempted])
         self._end()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Set
 from functools import cached_property
 from typing import NamedTuple
 
 from ema_ckpt.core.errors import RefusedError
+from ema_ckpt.storage.directories import is_folder, list_folder
 from ema_ckpt.storage.multipart import abort_upload, has_multipart, uploads_below
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.writing.destination import WriteRequest
@@ -76,8 +78,10 @@ class Leftovers:
         if note.written:
             names = {*note.written, note.marker, *note.uploads}
             clear_uploads(self._store, names, "", note.uploads)
+            self._store.delete(_temporaries(self._store, names))
         else:
             clear_uploads(self._parent, {note.marker}, note.marker, note.uploads)
+            self._parent.delete(_temporaries(self._parent, {note.marker}))
         if self.unpublished:
             self._store.delete([one for one in note.written if one in self.unpublished])
         self._parent.delete([name])
@@ -95,6 +99,14 @@ def clear_uploads(
     LostUploads(store, names, prefix, frozenset()).clear()
     for name, upload_id in known.items():
         abort_upload(store, name, upload_id)
+
+
+def _temporaries(store: ObjectStore, names: Collection[str]) -> list[str]:
+    """List what these objects are called before they are complete, where files show before that."""
+    if has_multipart(store) or not is_folder(store.url):
+        return []
+    own = re.compile(rf"\.({'|'.join(map(re.escape, names))})\.ema-ckpt-[0-9a-f]{{8}}")
+    return [name for name in list_folder(store.url).files if own.fullmatch(name)]
 
 
 class LostUploads(NamedTuple):

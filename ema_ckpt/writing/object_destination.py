@@ -89,18 +89,19 @@ class ObjectDestination:
 
     @cached_property
     def _folder(self) -> Folder:
-        """What is below the URL now, without what killed runs left."""
+        """What is below the URL now, without what killed runs left, and what is a writer's own."""
         if not is_folder(self.url):
             return Folder(self.url, (), ())
         folder = list_folder(self.url)
         left = self.leftovers.unpublished
-        return folder._replace(files=tuple(name for name in folder.files if name not in left))
+        present = [name for name in folder.files if not is_stage_name(name)]
+        return folder._replace(files=tuple(name for name in present if name not in left))
 
     def _kind(self) -> bool | None:
         """Whether a directory is there, or a file (False), or nothing (None).
 
-        A directory that holds nothing counts as nothing: stores that have directories keep it where
-        a write has failed.
+        A directory that holds nothing but what writers leave counts as nothing: stores that have
+        directories keep it where a write has failed.
         """
         kind = is_folder(self.url)
         if kind and not self._folder.files + self._folder.folders:
@@ -129,11 +130,13 @@ class ObjectDestination:
         try:
             yield draft
             files.finish()
+            note.refuse_loss()
             self.publish(store, order, files.publish, request)
         except BaseException as error:
             # What a damaged source gave is not gone on from: nobody knows which parts hold it.
             if request.options.resume and not isinstance(error, SourceError):
                 files.close()
+                note.end()
             else:
                 self._give_up(files, note, lost, error)
             raise
@@ -230,7 +233,7 @@ class ObjectDestination:
         for name in self._folder.files:
             if is_checkpoint_file(name, partial(store.read_head, name)):
                 old.append(name)
-            elif name not in request.replaces and not is_stage_name(name):
+            elif name not in request.replaces:
                 foreign.append(name)
         if foreign and not request.keep_foreign:
             listed = f"{shown(foreign)}; move it away or name another path"
@@ -291,9 +294,13 @@ class ObjectDestination:
         error: BaseException,
     ) -> None:
         """Delete what was written, and then the note; say what could not be deleted."""
+        is_lost = False
+        with contextlib.suppress(EmaCkptError):
+            is_lost = note.is_lost()
         try:
-            files.abort()
-            lost.clear()
+            files.abort(is_lost=is_lost)
+            if not is_lost:
+                lost.clear()
             note.delete()
         except EmaCkptError as failure:
             text = f"{self.url}: left behind, some of it could not be deleted: {failure}"

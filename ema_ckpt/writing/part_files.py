@@ -218,7 +218,6 @@ class PartFiles:
             with self._lock:
                 self.sent += is_sent
                 self.found += not is_sent
-            self._note.touch()
         elif file.name in self._order.late:
             file.held = data
         else:
@@ -276,8 +275,11 @@ class PartFiles:
         elif file.held is not None or not file.nbytes:
             self._put_object(file, file.held or BytesIO())
 
-    def abort(self) -> None:
-        """Delete everything that was sent or put, as far as it replaced nothing."""
+    def abort(self, *, is_lost: bool = False) -> None:
+        """Delete everything that was sent or put, as far as it replaced nothing.
+
+        `is_lost`: what was put stays, as it is another run's by now.
+        """
         with self._lock:
             self._error = self._error or EmaCkptError("internal", "given up")
         self._senders.shutdown(wait=True, cancel_futures=True)
@@ -285,7 +287,7 @@ class PartFiles:
             if file.upload is not None:
                 file.upload.abort()
                 file.upload = None
-        self._order.delete_written(self._store, self._put)
+        self._order.delete_written(self._store, () if is_lost else self._put)
         self._put.clear()
 
     def close(self) -> None:

@@ -106,12 +106,15 @@ class StreamedFiles:
             if files[name] in self._streams:
                 self._complete(files[name])
 
-    def abort(self) -> None:
-        """Delete everything that was written, as far as it replaced nothing."""
+    def abort(self, *, is_lost: bool = False) -> None:
+        """Delete everything that was written, as far as it replaced nothing.
+
+        `is_lost`: what was put stays, as it is another run's by now.
+        """
         for stream in self._streams.values():
             stream.abort()
         self._streams.clear()
-        self._publish_order.delete_written(self._store, self._put)
+        self._publish_order.delete_written(self._store, () if is_lost else self._put)
         self._put.clear()
 
     def close(self) -> None:

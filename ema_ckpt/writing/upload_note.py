@@ -9,16 +9,16 @@ writes the target.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 
-from ema_ckpt.core.errors import TargetError
+from ema_ckpt.core.errors import EmaCkptError, RefusedError, TargetError
 from ema_ckpt.storage.directories import changed_within, is_folder, join, list_folder
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.stage_names import stage_name
@@ -61,37 +61,64 @@ class UploadNote:
 
 
 class NoteFile:
-    """The note of this run; told of every upload that is begun, and touched now and then."""
+    """The note of this run; told of every upload that is begun, and touched until the run ends."""
 
     def __init__(self, parent: ObjectStore, target: str, note: UploadNote) -> None:
         """Write it; a note that is continued is written anew, under a name of this run."""
         self.name = f"{stage_name(target, os.urandom(4).hex())}.note"
         self._parent = parent
+        self._url = join(parent.url, target)
         self._note = note
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         note.machine, note.pid, note.started = _machine(), os.getpid(), _started(os.getpid())
         self._write()
+        threading.Thread(target=self._touch_until_ended, name="ema_ckpt-note", daemon=True).start()
 
     def _write(self) -> None:
         self._parent.put(self.name, json.dumps(asdict(self._note)).encode())
-        self._touched = time.monotonic()
+
+    def _touch_until_ended(self) -> None:
+        """Show other machines that this run goes on, however long it sends nothing."""
+        while not self._ended.wait(_TOUCHED_EVERY_SECONDS):
+            with self._lock, contextlib.suppress(EmaCkptError):
+                if not self._ended.is_set() and not self.is_lost():
+                    self._write()
 
     def begun(self, name: str, upload_id: str) -> None:
-        """Record an upload before its first part is sent."""
+        """Record an upload before its first part is sent. Raises as `refuse_loss`."""
         with self._lock:
             if self._note.uploads.get(name) != upload_id:
+                self.refuse_loss()
                 self._note.uploads[name] = upload_id
                 self._write()
 
-    def touch(self) -> None:
-        """Show other machines that this run goes on."""
-        if time.monotonic() - self._touched > _TOUCHED_EVERY_SECONDS:
-            with self._lock:
-                self._write()
+    def is_lost(self) -> bool:
+        """Whether another run has deleted it, as far as the store tells: it writes the target now.
+
+        Raises:
+            AccessError: as `ObjectStore.read`.
+        """
+        try:
+            return self._parent.read(self.name) is None
+        except RefusedError:
+            return False
+
+    def refuse_loss(self) -> None:
+        """Raise TargetError `busy` if another run has taken this one for dead."""
+        if self.is_lost():
+            reason = "another run has taken this one for dead and deleted its note"
+            raise TargetError("busy", f"{self._url}: {reason}; look with verify who has written it")
 
     def delete(self) -> None:
         """Delete it: there is nothing left to go on from."""
-        self._parent.delete([self.name])
+        self.end()
+        with self._lock:
+            self._parent.delete([self.name])
+
+    def end(self) -> None:
+        """Touch it no more: the run has ended, and has left something to go on from."""
+        self._ended.set()
 
 
 def notes_of(parent: ObjectStore, target: str) -> Iterator[tuple[str, UploadNote]]:

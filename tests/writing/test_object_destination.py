@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.writing.object_destination import ObjectDestination
 from ema_ckpt.writing.part_files import divide_memory
 from ema_ckpt.writing.publish_order import PublishOrder
+from ema_ckpt.writing.streamed_files import StreamedFiles
 from ema_ckpt.writing.upload_note import NoteFile, UploadNote
 from tests.object_stores import refuse_marker
 
@@ -376,3 +378,79 @@ def test_what_another_run_wrote_while_this_one_planned_is_left_alone(
         "__0_0.distcp": b"other", ".metadata": b"other", "__1_0.distcp": None,
     }  # fmt: skip
     assert sorted(objects(store)) == ["out/.metadata", "out/__0_0.distcp"]
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "resharded"])
+def test_a_run_that_sends_nothing_for_long_shows_other_machines_that_it_lives(
+    name: str, store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, seen = f"{store}/{name}", list[str]()
+    monkeypatch.setattr("ema_ckpt.writing.upload_note._TOUCHED_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr("ema_ckpt.writing.upload_note._FRESH_SECONDS", 0.5)
+    monkeypatch.setattr(UploadNote, "is_alive", lambda _: None)  # of another machine
+    usual = StreamedFiles.finish
+
+    def finish(self: StreamedFiles) -> None:
+        time.sleep(1.5)
+        monkeypatch.undo()
+        monkeypatch.setattr("ema_ckpt.writing.upload_note._FRESH_SECONDS", 0.5)
+        monkeypatch.setattr(UploadNote, "is_alive", lambda _: None)
+        with pytest.raises(ema_ckpt.TargetError) as caught:
+            WRITERS[name](fixtures / "dcp/fsdp2-w2", url)
+        seen.append(caught.value.code)
+        usual(self)
+
+    monkeypatch.setattr(StreamedFiles, "finish", finish)
+    WRITERS[name](fixtures / "dcp/fsdp2-w2", url)
+    assert seen == ["busy"]
+    assert ema_ckpt.verify(url).status == "sound"
+    assert not [left for left in objects(store) if left.endswith(".note")]
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "resharded"])
+def test_a_run_that_was_taken_for_dead_neither_publishes_nor_deletes(
+    name: str, store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was cut off for long: the other run's files have the same names."""
+    url = f"{store}/{name}"
+    usual = StreamedFiles.finish
+
+    def finish(self: StreamedFiles) -> None:
+        usual(self)
+        monkeypatch.setattr(StreamedFiles, "finish", usual)
+        with monkeypatch.context() as patch:
+            patch.setattr(UploadNote, "is_alive", lambda _: False)
+            WRITERS[name](fixtures / "dcp/fsdp2-w2", url)
+        written.update(complete())
+
+    def complete() -> dict[str, str]:
+        """What has its name for good: the first run still holds temporary files, which go with it."""
+        return {k: v for k, v in objects(store).items() if ".ema-ckpt-" not in k}
+
+    written: dict[str, str] = {}
+    monkeypatch.setattr(StreamedFiles, "finish", finish)
+    with pytest.raises(ema_ckpt.TargetError, match="taken this one for dead") as caught:
+        WRITERS[name](fixtures / "dcp/fsdp2-w4", url)
+    assert caught.value.code == "busy"
+    assert complete() == written
+    assert ema_ckpt.verify(url).status == "sound"
+
+
+def test_what_a_killed_run_left_under_temporary_names_is_in_nobodys_way(
+    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{store}/out"
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectDestination, "_give_up", lambda *_: None)
+        patch.setattr(ObjectDestination, "publish", refused)
+        with pytest.raises(KeyboardInterrupt):
+            WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
+    assert any("/..metadata.ema-ckpt-" in f"/{name}" for name in objects(url))
+    monkeypatch.setattr(UploadNote, "is_alive", lambda _: False)
+    WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
+    assert not [name for name in objects(store) if ".ema-ckpt-" in name]
+    assert ema_ckpt.verify(url).status == "sound"
+
+
+def refused(*_: object) -> None:
+    raise KeyboardInterrupt
