@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.storage.remote import (
     ask,
@@ -24,7 +24,7 @@ from ema_ckpt.storage.stamp import Stamp
 
 _HTTP = ("http://", "https://")
 _UNKNOWN = Stamp("?")
-_Listed = tuple[dict[str, Stamp], Stamp]
+_Listed = tuple[dict[str, Stamp], Stamp | None]
 
 
 class Folder(NamedTuple):
@@ -174,13 +174,16 @@ def stamps_of(root: str, files: Iterable[str]) -> dict[str, Stamp]:
             stamps[file] = _local_stamp(place)
             continue
         if place.startswith(_HTTP):
-            stamps[file] = _http_stamp(place)
+            stamps[file] = _stamp_alone(place)
             continue
         folder = parent_of(place)
         if folder not in folders:
             folders[folder] = _remote_stamps(folder)
         listed, unlisted = folders[folder]
-        stamps[file] = listed.get(base_name(place), unlisted)
+        if unlisted is None:
+            stamps[file] = _stamp_alone(place)
+        else:
+            stamps[file] = listed.get(base_name(place), unlisted)
     return stamps
 
 
@@ -194,19 +197,24 @@ def _local_stamp(path: str) -> Stamp:
 
 
 def _remote_stamps(folder: str) -> _Listed:
-    """Stamps of all objects in a folder, from its listing, and that of what is not listed."""
+    """Stamps of all objects in a folder, from its listing, and that of what is not listed.
+
+    The latter is None for who may not list, but may read: each object is to be asked for by name.
+    """
     try:
         filesystem, base = open_filesystem(folder)
         items = ask(lambda: filesystem.ls(base, detail=True), folder, folder)
     except FileNotFoundError:
         return {}, _UNKNOWN
+    except RefusedError:
+        return {}, None
     except EmaCkptError as error:
         return {}, Stamp("?", failure=str(error))
     return {base_name(str(item["name"])): Stamp(stamp_of(item)) for item in items}, _UNKNOWN
 
 
-def _http_stamp(url: str) -> Stamp:
-    """Stamp of one file: the page that lists it says nothing of it."""
+def _stamp_alone(url: str) -> Stamp:
+    """Stamp of one file: no listing says anything of it, as the page of a web server does not."""
     try:
         filesystem, base = open_filesystem(url)
         return Stamp(stamp_of(ask(lambda: filesystem.info(base), url, url)))

@@ -26,6 +26,7 @@ from ema_ckpt.storage.remote import (
     stamp_of,
 )
 from ema_ckpt.storage.remote_folders import list_remote
+from ema_ckpt.storage.s3_ranges import S3Ranges, is_s3
 from ema_ckpt.storage.stamp import Stamp
 
 if TYPE_CHECKING:
@@ -321,6 +322,7 @@ class RemoteFiles:
         self.seen: dict[str, Stamp] = {}
         self._tags: dict[str, str] = {}  # entity tags, by path
         self._is_concurrent = bool(getattr(filesystem, "async_impl", False))
+        self._s3 = S3Ranges(filesystem) if is_s3(filesystem) else None
 
     def _path(self, name: str) -> str:
         return join_url(self._place, safe_name(name))
@@ -394,6 +396,8 @@ class RemoteFiles:
         if is_http(self._filesystem):
             file = HttpFile(path, size, self._tags.get(path, ""))
             data = read_range(self._filesystem, file, offset, offset + nbytes)
+        elif self._s3 is not None:
+            data = self._s3.read(path, offset, offset + nbytes)
         else:
             data = bytes(self._filesystem.cat_file(path, start=offset, end=offset + nbytes))
         if len(data) != nbytes:
@@ -421,6 +425,11 @@ class RemoteFiles:
         """Ask for several ranges at a time; what fails is an exception among the answers."""
         path = self._path(name)
         begins = [offset + start for start in starts]
+        if self._s3 is not None:
+            ranges = [
+                (offset + start, offset + end) for start, end in zip(starts, ends, strict=True)
+            ]
+            return self._s3.read_several(path, ranges)
         try:
             answers: list[object] = self._filesystem.cat_ranges(
                 [path] * len(starts), begins, [offset + end for end in ends], on_error="return"

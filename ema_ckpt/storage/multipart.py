@@ -18,6 +18,7 @@ from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import RefusedError, TargetError
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.remote import ask, stamp_of
+from ema_ckpt.storage.s3_ranges import is_s3
 
 LEAST_PART_NBYTES = 5 << 20  # but for the last one
 MAX_PARTS = 10_000
@@ -26,9 +27,7 @@ _PART_FIELDS = ("ETag", "ChecksumCRC32")
 
 def has_multipart(store: ObjectStore) -> bool:
     """Whether the store's client speaks S3."""
-    protocol = store.filesystem.protocol
-    protocols = (protocol,) if isinstance(protocol, str) else protocol
-    return "s3" in protocols and hasattr(store.filesystem, "call_s3")
+    return is_s3(store.filesystem)
 
 
 def check_bucket(store: ObjectStore) -> None:
