@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ema_ckpt.core.catalog import UnknownEntry
 from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.metadata import Metadata
-from ema_ckpt.formats.dcp.metadata_values import ItemPlace
+from ema_ckpt.formats.dcp.metadata_values import ItemPlace, differ_by_one_bit
 
 _METADATA = ".metadata"
 
@@ -37,10 +37,11 @@ def find_mismatches(
 
 
 def path_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:
-    """Find the one name that differs between paths and entries, if it is but one and a bit.
+    """Find names that differ between paths and entries by one bit.
 
     A planner of a user's own may store under other names than those of the state dict: names of the
-    two lists that differ are damage only where it is one alone, by one bit.
+    two lists that differ are damage only where it is one alone, by one bit, or several that all
+    differ by the same bit, for a pickle holds the name of a tree once.
     """
     moved: list[tuple[str, str]] = []
     for name, path in part.paths.items():
@@ -48,22 +49,26 @@ def path_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:
         if joined != name:
             moved.append((name, joined))
     lost = [name for name in part.entries if name not in part.paths] if part.spare else []
-    if len(moved) == 1 and not lost:
-        name, joined = moved[0]
-        if _differ_by_one_bit(name, joined):
+    if not lost and _differ_by_the_same_bit(moved):
+        for name, joined in moved:
             yield name, f"planner_data places {name!r} at {joined!r}"
     if len(lost) == len(part.spare) == 1:
         name, spare = lost[0], part.spare[0]
-        if _differ_by_one_bit(name, spare):
+        if differ_by_one_bit(name, spare):
             problem = f"planner_data has a path for {spare!r}, which is not stored"
             yield name, f"{problem}, and none for {name!r}"
 
 
-def _differ_by_one_bit(a: str, b: str) -> bool:
-    """Whether two names differ in one bit of one character, as damage makes them."""
-    if len(a) != len(b):
-        return False
-    return sum((ord(x) ^ ord(y)).bit_count() for x, y in zip(a, b, strict=True)) == 1
+def _differ_by_the_same_bit(pairs: Sequence[tuple[str, str]]) -> bool:
+    """Whether the two names of every pair differ by one bit, of the same letter in all."""
+    letters: set[tuple[str, str]] = set()
+    for a, b in pairs:
+        if not differ_by_one_bit(a, b):
+            return False
+        letters.update((x, y) for x, y in zip(a, b, strict=True) if x != y)
+        if len(letters) > 1:
+            return False
+    return True
 
 
 def _place_mismatches(part: Metadata) -> Iterator[tuple[str, str]]:

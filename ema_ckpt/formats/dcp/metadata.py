@@ -28,6 +28,8 @@ from ema_ckpt.formats.dcp.metadata_values import (
     ItemPlace,
     Key,
     Values,
+    differ_by_one_bit,
+    is_memory_format,
     unexpected,
 )
 from ema_ckpt.formats.pickle.machine import loads
@@ -115,7 +117,7 @@ class _Properties(Replacement):
     def setstate(self, state: object) -> None:
         if isinstance(state, dict):
             self.dtype = state["dtype"]
-        elif isinstance(state, tuple) and len(state) in (5, 6):
+        elif isinstance(state, tuple) and len(state) in (5, 6) and is_memory_format(state[3]):
             self.dtype = state[0]
         else:
             raise ValueError("TensorProperties has a state of an unknown form")
@@ -123,7 +125,7 @@ class _Properties(Replacement):
 
 def _memory_format(number: object) -> object:
     """Check a member of `_MEM_FORMAT_ENCODING`: contiguous, channels last or preserved."""
-    if number not in (0, 1, 2):
+    if not is_memory_format(number):
         raise ValueError(f"a memory format is {brief(number)}")
     return number
 
@@ -209,13 +211,24 @@ def _derived_root(value: Opaque) -> Opaque | _Root:
     _check_class(value)
     root = _Root()
     root.setstate(state)
+    root.fields.setdefault("planner_data", None)
     return root
 
 
 def _check_class(value: object) -> None:
     """Check that torch has the class of an instance, if the pickle says that it is torch's."""
-    if isinstance(value, Opaque) and value.module.partition(".")[0] == "torch":
-        raise ValueError(f"torch has no {value.module}.{value.name}")
+    if isinstance(value, Opaque):
+        if value.module.partition(".")[0] == "torch":
+            raise ValueError(f"torch has no {value.module}.{value.name}")
+        _check_spelling(value)
+
+
+def _check_spelling(value: Opaque) -> None:
+    """Check that the class of an instance is not one of torch's but for a bit."""
+    found = f"{value.module}.{value.name}"
+    for named in map(".".join, _ALLOWED):
+        if differ_by_one_bit(found, named):
+            raise ValueError(f"{found} stands in the place of {named}")
 
 
 def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None) -> Metadata:
@@ -232,12 +245,13 @@ def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None
         if not isinstance(name, str):
             raise ValueError(f"a name is {brief(name)}")
         if isinstance(entry, Opaque):
+            _check_spelling(entry)
             result.opaque[name] = f"{entry.module}.{entry.name}"
         elif isinstance(entry, _Bytes):
             result.entries[name] = None
         else:
             result.entries[name] = _tensor(entry, name, where, columns)
-    paths = fields.get("planner_data")
+    paths = fields["planner_data"]  # torch writes it always, even if it is None
     if isinstance(paths, dict):
         _add_paths(result, paths, entries, where)
     if reader is None or columns is None:

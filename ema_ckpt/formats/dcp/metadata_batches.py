@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _MAX_KEY = 1 << 62
 _MAX_NUMBER = 1 << 31  # in the memo
 INSTANCE_COUNT = 2  # memoized objects of an instance: itself and its dict
+_MEMORY_FORMAT = 2  # its place among a tensor's properties, after the dtype
 TENSOR_COUNT = 5  # of a tensor: itself, its dict, its properties, their state, its list
 _PROPERTIES = b")\x81\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE MARK
 _PROPERTIES_BUILT = b"t\x94b"  # TUPLE MEMOIZE BUILD
@@ -277,7 +278,8 @@ class TensorBatch(Batch):
 
     Attributes:
         names: of the tensor after each: below zero, -1 less the number of the text.
-        dtypes: numbers in the memo. others: of further properties. size_ids: of the sizes.
+        dtypes: numbers in the memo. others: of further properties. formats: of those, the memory
+            formats. size_ids: of the sizes.
         chunks: rows of all chunks; those of each tensor begin and end at `firsts` and `stops`.
     """
 
@@ -290,9 +292,12 @@ class TensorBatch(Batch):
         cursors = Cursors(numbered.data, starts + len(opened))
         self.dtypes = cursors.read_reference()
         self.others: list[Numbers] = []
-        for kind in fields:
+        self.formats: Numbers | None = None
+        for place, kind in enumerate(fields):
             if kind == REFERENCE[0]:
                 self.others.append(cursors.read_reference())
+                if place == _MEMORY_FORMAT:
+                    self.formats = self.others[-1]
             else:
                 cursors.skip_boolean()
         cursors.skip_literal(_PROPERTIES_BUILT + key2 + size)

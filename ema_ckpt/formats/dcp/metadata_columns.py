@@ -20,7 +20,7 @@ from ema_ckpt.formats.dcp.metadata_batches import (
     Numbered,
     TensorBatch,
 )
-from ema_ckpt.formats.dcp.metadata_values import Form, Values, unexpected
+from ema_ckpt.formats.dcp.metadata_values import Form, Values, is_memory_format, unexpected
 from ema_ckpt.formats.pickle.machine import Machine
 from ema_ckpt.formats.pickle.memo import UNBUILT, LeftOut
 from ema_ckpt.formats.pickle.several import Several
@@ -207,6 +207,9 @@ class ColumnReader:
             for number in np.unique(numbers[span]).tolist():
                 known[number] = memo.get(number) if number < memo.count else UNBUILT
         if UNBUILT in known.values():
+            raise unexpected()
+        formats = () if batch.formats is None else np.unique(batch.formats[span]).tolist()
+        if not all(is_memory_format(known[number]) for number in formats):
             raise unexpected()
         rows = zip(
             batch.dtypes[span].tolist(),

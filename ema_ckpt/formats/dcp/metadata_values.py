@@ -103,6 +103,18 @@ class Values:
         return numbers
 
 
+def is_memory_format(value: object) -> bool:
+    """Whether a value is a member of `_MEM_FORMAT_ENCODING`, which stands for its number here."""
+    return type(value) is int and value in (0, 1, 2)
+
+
+def differ_by_one_bit(a: str, b: str) -> bool:
+    """Whether two names differ in one bit of one character, as damage makes them."""
+    if len(a) != len(b):
+        return False
+    return sum((ord(x) ^ ord(y)).bit_count() for x, y in zip(a, b, strict=True)) == 1
+
+
 def unexpected() -> SourceError:
     """Return what makes the interpreter read the whole pickle, and say what is wrong with it."""
     return SourceError("unreadable", "an item of the metadata is not as torch writes it")

@@ -15,6 +15,7 @@ CLASSES = {
     "ChunkStorageMetadata": METADATA,
     "MetadataIndex": METADATA,
     "TensorProperties": METADATA,
+    "_MEM_FORMAT_ENCODING": METADATA,
     "_StorageInfo": FILESYSTEM,
     "Size": "torch",
     "float32": "torch",
@@ -162,11 +163,21 @@ class PickledRows:
         self.data += b"("
         self.push_class(dtype)
         self.push_class("strided")
-        self.data += b"\x89" + self.random.choice([b"\x88", b"\x89"])
-        self.push_class("strided")
-        self.data += b"t"
+        self.data += b"\x89"
+        self.memory_format()
+        self.data += self.random.choice([b"\x88", b"\x89"]) + b"t"
         self.memoize()
         self.data += b"b"
+        return None
+
+    def memory_format(self) -> None:
+        if "memory format" in self.known:
+            return self.get(self.known["memory format"])
+        self.push_class("_MEM_FORMAT_ENCODING")
+        self.data += b"K\x00\x85"
+        self.memoize()
+        self.data += b"R"
+        self.known["memory format"] = self.memoize()
         return None
 
     def tensor(self, dtype: str, shape: tuple[int, ...], chunks: list[tuple[int, ...]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import types
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ def test_places_of_another_class_are_checked_as_torchs_are(
     [
         (b"_StorageInfo", b"_StorageInfn"),
         (b"checkpoint.filesystem", b"checkpoint.filesysteM"),
+        (b"torch.distributed.checkpoint.filesystem", b"torbh.distributed.checkpoint.filesystem"),
+        (b"TensorStorageMetadata", b"DensorStorageMetadata"),
         (b"StorageMeta", b"StorageMetq"),
         (b"\x08Metadata", b"\x08MetaDat`"),
         (b"torch.strided", b"torch.stridee"),
@@ -157,3 +160,39 @@ def test_what_torch_cannot_read_is_damaged(tmp_path: Path, written: bytes, damag
     with pytest.raises(EmaCkptError) as caught:
         ema_ckpt.consolidate(path, tmp_path / "out.pt")
     assert caught.value.code == "unreadable"
+
+
+@pytest.mark.parametrize("count", [2, 6000])
+def test_a_memory_format_that_is_none_is_damaged(tmp_path: Path, count: int) -> None:
+    """Of a later tensor, whose properties are references; with many tensors they are columns."""
+    state = {f"layers.{number}.w": torch.arange(6.0) for number in range(count)}
+    path = save_dcp(tmp_path / "run", {"model": state})
+    data = (path / ".metadata").read_bytes()
+    found = [*re.finditer(rb"h(.)\x89t\x94b", data, re.DOTALL)][-1]
+    data = data[: found.start(1)] + b"\x00" + data[found.end(1) :]
+    with pytest.raises(RuntimeError):
+        pickle.loads(data)
+    (path / ".metadata").write_bytes(data)
+    assert ema_ckpt.verify(path).status == "damaged"
+
+
+def test_a_bit_in_the_name_of_a_tree_is_damaged(tmp_path: Path) -> None:
+    """A pickle holds it once, so the paths of all tensors of the tree have the same wrong letter."""
+    tensors = {"embed": torch.ones(2), "head": torch.ones(3)}
+    path = save_dcp(tmp_path / "run", {"model": tensors, "ema": tensors})
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(data.replace(b"\x05model", b"\x05modem"))
+    found = ema_ckpt.verify(path)
+    assert found.status == "damaged"
+    assert {problem.tensor for problem in found.problems} == {"model.embed", "model.head"}
+    with pytest.raises(EmaCkptError, match="planner_data places") as caught:
+        ema_ckpt.consolidate(path, tmp_path / "out.pt", tree="modem")
+    assert caught.value.code == "index-mismatch"
+
+
+def test_a_bit_in_the_name_of_the_paths_is_damaged(tmp_path: Path) -> None:
+    """Nothing would tell then where the name of a tree ends."""
+    path = save_dcp(tmp_path / "run", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}})
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(data.replace(b"planner_data", b"planner_dada"))
+    assert ema_ckpt.verify(path).status == "damaged"
