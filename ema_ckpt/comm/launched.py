@@ -148,9 +148,9 @@ class CommandGroup:
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
         def come() -> None:
-            from torch._C._distributed_c10d import TCPStore
+            from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-            self._store = TCPStore(
+            store: Store = TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
                 is_master=self.rank == 0 and not has_agent,
@@ -158,6 +158,12 @@ class CommandGroup:
                 wait_for_workers=False,
                 multi_tenant=True,
             )
+            # torchrun's store outlives a command: it knows the addresses of processes that it has
+            # started anew since, and of the commands before this one.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"ema_ckpt/attempt_{attempt}", store)
+            number = store.add(f"commands/{self.rank}", 1)
+            self._store = PrefixStore(f"command_{number}", store)
             self._store.set(f"ema_ckpt/0/{self.rank}", "")
             while self._missing() and time.monotonic() < deadline:
                 time.sleep(0.05)

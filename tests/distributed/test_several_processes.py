@@ -131,6 +131,56 @@ def test_within_one_file_with_casts(source: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "two" / "x.safetensors") == contents(tmp_path / "x.safetensors")
 
 
+_KILLED_THE_FIRST_TIME = """
+import os
+from ema_ckpt.cli.main import main
+from ema_ckpt.runtime import executor
+def die(job):
+    os.kill(os.getpid(), 9)
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    executor.on_job = die
+main()
+"""
+
+
+def under_torchrun(*words: object) -> str:
+    """What torchrun and two processes say; their store is torchrun's own."""
+    command = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [str(word) for word in (*command, *words)],
+        timeout=90,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_processes_that_torchrun_starts_anew_meet(source: Path, tmp_path: Path) -> None:
+    """Nobody waits for those of the first time, whose addresses torchrun still has."""
+    script, target = tmp_path / "once.py", tmp_path / "out"
+    script.write_text(_KILLED_THE_FIRST_TIME)
+    words = ("reshard", source, target, "--world-size", 2, "--distributed")
+    said = under_torchrun("--max-restarts", 1, script, *words)
+    assert said.count("wrote 42 tensors") == 1
+    assert ema_ckpt.verify(target).status == "sound"
+
+
+def test_two_commands_of_one_launch_meet_each_for_itself(source: Path, tmp_path: Path) -> None:
+    script = tmp_path / "twice.sh"
+    ours = f"{sys.executable} -m ema_ckpt"
+    script.write_text(
+        f"{ours} reshard {source} {tmp_path}/a --world-size 2 --distributed &&\n"
+        f"{ours} consolidate {tmp_path}/a {tmp_path}/b.pt --distributed\n"
+    )
+    said = under_torchrun("--no-python", "bash", script)
+    assert said.count("wrote 42 tensors") == 2
+    assert ema_ckpt.verify(tmp_path / "b.pt").status == "sound"
+
+
 def test_damage_that_no_process_sees_whole_is_found(source: Path, tmp_path: Path) -> None:
     """The storage of `big` is read by both: its checksum can only be told from both shares."""
     broken = tmp_path / "src"
