@@ -22,6 +22,7 @@ from ema_ckpt.formats.sidecar import SIDECAR
 from ema_ckpt.formats.torch_zip.reader import read_archive
 from ema_ckpt.resume.save_plan import Item
 from ema_ckpt.storage.files import LocalFiles
+from ema_ckpt.storage.multipart import MAX_PARTS
 from ema_ckpt.storage.object_store import ObjectStore, ObjectStream
 from ema_ckpt.writing.destination import WriteRequest
 from ema_ckpt.writing.leftovers import clear_uploads
@@ -33,6 +34,8 @@ from ema_ckpt.writing.switch import fsync_path
 from ema_ckpt.writing.upload_note import NoteFile
 
 _PART_NBYTES = 16 << 20
+_PART_UNIT_NBYTES = 1 << 20
+_ARCHIVE_NBYTES = 4 << 10  # of an item's archive around its payload, and more
 _PIECE_NBYTES = 4 << 20
 
 
@@ -198,7 +201,7 @@ class ObjectDirectory:
             return []
         name = self._file(rank)
         written = []
-        with self._store.stream(name, _PART_NBYTES) as stream:
+        with self._store.stream(name, part_nbytes(items)) as stream:
             counted = _Counted(stream)
             for item in in_order(items):
                 offset = counted.position
@@ -265,6 +268,17 @@ def place_of(target: Path | str, overwrite: bool) -> SavePlace:
     if isinstance(target, str):
         return ObjectDirectory(target, overwrite)
     return SharedDirectory(target, overwrite)
+
+
+def part_nbytes(items: Sequence[Item]) -> int:
+    """Return into how large parts the upload of a rank's file is cut: S3 takes 10 000 of them."""
+    total = 0
+    for item in items:
+        data = item.data
+        n = len(data) if isinstance(data, bytes) else data.numel() * data.element_size()
+        total += n + _ARCHIVE_NBYTES
+    least = -(-total // MAX_PARTS)
+    return max(_PART_NBYTES, -(-least // _PART_UNIT_NBYTES) * _PART_UNIT_NBYTES)
 
 
 def in_order(items: Sequence[Item]) -> list[Item]:

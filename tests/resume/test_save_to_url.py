@@ -11,6 +11,8 @@ from torch import nn
 
 import ema_ckpt
 from ema_ckpt import ShardedEMA, TargetError, restore, save
+from ema_ckpt.resume.save_place import part_nbytes
+from ema_ckpt.resume.save_plan import Item
 from tests.object_stores import refuse_marker
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -91,3 +93,13 @@ def test_an_overwriting_save_whose_marker_arrived_leaves_what_it_names(
     back = nn.Linear(2, 2)
     restore(url, model=back)
     assert torch.equal(back.weight, model.weight)
+
+
+@pytest.mark.parametrize("count", [1, 12, 400])
+def test_the_parts_of_a_rank_are_large_enough_for_ten_thousand(count: int) -> None:
+    """A terabyte that is nowhere: a meta tensor has no bytes."""
+    whole = torch.empty(10**12 // count, dtype=torch.uint8, device="meta")
+    items = [Item(f"w{i}", None, whole) for i in range(count)]
+    nbytes = part_nbytes(items)
+    assert 10**12 / 10_000 < nbytes < 10**12 / 9_800
+    assert part_nbytes([Item("w", None, b"short")]) == 16 << 20

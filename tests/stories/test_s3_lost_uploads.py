@@ -149,3 +149,15 @@ def test_who_may_not_list_uploads_writes_all_the_same(
 
 def _interrupted(_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_rank_has_no_more_parts_than_the_store_takes(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three instead of 10 000, which 16 MiB each reach at 168 GB."""
+    monkeypatch.setattr("ema_ckpt.resume.save_place._PART_NBYTES", 5 << 20)
+    monkeypatch.setattr("ema_ckpt.resume.save_place.MAX_PARTS", 3)
+    layers = [torch.nn.Linear(1000, 1000) for _ in range(7)]
+    ema_ckpt.save("s3://bucket/run/step_1", model=torch.nn.Sequential(*layers))
+    assert 2 <= proxy.parts() <= 3
+    assert ema_ckpt.verify("s3://bucket/run/step_1").status == "sound"
