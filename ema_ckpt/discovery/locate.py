@@ -42,7 +42,7 @@ from ema_ckpt.discovery.steps import (
     steps_between,
 )
 from ema_ckpt.storage.directories import Folder, base_name, is_folder, join, parent_of
-from ema_ckpt.storage.files import is_mangled_url, is_url
+from ema_ckpt.storage.files import is_chained_url, is_mangled_url, is_url
 from ema_ckpt.storage.stage_names import find_interrupted_switch
 
 _PUBLISHED_WEIGHTS = re.compile(
@@ -173,6 +173,8 @@ def _interrupted_switch(path: str) -> Location:
         hint = ""
         if is_mangled_url(path):
             hint = " (a URL loses a slash when it becomes a Path: pass it as text)"
+        elif is_chained_url(path):
+            hint = " (it is a chain of URLs; name the last one alone)"
         elif steps := steps_beside(path):
             hint = f"; the steps there are {shown(steps)}"
         elif near := _nearest_beside(path):

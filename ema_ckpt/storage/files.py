@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
 _URL = re.compile(r"(?!\++:)(?:[^\W_]|\+){2,}://")
+_CHAINED_URL = re.compile(r"(?:[A-Za-z0-9+_-]+::)+[A-Za-z0-9+]{2,}:/")
 _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _UNSAFE_NAME = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
 # A long read of a remote file is a window of so long ranges, asked for at the same time.
@@ -51,6 +52,11 @@ def is_url(path: str) -> bool:
 def is_mangled_url(path: str) -> bool:
     """Whether `path` looks like a URL that lost a slash as a `Path` (`s3:/bucket/key`)."""
     return _MANGLED_URL.match(path) is not None
+
+
+def is_chained_url(path: str) -> bool:
+    """Whether `path` is one of fsspec's chains (`simplecache::s3://…`), which is no local path."""
+    return _CHAINED_URL.match(path) is not None
 
 
 def local_path(path: str) -> str | None:

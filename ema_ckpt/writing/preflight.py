@@ -17,7 +17,14 @@ from ema_ckpt.core.coverage import prove
 from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.core.text import path_text, shown
-from ema_ckpt.storage.files import NO_DESCRIPTORS, is_file_name, is_mangled_url, is_there, is_url
+from ema_ckpt.storage.files import (
+    NO_DESCRIPTORS,
+    is_chained_url,
+    is_file_name,
+    is_mangled_url,
+    is_there,
+    is_url,
+)
 from ema_ckpt.storage.stage_names import stage_path
 
 # What --overwrite may delete with a directory. Everything else in it is somebody's work.
@@ -65,6 +72,8 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
     if is_mangled_url(text) and not os.path.lexists(text.partition("/")[0]):
         reason = "is no path; give a URL as text (a URL loses a slash when it becomes a Path)"
         raise UsageError("usage", f"{text}: {reason}")
+    if is_chained_url(text):
+        raise UsageError("usage", f"{text}: is a chain of URLs; name the last one alone")
     if not is_file_name(text):
         raise UsageError("usage", f"{text!r} is not a path to write to")
     path = Path(os.path.realpath(text))

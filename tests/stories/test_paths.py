@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,22 @@ def test_a_url_that_lost_a_slash_makes_no_directory_named_after_its_scheme(
         ema_ckpt.save(out, model=torch.nn.Linear(2, 2))
     assert caught.value.code == "usage"
     assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("chain", ["simplecache::memory://bucket/out", "a::b::s3://bucket/out.pt"])
+def test_a_chain_of_urls_is_no_local_path(
+    chain: str, fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = fixtures / "dcp" / "fsdp2-w2"
+    calls: list[Callable[[], object]] = [
+        lambda: ema_ckpt.consolidate(source, chain),
+        lambda: ema_ckpt.consolidate(source, chain, dry_run=True),
+        lambda: ema_ckpt.reshard(source, chain, 2, overwrite=True),
+        lambda: ema_ckpt.save(chain, model=torch.nn.Linear(2, 2)),
+        lambda: ema_ckpt.inspect(chain),
+    ]
+    for call in calls:
+        with pytest.raises(EmaCkptError, match="chain of URLs"):
+            call()
+    assert list(tmp_path.iterdir()) == []
