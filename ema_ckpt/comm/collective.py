@@ -11,6 +11,7 @@ from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 from ema_ckpt.core.text import format_ranks
 
 T = TypeVar("T")
+_INTERRUPT = "interrupt"  # instead of a class of errors
 
 
 def run_on_all_ranks(channel: Channel, call: str, step: Callable[[], T]) -> T:
@@ -33,7 +34,12 @@ def run_on_all_ranks(channel: Channel, call: str, step: Callable[[], T]) -> T:
         is_plain = failure is None or isinstance(failure, Exception)
         if failure is not None and (channel.gloo is None or not is_plain):
             raise failure
-        raise merge_errors(call, failed, channel.size) from failure
+        merged = merge_errors(call, failed, channel.size)
+        if any(report["kind"] == _INTERRUPT for report in failed.values()):
+            # That rank goes its own way: an error that the others handle together would let them
+            # wait for it.
+            merged = CollectiveError("rank-failed", str(merged))
+        raise merged from failure
     return result
 
 
@@ -42,7 +48,8 @@ def describe_error(failure: BaseException) -> dict[str, str]:
     if isinstance(failure, EmaCkptError):
         return {"kind": type(failure).__name__, "code": failure.code, "message": str(failure)}
     message = f"{type(failure).__name__}: {failure}".removesuffix(": ")
-    return {"kind": "", "code": "rank-failed", "message": message}
+    kind = "" if isinstance(failure, Exception) else _INTERRUPT
+    return {"kind": kind, "code": "rank-failed", "message": message}
 
 
 def merge_errors(call: str, reports: Mapping[int, Mapping[str, str]], size: int) -> EmaCkptError:

@@ -33,6 +33,7 @@ from ema_ckpt.resume.restore_model import ModelRestorer
 from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
 from ema_ckpt.resume.restore_phases import Findings, RestoreContext, Restorer, RestoreReport
 from ema_ckpt.resume.save_async import wait_for_background_save
+from ema_ckpt.runtime.held_signals import HeldSignals
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.rules.chosen import chosen_rules
 
@@ -216,7 +217,9 @@ def _write_all(model: nn.Module, restorers: Sequence[Restorer], ranks: Channel) 
         for restorer in restorers:
             _roll_back(restorer)
         raise
-    with torch.inference_mode(False):  # what is made here is trained with
+    # Signals wait: what Ctrl-C left halfway could be saved afterwards. And what is made here is
+    # trained with.
+    with HeldSignals(), torch.inference_mode(False):
         run_on_all_ranks(ranks, _CALL, lambda: reshard(model))
         _run_phase(restorers, ranks, lambda restorer: restorer.write())
         _run_phase(restorers, ranks, lambda restorer: restorer.finish())

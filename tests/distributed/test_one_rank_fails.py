@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ema_ckpt import restore, save
 from ema_ckpt.core.errors import CollectiveError, StateError
 from ema_ckpt.ema.manager import ShardedEMA
+from ema_ckpt.resume.restore_model import ModelRestorer
 from tests.distributed.launcher import run
 
 
@@ -171,6 +175,35 @@ def _interrupted(parent: str) -> None:
 
 def test_an_interrupt_of_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
     run(2, _interrupted, str(tmp_path), timeout=60)
+
+
+def _interrupted_beside_an_error(parent: str) -> None:
+    rank = dist.get_rank()
+    path = save(Path(parent, "step_1"), model=nn.Linear(3, 3))
+    others = nn.Linear(3, 3) if rank else nn.Linear(4, 4)
+
+    def trace(frame: FrameType, *_: object) -> None:
+        if frame.f_code is ModelRestorer.compare.__code__:
+            signal.raise_signal(signal.SIGINT)
+
+    if rank:
+        sys.settrace(trace)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(
+            KeyboardInterrupt if rank else CollectiveError, match=None if rank else "has shape"
+        ):
+            restore(path, model=others)
+    finally:
+        sys.settrace(None)
+    assert time.monotonic() - begun < 5
+    if rank:
+        time.sleep(5)  # its connections are open: nobody notices its end
+    assert restore(path, model=nn.Linear(3, 3)).path == path
+
+
+def test_an_interrupt_of_one_rank_beside_an_error_of_another(tmp_path: Path) -> None:
+    run(2, _interrupted_beside_an_error, str(tmp_path), timeout=60)
 
 
 class _Refusing:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -149,3 +153,37 @@ def test_names_that_look_like_a_mark_of_exchange(tmp_path: Path) -> None:
     assert torch.equal(
         averaged.state_dict()["weights"]["weight"], ema.state_dict()["weights"]["weight"]
     )
+
+
+def test_ctrl_c_while_values_are_written_leaves_no_mixture(run: Run, tmp_path: Path) -> None:
+    path = run.save(tmp_path / "c")
+    saved = run.bits()
+
+    def interrupted(number: int) -> bool:
+        other, lines = Run(seed=9), 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            if (
+                frame.f_code.co_name not in {"write", "finish"}
+                or "resume" not in frame.f_code.co_filename
+            ):
+                return None
+            lines += event == "line"
+            if event == "line" and lines == number:
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            other.restore(path)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            same(other.bits(), saved)
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    numbers = range(1, 100, 4)
+    assert sum(map(interrupted, numbers)) > 5

@@ -25,6 +25,7 @@ from ema_ckpt.ema.model.shards import Shadow
 from ema_ckpt.ema.schedules import Constant, Warmup, to_json
 from ema_ckpt.ema.settings import Settings, UpdateCounter
 from ema_ckpt.ema.shadows import Averages
+from ema_ckpt.runtime.held_signals import HeldSignals
 
 _VERSION = 1
 
@@ -96,11 +97,12 @@ def load(state: Mapping[str, Any], averages: Averages, counter: UpdateCounter) -
     updates, samples = _count_of(state, "num_updates"), _count_of(state, "samples_seen")
     saved = config.get("counter", {})
     replace(counter).resume(updates, samples, saved)  # refused before anything is changed
-    for target, source in copies:
-        target.copy_(source)
-    for residual in restarted:
-        residual.zero_()
-    counter.resume(updates, samples, saved)
+    with HeldSignals():  # else Ctrl-C would leave averages of two states
+        for target, source in copies:
+            target.copy_(source)
+        for residual in restarted:
+            residual.zero_()
+        counter.resume(updates, samples, saved)
 
 
 def _count_of(state: Mapping[str, Any], name: str) -> Any:
