@@ -77,8 +77,8 @@ class _Fields(Replacement):
     def setstate(self, state: object) -> None:
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
             state = {**(state[0] or {}), **state[1]}
-        if not isinstance(state, dict):
-            raise ValueError(f"the state of a {type(self).__name__} is no dict")
+        if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+            raise ValueError(f"the state of a {type(self).__name__} is no dict of fields")
         self.fields = state
 
 

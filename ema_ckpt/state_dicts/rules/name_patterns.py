@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ema_ckpt.core.errors import UsageError
+from ema_ckpt.core.errors import SourceError, UsageError
 
 Fields = Mapping[str, str]
 """What the placeholders of a pattern stand for in one name."""
@@ -21,6 +21,7 @@ NUMBER = "0|[1-9][0-9]?[0-9]?[0-9]?[0-9]?[0-9]?"
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?::([^{}]*))?\}")
 _MAX_LOOSE = 3
+_MAX_TRIALS = 10**8  # of one name, about a second; three loose repetitions may have 464 letters
 _SKIPPED = re.compile(r"\\.|\[\]?[^\]]*\]", re.DOTALL)  # escaped characters and classes
 _REPETITION = re.compile(r"[*+?]")
 
@@ -72,11 +73,21 @@ class Matcher:
             parts += [group, re.escape(literal)]
             seen.add(name)
         self._match = re.compile("".join(parts), re.DOTALL).fullmatch
+        self._loose = _count_loose(pattern, expressions)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return what the placeholders stand for in `name`, or None if it does not fit."""
+        """Return what the placeholders stand for in `name`, or None if it does not fit.
+
+        Raises:
+            SourceError: `unsupported` for a name so long that to tell could take for ever.
+        """
         if not name.startswith(self._head) or not name.endswith(self._tail):
             return None
+        if len(name) ** self._loose > _MAX_TRIALS:
+            problem = f"it has {len(name)} letters, too many for {self.pattern.text!r}"
+            message = f"tensor {name[:60]!r}…: {problem}, with {self._loose} repetitions"
+            remedy = "write rules with fewer of these"
+            raise SourceError("unsupported", f"{message} that may end anywhere; {remedy}")
         found = self._match(name)
         return None if found is None else found.groupdict()
 
@@ -119,18 +130,24 @@ def check_width(patterns: Sequence[NamePattern], expressions: Mapping[str, str])
         UsageError: `usage` for more than three repetitions of that kind.
     """
     for pattern in patterns:
-        loose = 0
-        for name, literal in zip(pattern.order, pattern.literals[1:], strict=True):
-            expression = expressions[name]
-            if expression == NUMBER:
-                continue
-            crosses_dots = re.fullmatch(expression, ".", re.DOTALL) is not None
-            repetitions = len(_REPETITION.findall(_SKIPPED.sub("", expression)))
-            if crosses_dots or repetitions > 1 or not literal.startswith("."):
-                loose += repetitions
+        loose = _count_loose(pattern, expressions)
         if loose > _MAX_LOOSE:
             message = f"{pattern.text!r} has {loose} repetitions that may end anywhere in a name"
             raise UsageError("usage", f"{message}; at most {_MAX_LOOSE} are allowed")
+
+
+def _count_loose(pattern: NamePattern, expressions: Mapping[str, str]) -> int:
+    """Count the repetitions of a pattern that may end anywhere in a name."""
+    loose = 0
+    for name, literal in zip(pattern.order, pattern.literals[1:], strict=True):
+        expression = expressions[name]
+        if expression == NUMBER:
+            continue
+        crosses_dots = re.fullmatch(expression, ".", re.DOTALL) is not None
+        repetitions = len(_REPETITION.findall(_SKIPPED.sub("", expression)))
+        if crosses_dots or repetitions > 1 or not literal.startswith("."):
+            loose += repetitions
+    return loose
 
 
 def _check_expression(text: str, name: str, expression: str) -> None:

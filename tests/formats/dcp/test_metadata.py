@@ -176,6 +176,13 @@ def test_a_memory_format_that_is_none_is_damaged(tmp_path: Path, count: int) -> 
     assert ema_ckpt.verify(path).status == "damaged"
 
 
+def test_a_field_whose_name_is_no_text_is_damaged(tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "run", lambda metadata: metadata)
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(data.replace(b"\x8c\x05index\x94", b"K\x05\x94", 1))
+    assert ema_ckpt.verify(path).status == "damaged"
+
+
 def test_a_bit_in_the_name_of_a_tree_is_damaged(tmp_path: Path) -> None:
     """A pickle holds it once, so the paths of all tensors of the tree have the same wrong letter."""
     tensors = {"embed": torch.ones(2), "head": torch.ones(3)}

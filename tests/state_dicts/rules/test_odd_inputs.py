@@ -190,3 +190,14 @@ def test_hostile_names_end_soon() -> None:
     )
     with pytest.raises(EmaCkptError, match="999998 of 1000000 members are missing"):
         apply_rules(rules, catalog, list_trees(catalog))
+
+
+@pytest.mark.parametrize(("letters", "code"), [(400, "usage"), (20_000, "unsupported")])
+def test_a_long_name_keeps_no_pattern_busy(tmp_path: Path, letters: int, code: str) -> None:
+    """Three repetitions are tried at the cube of its length: hours for 20 000 letters."""
+    save_file({"a" * letters + "cb": torch.zeros(2)}, tmp_path / "in.safetensors")
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nfrom = "{x:a*}{y:a*}{z:a*}b"\nto = "{x}{y}{z}"\n')
+    with pytest.raises(EmaCkptError) as caught:
+        convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", rules=rules)
+    assert caught.value.code == code
