@@ -24,6 +24,12 @@ DENIED = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>AccessDenied</Code>'
     b"<Message>AccessDenied: not this one.</Message></Error>"
 )
+EMPTY_LISTING = (
+    b'<?xml version="1.0" encoding="UTF-8"?>'
+    b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>bucket</Name>'
+    b"<Prefix></Prefix><KeyCount>0</KeyCount><MaxKeys>1000</MaxKeys>"
+    b"<IsTruncated>false</IsTruncated></ListBucketResult>"
+)
 
 KEYS = ("access-key-of-nobody", "secret-key-of-nobody-at-all")
 
@@ -70,7 +76,7 @@ Rule = Callable[[Request], str | None]
 class Proxy:
     """Passes requests on to a server, unless its rule says `slow`, `refuse`, `cut`, `lose` or `stall`.
 
-    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
+    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `unlisted` a page of nothing, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
     until the proxy is stopped.
     """
 
@@ -106,6 +112,8 @@ class Proxy:
                     self._answer(503, [("Content-Type", "application/xml")], SLOW_DOWN)
                 elif what == "refuse":
                     self._answer(403, [("Content-Type", "application/xml")], DENIED)
+                elif what == "unlisted":
+                    self._answer(200, [("Content-Type", "application/xml")], EMPTY_LISTING)
                 elif what == "cut":
                     self._hang_up()
                 elif what == "stall":

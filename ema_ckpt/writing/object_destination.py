@@ -214,9 +214,10 @@ class ObjectDestination:
         """Check that the target may be written; return the names of old files, markers first.
 
         Raises:
-            TargetError: `target-is-source target-exists foreign-files`.
+            TargetError: `target-is-source target-exists foreign-files busy`.
         """
         self._check_apart(request)
+        self._refuse_old_listing(request)
         kind = self._kind()
         if kind is None:
             return []
@@ -240,6 +241,19 @@ class ObjectDestination:
             message = f"{self.url}: --overwrite would mix with what is no checkpoint: {listed}"
             raise TargetError("foreign-files", message)
         return sorted(old, key=lambda name: (not _is_marker(name), name))
+
+    def _refuse_old_listing(self, request: WriteRequest) -> None:
+        """Refuse a target whose marker the store has, and does not list: others may be unseen too.
+
+        Raises:
+            TargetError: `busy`.
+        """
+        marker = request.marker
+        if not request.is_directory or marker in self._folder.files:
+            return
+        if is_folder(join(self.url, marker)) is False:
+            reason = f"the store does not list {marker}, which is there; try again when it does"
+            raise TargetError("busy", f"{self.url}: {reason}")
 
     def _check_apart(self, request: WriteRequest) -> None:
         filesystem, path = open_filesystem(self.url)

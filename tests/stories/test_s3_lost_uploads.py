@@ -161,3 +161,24 @@ def test_a_rank_has_no_more_parts_than_the_store_takes(
     ema_ckpt.save("s3://bucket/run/step_1", model=torch.nn.Sequential(*layers))
     assert 2 <= proxy.parts() <= 3
     assert ema_ckpt.verify("s3://bucket/run/step_1").status == "sound"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["resharded", "shards"])
+def test_a_target_that_the_store_does_not_list_yet_is_left_alone(
+    name: str, overwrite: bool, proxy: Proxy, source: Path
+) -> None:
+    url = f"s3://bucket/runs/{name}"
+    WRITERS[name](source, url)
+    before = objects(url)
+    proxy.rule = lambda r: "unlisted" if r.method == "GET" and "list-type" in r.query else None
+    with pytest.raises(ema_ckpt.TargetError, match="does not list") as caught:
+        WRITERS[name](source, url, exclude=["*.b"], overwrite=overwrite)
+    assert caught.value.code == "busy"
+    with pytest.raises(ema_ckpt.TargetError, match=r"does not list|already exists"):
+        if name == "resharded":
+            ema_ckpt.save(url, model=torch.nn.Linear(2, 2))
+        else:
+            WRITERS[name](source, url)
+    proxy.rule = lambda request: None
+    assert objects(url) == before
