@@ -192,7 +192,7 @@ def test_hostile_names_end_soon() -> None:
         apply_rules(rules, catalog, list_trees(catalog))
 
 
-@pytest.mark.parametrize(("letters", "code"), [(400, "usage"), (20_000, "unsupported")])
+@pytest.mark.parametrize(("letters", "code"), [(400, "empty-selection"), (20_000, "unsupported")])
 def test_a_long_name_keeps_no_pattern_busy(tmp_path: Path, letters: int, code: str) -> None:
     """Three repetitions are tried at the cube of its length: hours for 20 000 letters."""
     save_file({"a" * letters + "cb": torch.zeros(2)}, tmp_path / "in.safetensors")
