@@ -62,12 +62,16 @@ class Leftovers:
         self.refuse_living()
         kept: tuple[str, UploadNote] | None = None
         for name, note in self.notes:
-            if request.options.resume and kept is None:
+            if request.options.resume and kept is None and not self._has_published(note):
                 check_recorded(note.identity, self._url, request.identity)
                 kept = name, note
             else:
                 self._clear(name, note)
         return kept
+
+    def _has_published(self, note: UploadNote) -> bool:
+        """Whether a run was killed only after its directory was complete, as far as is known."""
+        return bool(note.written) and marker_crc(self._store, note.marker) != note.before
 
     def forget(self, name: str) -> None:
         """Delete the note of a run that is continued under another one."""

@@ -454,3 +454,19 @@ def test_what_a_killed_run_left_under_temporary_names_is_in_nobodys_way(
 
 def refused(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_resume_after_a_run_that_was_killed_behind_its_marker_starts_anew(
+    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, url = fixtures / "dcp/fsdp2-w2", f"{store}/out"
+    ema_ckpt.consolidate(source, url, max_shard_size=150)
+    with monkeypatch.context() as patch:
+        patch.setattr(NoteFile, "delete", refused)
+        with pytest.raises(KeyboardInterrupt):
+            ema_ckpt.consolidate(source, url, max_shard_size=100, overwrite=True)
+    assert ema_ckpt.verify(url).status == "sound"
+    monkeypatch.setattr(UploadNote, "is_alive", lambda _: False)
+    ema_ckpt.consolidate(source, url, max_shard_size=100, overwrite=True, resume=True)
+    assert ema_ckpt.verify(url).status == "sound"
+    assert not [name for name in objects(store) if ".ema-ckpt-" in name]
