@@ -19,7 +19,7 @@ from ema_ckpt.writing.in_order import (
 )
 from ema_ckpt.writing.journal import Journal
 from ema_ckpt.writing.options import WriteOptions
-from ema_ckpt.writing.output_files import Outputs
+from ema_ckpt.writing.output_files import OutputFiles, Outputs
 from ema_ckpt.writing.run_state import Outcome, RunState
 from ema_ckpt.writing.schedule import Schedule
 from ema_ckpt.writing.streamed_files import StreamedFiles
@@ -59,6 +59,8 @@ def run(
     executor.expect(options.progress, schedule.nbytes(ranks, finished))
     executor.run(work, schedule.streams(rank, ranks), schedule.workers, options.progress)
     if rank:
+        if options.fsync and isinstance(outputs, OutputFiles):
+            outputs.sync()
         outputs.close()  # on a network file system this is what lets the first rank see it
     if group is not None:
         for dumped in group.gather(state.dump() if rank else b"")[1:]:

@@ -9,8 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ema_ckpt.storage.files import max_open_files
+from ema_ckpt.storage.files import close_read, max_open_files
 from ema_ckpt.writing.stage_files import open_directory, open_inside
+from ema_ckpt.writing.switch import sync
 
 # Linux keeps a file in folios of up to the length of a write, as far as their place in the file is
 # a multiple of their size. Two writes that meet inside a page each take the lock, find the page and
@@ -18,7 +19,10 @@ from ema_ckpt.writing.stage_files import open_directory, open_inside
 # few: there 768 KiB take twice the system time of 192 KiB, which are never behind elsewhere.
 _WRITE_NBYTES = 192 << 10
 _ALIGNMENT = 64 << 10
-_CREATE = os.O_RDWR | os.O_CREAT
+# Not for reading too: NFS would then read the pages in which a write begins or ends, and send them
+# whole, over what another machine has written there.
+_WRITE = os.O_WRONLY
+_CREATE = _WRITE | os.O_CREAT
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 
 
@@ -114,6 +118,7 @@ class OutputFiles:
         """`files` are those of the directory `root`, or one named "", which is `root` itself."""
         self._root = root
         self._fds: dict[str, int] = {}
+        self._written: set[str] = set()
         self._directory = open_directory(root.parent if "" in files else root)
         limit = max_open_files()
         try:
@@ -134,7 +139,7 @@ class OutputFiles:
             raise
 
     @contextmanager
-    def _opened(self, name: str, flags: int = os.O_RDWR) -> Iterator[int]:
+    def _opened(self, name: str, flags: int = _WRITE) -> Iterator[int]:
         """Yield a descriptor; an OSError names the file."""
         try:
             kept = self._fds.get(name)
@@ -151,6 +156,7 @@ class OutputFiles:
     def write(self, file: str, offset: int, data: memoryview | bytes | bytearray) -> None:
         """Write all of `data` at `offset`."""
         view = memoryview(data)
+        self._written.add(file)
         with self._opened(file) as fd:
             while view:
                 end = write_end(offset, _WRITE_NBYTES)
@@ -169,9 +175,12 @@ class OutputFiles:
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Read back what an earlier run wrote."""
         done = 0
-        with self._opened(file) as fd:
+        fd = self._open(file, os.O_RDONLY)
+        try:
             while done < len(buffer):
                 done += os.preadv(fd, [buffer[done:]], offset + done) or len(buffer)
+        finally:
+            close_read(fd)
 
     def start_writeback(self, file: str, offset: int, nbytes: int) -> None:
         """Start writing a range to the disk: `fsync` then has less to wait for.
@@ -183,6 +192,12 @@ class OutputFiles:
         if fd is not None and hasattr(os, "posix_fadvise"):
             with suppress(OSError):  # it is advice; writing and syncing tell what is wrong
                 os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Make durable what this process has written: one on another machine may not be able to."""
+        for name in sorted(self._written):
+            with self._opened(name) as fd:
+                sync(fd)
 
     def refuse_losses(self) -> None:
         """Check that what was written still has its name.

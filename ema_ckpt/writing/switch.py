@@ -147,12 +147,18 @@ def fsync_path(path: Path) -> None:
             return
         raise
     try:
+        sync(fd)
+    finally:
+        close_read(fd)
+
+
+def sync(fd: int) -> None:
+    """Flush an open file or directory to the disk."""
+    try:
         os.fsync(fd)
     except OSError as error:
         if error.errno != errno.EINVAL:  # file systems without a disk below
             raise
-    finally:
-        close_read(fd)
 
 
 def fsync_tree(path: Path) -> None:

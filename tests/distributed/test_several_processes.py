@@ -181,6 +181,35 @@ def test_two_commands_of_one_launch_meet_each_for_itself(source: Path, tmp_path:
     assert ema_ckpt.verify(tmp_path / "b.pt").status == "sound"
 
 
+# Several machines are not to be had here; what one process asks of the system is seen.
+_SAYS_HOW_IT_WRITES = """
+import fcntl, os, sys
+fsync = os.fsync
+def tell(fd):
+    name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+    mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    print("synced", name, mode == os.O_WRONLY, file=sys.stderr)
+    fsync(fd)
+os.fsync = tell
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "synced"), [("--quiet", ["x.safetensors True"]), ("--no-fsync", [])]
+)
+def test_each_process_makes_durable_what_it_wrote(
+    source: Path, tmp_path: Path, option: str, synced: list[str]
+) -> None:
+    """On several machines with one file system, each has written pages that the others cannot sync.
+
+    What may be read as well, NFS would write in whole pages, those that two processes share too.
+    """
+    words = ("consolidate", source, tmp_path / "x.safetensors", option)
+    ends = launch(2, *words, first={1: _SAYS_HOW_IT_WRITES})
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert [line.removeprefix("synced ") for line in ends[1][2].splitlines()] == synced
+
+
 def test_damage_that_no_process_sees_whole_is_found(source: Path, tmp_path: Path) -> None:
     """The storage of `big` is read by both: its checksum can only be told from both shares."""
     broken = tmp_path / "src"

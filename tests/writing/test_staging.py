@@ -160,7 +160,7 @@ def test_everything_is_flushed_before_the_switch(tmp_path: Path, fsync: bool) ->
 
     def watch(frame, event, arg) -> None:
         if event == "c_call" and arg is os.fsync:
-            calls.append(str(frame.f_locals["path"]))
+            calls.append(str(frame.f_back.f_locals["path"]))
         elif event == "call" and frame.f_code is publishing.put.__code__:
             calls.append("switch")
 
