@@ -59,9 +59,7 @@ def run(
     executor.expect(options.progress, schedule.nbytes(ranks, finished))
     executor.run(work, schedule.streams(rank, ranks), schedule.workers, options.progress)
     if rank:
-        if options.fsync and isinstance(outputs, OutputFiles):
-            outputs.sync()
-        outputs.close()  # on a network file system this is what lets the first rank see it
+        _hand_over(outputs, options)
     if group is not None:
         for dumped in group.gather(state.dump() if rank else b"")[1:]:
             if not rank:
@@ -72,6 +70,13 @@ def run(
     left = plan.header_bytes if outputs.headers == "early" else partial(all_header_bytes, plan)
     _write_headers(outputs, left(outcome.crcs, outcome.digests))
     return outcome
+
+
+def _hand_over(outputs: Outputs, options: WriteOptions) -> None:
+    """End a share: on a network file system it is closing that lets the first rank see it."""
+    if options.fsync and isinstance(outputs, OutputFiles):
+        outputs.sync()
+    outputs.close()
 
 
 def _header_writer(plan: WritePlan, outputs: Outputs) -> Callable[[int, int], None] | None:
