@@ -182,3 +182,22 @@ def test_a_target_that_the_store_does_not_list_yet_is_left_alone(
             WRITERS[name](source, url)
     proxy.rule = lambda request: None
     assert objects(url) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["one.safetensors", "one?versionId=3.safetensors", "one?versionId=3"]
+)
+def test_a_version_of_an_object_is_no_target(name: str, proxy: Proxy, source: Path) -> None:
+    store = s3fs.S3FileSystem(skip_instance_cache=True)
+    for key in ("one", "one.safetensors"):
+        store.pipe_file(f"bucket/{key}", b"somebody's")
+    before = objects("s3://bucket")
+    url = f"s3://bucket/{name}"
+    for write in (ema_ckpt.consolidate, WRITERS["resharded"]):
+        with pytest.raises(ema_ckpt.EmaCkptError) as caught:
+            write(source, url)
+        assert caught.value.code in ("usage", "target-exists")
+    if "?" in name:
+        with pytest.raises(ema_ckpt.UsageError, match="one version"):
+            ema_ckpt.save(url, model=torch.nn.Linear(2, 2))
+    assert objects("s3://bucket") == before
