@@ -144,6 +144,12 @@ class _Search:
 
     def _add_scaled(self, tensor: Tensor, fitting: list[Scheme]) -> bool:
         """Add the weight of the first scheme whose scales are there, if there is one."""
+        scales = {weight_name(scheme, tensor.name) + scheme.scale for scheme in fitting}
+        several = sorted(scales & self._stored.keys())
+        if len(several) > 1:
+            problem = f"it has several scales, {' and '.join(map(repr, several))}"
+            self._refuse(tensor, "unsupported", f"{problem}, and nothing tells which are meant")
+            return True
         for scheme in fitting:
             weight = weight_name(scheme, tensor.name)
             if weight + scheme.scale not in self._stored:

@@ -90,3 +90,15 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     )
     values = torch.load(tmp_path / "o.pt", weights_only=True)["w"]
     assert torch.equal(values, (codes.float() * tensors["w_scale"]).bfloat16())
+
+
+def test_two_sets_of_scales_are_refused(tmp_path: Path) -> None:
+    """Either gives other values, and nothing tells which are meant."""
+    weight = torch.ones(8, 6).to(torch.float8_e4m3fn)
+    scales = {"w.weight_scale_inv": torch.tensor(2.0), "w.weight_scale": torch.tensor(3.0)}
+    save_file({"w.weight": weight, **scales}, tmp_path / "in.safetensors")
+    with pytest.raises(ema_ckpt.EmaCkptError, match="several scales") as caught:
+        ema_ckpt.convert(
+            tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize="fp32"
+        )
+    assert caught.value.code == "unsupported"
