@@ -25,7 +25,7 @@ from ema_ckpt.storage.files import (
     is_there,
     is_url,
 )
-from ema_ckpt.storage.stage_names import stage_path
+from ema_ckpt.storage.stage_names import JOURNAL, stage_path
 
 # What --overwrite may delete with a directory. Everything else in it is somebody's work.
 _CHECKPOINT_FILES = (
@@ -109,8 +109,16 @@ def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:
         reason = f"{why} {parent}"
     elif max(len(os.fsencode(n)) for n in names) > os.pathconf(parent, "PC_NAME_MAX"):
         reason = "the name is too long to write beside it; use a shorter one"
+    elif _stage_nbytes(path) >= os.pathconf(parent, "PC_PATH_MAX"):
+        reason = "the path is too long to write beside it; use a shorter one"
     if reason:
         raise TargetError("usage", f"{path}: {reason}")
+
+
+def _stage_nbytes(path: Path) -> int:
+    """Return the length of the longest path in the stage of `path`, as far as names are known."""
+    stage = stage_path(path, "0" * 8)
+    return max(len(os.fsencode(stage / name)) for name in (path.name, f"{JOURNAL}.tmp"))
 
 
 def _existing_parent(path: Path) -> Path:

@@ -372,6 +372,22 @@ class TestFullDisk:
         assert caught.value.errno == errno.EIO
 
 
+@pytest.mark.parametrize("check", ["stage", "check_target"])
+def test_a_path_whose_stage_would_be_too_long_is_refused(tmp_path: Path, check: str) -> None:
+    """4 096 bytes: what is refused here is not begun, and leaves no stage that cannot be named."""
+    deep = tmp_path
+    while len(str(deep)) < 3800:
+        deep /= "d" * 100
+    target = deep / ("x" * (4040 - len(str(deep))))
+    with pytest.raises(TargetError, match="the path is too long to write beside it"):
+        if check == "stage":
+            with stage(target, is_directory=False):
+                pass
+        else:
+            check_target(target, is_directory=False)
+    assert os.listdir(tmp_path) == []
+
+
 def test_preallocate(tmp_path: Path) -> None:
     with open(tmp_path / "a", "wb") as file:
         preallocate(file.fileno(), 1 << 20)
