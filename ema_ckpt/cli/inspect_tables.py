@@ -22,6 +22,7 @@ from ema_ckpt.ops.results.inspect import InspectResult, TensorEntry, TreeEntry
 
 _MAX_ROWS = 200
 _MAX_CHILDREN = 40
+_MAX_PARTS = 200  # of a name: what follows is one, as functions here call themselves
 _MAX_SHAPES = 4
 _MAX_COUNTERS = 8
 _SETTINGS = ("step", "decay", "num_updates", "n_averaged", "initted")
@@ -212,7 +213,7 @@ def module_tree(result: InspectResult, depth: int) -> RichTree:
             if is_counter(tensor, roles.get(name, "")):
                 counters.append(tensor)
             else:
-                module.add(tensor, tensor.fqn.split("."))
+                module.add(tensor, tensor.fqn.split(".", _MAX_PARTS))
         branch = root.add(f"{markup(name or '(root)')} {_totals(module.tensors)}")
         _add_modules(branch, module, depth)
         if counters:

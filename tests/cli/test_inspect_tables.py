@@ -273,3 +273,13 @@ def test_long_names_of_trees_are_folded_not_cut(tmp_path: Path) -> None:
     assert "…" not in shown
     first = "".join(line[:40].split(" ")[0] for line in shown.splitlines()[1:])
     assert all(repr(name) in first for name in names)
+
+
+def test_a_name_of_thousands_of_parts_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [".".join("a" * parts) for parts in (1, 3, 1200, 5000)]
+    path = torch_at(tmp_path / "deep.pt", {f"{name}.w": torch.ones(1) for name in names})
+    result, values = inspect_with_values(path, None, (), 100)
+    print_inspected(result, None, 3000, False, values)
+    assert "4 tensors" in capsys.readouterr().out
