@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import signal
 import sys
 import time
@@ -204,6 +205,28 @@ def _interrupted_beside_an_error(parent: str) -> None:
 
 def test_an_interrupt_of_one_rank_beside_an_error_of_another(tmp_path: Path) -> None:
     run(2, _interrupted_beside_an_error, str(tmp_path), timeout=60)
+
+
+def _without_memory() -> None:
+    model = fully_shard(nn.Sequential(*[nn.Linear(2000, 2000, bias=False) for _ in range(8)]))
+    ema = ShardedEMA(model, 0.5)
+    ema.update()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if dist.get_rank() == 0:  # which is to have 128 MB more
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(
+            resource.RLIMIT_AS, (pages * resource.getpagesize() + (60 << 20), limits[1])
+        )
+    begun = time.monotonic()
+    with pytest.raises(CollectiveError, match=r"rank 0: RuntimeError: .*allocate memory"):
+        ema.full_state_dict(timeout=30)
+    assert time.monotonic() - begun < 10
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert len(ema.full_state_dict(timeout=30)) == 8 * (dist.get_rank() == 0)
+
+
+def test_rank_0_without_memory_for_whole_tensors() -> None:
+    run(2, _without_memory, timeout=60)
 
 
 class _Refusing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from ema_ckpt.ema.checkpoint.agreement import checksum, compare_values, find_unp
 from ema_ckpt.ema.checkpoint.listing import Entry, GlobalListing, divide, gather_listing
 from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of, pieces_of
 from ema_ckpt.ema.model.shards import TrackedShard
-from ema_ckpt.ema.model.tensor_kinds import on_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +57,14 @@ def gather_full(call: str, read: Callable[[], FullState], timeout: float) -> dic
     listing = gather_listing(_entries(values, items), channel, call, "name-collision")
     _compare_replicas(state, listing, items, channel, call)
     mine = [items[number] for number in divide(listing, channel, call)]
+    # All memory is taken here: a rank without enough of it can still tell the others.
     given = run_on_all_ranks(channel, call, lambda: [item.prepared(channel.rank) for item in mine])
+    memory = run_on_all_ranks(channel, call, lambda: _reserve(listing, given, channel.rank))
     if channel.rank:
         for value in given:
-            _send(value, channel)
+            _send(value, memory, channel)
         return {}
-    whole_values = _receive_all(listing, items, channel)
+    whole_values = _receive_all(listing, items, memory, channel)
     return {name: whole_values[first] for name, first in firsts.items()}
 
 
@@ -137,34 +139,71 @@ def _compare_replicas(
     compare_values(list(checksums.items()), unproven, unproven.names, channel, call)
 
 
-def _send(value: Tensor | bytes, channel: Channel) -> None:
+class _Memory(NamedTuple):
+    """What a rank needs for the exchange: whole tensors on rank 0, and room for one piece."""
+
+    tensors: dict[str, Tensor]
+    scratch: Tensor
+
+    def piece(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the room for a piece as a tensor."""
+        nbytes = prod(shape) * dtype.itemsize
+        return self.scratch[:nbytes].view(dtype).view(tuple(shape))
+
+
+def _reserve(listing: GlobalListing, given: Sequence[Any], rank: int) -> _Memory:
+    """Take the memory that this rank needs: to receive on rank 0, to send on others."""
+    tensors: dict[str, Tensor] = {}
+    nbytes = 0
+    if rank:
+        sizes = [v.nbytes for v in given if isinstance(v, Tensor) and not _is_ready(v)]
+        nbytes = max(sizes, default=0)
+    else:
+        for (name, box), holders in listing.holders.items():
+            spec = listing.specs[name]
+            if box is not None and spec is not None:
+                dtype = getattr(torch, spec[1])
+                if name not in tensors:
+                    tensors[name] = torch.empty(spec[0], dtype=dtype)
+                if holders[0][0]:
+                    nbytes = max(nbytes, box.numel * dtype.itemsize)
+    return _Memory(tensors, torch.empty(nbytes, dtype=torch.uint8))
+
+
+def _is_ready(value: Tensor) -> bool:
+    """Return whether a tensor can be sent as it lies in memory."""
+    is_marked = value.is_conj() or value.is_neg()
+    return value.device.type == "cpu" and value.is_contiguous() and not is_marked
+
+
+def _send(value: Tensor | bytes, memory: _Memory, channel: Channel) -> None:
     if isinstance(value, bytes):
         channel.send(torch.tensor([len(value)]), 0)
         channel.send(torch.frombuffer(bytearray(value), dtype=torch.uint8), 0)
-    else:
-        channel.send(on_host(value).contiguous(), 0)
+        return
+    value = value.detach().as_subclass(Tensor)
+    if not _is_ready(value):
+        value = memory.piece(value.shape, value.dtype).copy_(value)
+    channel.send(value, 0)
 
 
 def _receive_all(
-    listing: GlobalListing, items: Sequence[_Item], channel: Channel
+    listing: GlobalListing, items: Sequence[_Item], memory: _Memory, channel: Channel
 ) -> dict[str, Any]:
     """Put together what this rank has and what the others send."""
     values: dict[str, Any] = {}
     for (name, box), holders in listing.holders.items():
         rank, number = holders[0]
-        spec = listing.specs[name]
-        if box is None or spec is None:
+        if box is None or name not in memory.tensors:
             values[name] = _receive_object(rank, channel) if rank else items[number].value
             continue
-        shape, dtype = spec[0], getattr(torch, spec[1])
-        if name not in values:
-            values[name] = torch.empty(shape, dtype=dtype)
+        value = values[name] = memory.tensors[name]
         if rank:
-            part = torch.empty(box.sizes, dtype=dtype)
+            part = memory.piece(box.sizes, value.dtype)
             channel.receive(part, rank)
         else:
             part = items[number].value
-        box_of(values[name], box).copy_(part)
+        box_of(value, box).copy_(part)
     return values
 
 
