@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from reprlib import repr as brief  # bounded: a hostile value may nest without end
 from typing import TYPE_CHECKING, Any
@@ -226,9 +227,16 @@ def _check_class(value: object) -> None:
 def _check_spelling(value: Opaque) -> None:
     """Check that the class of an instance is not one of torch's but for a bit."""
     found = f"{value.module}.{value.name}"
-    for named in map(".".join, _ALLOWED):
-        if differ_by_one_bit(found, named):
-            raise ValueError(f"{found} stands in the place of {named}")
+    meant = _meant(found)
+    if meant is not None:
+        raise ValueError(f"{found} stands in the place of {meant}")
+
+
+@lru_cache(maxsize=64)  # every place of a large file may be of the same class
+def _meant(found: str) -> str | None:
+    """Return the global that is read whose name differs from this one by one bit, if any."""
+    names = map(".".join, _ALLOWED)
+    return next((named for named in names if differ_by_one_bit(found, named)), None)
 
 
 def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None) -> Metadata:
