@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ema_ckpt.core.display import masked
-from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError
+from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError, UsageError
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -55,6 +55,7 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     Raises:
         SourceError: `missing-extra` if fsspec or the URL's own package is not installed.
         AccessError: `unreadable` if the file system cannot be set up.
+        UsageError: `usage` if the URL names one version of an object.
     """
     try:
         import fsspec
@@ -65,6 +66,10 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         raise SourceError("missing-extra", message) from None
     except Exception as error:
         raise AccessError("unreadable", f"{url}: {describe_failure(error)}") from error
+    # The directory that the object lies in has no versions, so that the newest one would be read.
+    if type(filesystem)._get_kwargs_from_urls(url).get("version_aware"):
+        reason = "names one version of an object, which is neither read nor written"
+        raise UsageError("usage", f"{url}: {reason}; copy it under a name of its own")
     filesystem.invalidate_cache()  # another process may have written there since
     return filesystem, str(path).rstrip("/")
 

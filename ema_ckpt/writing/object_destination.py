@@ -59,10 +59,6 @@ class ObjectDestination:
         if not self.name or parent_of(self.url).endswith(":/"):
             raise UsageError("usage", f"{url}: name a place inside the bucket")
         self._inside = ObjectStore(self.url)
-        split = getattr(self._inside.filesystem, "split_path", None)
-        if split is not None and split(self._inside.base)[2:] not in ((), (None,)):
-            reason = "names one version of an object, and what is written is always a new one"
-            raise UsageError("usage", f"{url}: {reason}; leave the version out")
 
     def __str__(self) -> str:
         return self.url

@@ -187,7 +187,9 @@ def test_a_target_that_the_store_does_not_list_yet_is_left_alone(
 @pytest.mark.parametrize(
     "name", ["one.safetensors", "one?versionId=3.safetensors", "one?versionId=3"]
 )
-def test_a_version_of_an_object_is_no_target(name: str, proxy: Proxy, source: Path) -> None:
+def test_a_version_of_an_object_is_neither_read_nor_written(
+    name: str, proxy: Proxy, source: Path
+) -> None:
     store = s3fs.S3FileSystem(skip_instance_cache=True)
     for key in ("one", "one.safetensors"):
         store.pipe_file(f"bucket/{key}", b"somebody's")
@@ -200,4 +202,8 @@ def test_a_version_of_an_object_is_no_target(name: str, proxy: Proxy, source: Pa
     if "?" in name:
         with pytest.raises(ema_ckpt.UsageError, match="one version"):
             ema_ckpt.save(url, model=torch.nn.Linear(2, 2))
+    for read in (ema_ckpt.inspect, ema_ckpt.verify, ema_ckpt.open, ema_ckpt.latest):
+        if "?" in name:
+            with pytest.raises(ema_ckpt.UsageError, match="one version"):
+                read(url)
     assert objects("s3://bucket") == before
