@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from ema_ckpt.core.display import displayed
 
 _executor: ThreadPoolExecutor | None = None
 _pending: _Saving | None = None
@@ -31,6 +35,8 @@ def run_in_background(work: Callable[[], Path | str]) -> Future[Path | str]:
     """Start `work` in a thread; the interpreter joins it before it exits."""
     global _executor, _pending
     if _executor is None:
+        # Run after the thread was joined: nobody else would tell that the last save failed.
+        atexit.register(_tell_of_failure)
         _executor = ThreadPoolExecutor(1, thread_name_prefix="ema_ckpt-save")
     saving = _pending = _Saving()
     saving.set_running_or_notify_cancel()
@@ -55,3 +61,14 @@ def wait_for_background_save() -> None:
     error = saving.exception()
     if error is not None and not was_looked_at:
         warnings.warn(f"the asynchronous save before this call failed: {error}", stacklevel=3)
+
+
+def _tell_of_failure() -> None:
+    """Log, as the process ends, the failure of a last save that nobody looked at."""
+    saving = _pending
+    if saving is None or saving.looked_at or not saving.done():
+        return
+    error = saving.exception()
+    if error is not None:
+        what = f"the last asynchronous save failed: {error}"
+        logging.getLogger("ema_ckpt").error(displayed(what))

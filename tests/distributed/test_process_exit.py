@@ -44,3 +44,22 @@ def test_ranks_end_well_after_a_save(tmp_path: Path) -> None:
         )
         assert ended.returncode == 0, ended.stderr
         assert (tmp_path / f"step_{attempt}" / ".metadata").exists()
+
+
+FAILING = """
+import os, sys, torch
+from ema_ckpt import save
+model = torch.nn.Linear(4, 8)
+os.mkdir(sys.argv[1])
+save(sys.argv[1], model=model, async_save=True)
+"""
+
+
+def test_a_failed_save_that_nobody_looked_at_is_told_at_the_end(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", FAILING, str(tmp_path / "step_1")]
+    ended = subprocess.run(
+        command, timeout=60, env=env, capture_output=True, text=True, check=False
+    )
+    assert "the last asynchronous save failed: " in ended.stderr
+    assert "exists" in ended.stderr
