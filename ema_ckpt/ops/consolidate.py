@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -183,7 +184,7 @@ def ema_warnings(
 
 def _output_of(out: str | os.PathLike[str], max_shard_nbytes: int, basename: str) -> Output:
     # What begins the name of a file, with `-00001-of-00002.safetensors` after it.
-    is_plain = is_file_name(basename) and "/" not in basename and not basename.startswith(".")
+    is_plain = is_file_name(basename) and not re.search(r"[/\\]|^\.", basename)
     if not is_plain or len(os.fsencode(basename)) > _MAX_BASENAME_NBYTES:
         given = shortened(repr(basename), NAME_LENGTH)
         raise UsageError("usage", f"--basename {given}: expected a plain name such as model")

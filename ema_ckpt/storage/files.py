@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _URL = re.compile(r"(?!\++:)(?:[^\W_]|\+){2,}://")
 _CHAINED_URL = re.compile(r"(?:[A-Za-z0-9+_-]+::)+[A-Za-z0-9+]{2,}:/")
 _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
-_UNSAFE_NAME = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
+_UNSAFE_NAME = re.compile(r"\0|(?:^|/)\.{0,2}(?:/|\Z)")
 # A long read of a remote file is a window of so long ranges, asked for at the same time.
 _RANGE_NBYTES = 2 << 20
 # What a name says that no file can have, or none that lies there.
@@ -79,10 +79,21 @@ def safe_name(name: str) -> str:
         UnsafeError: `unsafe-path` for absolute names, `..`, empty parts, NUL bytes and text that no
             file name can be.
     """
+    if "\\" in name:
+        raise _unsafe_name(name)
+    return _below(name)
+
+
+def _below(name: str) -> str:
+    """Return `name` if it leads nowhere but below the root; a backslash is a letter like any."""
     if _UNSAFE_NAME.search(name) or not is_file_name(name):
-        message = f"the checkpoint names the file {name!r}, which is not a plain relative name"
-        raise UnsafeError("unsafe-path", message, file=name)
+        raise _unsafe_name(name)
     return name
+
+
+def _unsafe_name(name: str) -> UnsafeError:
+    message = f"the checkpoint names the file {name!r}, which is not a plain relative name"
+    return UnsafeError("unsafe-path", message, file=name)
 
 
 def is_file_name(text: str) -> bool:
@@ -217,7 +228,7 @@ class LocalFiles:
         return opened
 
     def _open_regular(self, name: str) -> tuple[int, int]:
-        path = os.path.join(self.root, name if self._are_listed else safe_name(name))
+        path = os.path.join(self.root, name if self._are_listed else _below(name))
         try:
             # O_NONBLOCK: opening a FIFO must not wait for a writer.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -331,7 +342,7 @@ class RemoteFiles:
         self._s3 = S3Ranges(filesystem) if is_s3(filesystem) else None
 
     def _path(self, name: str) -> str:
-        return join_url(self._place, safe_name(name))
+        return join_url(self._place, _below(name))
 
     def size(self, name: str) -> int:
         if name not in self._sizes:

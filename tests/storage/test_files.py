@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import ema_ckpt
 from ema_ckpt.core.catalog import Files
@@ -112,6 +113,15 @@ def test_names_that_leave_the_directory_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["a", "a/b", "...", ".a", "a..b/c", "a\n"])
 def test_plain_names_are_kept(name: str) -> None:
     assert safe_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["a\\b.safetensors", "a\\b.pt"])
+def test_a_backslash_in_a_name_that_the_user_gave_is_a_letter(tmp_path: Path, name: str) -> None:
+    """Names in metadata may not hold one, as it leads elsewhere on other systems."""
+    safetensors.numpy.save_file({"w": np.ones(2)}, tmp_path / "plain.safetensors")
+    ema_ckpt.convert(tmp_path / "plain.safetensors", tmp_path / name)
+    assert ema_ckpt.verify(tmp_path / name).status == "sound"
+    assert ema_ckpt.diff(tmp_path / "plain.safetensors", tmp_path / name).identical == 1
 
 
 def test_urls_are_told_from_paths() -> None:
