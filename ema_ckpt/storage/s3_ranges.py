@@ -7,7 +7,6 @@ https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +50,8 @@ class S3Ranges:
         return answers
 
     async def _ask_several(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[object]:
+        import asyncio
+
         questions = [self._ask(path, start, stop) for start, stop in ranges]
         return list(await asyncio.gather(*questions, return_exceptions=True))
 

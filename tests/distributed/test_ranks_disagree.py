@@ -158,9 +158,16 @@ def test_all_of_one_name_comes_from_the_lowest_of_declared_replicas(
             assert torch.equal(moment, torch.full_like(moment, 0.1))
 
 
-class Experts(nn.ModuleDict):
+class Experts(nn.Module):
+    """Layers by name. torch 2.11 shards no container."""
+
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.values():
+        for layer in self.children():
             x = layer(x)
         return x
 
@@ -170,11 +177,11 @@ def _experts(parent: str, kind: str, spread: float) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model: nn.Module = Experts({"shared": nn.Linear(2, 2), "expert": nn.Linear(2, 2)})
-    expert = model["expert"]  # type: ignore[index]
+    expert = model.get_submodule("expert")
     with torch.no_grad():
         expert.weight.add_(spread * (rank if kind != "halves" else rank * 2 // size))
     if kind == "stages":
-        model[f"stage{rank}"] = nn.Linear(2, 2)  # type: ignore[index]
+        model.add_module(f"stage{rank}", nn.Linear(2, 2))
     elif kind == "halves":
         # Two groups of ranks shard it, each a value of its own.
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("half", "shard"))
