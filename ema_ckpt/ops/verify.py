@@ -35,7 +35,7 @@ from ema_ckpt.state_dicts.ema_health import check_averages
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.rules.chosen import chosen_rules
 from ema_ckpt.state_dicts.tree import list_trees
-from ema_ckpt.storage.directories import join, list_folder
+from ema_ckpt.storage.directories import is_folder, join, list_folder
 from ema_ckpt.storage.files import is_url
 
 if TYPE_CHECKING:
@@ -379,6 +379,11 @@ def _lists_its_files(catalog: Catalog) -> bool:
     return os.path.isdir(catalog.resolved) and not is_wrong
 
 
+def _files_in(root: str) -> tuple[str, ...]:
+    """Names of files in a folder; none without it: the audit reports that they are missing."""
+    return list_folder(root).files if is_folder(root) else ()
+
+
 def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:
     """Warn of data files in the checkpoint's folders that it does not use, left by another save."""
     if not _lists_its_files(catalog):
@@ -391,7 +396,7 @@ def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:
                 suffixes.setdefault(file.rpartition("/")[0], set()).add(suffix)
     for folder, used in suffixes.items():
         root = join(catalog.source.root, folder) if folder else catalog.source.root
-        for name in list_folder(root).files:
+        for name in _files_in(root):
             file = f"{folder}/{name}" if folder else name
             if file in known or not name.endswith(tuple(used)):
                 continue

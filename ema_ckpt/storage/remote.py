@@ -7,7 +7,9 @@ nothing of the checkpoint.
 
 from __future__ import annotations
 
+import re
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -25,6 +27,8 @@ _STAMP_FIELDS = tuple(
 _ABSENT = (404, 410)
 _REFUSED = (401, 403)
 _PASSING = (408, 425, 429)  # and every status from 500 on
+# A slash that an address has inside a component, as those of some stores' objects have.
+_INNER_SLASH = re.compile("(%2F)", re.IGNORECASE)
 _FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, EmaCkptError)
 
 
@@ -80,13 +84,17 @@ def stamp_of(info: Mapping[str, object]) -> str:
     return " ".join([str(info.get("size")), *known])
 
 
+def _is_address(url: str) -> bool:
+    return "http://" in url or "https://" in url
+
+
 def split_query(url: str) -> tuple[str, str]:
     """Split the query from an HTTP URL; elsewhere `?` is a letter of a name.
 
     What signs or names a file in a query (`?X-Amz-Signature=…`) goes with its directory, and is no
     part of the file's name.
     """
-    if "http://" in url or "https://" in url:
+    if _is_address(url):
         place, mark, query = url.partition("?")
         return place, mark + query
     return url, ""
@@ -95,12 +103,36 @@ def split_query(url: str) -> tuple[str, str]:
 def join_url(url: str, name: str) -> str:
     """URL of `name` inside the directory `url`, with the query of that."""
     place, query = split_query(url)
-    return f"{place.rstrip('/')}/{name}{query}"
+    return f"{place.rstrip('/')}/{_escaped(name) if _is_address(url) else name}{query}"
 
 
 def last_component(path: str) -> str:
-    """Last component of a path or URL, without a query."""
-    return split_query(path)[0].rstrip("/").rpartition("/")[2]
+    """Last component of a path or URL, without a query, as the name that a file has there."""
+    place, _ = split_query(path)
+    name = place.rstrip("/").rpartition("/")[2]
+    return unescaped(name.partition("#")[0]) if _is_address(path) else name
+
+
+def _escaped(name: str) -> str:
+    """Return the part of an address that stands for a file's name and for nothing else.
+
+    HTTP clients take `?` and `#` for the end of a path, and `%2e%2e` for `..`, which would read
+    another file than the one that is named, and one outside the directory.
+    """
+    parts = _INNER_SLASH.split(name)
+    pieces = [unescaped(part) for part in parts[::2]]
+    if any(piece in ("", ".", "..") for inner in pieces for piece in inner.split("/")):
+        return urllib.parse.quote(name, errors="surrogateescape")
+    slashes = [*parts[1::2], ""]
+    quoted = [urllib.parse.quote(part, errors="surrogateescape") for part in parts[::2]]
+    return "".join(part + slash for part, slash in zip(quoted, slashes, strict=True))
+
+
+def unescaped(component: str) -> str:
+    """Return the name that a component of an address stands for. A slash inside it stays `%2F`."""
+    parts = _INNER_SLASH.split(component)
+    parts[::2] = [urllib.parse.unquote(part, errors="surrogateescape") for part in parts[::2]]
+    return "".join(parts)
 
 
 def is_http(filesystem: AbstractFileSystem) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.core.errors import AccessError, SourceError
-from ema_ckpt.storage.remote import ask, is_http, join_url, last_component
+from ema_ckpt.storage.remote import ask, is_http, join_url, last_component, unescaped
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -72,8 +72,10 @@ def _object_names(items: Sequence[tuple[str, str]], path: str) -> RemoteNames:
 
 def _linked_names(links: Sequence[str], place: str) -> RemoteNames:
     below = [_linked(link, place) for link in links]
-    folders = {last_component(link) for link in below if link.endswith("/")} - _NO_NAMES
-    files = {last_component(link) for link in below} - folders - _NO_NAMES
+    # Pages have `step%3D20` for what is called `step=20`.
+    names = {link: unescaped(last_component(link)) for link in below}
+    folders = {name for link, name in names.items() if link.endswith("/")} - _NO_NAMES
+    files = set(names.values()) - folders - _NO_NAMES
     return RemoteNames(tuple(sorted(folders)), tuple(sorted(files)))
 
 

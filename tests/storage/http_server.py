@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import urllib.parse
 import zlib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,11 +53,11 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {self.path}")
         if self.server.fault(self):
             return
-        path = self.server.root / self.path.partition("?")[0].strip("/")
+        path = self.server.root / urllib.parse.unquote(self.path.partition("?")[0]).strip("/")
         if path.is_dir():
             inside = [p for p in path.iterdir() if self.server.lists_hidden or p.name[0] != "."]
             names = sorted(f"{p.name}/" if p.is_dir() else p.name for p in inside)
-            page = "".join(f'<a href="{name}">{name}</a>\n' for name in names)
+            page = "".join(f'<a href="{urllib.parse.quote(name)}">x</a>\n' for name in names)
             self.answer(200, f"<html>{page}</html>".encode(), "text/html")
         elif path.is_file():
             self.send_file(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ema_ckpt
 from ema_ckpt.core.errors import EmaCkptError
@@ -104,3 +104,14 @@ def test_metadata_that_was_cut_short_says_so(tmp_path: Path, nbytes: int) -> Non
     ) as caught:
         ema_ckpt.inspect(path)
     assert caught.value.code == "unreadable"
+
+
+def test_a_missing_folder_is_damage_as_a_missing_file_is(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "c" / "x.safetensors")
+    weight_map = {"a": "x.safetensors", "b": "sub/y.safetensors"}
+    index = json.dumps({"metadata": {"total_size": 16}, "weight_map": weight_map})
+    (tmp_path / "c" / "model.safetensors.index.json").write_text(index)
+    found = ema_ckpt.verify(tmp_path / "c")
+    assert found.status == "damaged"
+    assert [(p.code, p.file) for p in found.problems] == [("missing-file", "sub/y.safetensors")]
