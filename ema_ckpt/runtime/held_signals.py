@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 
 class HeldSignals:
-    """A block at whose end the signals that came inside are delivered, each once.
+    """A block at whose end the handlers of the signals that came inside are called, each once.
 
     Python runs the handlers of signals between two instructions of the main thread: Ctrl-C raises
     there, and a handler of the program may save a checkpoint. Nothing is held in other threads,
@@ -33,12 +34,17 @@ class HeldSignals:
                     self._former[number] = handler
                     signal.signal(number, self._note)
         except BaseException:
-            self._give_back()
+            self.__exit__()
             raise
 
     def __exit__(self, *exception: object) -> None:
-        self._give_back()
-        self._deliver()
+        try:
+            self._give_back()
+        finally:
+            try:
+                self._deliver()
+            finally:  # where an interrupt came before the first was called
+                self._deliver()
 
     def _note(self, number: int, frame: FrameType | None) -> Any:
         if not self._holds:  # one that came while the handlers are given back
@@ -48,16 +54,31 @@ class HeldSignals:
         return None
 
     def _give_back(self) -> None:
-        """Install the former handlers; where one raises meanwhile, the others are still called."""
-        self._holds = False
-        for number, handler in self._former.items():
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, handler)
+        """Install the former handlers: all of them, also where one raises meanwhile."""
+        try:
+            self._holds = False
+            for number, handler in self._former.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, handler)
+        except BaseException:
+            self._give_back()
+            raise
 
     def _deliver(self) -> None:
+        """Call the handlers of what came.
+
+        A signal is not raised anew: what is told of signals as they come, asyncio's loop for one,
+        would take it for two.
+        """
         while self._came:
+            number = self._came[0]
+            handler = signal.getsignal(number)
             try:
-                signal.raise_signal(self._came.pop(0))
+                self._came.pop(0)
+                if callable(handler):
+                    handler(number, inspect.currentframe())
+                else:
+                    signal.raise_signal(number)
             except BaseException:
                 self._deliver()
                 raise
