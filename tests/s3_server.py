@@ -31,6 +31,8 @@ EMPTY_LISTING = (
     b"<IsTruncated>false</IsTruncated></ListBucketResult>"
 )
 
+LOGIN_PAGE = b"<html><body>Please log in to use this network.</body></html>"
+
 KEYS = ("access-key-of-nobody", "secret-key-of-nobody-at-all")
 
 
@@ -60,8 +62,11 @@ class S3Server:
 class Request:
     """A request as the proxy sees it, and its number among those of its kind."""
 
-    def __init__(self, method: str, target: str, nbytes: int, number: int) -> None:
+    def __init__(
+        self, method: str, target: str, nbytes: int, number: int, payer: str | None = None
+    ) -> None:
         split = urlsplit(target)
+        self.payer = payer
         self.method, self.path, self.nbytes, self.number = method, split.path, nbytes, number
         self.query = parse_qs(split.query, keep_blank_values=True)
 
@@ -76,7 +81,7 @@ Rule = Callable[[Request], str | None]
 class Proxy:
     """Passes requests on to a server, unless its rule says `slow`, `refuse`, `cut`, `lose` or `stall`.
 
-    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `unlisted` a page of nothing, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
+    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `unlisted` a page of nothing, `page` 200 and a page of a proxy's own, `nothing` 200 and no more, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
     until the proxy is stopped.
     """
 
@@ -103,7 +108,13 @@ class Proxy:
                         self.rfile.readline()
                     self.rfile.readline()
                 with proxy._lock:
-                    request = Request(self.command, self.path, len(body), 0)
+                    request = Request(
+                        self.command,
+                        self.path,
+                        len(body),
+                        0,
+                        self.headers.get("x-amz-request-payer"),
+                    )
                     alike = [r for r in proxy.requests if r.method == request.method]
                     request.number = sum(r.is_part == request.is_part for r in alike)
                     proxy.requests.append(request)
@@ -114,6 +125,11 @@ class Proxy:
                     self._answer(403, [("Content-Type", "application/xml")], DENIED)
                 elif what == "unlisted":
                     self._answer(200, [("Content-Type", "application/xml")], EMPTY_LISTING)
+                elif what == "page":
+                    length = [("Content-Length", str(len(LOGIN_PAGE)))] * (self.command == "HEAD")
+                    self._answer(200, [("Content-Type", "text/html"), *length], LOGIN_PAGE)
+                elif what == "nothing":
+                    self._answer(200, [], b"")
                 elif what == "cut":
                     self._hang_up()
                 elif what == "stall":

@@ -26,7 +26,8 @@ from ema_ckpt.storage.remote import (
     stamp_of,
 )
 from ema_ckpt.storage.remote_folders import list_remote
-from ema_ckpt.storage.s3_ranges import S3Ranges, is_s3
+from ema_ckpt.storage.s3_answers import is_s3
+from ema_ckpt.storage.s3_ranges import S3Ranges
 from ema_ckpt.storage.stamp import Stamp
 
 if TYPE_CHECKING:

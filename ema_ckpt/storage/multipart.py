@@ -18,7 +18,7 @@ from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import RefusedError, TargetError
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.remote import ask, stamp_of
-from ema_ckpt.storage.s3_ranges import is_s3
+from ema_ckpt.storage.s3_answers import is_s3, payer
 
 LEAST_PART_NBYTES = 5 << 20  # but for the last one
 MAX_PARTS = 10_000
@@ -179,6 +179,7 @@ def uploads_below(store: ObjectStore, prefix: str) -> Iterator[tuple[str, str]]:
 def _call(store: ObjectStore, name: str, method: str, **values: Any) -> Mapping[str, Any]:
     """Call S3; a body is sent from its start each time, read by the client as it goes."""
     body = values.get("Body")
+    values |= payer(store.filesystem)
 
     def call() -> Mapping[str, Any]:
         if body is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ema_ckpt.core.display import masked
 from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError, UsageError
+from ema_ckpt.storage.s3_answers import ForeignAnswerError, check_answers, is_s3
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -65,6 +66,8 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         import fsspec
 
         filesystem, path = fsspec.core.url_to_fs(url)
+        if is_s3(filesystem):
+            check_answers(filesystem, path)
     except (ImportError, ValueError) as error:
         message = f"{url}: {error}; install the fsspec package for this URL"
         raise SourceError("missing-extra", message) from None
@@ -187,7 +190,7 @@ def describe_failure(error: BaseException) -> str:
     if _redirects_on(error):
         return "the server redirects on and on"
     first = next(iter(str(error).splitlines()), "")
-    if isinstance(error, ShortAnswerError):
+    if isinstance(error, ShortAnswerError | ForeignAnswerError):
         return first
     if isinstance(error, TimeoutError) and not first:
         return f"no whole answer in time ({type(error).__name__})"

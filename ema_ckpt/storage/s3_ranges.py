@@ -11,16 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_ckpt.storage.remote import ReplacedError
+from ema_ckpt.storage.s3_answers import ForeignAnswerError, payer
 
 if TYPE_CHECKING:
     from fsspec.asyn import AsyncFileSystem
-
-
-def is_s3(filesystem: object) -> bool:
-    """Whether a file system speaks S3 itself, through s3fs."""
-    protocol = getattr(filesystem, "protocol", ())
-    protocols = (protocol,) if isinstance(protocol, str) else protocol
-    return "s3" in protocols and hasattr(filesystem, "_call_s3")
 
 
 class S3Ranges:
@@ -35,6 +29,7 @@ class S3Ranges:
 
         Raises:
             ReplacedError: it is another one than before.
+            ForeignAnswerError: the answer is none of S3.
             Exception: what s3fs raises for other answers, and for none.
         """
         from fsspec.asyn import sync
@@ -58,15 +53,28 @@ class S3Ranges:
     async def _ask(self, path: str, start: int, stop: int) -> bytes:
         bucket, key, version = self._filesystem.split_path(path)
         place = {"Bucket": bucket, "Key": key} | ({"VersionId": version} if version else {})
+        place |= payer(self._filesystem)
         answer: Mapping[str, Any] = await self._filesystem._call_s3(
             "get_object", **place, Range=f"bytes={start}-{stop - 1}"
         )
         body = answer["Body"]
         try:
-            tag = str(answer.get("ETag") or "").strip('"')
-            if self._tags.setdefault(path, tag) != tag:
-                raise ReplacedError
             data: bytes = await body.read()
         finally:
             body.close()
+        self._compare(path, str(answer.get("ETag") or "").strip('"'), len(data) == stop - start)
         return data
+
+    def _compare(self, path: str, tag: str, is_whole: bool) -> None:
+        """Compare the entity tag of an object with the former one; keep that of a whole answer.
+
+        What is cut short may be a proxy's own, and is asked for again.
+        """
+        known = self._tags.get(path)
+        if not known:
+            if tag and is_whole:
+                self._tags[path] = tag
+        elif not tag:
+            raise ForeignAnswerError("the answer has no entity tag, and is none of S3")
+        elif known != tag:
+            raise ReplacedError

@@ -1,0 +1,72 @@
+"""Answers of S3, each checked to be one.
+
+The client takes any XML for an answer, and a page in HTML is often XML too. Where a proxy says 200
+and means "log in first", a listing is empty, and an object was sent and is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsspec.asyn import AsyncFileSystem
+
+_LISTING = ("IsTruncated", "Name", "KeyCount", "MaxKeys", "Contents", "CommonPrefixes")
+# Fields of which an answer with status 200 has at least one, whoever has made the store.
+_FIELDS: Mapping[str, Sequence[str]] = {
+    "ListObjectsV2": _LISTING,
+    "ListObjects": _LISTING,
+    "ListObjectVersions": (*_LISTING, "Versions", "DeleteMarkers"),
+    "ListMultipartUploads": ("IsTruncated", "Bucket", "MaxUploads", "Uploads"),
+    "ListParts": ("IsTruncated", "Bucket", "Key", "MaxParts", "UploadId", "Parts"),
+    "HeadObject": ("ETag", "LastModified"),
+    "PutObject": ("ETag",),
+    "CopyObject": ("CopyObjectResult",),
+    "CreateMultipartUpload": ("UploadId",),
+    "UploadPart": ("ETag",),
+    "CompleteMultipartUpload": ("ETag", "Location", "Bucket", "Key"),
+}
+
+
+class ForeignAnswerError(Exception):
+    """Something else than S3 has answered."""
+
+
+def is_s3(filesystem: object) -> bool:
+    """Whether a file system speaks S3 itself, through s3fs."""
+    protocol = getattr(filesystem, "protocol", ())
+    protocols = (protocol,) if isinstance(protocol, str) else protocol
+    return "s3" in protocols and hasattr(filesystem, "_call_s3")
+
+
+def check_answers(filesystem: AsyncFileSystem, path: str) -> None:
+    """Have the client that asks for `path` raise ForeignAnswerError for what is no answer of S3."""
+    from fsspec.asyn import sync
+
+    sync(filesystem.loop, _check_answers, filesystem, path)
+
+
+def payer(filesystem: Any) -> Mapping[str, str]:
+    """Return what says with a request who pays for it, which not every release of s3fs adds."""
+    fields: Mapping[str, str] = getattr(filesystem, "req_kw", {})
+    return fields
+
+
+async def _check_answers(filesystem: Any, path: str) -> None:
+    await filesystem.set_session()
+    bucket, _, _ = filesystem.split_path(path)
+    client = await filesystem.get_s3(bucket or None)
+    for operation, fields in _FIELDS.items():
+        event = f"after-call.s3.{operation}"
+        client.meta.events.register(event, _checker(fields), unique_id=f"ema_ckpt-{operation}")
+
+
+def _checker(fields: Sequence[str]) -> Callable[..., None]:
+    def check(parsed: Mapping[str, Any], **_: object) -> None:
+        status = parsed.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if 200 <= status < 300 and not any(field in parsed for field in fields):
+            message = f"the answer with status {status} is none of S3, but of a proxy or a page"
+            raise ForeignAnswerError(message)
+
+    return check
