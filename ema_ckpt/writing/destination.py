@@ -145,4 +145,5 @@ class LocalDestination:
                 yield Draft(outputs, options, staged.journal, staged.path, staged.warnings)
                 outputs.refuse_losses()
             finally:
-                outputs.close()
+                with staged.journal.ends_on_failure():
+                    outputs.close()

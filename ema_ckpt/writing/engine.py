@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 
 from ema_ckpt.comm.launched import CommandGroup
@@ -59,7 +60,8 @@ def run(
     executor.expect(options.progress, schedule.nbytes(ranks, finished))
     executor.run(work, schedule.streams(rank, ranks), schedule.workers, options.progress)
     if rank:
-        _hand_over(outputs, options)
+        with journal.ends_on_failure() if journal is not None else nullcontext():
+            _hand_over(outputs, options)
     if group is not None:
         for dumped in group.gather(state.dump() if rank else b"")[1:]:
             if not rank:

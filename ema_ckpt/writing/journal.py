@@ -2,8 +2,9 @@
 
 One JSON document a line. The first names what is being written (digests of source and plan), each
 other one is `[file, offset, nbytes, "crc32 in hex"]`, and a fifth element `{name: count}` where a
-cast made finite values infinite. No line is believed on resume before its range has been read back:
-data that a power cut kept from the disk simply fails its CRC and is written once more.
+cast made finite values infinite. No line is believed on resume before its range has been read back,
+from the disk: data that a power cut kept from it, or that a full or failing one refused when Linux
+wrote its cache back, fails its CRC and is written once more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +25,7 @@ from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import EmaCkptError, TargetError
 from ema_ckpt.storage.files import safe_name
 from ema_ckpt.storage.stage_names import JOURNAL
+from ema_ckpt.writing.switch import empty_cache
 
 # File relative to the target ("" when the target is one file), offset and length in bytes.
 Range = tuple[str, int, int]
@@ -80,6 +83,7 @@ class Journal:
             except OSError:
                 continue
             try:
+                empty_cache(fd)
                 for key in ranges:
                     if _crc(fd, key[1], key[2]) == self._recorded[key].crc:
                         intact[key] = self._recorded[key]
@@ -101,6 +105,20 @@ class Journal:
         """Close and delete: the stage must not be resumed."""
         self.close()
         self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def ends_on_failure(self) -> Iterator[None]:
+        """Discard the journal where the block, which makes all durable, raises an OSError.
+
+        Such an error is told once. The cache goes on to hold what the disk does not, as if it had
+        been stored: no later sync would write it.
+        """
+        try:
+            yield
+        except OSError:
+            with suppress(OSError):
+                self.discard()
+            raise
 
     def _append(self, document: object) -> None:
         with self._lock:

@@ -11,8 +11,9 @@ import stat
 from collections.abc import Container
 from pathlib import Path
 
-from ema_ckpt.storage.files import is_gone
+from ema_ckpt.storage.files import close_read, is_gone
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK
+from ema_ckpt.writing.switch import empty_cache
 
 _DELETE_ATTEMPTS = 3
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -60,6 +61,31 @@ def _entries(path: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 def _is_plain(entry: os.DirEntry[str]) -> bool:
     status = entry.stat(follow_symlinks=False)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def find_lost(stage: Path) -> str | None:
+    """Say which file of a stage the disk could not store, and why; else read all from the disk."""
+    for parent, _, files in os.walk(stage):
+        for name in files:
+            path = os.path.join(parent, name)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    empty_cache(fd)
+                finally:
+                    close_read(fd)
+            except OSError as error:
+                return f"the disk could not store {name!r}: {error.strerror}"
+    return None
+
+
+def allocated(root: Path) -> int:
+    """Bytes that the files below `root` occupy on the disk."""
+    nbytes = 0
+    for parent, _, files in os.walk(root):
+        for name in files:
+            nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return nbytes
 
 
 def delete_stage(stage: Path) -> bool:

@@ -37,7 +37,13 @@ from ema_ckpt.writing.preflight import (
     resolve_target,
     write_error,
 )
-from ema_ckpt.writing.stage_files import delete_stage, find_stranger, open_directory
+from ema_ckpt.writing.stage_files import (
+    allocated,
+    delete_stage,
+    find_lost,
+    find_stranger,
+    open_directory,
+)
 from ema_ckpt.writing.switch import (
     carry,
     exchange,
@@ -94,9 +100,10 @@ class Staged:
         if self.published:
             return
         with _explained(self.target):
-            if self.fsync:  # which may take most of the time: a run that ends here is resumed
-                fsync_tree(self.path)
-                fsync_path(self.root)
+            if self.fsync:  # which may take most of the time: a run that is killed here is resumed
+                with self.journal.ends_on_failure():
+                    fsync_tree(self.path)
+                    fsync_path(self.root)
             for _ in range(_SWITCH_ATTEMPTS):
                 with contextlib.suppress(FileExistsError, FileNotFoundError):
                     self._switch()
@@ -235,7 +242,7 @@ def check_target(
             if interrupted_switch(left) and not is_there(path) and not overwrite:
                 message = f"{path}: exists, in {left.name}; pass --overwrite to replace it"
                 raise TargetError("target-exists", message)
-            freed += _allocated(left)
+            freed += allocated(left)
         check_space(path, nbytes - freed)
     return path
 
@@ -281,13 +288,9 @@ class _Claim:
                 continue  # its writer has just ended
             try:
                 finish(left, self._target)
-                wanted = self._resume and self._root is None
-                wanted = wanted and self._is_own(left, None, is_directory)
-                # Other options give other files, so the run is compared before their names are.
-                wanted = wanted and check_identity(left, self._target, identity)
-                if wanted and self._is_own(left, files, is_directory):
+                if self._goes_on(left, identity, files, is_directory):
                     self._root, self._locks, self.resumed = left, locks, True
-                    self.allocated = _allocated(left)
+                    self.allocated = allocated(left)
                     locks = []
                 elif may_hold_target(left, self._target):
                     raise TargetError("unreadable", _switch_is_unclear(left, self._target))
@@ -298,15 +301,27 @@ class _Claim:
                 for fd in locks:
                     close_read(fd)
 
+    def _goes_on(
+        self, left: Path, identity: Mapping[str, str], files: Collection[str] | None, is_dir: bool
+    ) -> bool:
+        """Whether `left` is to be continued."""
+        if self._root is not None or not self._resume or not self._is_own(left, None, is_dir):
+            return False
+        # Other options give other files, so the run is compared before their names are.
+        same = check_identity(left, self._target, identity) and self._is_own(left, files, is_dir)
+        return same and self._has_no(find_lost(left), left)
+
     def _is_own(self, left: Path, files: Collection[str] | None, is_directory: bool) -> bool:
         """Whether all in a stage is a writer's; says so where it is not."""
         if not os.path.exists(left):  # its switch has just been ended
             return False
         stranger = find_stranger(left, self._target.name, files, is_directory=is_directory)
-        if stranger is not None:
-            message = f"{left}: no writer made {stranger!r} in it; starting anew"
-            self.warnings.append(Diagnostic("stale-file", message))
-        return stranger is None
+        return self._has_no(stranger and f"no writer made {stranger!r} in it", left)
+
+    def _has_no(self, flaw: str | None, left: Path) -> bool:
+        if flaw:
+            self.warnings.append(Diagnostic("stale-file", f"{left}: {flaw}; starting anew"))
+        return not flaw
 
     def open(self, is_directory: bool) -> Path:
         """Make the stage, unless one is continued."""
@@ -393,8 +408,8 @@ def _left_behind(stage: Path, target: Path) -> str:
 
 def _switch_is_unclear(stage: Path, target: Path) -> str:
     """Say that a stage is kept because the old target may be nowhere else."""
-    remedy = "look there; rename the one to keep, or repeat the command once the disk can be read"
-    return f"{stage}: left behind: it may hold {target}, which is not in its place; {remedy}"
+    hint = "look there; rename the one to keep, or repeat the command once the disk can be read"
+    return f"{stage}: left behind: it may hold {target}, which is not in its place; {hint}"
 
 
 @contextlib.contextmanager
@@ -483,12 +498,3 @@ def _lock(fd: int) -> bool:
             raise
         return False
     return True
-
-
-def _allocated(root: Path) -> int:
-    """Bytes that the files below `root` occupy on the disk."""
-    nbytes = 0
-    for parent, _, files in os.walk(root):
-        for name in files:
-            nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
-    return nbytes

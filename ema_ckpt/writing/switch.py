@@ -7,6 +7,7 @@ them (ext4, xfs, btrfs, tmpfs; since Linux 3.15). Elsewhere `switch` takes the l
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -159,6 +160,23 @@ def sync(fd: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # file systems without a disk below
             raise
+
+
+def empty_cache(fd: int) -> None:
+    """Have what is read next from a file come from the disk.
+
+    Linux keeps pages that the disk refused as if it had them. No later sync writes them, and ext4
+    loses what is written to them again.
+
+    Raises:
+        OSError: some of what was written to the file could not be stored.
+    """
+    try:
+        sync(fd)
+    finally:
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # it is advice
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_tree(path: Path) -> None:
