@@ -103,8 +103,10 @@ class Journal:
 
     def discard(self) -> None:
         """Close and delete: the stage must not be resumed."""
-        self.close()
-        self._path.unlink(missing_ok=True)
+        try:
+            self.close()
+        finally:
+            self._path.unlink(missing_ok=True)
 
     @contextmanager
     def ends_on_failure(self) -> Iterator[None]:
