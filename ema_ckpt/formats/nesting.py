@@ -13,6 +13,7 @@ from typing import Any
 
 from ema_ckpt.core.catalog import Nesting
 from ema_ckpt.core.errors import SourceError, TargetError
+from ema_ckpt.formats.pickle.limits import MAX_REPEATED_BYTES, bytes_of
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque, parts_of
 from ema_ckpt.formats.pickle.typed_values import TypedText
 
@@ -20,6 +21,7 @@ Path = tuple[str | int, ...]
 Parts = Iterable[tuple[str | int, Any]]
 
 _MAX_DEPTH = 100
+_LONG = 256  # bytes: shorter ones count as leaves
 
 
 def walk(
@@ -45,7 +47,8 @@ def flatten(
     Args:
         is_tensor: whether a value is a tensor.
         budget: number of containers and leaves allowed, a shared one counted at each reference: a
-            few bytes of pickle can refer to more of them than any machine has memory for.
+            few bytes of pickle can refer to more of them than any machine has memory for. As many
+            bytes, and 160 MB more, may long texts take that are referred to again.
 
     Raises:
         SourceError: `unsupported` beyond the budget or a depth of 100, for a key of an odd type, or
@@ -65,10 +68,14 @@ class _Flattener:
         self._is_tensor = is_tensor
         self._budget = budget
         self._is_opened: dict[int, bool] = {}
+        self._repeated_budget = budget + MAX_REPEATED_BYTES
+        self._texts: set[int] = set()  # long ones that were met
 
     def open_container(self, path: Path, value: Any) -> Parts | None:
         self._spend(len(path))
         if isinstance(value, dict) and value:
+            for key in value:
+                self._spend_text(key)
             return ((self._text(path, key, value), item) for key, item in value.items())
         if isinstance(value, list | tuple) and self._opens(value):
             if isinstance(value, tuple):
@@ -84,6 +91,18 @@ class _Flattener:
             raise SourceError("unsupported", "the same containers are referred to over and over")
         if depth > _MAX_DEPTH:
             raise SourceError("unsupported", f"containers are nested more than {_MAX_DEPTH} deep")
+
+    def _spend_text(self, value: object) -> None:
+        """Count the bytes of a long text, or of bytes, that was met before."""
+        size = bytes_of(value)
+        if size < _LONG:
+            return
+        if id(value) not in self._texts:
+            self._texts.add(id(value))
+            return
+        self._repeated_budget -= size
+        if self._repeated_budget < 0:
+            raise SourceError("unsupported", "the same texts are referred to over and over")
 
     def _text(self, path: Path, key: object, siblings: dict[object, object]) -> str:
         """Convert a key to text that no other key of the dict has."""
@@ -115,6 +134,7 @@ class _Flattener:
         while pending:
             inner, depth = pending.pop()
             self._spend(depth)
+            self._spend_text(inner)
             if self._is_tensor(inner):
                 raise SourceError("unsupported", "a tensor lies in a set or is the key of a dict")
             if not isinstance(inner, Opaque):

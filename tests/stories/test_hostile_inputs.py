@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import dcp_at
+from tests.checkpoints import dcp_at, save_dcp
 
 REPO = Path(__file__).parents[2]
 FAR = "__1000000000000000000_0.distcp"
@@ -133,3 +133,49 @@ def test_a_shard_that_may_not_be_read_is_no_damage(verb: str, tmp_path_factory) 
         assert "Permission denied" in ended.stderr
     finally:
         shutil.rmtree(folder)
+
+
+# ---------------------------------------------------------------- one text, referred to over and over
+
+
+@pytest.mark.parametrize("kind", ["texts", "texts in dicts", "keys", "bytes"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("convert", "out.pt"),
+        ("convert", "out.safetensors"),
+        ("convert", "out"),
+        ("reshard", "out", "--world-size", "2"),
+    ],
+    ids=lambda verb: f"{verb[0]} {verb[1]}",
+)
+def test_one_long_text_is_not_written_a_thousand_times(
+    kind: str, verb: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = "a" * 10**6
+    several = {
+        "texts": [text] * 1000,
+        "texts in dicts": [{"text": text} for _ in range(1000)],
+        "keys": [{text: 1} for _ in range(1000)],
+        "bytes": [text.encode()] * 1000,
+    }[kind]
+    source = tmp_path / "source.pt"
+    torch.save({"model": {"w": torch.ones(3)}, "n": several}, source)
+    assert source.stat().st_size < 3 * 10**6
+    ended = command(verb[0], source, tmp_path / verb[1], *verb[2:])
+    assert ended.returncode == 2
+    assert one_line(ended), ended.stderr[:2000]
+    assert "the same texts are referred to over and over" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+
+
+def test_an_object_of_a_dcp_with_one_long_text_is_not_written(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(3)}, "n": (("a" * 10**6,) * 10,) * 100}
+    save_dcp(tmp_path / "source", state)
+    ended = command("convert", tmp_path / "source", tmp_path / "out.pt", "--strict")
+    assert ended.returncode != 0
+    assert one_line(ended), ended.stderr[:2000]
+    ended = command("convert", tmp_path / "source", tmp_path / "out.pt")
+    assert ended.returncode == 0
+    assert "skipped n" in ended.stdout + ended.stderr
+    assert (tmp_path / "out.pt").stat().st_size < 10**6

@@ -35,6 +35,25 @@ def test_what_contains_itself_is_refused(write) -> None:
         write(value)
 
 
+@pytest.mark.parametrize("write", [check_expanded_size, picklewriter.dumps, sidecar.encode])
+@pytest.mark.parametrize("text", ["a" * 10**6, "\u00e4" * 10**6, b"a" * 10**6, bytearray(10**6)])
+def test_one_text_that_is_referred_to_over_and_over_is_refused_at_once(write, text: object) -> None:
+    begin = time.monotonic()
+    with pytest.raises(TypeError, match="texts over and over"):
+        write({"names": [[text] * 10] * 100})
+    assert time.monotonic() - begin < 1
+
+
+def test_a_huge_number_that_is_referred_to_over_and_over_is_refused() -> None:
+    with pytest.raises(TypeError, match="texts over and over"):
+        check_expanded_size([1 << 8 * 10**6] * 1000)
+
+
+def test_long_texts_are_written_once_each_whatever_their_length() -> None:
+    check_expanded_size(["a" * 10**8, "b" * 10**8, b"c" * 10**8])
+    check_expanded_size([f"{number}" * 1000 for number in range(50_000)])
+
+
 def test_what_nests_too_deeply_is_refused() -> None:
     value: object = 1
     for _ in range(100_000):
