@@ -172,17 +172,25 @@ def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
         reason = "already exists; name another path, or pass --overwrite (overwrite=True)"
         raise TargetError("target-exists", f"{path}: {reason}")
     _check_movable(path)
-    if stat.S_ISDIR(mode):
-        foreign = [name for name in foreign_entries(path) if name not in policy.replaces]
-        carried = foreign if policy.keep_foreign and policy.is_directory else []
-    else:
-        foreign = [path.name] if policy.is_directory and not _is_checkpoint_file(path) else []
-        carried = []
+    foreign = foreign_parts(path, policy)
+    is_carried = policy.keep_foreign and policy.is_directory and stat.S_ISDIR(mode)
+    carried = foreign if is_carried else []
     if foreign != carried:
         listed = f"{shown(foreign)}; move it away or name another path"
         message = f"{path}: --overwrite would delete what is no checkpoint: {listed}"
         raise TargetError("foreign-files", message)
     return carried
+
+
+def foreign_parts(path: Path, policy: OverwritePolicy, name: str = "") -> list[str]:
+    """Name what is lost if `path`, called `name` (its own by default), is deleted, sorted.
+
+    Those are foreign entries of a directory, or a foreign file that becomes a directory itself.
+    """
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        return [one for one in foreign_entries(path) if one not in policy.replaces]
+    is_foreign = policy.is_directory and not _is_checkpoint_file(path, name)
+    return [name or path.name] if is_foreign else []
 
 
 def _check_movable(path: Path) -> None:
@@ -274,7 +282,7 @@ def _is_among(path: Path, chain: list[Path]) -> bool:
     return any(other.exists() and os.path.samestat(own, other.stat()) for other in chain)
 
 
-def _is_checkpoint_file(path: Path) -> bool:
+def _is_checkpoint_file(path: Path, name: str = "") -> bool:
     mode = os.lstat(path).st_mode
     if not (stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and path.is_file())):
         return False
@@ -284,7 +292,7 @@ def _is_checkpoint_file(path: Path) -> bool:
             return file.read(2)
 
     try:
-        return is_checkpoint_file(path.name, read_head)
+        return is_checkpoint_file(name or path.name, read_head)
     except OSError:
         return False
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,8 @@ from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, about
 from ema_ckpt.storage.files import close_read, is_gone, is_there
-from ema_ckpt.storage.stage_names import JOURNAL, LOCK, interrupted_switch, stage_path, stages_of
+from ema_ckpt.storage.stage_names import JOURNAL, interrupted_switch, stage_path, stages_of
+from ema_ckpt.writing.foreign_files import Carried, rescue
 from ema_ckpt.writing.journal import Journal, check_identity
 from ema_ckpt.writing.preflight import (
     OverwritePolicy,
@@ -44,8 +43,8 @@ from ema_ckpt.writing.stage_files import (
     find_stranger,
     open_directory,
 )
+from ema_ckpt.writing.stage_locks import lock_parent, lock_stage
 from ema_ckpt.writing.switch import (
-    carry,
     exchange,
     finish,
     fsync_path,
@@ -55,9 +54,6 @@ from ema_ckpt.writing.switch import (
 )
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # Lustre without `-o flock`, say
 _SWITCH_ATTEMPTS = 8
 _CLOSE_ATTEMPTS = 8
 _SPARE_FILES = 3
@@ -72,6 +68,7 @@ class Staged:
         policy, fsync, plain_rename: as given to `stage`.
         resumed: this is the stage of an interrupted run; `journal` lists its finished ranges.
         published: the target is in place. warnings: failures that did no harm to it.
+        carried: foreign files of the old directory that the new one has.
     """
 
     target: Path
@@ -83,6 +80,7 @@ class Staged:
     resumed: bool = False
     published: bool = False
     warnings: list[Diagnostic] = field(default_factory=list)
+    carried: Carried = field(default_factory=Carried)
 
     @property
     def path(self) -> Path:
@@ -133,10 +131,11 @@ class Staged:
             return
         if foreign:  # what is carried now may be old when a later run goes on
             self._discard_journal()
-            carry(foreign, self.target, self.path)
+            self.carried.carry(foreign, self.target, self.path)
             if self.fsync:
                 fsync_tree(self.path)
         self._discard_journal()
+        self.carried.note_new(self.path)
         exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)
 
     def _discard_journal(self) -> None:
@@ -198,8 +197,8 @@ def stage(
             check_place(path, sources)
             check_replaceable(path, policy)
             claim.make_parents(fsync)
-            with _lock_parent(path.parent):
-                claim.clear_leftovers(identity or {}, files, is_directory)
+            with lock_parent(path.parent):
+                claim.clear_leftovers(identity or {}, files, policy)
                 check_replaceable(path, policy)
                 check_space(path, nbytes - claim.allocated)
                 root = claim.open(is_directory)
@@ -237,7 +236,7 @@ def check_target(
         check_replaceable(path, policy)
         for left in stages_of(path):
             with contextlib.suppress(FileNotFoundError):  # its writer has just ended
-                for fd in _lock_stage(left, path):
+                for fd in lock_stage(left, path):
                     close_read(fd)
             if interrupted_switch(left) and not is_there(path) and not overwrite:
                 message = f"{path}: exists, in {left.name}; pass --overwrite to replace it"
@@ -278,25 +277,30 @@ class _Claim:
             fsync_path(directory.parent)
 
     def clear_leftovers(
-        self, identity: Mapping[str, str], files: Collection[str] | None, is_directory: bool
+        self,
+        identity: Mapping[str, str],
+        files: Collection[str] | None,
+        policy: OverwritePolicy,
     ) -> None:
         """End the switch of stages that are left, continue one of them, delete the others."""
         for left in stages_of(self._target):
             try:
-                locks = _lock_stage(left, self._target)
+                locks = lock_stage(left, self._target)
             except FileNotFoundError:
                 continue  # its writer has just ended
             try:
                 finish(left, self._target)
-                if self._goes_on(left, identity, files, is_directory):
+                if self._goes_on(left, identity, files, policy.is_directory):
                     self._root, self._locks, self.resumed = left, locks, True
                     self.allocated = allocated(left)
                     locks = []
                 elif may_hold_target(left, self._target):
                     raise TargetError("unreadable", _switch_is_unclear(left, self._target))
-                elif left.exists() and not delete_stage(left):  # it keeps nobody from writing
-                    message = _left_behind(left, self._target)
-                    self.warnings.append(Diagnostic("stale-file", message))
+                elif left.exists():
+                    self._delete(left, policy, Carried())
+                    if self.left_behind:  # it keeps nobody from writing
+                        self.warnings.append(Diagnostic("stale-file", self.left_behind))
+                        self.left_behind = ""
             finally:
                 for fd in locks:
                     close_read(fd)
@@ -328,7 +332,7 @@ class _Claim:
         if self._root is None:
             self._root = stage_path(self._target, os.urandom(4).hex())
             self._root.mkdir()
-            self._locks = _lock_stage(self._root, self._target)
+            self._locks = lock_stage(self._root, self._target)
         self._spare += [open_directory(self._root) for _ in range(_SPARE_FILES)]
         if is_directory:
             (self._root / self._target.name).mkdir(exist_ok=True)
@@ -377,17 +381,27 @@ class _Claim:
             return
         if self._had_target and may_hold_target(root, self._target):
             self.left_behind = _switch_is_unclear(root, self._target)
+        elif self.staged is None:  # nothing has been switched
+            self._delete(root, OverwritePolicy(False), Carried())
         else:
-            is_deleted = False
-            try:
-                is_deleted = delete_stage(root)
-            except OSError as error:  # of a few calls it raises them all the same
-                if _interruption_in(error) is not None:
-                    raise
-            if not is_deleted and not is_gone(root):
-                self.left_behind = _left_behind(root, self._target)
+            self._delete(root, self.staged.policy, self.staged.carried)
         if self.left_behind:
             self.warnings.append(Diagnostic("stale-file", self.left_behind))
+
+    def _delete(self, root: Path, policy: OverwritePolicy, carried: Carried) -> None:
+        """Delete a stage, but nothing foreign in an old target that is in it."""
+        kept, where = rescue(root, self._target, policy, carried)
+        self.left_behind = kept or self.left_behind
+        if where is not None and root in where.parents:
+            return
+        is_deleted = False
+        try:
+            is_deleted = delete_stage(root)
+        except OSError as error:  # of a few calls it raises them all the same
+            if _interruption_in(error) is not None:
+                raise
+        if not is_deleted and not is_gone(root):
+            self.left_behind = "; ".join(filter(None, [kept, _left_behind(root, self._target)]))
 
 
 def _interruption_in(error: BaseException) -> BaseException | None:
@@ -438,63 +452,3 @@ def _explained(path: Path, stage: Path | None = None) -> Iterator[None]:
         if not is_about and error.errno not in _FULL:
             raise
         raise write_error(path, error) from error
-
-
-@contextlib.contextmanager
-def _lock_parent(parent: Path) -> Iterator[None]:
-    """Keep other writers from looking for leftovers in `parent`, for a second at most.
-
-    Without this lock a race is still decided by the lock of the stage, and by the switch.
-    """
-    fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for _ in range(100):
-            try:
-                _lock(fd)
-                break
-            except OSError:
-                time.sleep(0.01)
-        yield
-    finally:
-        close_read(fd)
-
-
-def _lock_stage(root: Path, target: Path) -> list[int]:
-    """Lock a stage; return descriptors that hold the lock until they are closed.
-
-    Raises:
-        TargetError: `busy` if a process holds it.
-    """
-    fds: list[int] = []
-    try:
-        fds.append(open_directory(root))
-        if not _lock(fds[0]):
-            # NFS locks only what is open for writing, which a directory never is.
-            fds.append(os.open(root / LOCK, _LOCK_FILE, 0o666))
-            fcntl.flock(fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        for fd in fds:
-            close_read(fd)
-        if isinstance(error, PermissionError) and not fds:  # another user's
-            reason = "may be another run's, and may not be opened; wait for it to end, or delete it"
-            raise TargetError("busy", f"{target}: {root} {reason}") from None
-        if error.errno in _NO_LOCKS:
-            hint = "mount it with `flock`, or write to another one"
-            reason = f"its file system has no locks ({error.strerror}), which keep writers apart"
-            raise TargetError("unsupported", f"{target}: {reason}; {hint}") from None
-        if error.errno not in _LOCKED:
-            raise
-        message = f"{target}: another process is writing it, in {root.name}; wait for it to end"
-        raise TargetError("busy", message) from None
-    return fds
-
-
-def _lock(fd: int) -> bool:
-    """Take `flock` on a directory; False if its file system has none for directories."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _LOCKED:
-            raise
-        return False
-    return True

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import stat
 from pathlib import Path
 
@@ -132,13 +131,6 @@ def may_hold_target(stage: Path, target: Path) -> bool:
         return True
 
 
-def carry(names: list[str], old: Path, new: Path) -> None:
-    """Link or copy entries of the directory `old` into `new`; entries of `new` stay."""
-    for name in names:
-        if not is_there(new / name) and is_there(old / name):
-            _carry_one(old / name, new / name)
-
-
 def fsync_path(path: Path) -> None:
     """Flush a file or directory to the disk, unless it is a directory that may not be read."""
     try:
@@ -190,22 +182,3 @@ def fsync_tree(path: Path) -> None:
             fsync_path(Path(parent))
     else:
         fsync_path(path)
-
-
-def _carry_one(old: Path, new: Path) -> None:
-    if old.is_symlink():
-        os.symlink(os.readlink(old), new)
-    elif old.is_dir():
-        new.mkdir()
-        shutil.copystat(old, new)
-        carry(sorted(os.listdir(old)), old, new)
-    else:
-        try:
-            os.link(old, new)
-        except OSError:
-            status = os.lstat(old)
-            if stat.S_ISREG(status.st_mode):
-                shutil.copy2(old, new)
-            else:  # a FIFO, a socket or a device: another one, unopened
-                os.mknod(new, status.st_mode, status.st_rdev)
-                shutil.copystat(old, new)

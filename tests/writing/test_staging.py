@@ -585,7 +585,7 @@ def test_a_leftover_that_may_not_be_opened_is_named(
     def refusing(path: Path) -> int:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("ema_ckpt.writing.staging.open_directory", refusing)
+    monkeypatch.setattr("ema_ckpt.writing.stage_locks.open_directory", refusing)
     for attempt in (
         lambda: check_target(target, is_directory=True),
         stage(target, is_directory=True).__enter__,

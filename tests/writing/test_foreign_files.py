@@ -1,0 +1,235 @@
+"""Foreign files that appear in the old directory while it is replaced: carried late, or kept, never deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ema_ckpt.storage.stage_names import NOTE, OLD, stage_path, stages_of
+from ema_ckpt.writing import staging
+from ema_ckpt.writing.staging import Staged, stage
+from tests.staged_writer import make_old, read_target, snapshot, write_new
+
+PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["flags", "plain"])
+LINKS = pytest.mark.parametrize("links", [True, False], ids=["links", "copies"])
+
+
+@pytest.fixture
+def just_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Have somebody do something at the last moment before the switch."""
+
+    def install(act: Callable[[], object]) -> None:
+        usual = staging.exchange
+
+        def late(*args: Any, **kwargs: Any) -> None:
+            act()
+            usual(*args, **kwargs)
+
+        monkeypatch.setattr(staging, "exchange", late)
+
+    return install
+
+
+def make_model(target: Path) -> None:
+    (target / "data" / "deep").mkdir(parents=True)
+    (target / "model.safetensors").write_text("old")
+    for name in ("README.md", "LICENSE", "data/one", "data/deep/two"):
+        (target / name).write_text("old")
+    (target / "link").symlink_to("LICENSE")
+
+
+def replace(path: Path, text: str) -> None:
+    """As an editor does it."""
+    draft = path.with_name(".draft")
+    draft.write_text(text)
+    os.replace(draft, path)
+
+
+def overwrite(target: Path, plain: bool = False, **options: Any) -> Staged:
+    with stage(target, is_directory=True, overwrite=True, plain_rename=plain, **options) as staged:
+        write_new(staged)
+    return staged
+
+
+@PLAIN
+@LINKS
+def test_what_comes_after_the_carrying_is_carried_too(
+    tmp_path: Path, just_before: Any, monkeypatch: pytest.MonkeyPatch, plain: bool, links: bool
+) -> None:
+    target = tmp_path / "hf"
+    make_model(target)
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+
+    def act() -> None:
+        replace(target / "README.md", "newer")
+        replace(target / "data" / "one", "newer")
+        with open(target / "data" / "deep" / "two", "a") as file:  # in place
+            file.write(" and newer")
+        (target / "notes.txt").write_text("mine")
+        (target / "data" / "added").write_text("mine")
+        (target / "folder").mkdir()
+        (target / "folder" / "file").write_text("mine")
+        (target / "link2").symlink_to("notes.txt")
+
+    just_before(act)
+    staged = overwrite(target, plain, keep_foreign=True)
+    assert staged.warnings == []
+    assert os.listdir(tmp_path) == ["hf"]
+    assert read_target(target) == "new"
+    texts = {
+        str(path.relative_to(target)): path.read_text()
+        for path in target.rglob("*")
+        if path.is_file()
+    }
+    assert texts == {
+        "model.safetensors": "new",
+        "README.md": "newer",
+        "LICENSE": "old",
+        "link": "old",
+        "link2": "mine",
+        "data/one": "newer",
+        "data/deep/two": "old and newer",
+        "data/added": "mine",
+        "folder/file": "mine",
+        "notes.txt": "mine",
+    }
+
+
+@PLAIN
+def test_what_has_no_place_is_kept_beside(
+    tmp_path: Path, just_before: Any, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    """A name that the new checkpoint has, and a folder where a file was carried."""
+    target = tmp_path / "hf"
+    make_model(target)
+
+    def act() -> None:
+        (target / "model.safetensors").unlink()
+        (target / "model.safetensors").mkdir()
+        (target / "model.safetensors" / "mine").write_text("mine")
+        (target / "README.md").unlink()
+        (target / "README.md").mkdir()
+        (target / "README.md" / "chapter").write_text("mine")
+        (target / "notes.txt").write_text("mine")
+
+    just_before(act)
+    staged = overwrite(target, plain, keep_foreign=True)
+    (kept,) = (path for path in tmp_path.iterdir() if path != target)
+    assert [warning.code for warning in staged.warnings] == ["stale-file"]
+    assert str(kept) in staged.warnings[0].message
+    assert "README.md" in staged.warnings[0].message
+    assert kept.name.startswith("hf.kept-")
+    assert (kept / "model.safetensors" / "mine").read_text() == "mine"
+    assert (kept / "README.md" / "chapter").read_text() == "mine"
+    assert (target / "notes.txt").read_text() == "mine"
+    assert (target / "model.safetensors").read_text() == "new"
+    assert (target / "README.md").read_text() == "old"
+    monkeypatch.undo()
+    before = snapshot(kept)
+    overwrite(target, plain, keep_foreign=True)  # the next run leaves it alone
+    assert snapshot(kept) == before
+    assert sorted(os.listdir(tmp_path)) == ["hf", kept.name]
+
+
+@PLAIN
+def test_a_directory_that_carries_nothing(tmp_path: Path, just_before: Any, plain: bool) -> None:
+    """As one of DCP: what is foreign there is refused, or kept if it came after the check."""
+    target = tmp_path / "dcp"
+    make_old(target, is_directory=True)
+    just_before(lambda: (target / "notes.txt").write_text("mine"))
+    staged = overwrite(target, plain)
+    (kept,) = (path for path in tmp_path.iterdir() if path != target)
+    assert os.listdir(target) == ["model.safetensors"]
+    assert os.listdir(kept) == ["notes.txt"]  # the old checkpoint is not kept with it
+    assert (kept / "notes.txt").read_text() == "mine"
+    (warning,) = staged.warnings
+    assert warning.code == "stale-file"
+    assert str(kept) in warning.message and "notes.txt" in warning.message
+
+
+@PLAIN
+def test_a_link_in_place_of_the_old_one_is_not_followed(
+    tmp_path: Path, just_before: Any, plain: bool
+) -> None:
+    target, elsewhere = tmp_path / "dcp", tmp_path / "elsewhere"
+    make_old(target, is_directory=True)
+    make_old(elsewhere, is_directory=True)
+    before = snapshot(elsewhere)
+
+    def act() -> None:
+        shutil.rmtree(target)
+        target.symlink_to("elsewhere")
+
+    just_before(act)
+    staged = overwrite(target, plain)
+    assert snapshot(elsewhere) == before
+    assert len(staged.warnings) == 1
+    assert read_target(target) == "new"
+
+
+def test_entries_that_are_written_anew_are_not_kept(tmp_path: Path, just_before: Any) -> None:
+    target = tmp_path / "hf"
+    make_model(target)
+    just_before(lambda: replace(target / "config.json", "{}"))
+    staged = overwrite(target, keep_foreign=True, replaces=["config.json"])
+    assert staged.warnings == []
+    assert not (target / "config.json").exists()
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("keep_foreign", [True, False])
+def test_a_switch_that_was_cut_in_two(tmp_path: Path, keep_foreign: bool) -> None:
+    target = tmp_path / "hf"
+    left = stage_path(target, "00000000")
+    (left / "hf").mkdir(parents=True)
+    (left / "hf" / "model.safetensors").write_text("newer")
+    (left / NOTE).write_text(f'{{"old": "{OLD}", "new": "hf"}}')
+    make_old(left / OLD, is_directory=True)
+    (left / OLD / "notes.txt").write_text("mine")
+    staged = overwrite(target, keep_foreign=keep_foreign)
+    assert read_target(target) == "new"
+    assert stages_of(target) == []
+    if keep_foreign:
+        assert (target / "notes.txt").read_text() == "mine"
+        assert staged.warnings == []
+    else:
+        assert (tmp_path / "hf.kept-00000000" / "notes.txt").read_text() == "mine"
+        assert [warning.code for warning in staged.warnings] == ["stale-file"]
+
+
+def test_with_the_command_itself(tmp_path: Path) -> None:
+    """An editor and a program write while `consolidate` carries a folder of many files."""
+    source, target = tmp_path / "src.safetensors", tmp_path / "hf"
+    save_file({f"l{i}.weight": np.full((64, 64), i, np.float32) for i in range(4)}, source)
+    command = [sys.executable, "-m", "ema_ckpt", "consolidate", str(source), str(target)]
+    subprocess.run([*command, "-q"], check=True)
+    (target / "data").mkdir()
+    for i in range(1000):
+        (target / "data" / str(i)).write_text("kept")
+    (target / "README.md").write_text("old")
+    with subprocess.Popen([*command, "--overwrite"], stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            if any((left / "hf" / "data").exists() for left in stages_of(target)):
+                break
+            time.sleep(0.001)
+        replace(target / "README.md", "newer")
+        (target / "notes.txt").write_text("mine")
+        (target / "data" / "added").write_text("mine")
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert (target / "README.md").read_text() == "newer"
+    assert (target / "notes.txt").read_text() == "mine"
+    assert (target / "data" / "added").read_text() == "mine"
+    assert len(os.listdir(target / "data")) == 1001
+    assert sorted(os.listdir(tmp_path)) == ["hf", "src.safetensors"]
