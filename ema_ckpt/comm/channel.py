@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,9 @@ _GROUP_TIMEOUT = timedelta(hours=2)
 _CONNECT_TIMEOUT = timedelta(minutes=2)
 
 _channels: dict[str, tuple[object, Channel]] = {}  # by purpose, with the default group at that time
-# gloo's threads must have ended before the interpreter goes: one that lets go of a tensor later
-# aborts the process. Saves in the background are over by then; threads are joined before this is
-# called.
-atexit.register(_channels.clear)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Channel:
     """Connections between all ranks, apart from every process group of the training.
 
@@ -163,7 +160,27 @@ def connect_channel(
         message = f"not all ranks could be connected: {plain_cause(error)}"
         raise CollectiveError("rank-failed", message) from error
     gloo._set_default_timeout(timeout)
-    return Channel(gloo, rank, size)
+    channel = Channel(gloo, rank, size)
+    _connected.add(channel)
+    return channel
+
+
+_connected: WeakSet[Channel] = WeakSet()
+
+
+def _disconnect() -> None:
+    """End the threads of gloo, which abort the process if one lets go of a tensor later.
+
+    Whoever else has a channel is not asked: an error holds it through its traceback, and often
+    itself, until the interpreter is half gone.
+    """
+    _channels.clear()
+    for channel in list(_connected):
+        object.__setattr__(channel, "gloo", None)
+
+
+# Saves in the background are over by then: threads are joined before this is called.
+atexit.register(_disconnect)
 
 
 def plain_cause(error: Exception) -> str:

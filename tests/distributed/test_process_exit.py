@@ -46,6 +46,40 @@ def test_ranks_end_well_after_a_save(tmp_path: Path) -> None:
         assert (tmp_path / f"step_{attempt}" / ".metadata").exists()
 
 
+KEEPING = """
+import sys, torch, torch.distributed as dist
+from ema_ckpt import EmaCkptError, save
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model, kept = torch.nn.Linear(4, 8), []
+save(sys.argv[1], model=model)
+try:
+    save(sys.argv[1], model=model)
+except EmaCkptError as error:
+    kept.append(error)  # and through its traceback what carried it from rank to rank
+assert kept
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_well_that_keep_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KEEPING)
+    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    for attempt in range(10):
+        command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", script]
+        ended = subprocess.run(
+            [*map(str, command), str(tmp_path / f"step_{attempt}")],
+            timeout=120,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+
+
 FAILING = """
 import os, sys, torch
 from ema_ckpt import save
