@@ -12,7 +12,9 @@ import logging
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from ema_ckpt.core.names import LIVE
 from ema_ckpt.core.text import counted, path_text, shown
 from ema_ckpt.discovery.by_content import judged
 from ema_ckpt.discovery.completeness import check_complete
+from ema_ckpt.discovery.depth import Depth, TooDeepError
 from ema_ckpt.discovery.location import PARTS, SAFETENSORS, LeftOut, Location, ambiguous, is_index
 from ema_ckpt.discovery.neighbours import left_out_of, neighbours_of
 from ema_ckpt.discovery.recognise import (
@@ -65,13 +68,14 @@ def locate_checkpoint(path: str) -> Location:
     is_directory = is_folder(path)
     if is_directory is None:
         return locate_pattern(path) or _interrupted_switch(path)
+    depth = Depth()
     if step_order(base_name(path)) is not None:
-        location = locate_step(path, _in_root)
+        location = locate_step(path, partial(_in_root, depth=depth))
     else:
-        location = _in_root(path) if is_directory else locate_file(path)
+        location = _in_root(path, depth) if is_directory else locate_file(path)
     if location is None:
         folder = list_directory(path)
-        location = _in_children(folder, _LEVELS_BELOW).only(folder)
+        location = _in_children(folder, _LEVELS_BELOW, depth).only(folder)
     location = judged(location)
     refuse_one_rank_of_several(location)
     if not is_directory:
@@ -82,8 +86,18 @@ def locate_checkpoint(path: str) -> Location:
     return location._replace(left_out=tuple(below))
 
 
-def _in_root(root: str) -> Location | None:
-    return _in_directory(list_directory(root))
+def _in_root(root: str, depth: Depth) -> Location | None:
+    """Locate the checkpoint of a directory or below it, unless only other things are there.
+
+    Raises TooDeepError if steps lie deeper than is followed, and nothing lies beside them.
+    """
+    folder = list_directory(root)
+    try:
+        return _in_directory(folder, depth)
+    except TooDeepError as error:
+        search = _in_children(folder, _LEVELS_BELOW, depth)
+        search.broken.insert(0, (error.file or root, error))
+        return search.only(folder)
 
 
 # Latest.
@@ -139,11 +153,13 @@ def latest_step(path: str) -> str | None:
     if location is not None and not _may_be_misplaced(location):
         check_complete(location)
         return path
-    steps = _find_steps(folder)
+    steps = _find_steps(folder, Depth())
     if steps.newest:
         for step in steps.broken:
             logging.getLogger("ema_ckpt").warning(displayed(step.diagnostic().message))
         return join(path, steps.newest[0])
+    if steps.too_deep and not steps.broken:
+        raise steps.too_deep
     if steps.broken:
         names = shown([base_name(step.path) for step in steps.broken])
         raise steps.none_complete(f'; remove {names}, or pass incomplete="ignore" to start anew')
@@ -199,15 +215,20 @@ def _nearest_beside(path: str) -> str | None:
     return os.path.join(os.path.dirname(path.rstrip("/")), near[0]) if near else None
 
 
-def _in_directory(folder: Folder) -> Location | None:
+def _in_directory(folder: Folder, depth: Depth) -> Location | None:
     """Locate the checkpoint that a directory is, or the newest step of the run that it is."""
+    return depth.search("directory", folder.root, lambda: _itself_or_newest(folder, depth))
+
+
+def _itself_or_newest(folder: Folder, depth: Depth) -> Location | None:
     location = locate_directory(folder)
     if location is None:
-        step = _newest_step(folder)
+        step = _newest_step(folder, depth)
         if step is None:
             refuse_record_alone(folder)
         return step
-    return (_newest_step(folder, location) if _may_be_misplaced(location) else None) or location
+    step = _newest_step(folder, depth, location) if _may_be_misplaced(location) else None
+    return step or location
 
 
 def _may_be_misplaced(location: Location) -> bool:
@@ -223,8 +244,8 @@ def _may_be_misplaced(location: Location) -> bool:
     return is_file and not _PUBLISHED_WEIGHTS.fullmatch(name)
 
 
-def _find_steps(folder: Folder) -> Steps:
-    return find_steps(folder, _locate_in_step)
+def _find_steps(folder: Folder, depth: Depth) -> Steps:
+    return find_steps(folder, partial(_locate_in_step, depth=depth))
 
 
 def select_steps(
@@ -243,44 +264,68 @@ def select_steps(
     """
     if not is_folder(path):
         raise SourceError("not-found", f"{path}: no such directory of steps", file=path)
-    found, steps = steps_between(list_directory(path), _locate_in_step, first, last)
+    found, steps = steps_between(
+        list_directory(path), partial(_locate_in_step, depth=Depth()), first, last
+    )
     end = None if count is None else count * stride
     picked = [step for _, step in islice(found, 0, end, stride)]
     if not picked:
-        beside = f"; not complete: {steps.described_broken()}" if steps.broken else ""
+        beside = f"; {steps.too_deep}" if steps.too_deep else ""
+        if steps.broken:
+            beside = f"; not complete: {steps.described_broken()}"
         span = f"from {first} on" if last == math.inf else f"from {first} to {last:g}"
         raise UsageError("usage", f"{path}: no complete step {span}{beside}{_newest_of(path)}")
     return picked[::-1], steps.broken
 
 
+def _steps_between(path: str, first: int, last: float) -> tuple[Iterator[tuple[int, str]], Steps]:
+    locate_folder = partial(_locate_in_step, depth=Depth())
+    return steps_between(list_directory(path), locate_folder, first, last)
+
+
 def _newest_of(path: str) -> str:
     """Say which step of a run is its newest complete one; nothing if there is none."""
-    found, _ = steps_between(list_directory(path), _locate_in_step, 0, math.inf)
+    found, _ = steps_between(
+        list_directory(path), partial(_locate_in_step, depth=Depth()), 0, math.inf
+    )
     newest = next(found, None)
     return "" if newest is None else f"; the newest complete one is {newest[0]}"
 
 
-def _locate_in_step(root: str) -> Location | None:
+def _locate_in_step(root: str, depth: Depth) -> Location | None:
+    inner = depth.below(root)
+    return inner.search("step", root, lambda: _in_step(root, inner))
+
+
+def _in_step(root: str, depth: Depth) -> Location | None:
     folder = list_directory(root)
-    location = _in_directory(folder)
+    too_deep = None
+    try:
+        location = _in_directory(folder, depth)
+    except TooDeepError as error:
+        location, too_deep = None, error
     if location is None:
-        hits = _in_children(folder, _LEVELS_BELOW - 1).hits
+        hits = _in_children(folder, _LEVELS_BELOW - 1, depth).hits
         if len(hits) > 1:
             raise ambiguous(root, [hit.resolved for hit in hits])
+        if too_deep and not hits:
+            raise too_deep
         location = hits[0] if hits else None
     return location
 
 
-def _newest_step(folder: Folder, other: Location | None = None) -> Location | None:
+def _newest_step(folder: Folder, depth: Depth, other: Location | None = None) -> Location | None:
     """Locate the newest complete step, and list what else the directory holds.
 
-    Raises SourceError `incomplete` if no step is complete, unless something `other` lies beside
-    them, which can be read instead.
+    Raises SourceError `incomplete` if no step is complete, or TooDeepError, unless something
+    `other` lies beside them, which can be read instead.
     """
-    steps = _find_steps(folder)
+    steps = _find_steps(folder, depth)
     if steps.newest is None:
         if steps.broken and other is None:
             raise steps.none_complete()
+        if steps.too_deep and other is None:
+            raise steps.too_deep
         return None
     name, location = steps.newest
     several = counted(steps.count, "step")
@@ -305,7 +350,7 @@ class _Search:
         if self.hits:
             hit = self.hits[0]
             note = f"reading {hit.resolved}, the only checkpoint found"
-            broken = [LeftOut(path, f"not complete: {error}") for path, error in self.broken]
+            broken = [LeftOut(path, _why_not(error)) for path, error in self.broken]
             return hit._replace(note=hit.note or note, left_out=(*hit.left_out, *broken))
         if self.broken:
             raise self.broken[0][1]
@@ -316,16 +361,20 @@ class _Search:
         raise SourceError("not-a-checkpoint", f"{message} ({kinds}); {contents}", file=root)
 
 
-def _in_children(folder: Folder, levels: int) -> _Search:
+def _why_not(error: EmaCkptError) -> str:
+    return str(error) if isinstance(error, TooDeepError) else f"not complete: {error}"
+
+
+def _in_children(folder: Folder, levels: int, depth: Depth) -> _Search:
     """Search `folder` to a depth of `levels`: loose files, and directories that are checkpoints."""
     search = _Search(loose_files(folder))
     for name in folder.folders:
-        if name.startswith("."):
-            continue
+        if name.startswith(".") or step_order(name) is not None:
+            continue  # steps were looked into as such
         path = join(folder.root, name)
         try:
             child = list_directory(path)
-            location = _in_directory(child)
+            location = _in_directory(child, depth)
         except (SourceError, AccessError) as error:
             # Not to be listed, or not complete: no answer, but worth a word if there is no other.
             search.broken.append((path, error))
@@ -333,7 +382,7 @@ def _in_children(folder: Folder, levels: int) -> _Search:
         if location is not None:
             search.hits.append(location)
         elif levels > 1:
-            deeper = _in_children(child, levels - 1)
+            deeper = _in_children(child, levels - 1, depth)
             search.hits += deeper.hits
             search.broken += deeper.broken
     return search

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.errors import AccessError, EmaCkptError
 from ema_ckpt.discovery.by_content import is_foreign, shards_in
+from ema_ckpt.discovery.depth import PART_LEVELS
 from ema_ckpt.discovery.location import LeftOut, Location, is_index
 from ema_ckpt.discovery.recognise import (
     files_in,
@@ -103,7 +104,8 @@ def _holds_checkpoint(root: str) -> bool:
         folder = list_directory(root)
         if any(step_order(name) is not None for name in folder.folders):
             return True
-        return locate_directory(folder) is not None or bool(loose_files(folder))
+        location = locate_directory(folder, PART_LEVELS - 1)  # as deep as it is followed as a part
+        return location is not None or bool(loose_files(folder))
     except AccessError:
         raise
     except EmaCkptError:  # a damaged one, or several

@@ -15,6 +15,7 @@ from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.core.names import OPTIMIZER, OTHER, part_role, part_roles
 from ema_ckpt.core.text import shown
 from ema_ckpt.discovery.by_content import format_by_name, index_format, is_foreign, judged_file
+from ema_ckpt.discovery.depth import PART_LEVELS, TooDeepError
 from ema_ckpt.discovery.location import (
     DCP,
     RANK_FILES,
@@ -163,8 +164,12 @@ def _refuse_one_of_several(path: str, pattern: str, names: Sequence[str]) -> Non
 # A directory.
 
 
-def locate_directory(folder: Folder) -> Location | None:
+def locate_directory(folder: Folder, levels: int = PART_LEVELS) -> Location | None:
     """Recognise the checkpoint that a directory is by itself or by the parts in it.
+
+    Args:
+        levels: how deep directories of parts may lie in one another. One that goes deeper is
+            passed over as a part of `folder` itself, and an error below it.
 
     Raises:
         SourceError: `missing-metadata` for data files of a DCP or shards alone; `unreadable`.
@@ -173,7 +178,7 @@ def locate_directory(folder: Folder) -> Location | None:
     location = _dcp(folder) or _torch_checkpointing(folder) or _indexed(folder)
     if location is not None:
         return location
-    single, parts = _single(folder), _parts(folder)
+    single, parts = _single(folder), _parts(folder, levels)
     # One file or family that could be a part is no part if it is alone.
     if len(parts) > 1 or (parts and single is None):
         return join_located(folder.root, folder.root, parts)
@@ -373,9 +378,9 @@ def _candidates(folder: Folder) -> list[str]:
     return names
 
 
-def _parts(folder: Folder) -> list[tuple[str, Location, str]]:
+def _parts(folder: Folder, levels: int) -> list[tuple[str, Location, str]]:
     """List the parts of a checkpoint in a directory: name, location and role of each."""
-    found = _likely_parts(folder)
+    found = _likely_parts(folder if levels else folder._replace(folders=()), levels)
     names = [name for name, _ in found]
     roles = part_roles(names)  # what is one only by another is none if that holds no checkpoint
     parts = [(name, of, roles[name]) for name, of in found if name in roles]
@@ -385,7 +390,7 @@ def _parts(folder: Folder) -> list[tuple[str, Location, str]]:
     return parts
 
 
-def _likely_parts(folder: Folder) -> list[Named]:
+def _likely_parts(folder: Folder, levels: int) -> list[Named]:
     """Locate what has the name of a part: directories, then files."""
     files: list[Named] = []
     for name, location in files_in(folder):
@@ -395,22 +400,38 @@ def _likely_parts(folder: Folder) -> list[Named]:
     likely = part_roles([*folders, *(name for name, _ in files)])
     found: list[Named] = []
     for name in folders:
-        part = _part_in(join(folder.root, name)) if name in likely else None
+        part = _followed_part(join(folder.root, name), levels) if name in likely else None
         if part is not None:
             found.append((name, part))
     found += [(name, location) for name, location in files if name in likely]
     return found
 
 
-def _part_in(root: str) -> Location | None:
+def _followed_part(root: str, levels: int) -> Location | None:
+    try:
+        return _part_in(root, levels - 1)
+    except TooDeepError:
+        if levels < PART_LEVELS:
+            raise
+        return None  # it is listed with what lies beside the others
+
+
+def _part_in(root: str, levels: int) -> Location | None:
     folder = list_directory(root)
-    location = locate_directory(folder)
+    location = locate_directory(folder, levels)
     if location is None:
         loose = loose_files(folder)
         if not loose:
             refuse_record_alone(folder)
+            _refuse_deeper_parts(folder, levels)
         return loose[0] if len(loose) == 1 else None
     return location
+
+
+def _refuse_deeper_parts(folder: Folder, levels: int) -> None:
+    if levels == 0 and part_roles([one for one in folder.folders if step_order(one) is None]):
+        problem = f"{folder.root}: parts in parts are followed {PART_LEVELS} levels deep"
+        raise TooDeepError("not-a-checkpoint", f"{problem}; name it to read it", file=folder.root)
 
 
 def refuse_record_alone(folder: Folder) -> None:

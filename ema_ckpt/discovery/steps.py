@@ -12,6 +12,7 @@ from ema_ckpt.core.errors import AccessError, EmaCkptError, SourceError, UsageEr
 from ema_ckpt.core.names import EMA, LIVE
 from ema_ckpt.core.text import counted
 from ema_ckpt.discovery.completeness import check_complete, may_be_written
+from ema_ckpt.discovery.depth import TooDeepError
 from ema_ckpt.discovery.location import LeftOut, Location, ambiguous, join_located
 from ema_ckpt.discovery.recognise import files_in, list_directory, locate_file, locate_pattern
 from ema_ckpt.discovery.step_names import is_plain_step, label_of, step_order
@@ -30,6 +31,7 @@ class Steps:
         newest: name and location of the newest complete one.
         broken: newer ones, or ones as new, that are not complete.
         hollow: directories with names of newer steps that hold other things than a checkpoint.
+        too_deep: the error for the first of these that lies too deep to be followed, if one does.
     """
 
     folder: Folder
@@ -38,6 +40,7 @@ class Steps:
     newest: tuple[str, Location] | None = None
     broken: list[LeftOut] = field(default_factory=list)
     hollow: list[LeftOut] = field(default_factory=list)
+    too_deep: TooDeepError | None = None
 
     def described_broken(self) -> str:
         """Name each broken step and what it lacks."""
@@ -162,6 +165,9 @@ def _examine(steps: Steps, name: str, locate_folder: LocateFolder) -> Location |
         raise SourceError("incomplete", "the directory is empty")
     except UsageError:
         raise
+    except TooDeepError as error:
+        steps.too_deep = steps.too_deep or error
+        steps.hollow.append(LeftOut(path, str(error), is_weights=False))
     except EmaCkptError as error:
         if is_folder(path) is None and "*" not in name:
             return None  # it was removed meanwhile, as retention jobs do
