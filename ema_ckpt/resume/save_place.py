@@ -21,9 +21,11 @@ from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.formats.sidecar import SIDECAR
 from ema_ckpt.formats.torch_zip.reader import read_archive
 from ema_ckpt.resume.save_plan import Item
+from ema_ckpt.runtime.held_signals import HeldSignals
 from ema_ckpt.storage.files import LocalFiles
 from ema_ckpt.storage.multipart import MAX_PARTS
 from ema_ckpt.storage.object_store import ObjectStore, ObjectStream
+from ema_ckpt.storage.remote import is_unanswered
 from ema_ckpt.writing.destination import WriteRequest
 from ema_ckpt.writing.leftovers import clear_uploads
 from ema_ckpt.writing.object_destination import ObjectDestination
@@ -176,6 +178,7 @@ class ObjectDirectory:
         self._old: list[str] = []
         self._small: dict[str, bytes] = {}
         self._has_begun = self._is_published = False
+        self._is_open = False  # whether the marker may yet appear
 
     def begin(self, nbytes: int, ranks: int) -> str:
         _ = nbytes
@@ -223,21 +226,35 @@ class ObjectDirectory:
         def put_small() -> None:
             for name, data in self._small.items():
                 self._attempted.append(name)
-                self._store.put(name, data)
+                try:
+                    self._store.put(name, data)
+                except BaseException as error:
+                    self._is_open = name == order.marker and is_unanswered(error)
+                    raise
 
         if self._note is not None:
             self._note.refuse_loss()
-        self._destination.publish(self._store, order, put_small, self._request)
-        self._is_published = True
+        self._destination.refuse_made(self._store, order, self._request)
+        try:
+            with HeldSignals():  # an interrupt would not stop the request for the marker
+                self._destination.publish(self._store, order, put_small)
+                self._is_published = True
+                self._end_published()
+            left = [name for name in self._old if name not in names]
+            for warning in self._destination.delete_old(self._store, left):
+                logging.getLogger("ema_ckpt").warning(displayed(warning.message))
+        except BaseException:
+            if self._is_published:
+                self._destination.say_complete(has_old=bool(self._old))
+            raise
+        return self._destination.url
+
+    def _end_published(self) -> None:
         try:
             self._end()
         except EmaCkptError as error:
             text = f"{self._destination.url}: is complete, but some of this run is left: {error}"
             logging.getLogger("ema_ckpt").warning(displayed(text))
-        left = [name for name in self._old if name not in names]
-        for warning in self._destination.delete_old(self._store, left):
-            logging.getLogger("ema_ckpt").warning(displayed(warning.message))
-        return self._destination.url
 
     def give_up(self, rank: int, ranks: int, error: BaseException) -> None:
         """Delete this rank's file; rank 0 deletes those of all, and aborts what dead ones left."""
@@ -253,7 +270,8 @@ class ObjectDirectory:
                 self._note.end()
                 return
         if self._order is not None:
-            self._order.delete_written(self._store, [*files, *self._attempted])
+            written = [*files, *self._attempted]
+            self._order.delete_written(self._store, written, is_open=self._is_open)
         self._end()
 
     def _end(self) -> None:

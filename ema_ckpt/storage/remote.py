@@ -26,6 +26,8 @@ _STAMP_FIELDS = tuple(
     "ETag etag md5Hash generation LastModified Last-Modified mtime created".split()
 )
 _ABSENT = (404, 410)
+_OF_GATEWAYS = (502, 504)  # answered before what is behind them
+_CLIENTS = ("aiohttp", "botocore", "requests", "urllib3", "httpx", "httpcore")
 _REFUSED = (401, 403)
 _PASSING = (408, 425, 429)  # and every status from 500 on
 # A slash that an address has inside a component, as those of some stores' objects have.
@@ -195,6 +197,26 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, TimeoutError) and not first:
         return f"no whole answer in time ({type(error).__name__})"
     return f"{first} ({type(error).__name__})" if first else type(error).__name__
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """Whether the server may yet do what it was asked: it was not heard of, as far as that shows.
+
+    Of an interrupted wait too: fsspec lets the request go on in its own thread.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if not isinstance(cause, Exception) or isinstance(cause, TimeoutError | ConnectionError):
+            return True
+        response = getattr(cause, "response", None)
+        of_s3 = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+        status = _status(cause) or of_s3.get("HTTPStatusCode")
+        if status is not None:
+            return status in _OF_GATEWAYS
+        if type(cause).__module__.partition(".")[0] in _CLIENTS and response is None:
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _cause(error: Exception) -> BaseException:

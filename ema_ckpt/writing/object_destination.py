@@ -27,6 +27,7 @@ from ema_ckpt.core.errors import (
     UsageError,
 )
 from ema_ckpt.core.text import counted, shown
+from ema_ckpt.runtime.held_signals import HeldSignals
 from ema_ckpt.storage.directories import Folder, base_name, is_folder, join, list_folder, parent_of
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.storage.multipart import check_bucket, has_multipart
@@ -127,26 +128,35 @@ class ObjectDestination:
         else:
             files = StreamedFiles(store, order, sizes.nbytes)
         draft = Draft(files, options)
+        is_published = False
         try:
             yield draft
             files.finish()
             note.refuse_loss()
-            self.publish(store, order, files.publish, request)
+            self.refuse_made(store, order, request)
+            files.publish_early()
+            # An interrupted wait does not stop the request: the marker would appear all the same,
+            # after what it names was deleted.
+            with HeldSignals():
+                self.publish(store, order, files.publish_late)
+                is_published = True
+                draft.warnings += self._clear_lost(lost)
+                draft.warnings += self._delete_note(note)
+            leftover = [name for name in begun.old if name not in order.names.values()]
+            draft.warnings += self.delete_old(store, leftover)
         except BaseException as error:
             # What a damaged source gave is not gone on from: nobody knows which parts hold it.
-            if request.options.resume and not isinstance(error, SourceError):
+            if is_published:
+                self.say_complete(has_old=bool(begun.old))
+            elif request.options.resume and not isinstance(error, SourceError):
                 files.close()
                 note.end()
             else:
                 self._give_up(files, note, lost, error)
             raise
-        draft.warnings += self._clear_lost(lost)
-        draft.warnings += self._delete_note(note)
         if isinstance(files, PartFiles) and files.found:
             there = f"{files.found} of {counted(files.found + files.sent, 'part')} were there"
             logging.getLogger("ema_ckpt").info(displayed(f"{self.url}: {there}"))
-        leftover = [name for name in begun.old if name not in order.names.values()]
-        draft.warnings += self.delete_old(store, leftover)
 
     def _begin(self, store: ObjectStore, request: WriteRequest) -> _Begun:
         """Check everything, settle what is left of killed runs, and leave a note of this one."""
@@ -280,21 +290,20 @@ class ObjectDestination:
             before = marker_crc(self._inside, marker)
         return PublishOrder(request.files, names, [*late, marker], existing, before)
 
-    def publish(
-        self,
-        store: ObjectStore,
-        order: PublishOrder,
-        publish: Callable[[], None],
-        request: WriteRequest,
-    ) -> None:
-        """Let all objects appear; put the old record of digests back if the marker could not."""
+    def refuse_made(self, store: ObjectStore, order: PublishOrder, request: WriteRequest) -> None:
+        """Refuse a target that has become complete. Raises TargetError `target-exists`."""
         if not request.options.overwrite and is_folder(join(store.url, order.marker)) is not None:
             reason = "somebody else has made it meanwhile; name another path"
             raise TargetError("target-exists", f"{self.url}: {reason}")
+
+    def publish(
+        self, store: ObjectStore, order: PublishOrder, publish_late: Callable[[], None]
+    ) -> None:
+        """Let the last objects appear; put the old digests back if the marker could not."""
         old = store.read(_SIDECAR) if _SIDECAR in order.existing else None
         old_marker = store.read(order.marker) if old is not None else None
         try:
-            publish()
+            publish_late()
         except BaseException:
             if old is not None and store.read(order.marker) == old_marker:
                 store.put(_SIDECAR, old)
@@ -336,6 +345,12 @@ class ObjectDestination:
         except AccessError as error:
             message = f"{self.url}: is complete, but this run's note could not be deleted: {error}"
             yield Diagnostic("stale-file", message)
+
+    def say_complete(self, *, has_old: bool) -> None:
+        """Say what an interrupt leaves that came when the target was in place."""
+        left = "; files of the old checkpoint may be left" if has_old else ""
+        text = displayed(f"{self.url}: is complete, it was interrupted too late{left}")
+        logging.getLogger("ema_ckpt").warning(text)
 
     def delete_old(self, store: ObjectStore, names: list[str]) -> Iterator[Diagnostic]:
         """Delete the files of the checkpoint that was replaced."""

@@ -19,6 +19,7 @@ from ema_ckpt.core.limits import default_budget
 from ema_ckpt.core.text import format_size
 from ema_ckpt.storage.multipart import LEAST_PART_NBYTES, MAX_PARTS, MultipartUpload, put_object
 from ema_ckpt.storage.object_store import ObjectStore
+from ema_ckpt.storage.remote import is_unanswered
 from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.output_files import HeaderTime
 from ema_ckpt.writing.publish_order import PublishOrder
@@ -151,6 +152,7 @@ class PartFiles:
         self._senders = ThreadPoolExecutor(sizes.senders, thread_name_prefix="ema_ckpt-send")
         self._error: BaseException | None = None
         self._put: list[str] = []  # objects that are there
+        self._is_open = False  # whether the marker may yet appear
 
     def write(self, file: str, offset: int, data: memoryview | bytes | bytearray) -> None:
         """Take bytes of a file; with the last one of a part, have it sent."""
@@ -260,12 +262,21 @@ class PartFiles:
         if short:
             raise EmaCkptError("internal", f"{short[0]}: some of its bytes were never written")
 
-    def publish(self) -> None:
-        """Make all objects appear, in their order."""
+    def publish_early(self) -> None:
+        """Make the objects appear whose order does not matter."""
+        for file in self._files.values():
+            if file.name not in self._order.late:
+                self._complete(file)
+
+    def publish_late(self) -> None:
+        """Make the rest appear, in its order."""
         by_name = {file.name: file for file in self._files.values()}
-        late = [by_name.pop(name) for name in self._order.late]
-        for file in (*by_name.values(), *late):
-            self._complete(file)
+        for name in self._order.late:
+            try:
+                self._complete(by_name[name])
+            except BaseException as error:
+                self._is_open = name == self._order.marker and is_unanswered(error)
+                raise
 
     def _complete(self, file: _File) -> None:
         if file.upload is not None:
@@ -287,7 +298,8 @@ class PartFiles:
             if file.upload is not None:
                 file.upload.abort()
                 file.upload = None
-        self._order.delete_written(self._store, () if is_lost else self._put)
+        put = () if is_lost else self._put
+        self._order.delete_written(self._store, put, is_open=self._is_open)
         self._put.clear()
 
     def close(self) -> None:

@@ -39,16 +39,23 @@ class PublishOrder(NamedTuple):
         """Of the objects that this run wrote, those that were not there before, the last first."""
         return [name for name in reversed(list(written)) if name not in self.existing]
 
-    def delete_written(self, store: ObjectStore, written: Iterable[str]) -> None:
+    def delete_written(
+        self, store: ObjectStore, written: Iterable[str], *, is_open: bool = False
+    ) -> None:
         """Delete what a run wrote that has failed.
 
         All of it stays, and is told, if the marker may be another one by now: of this run, where it
         replaces one, or of another run that wrote objects of the same names.
+
+        Args:
+            is_open: the store may yet write the marker of this run, so that what is there tells
+                nothing.
         """
         names = list(written)
         own = self.removable(names)
         is_fresh = self.marker in names and self.marker not in self.existing
-        if own and not is_fresh and not self._is_old(store):
+        is_open = is_open and own != [self.marker]  # alone it is complete whenever it appears
+        if own and (is_open or (not is_fresh and not self._is_old(store))):
             message = f"{self.marker} may be another one by now, so {shown(own)} were left there"
             remedy = "look with verify, and write again to replace what is there"
             text = displayed(f"{store.url}: {message}; {remedy}")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.write_plan import HeaderBytes
 from ema_ckpt.storage.object_store import ObjectStore, ObjectStream
+from ema_ckpt.storage.remote import is_unanswered
 from ema_ckpt.writing.output_files import HeaderTime
 from ema_ckpt.writing.publish_order import PublishOrder
 
@@ -27,6 +28,7 @@ class StreamedFiles:
         self._streams: dict[str, ObjectStream] = {}
         self._ends: dict[str, int] = {}
         self._put: list[str] = []
+        self._is_open = False  # whether the marker may yet appear
 
     def follow(self, headers: Iterator[HeaderBytes]) -> None:
         """Write these bytes where they belong, between payloads; in the order of the files."""
@@ -95,16 +97,23 @@ class StreamedFiles:
                 message = f"{self._names[file]}: some of its bytes were never written"
                 raise SourceError("internal", message)
 
-    def publish(self) -> None:
-        """Make the rest appear, in its order."""
-        files = {name: file for file, name in self._names.items()}
+    def publish_early(self) -> None:
+        """Make the objects appear that have no bytes; others have, when they were whole."""
         for file, nbytes in self._sizes.items():
             if not nbytes:
                 self._put.append(self._names[file])
                 self._store.put(self._names[file], b"")
+
+    def publish_late(self) -> None:
+        """Make the rest appear, in its order."""
+        files = {name: file for file, name in self._names.items()}
         for name in self._publish_order.late:
-            if files[name] in self._streams:
-                self._complete(files[name])
+            try:
+                if files[name] in self._streams:
+                    self._complete(files[name])
+            except BaseException as error:
+                self._is_open = name == self._publish_order.marker and is_unanswered(error)
+                raise
 
     def abort(self, *, is_lost: bool = False) -> None:
         """Delete everything that was written, as far as it replaced nothing.
@@ -114,7 +123,8 @@ class StreamedFiles:
         for stream in self._streams.values():
             stream.abort()
         self._streams.clear()
-        self._publish_order.delete_written(self._store, () if is_lost else self._put)
+        put = () if is_lost else self._put
+        self._publish_order.delete_written(self._store, put, is_open=self._is_open)
         self._put.clear()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,3 +244,33 @@ def test_a_run_is_saved_and_restored(store: object) -> None:
     other = Run(seed=9)
     ema_ckpt.restore(RUNS, model=other.model, ema=other.ema, optimizer=other.optimizer)
     same(other.bits(), before)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_stopped_while_the_marker_is_written(
+    end: signal.Signals, proxy: Proxy, store: object, source: Path
+) -> None:
+    """The store writes what it was sent, though nobody may wait for it any more."""
+    url = f"{RUNS}/step_1"
+    ema_ckpt.reshard(source, url, 3)
+    came, is_begun = threading.Event(), threading.Event()
+
+    def rule(request: Request) -> None:
+        if request.method in ("POST", "PUT") and "upload" in request.path:
+            if any("ema_ckpt.json" in str(r.path) + str(r.query) for r in proxy.requests):
+                is_begun.set()
+            if is_begun.is_set() and ".metadata" in str(request.path) + str(request.query):
+                came.set()
+                time.sleep(1)
+
+    proxy.rule = rule
+    command = start("reshard", str(source), url, "--world-size", "2", "--overwrite")
+    assert came.wait(60)
+    time.sleep(0.3)
+    command.send_signal(end)
+    _, err = command.communicate(timeout=120)
+    assert command.returncode == 128 + end, err
+    assert f"{url}: is complete, it was interrupted too late" in err
+    time.sleep(1.5)
+    proxy.rule = lambda request: None
+    assert ema_ckpt.verify(url, values=True).status == "sound"

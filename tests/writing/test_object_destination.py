@@ -314,6 +314,42 @@ def test_what_a_new_marker_may_name_is_left_and_told(caplog: pytest.LogCaptureFi
     assert "marker may be another one by now, so 'a' were left there" in said
 
 
+@pytest.mark.parametrize("had_one", [True, False])
+def test_what_a_marker_names_that_the_store_may_yet_write_is_left_and_told(
+    had_one: bool,
+    store: str,
+    fixtures: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The client waits no more, and the store writes the marker after the run has ended."""
+    url = f"{store}/resharded"
+    if had_one:
+        ema_ckpt.reshard(fixtures / "dcp" / "fsdp2-w2", url, 2)
+    before = objects(url)
+    filesystem, _ = fsspec.core.url_to_fs(store)
+    usual, late = filesystem.mv, list[tuple[str, bytes]]()
+
+    def slow(source: str, target: str, **options: object) -> None:
+        if target.endswith(".metadata"):
+            late.append((target, filesystem.cat_file(source)))
+            raise TimeoutError
+        usual(source, target, **options)
+
+    monkeypatch.setattr(filesystem, "mv", slow)
+    with pytest.raises(ema_ckpt.AccessError, match="no whole answer in time"):
+        ema_ckpt.reshard(fixtures / "dcp" / "fsdp2-w2", url, 3, overwrite=had_one)
+    monkeypatch.undo()
+    assert before.items() <= objects(url).items()
+    assert any(".metadata may be another one by now" in said for said in caplog.messages)
+    if had_one:
+        assert ema_ckpt.verify(url).status == "sound"
+    ((target, data),) = late
+    filesystem.pipe_file(target, data)
+    assert ema_ckpt.verify(url).status == "sound"
+    assert ema_ckpt.inspect(url).world_size == 3
+
+
 def test_objects_that_the_marker_of_another_run_names_are_left_and_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
