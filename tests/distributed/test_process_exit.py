@@ -97,3 +97,76 @@ def test_a_failed_save_that_nobody_looked_at_is_told_at_the_end(tmp_path: Path) 
     )
     assert "the last asynchronous save failed: " in ended.stderr
     assert "exists" in ended.stderr
+
+
+WITH_NEW_EXECUTOR = """
+import concurrent.futures, sys, time
+from pathlib import Path
+from ema_ckpt.resume.save_async import run_in_background
+
+def work():
+    time.sleep(0.5)  # the script has ended
+    with concurrent.futures.ThreadPoolExecutor(1) as names:  # as asyncio does to look up a host
+        return names.submit(Path(sys.argv[1]).touch).result()
+
+for _ in range(int(sys.argv[2])):
+    saving = run_in_background(work)
+if sys.argv[3] == "chain":
+    saving.add_done_callback(lambda ended: run_in_background(Path(sys.argv[1] + "-2").touch))
+"""
+
+
+@pytest.mark.skipif(
+    (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2),
+    reason="starts no thread once the script ended",
+)
+@pytest.mark.parametrize("saves", [1, 2])
+@pytest.mark.parametrize("then", ["end", "chain"])
+def test_a_save_may_use_executors_while_the_process_waits_for_it(
+    saves: int, then: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", WITH_NEW_EXECUTOR, str(tmp_path / "saved"), str(saves), then]
+    ended = subprocess.run(
+        command,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "saved").exists()
+    assert (tmp_path / "saved-2").exists() == (then == "chain")
+
+
+FORKING = """
+import os, sys, threading, warnings
+from ema_ckpt import save
+from ema_ckpt.resume.save_async import run_in_background
+import torch
+warnings.simplefilter("ignore")
+child_has_ended = threading.Event()
+run_in_background(child_has_ended.wait)
+child = os.fork()
+if child:
+    status = os.waitpid(child, 0)[1]
+    child_has_ended.set()
+    sys.exit(os.waitstatus_to_exitcode(status))
+if sys.argv[2] == "save":
+    save(sys.argv[1], model=torch.nn.Linear(4, 8), async_save=True)
+"""
+
+
+@pytest.mark.parametrize("then", ["end", "save"])
+def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(then: str, tmp_path: Path) -> None:
+    target = tmp_path / "step_1"
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKING, str(target), then],
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (target / ".metadata").exists() == (then == "save")
