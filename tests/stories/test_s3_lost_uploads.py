@@ -136,7 +136,7 @@ def test_who_may_not_list_uploads_writes_all_the_same(
             "ema_ckpt.writing.object_destination.ObjectDestination._give_up", lambda *_: None
         )
         patch.setattr("ema_ckpt.writing.upload_note.UploadNote.is_alive", lambda _: False)
-        patch.setattr("ema_ckpt.writing.part_files.PartFiles.publish", _interrupted)
+        patch.setattr("ema_ckpt.writing.part_files.PartFiles.publish_early", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             ema_ckpt.reshard(source, "s3://bucket/runs/step_3", 2, max_memory=MEMORY)
         patch.undo()
