@@ -61,6 +61,7 @@ def verdict(url: str, proxy: Proxy) -> str:
     return ema_ckpt.verify(url, values=True).status
 
 
+@pytest.mark.parametrize("server", ["nanio"], indirect=True)  # it is about the client
 @pytest.mark.parametrize(
     ("name", "is_there", "stop"),
     [
@@ -104,6 +105,7 @@ if options["async_save"]:
 """
 
 
+@pytest.mark.parametrize("server", ["nanio"], indirect=True)  # it is about the client
 @pytest.mark.parametrize(
     ("where", "stop"),
     [("in line", signal.SIGINT), ("in line", signal.SIGTERM), ("in background", signal.SIGINT)],
