@@ -51,9 +51,10 @@ class Carried:
 
     def old_in(self, stage: Path, target: Path) -> Path | None:
         """The old target, if the stage has it."""
-        payload = _state_of(stage / target.name)
-        if payload and self._new_inode not in (-1, payload.inode):
-            return stage / target.name
+        if self._new_inode != -1:
+            payload = _state_of(stage / target.name)
+            if payload and payload.inode != self._new_inode:
+                return stage / target.name
         return stage / OLD if os.path.lexists(stage / OLD) else None
 
     def carry(self, names: Iterable[str], old: Path, new: Path, below: str = "") -> None:
@@ -128,7 +129,11 @@ def rescue(
     Returns:
         What to tell about that, and where things are kept: in `stage` only if they cannot be moved.
     """
-    old = carried.old_in(stage, target)
+    try:
+        old = carried.old_in(stage, target)
+    except OSError as error:
+        problem = f"it cannot be told whether it holds files of no checkpoint: {error.strerror}"
+        return f"{stage}: left behind: {problem}", stage / target.name
     if old is None:
         return "", None
     try:
