@@ -28,6 +28,7 @@ _GROUP_TIMEOUT = timedelta(hours=2)
 _CONNECT_TIMEOUT = timedelta(minutes=2)
 
 _channels: dict[str, tuple[object, Channel]] = {}  # by purpose, with the default group at that time
+_connected: WeakSet[Channel] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -163,9 +164,6 @@ def connect_channel(
     channel = Channel(gloo, rank, size)
     _connected.add(channel)
     return channel
-
-
-_connected: WeakSet[Channel] = WeakSet()
 
 
 def _disconnect() -> None:

@@ -26,24 +26,28 @@ dist.destroy_process_group()
 """
 
 
+def run_ranks(script: Path, *words: object) -> None:
+    """Run a script on two ranks; it has to end with 0."""
+    torchrun = Path(sys.executable).parent / "torchrun"
+    ended = subprocess.run(
+        [str(word) for word in (torchrun, "--nproc-per-node", "2", script, *words)],
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.slow
 def test_ranks_end_well_after_a_save(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     for attempt in range(10):
-        command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", script]
-        command += [tmp_path / f"step_{attempt}", "async" if attempt % 2 else "now"]
-        ended = subprocess.run(
-            [str(part) for part in command],
-            timeout=120,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert (tmp_path / f"step_{attempt}" / ".metadata").exists()
+        target = tmp_path / f"step_{attempt}"
+        run_ranks(script, target, "async" if attempt % 2 else "now")
+        assert (target / ".metadata").exists()
 
 
 KEEPING = """
@@ -66,18 +70,8 @@ dist.destroy_process_group()
 def test_ranks_end_well_that_keep_an_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(KEEPING)
-    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     for attempt in range(5):
-        command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", script]
-        ended = subprocess.run(
-            [*map(str, command), str(tmp_path / f"step_{attempt}")],
-            timeout=120,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
+        run_ranks(script, tmp_path / f"step_{attempt}")
 
 
 FAILING = """
