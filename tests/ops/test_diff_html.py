@@ -184,6 +184,26 @@ def test_only_regular_files_are_replaced_and_links_stay(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_file_that_is_no_page_is_not_replaced(tmp_path: Path) -> None:
+    """Who takes `--html` for a flag names a checkpoint as the place of the page."""
+    old, new = tmp_path / "old.pt", tmp_path / "new.pt"
+    for place in (old, new):
+        average = {"weights": {"w": torch.ones(2)}, "num_updates": 1}
+        torch.save({"model": {"w": torch.zeros(2)}, "ema": average}, place)
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine", encoding="utf-8")
+    before = old.read_bytes(), notes.read_bytes()
+    for place in (old, notes):
+        with pytest.raises(TargetError, match="no HTML page") as caught:
+            run(["diff", "--html", str(place), str(new)])
+        assert caught.value.code == "target-exists"
+    assert (old.read_bytes(), notes.read_bytes()) == before
+    for name, content in (("empty", ""), ("page", "\n<!DOCTYPE HTML><title>old</title>")):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        diff(new, html=tmp_path / name)
+        assert "cosine" in (tmp_path / name).read_text(encoding="utf-8")
+
+
 def test_a_place_that_is_refused_costs_no_comparison(tmp_path: Path) -> None:
     sides = (
         safetensors_at(tmp_path / "a.safetensors"),

@@ -40,16 +40,19 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 _COLUMNS = (
     "rel L2", "max |a−b|", "mean |a−b|", "1 − cosine", "changed", "shape", "elements",
 )  # fmt: skip
+_PAGE_NAMES = (".html", ".htm")
+_PAGE_STARTS = (b"<!doctype html", b"<html")
 _NON_FINITE_COLUMNS = ("NaN a", "NaN b", "Inf a", "Inf b")
 _SETTINGS = ("num_updates", "decay", "dtype")
 
 
 def check_page(path: str | os.PathLike[str], sources: Sequence[Catalog]) -> Path:
-    """Resolve the path of the page; only nothing or a regular file may be there.
+    """Resolve the path of the page; only nothing, an empty file or a page may be there.
 
     Raises:
         TargetError: `target-is-source` for a file of `sources`, or a place inside one of them;
-            `usage` for what is no regular file, and where nothing can be written.
+            `target-exists` for a file that is no page; `usage` for what is no regular file, and
+            where nothing can be written.
         UsageError: `usage` for URLs, the current directory and those above it, and mount points.
     """
     try:
@@ -67,7 +70,23 @@ def check_page(path: str | os.PathLike[str], sources: Sequence[Catalog]) -> Path
         if any(os.path.samestat(status, file) for file in _local_files(source)):
             message = f"--html {target}: is compared itself; write to another file"
             raise TargetError("target-is-source", message)
+    if not _is_page(target, status.st_size):
+        # `diff --html old.pt new.pt` takes the first checkpoint for the place of the page.
+        message = f"--html {target}: there is a file that is no HTML page; name a new file"
+        raise TargetError("target-exists", f"{message}, as in --html report.html")
     return target
+
+
+def _is_page(file: Path, nbytes: int) -> bool:
+    """Whether a file has the name of a page, or is empty, or begins as a page does."""
+    if not nbytes or file.suffix.lower() in _PAGE_NAMES:
+        return True
+    try:
+        with open(file, "rb") as opened:
+            start = opened.read(64)
+    except OSError:  # what cannot be looked at is not replaced
+        return False
+    return start.lstrip().lower().startswith(_PAGE_STARTS)
 
 
 def _local_files(source: Catalog) -> Iterator[os.stat_result]:
