@@ -142,9 +142,12 @@ def _count_infinities(values: Array, dtype: str) -> int:
 
 
 def import_all(casts: Iterable[tuple[DType, DType]]) -> None:
-    """Import numpy and whatever these casts need, so that child processes share the modules."""
+    """Import numpy and whatever these casts need, so that child processes share the modules.
+
+    Pairs of types that are not cast need nothing.
+    """
     import numpy as np  # noqa: F401
 
     for source, target in set(casts):
-        if source != target:
+        if source != target and source.is_castable and target.is_castable:
             Caster(source, target).cast(bytes(source.itemsize))

@@ -548,6 +548,20 @@ def test_a_wrong_conversion_is_refuted(change: str, tmp_path: Path) -> None:
     assert [(p.code, p.tensor) for p in found.problems] == [expected[change]]
 
 
+@pytest.mark.parametrize("is_cast_the_copy", [True, False])
+def test_a_counter_that_was_cast_too_is_damage(is_cast_the_copy: bool, tmp_path: Path) -> None:
+    """`{name: t.half() for …}` casts a whole number, which no verb does."""
+    state = {"w": torch.arange(6.0), "num_batches_tracked": torch.tensor(3)}
+    save_file(state, tmp_path / "a.safetensors")
+    save_file({name: t.half() for name, t in state.items()}, tmp_path / "b.safetensors")
+    origin, copy = ("a", "b") if is_cast_the_copy else ("b", "a")
+    found = verify(tmp_path / f"{copy}.safetensors", against=tmp_path / f"{origin}.safetensors")
+    assert found.status == "damaged"
+    (problem,) = found.problems
+    assert (problem.code, problem.tensor) == ("checksum", "num_batches_tracked")
+    assert ("int64" if is_cast_the_copy else "float16") in problem.message
+
+
 # ---------------------------------------------------------------- the command
 
 
