@@ -15,7 +15,7 @@ from ema_ckpt.discovery.location import (
 )
 from ema_ckpt.formats import content
 from ema_ckpt.formats.sidecar import load_json
-from ema_ckpt.storage.directories import join
+from ema_ckpt.storage.directories import Folder, join
 from ema_ckpt.storage.files import open_files
 
 FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
@@ -50,6 +50,31 @@ def shards_in(root: str, index: str) -> set[str]:
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     files = weight_map.values() if isinstance(weight_map, dict) else ()
     return {file for file in files if isinstance(file, str)}
+
+
+def lacks_all_shards(folder: Folder, index: str) -> bool:
+    """Whether an index names shards of which a directory holds none."""
+    shards = {shard.partition("/")[0] for shard in shards_in(folder.root, index)}
+    return bool(shards) and shards.isdisjoint((*folder.files, *folder.folders))
+
+
+def is_superseded(folder: Folder, index: str) -> bool:
+    """Whether a whole file in a directory is read in place of the shards that an index names.
+
+    Loaders of Hugging Face prefer the plain file to the shards of a variant, and safetensors to
+    torch files. Where no shard is left, the index is what an earlier save of transformers left
+    when a later one wrote one file.
+    """
+    stem, _, rest = index.partition(".index.")
+    base, _, suffix = stem.rpartition(".")
+    variant, is_torch = rest.removesuffix("json").rstrip("."), f".{suffix}" in TORCH_SUFFIXES
+    preferred = {stem} if variant else set()
+    if is_torch and not variant:
+        preferred = {f"{base}.safetensors", f"{base.removeprefix('pytorch_')}.safetensors"}
+    if not preferred.isdisjoint(folder.files):
+        return True
+    whole = f"{base}.{variant}.{suffix}" if variant else stem
+    return whole in folder.files and lacks_all_shards(folder, index)
 
 
 def judged(location: Location) -> Location:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ema_ckpt.core.errors import AccessError, EmaCkptError
-from ema_ckpt.discovery.by_content import is_foreign, shards_in
+from ema_ckpt.discovery.by_content import is_foreign, lacks_all_shards, shards_in
 from ema_ckpt.discovery.depth import PART_LEVELS
 from ema_ckpt.discovery.location import LeftOut, Location, is_index
 from ema_ckpt.discovery.recognise import (
@@ -26,6 +26,7 @@ from ema_ckpt.storage.files import is_url
 
 _WEIGHTS = "a checkpoint of its own; name it to read it"
 _STATE = "state beside the weights; name it to read it"
+_NO_SHARDS = "none of the shards that it names is here; delete it if an earlier save left it"
 _OF_FILE_SYSTEM = "lost+found"  # root's, in the first directory of a disk
 
 
@@ -60,7 +61,8 @@ def _files_beside(folder: Folder, used: Set[str]) -> Iterator[_Beside]:
     """List unused indices, and files that are checkpoints."""
     indices = [name for name in indices_in(folder) if name not in used]
     for name in indices:
-        yield _Beside(join(folder.root, name), name)
+        why = _NO_SHARDS if lacks_all_shards(folder, name) else ""
+        yield _Beside(join(folder.root, name), name, why)
     has_index = indices or any(map(is_index, used))
     for name, location in files_in(folder):
         is_claimed = bool(has_index) and is_shard(location.names[0])

@@ -14,7 +14,13 @@ from typing import NoReturn
 from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.core.names import OPTIMIZER, OTHER, part_role, part_roles
 from ema_ckpt.core.text import shown
-from ema_ckpt.discovery.by_content import format_by_name, index_format, is_foreign, judged_file
+from ema_ckpt.discovery.by_content import (
+    format_by_name,
+    index_format,
+    is_foreign,
+    is_superseded,
+    judged_file,
+)
 from ema_ckpt.discovery.depth import PART_LEVELS, TooDeepError
 from ema_ckpt.discovery.location import (
     DCP,
@@ -333,6 +339,9 @@ def _indexed(folder: Folder) -> Location | None:
     if not indices:
         _refuse_shards_without_index(folder)
         return None
+    indices = [name for name in indices if not is_superseded(folder, name)]
+    if not indices:
+        return None
     # Repositories often hold the same weights in both formats.
     formats = {name: index_format(folder.root, name) for name in indices}
     preferred = [name for name in indices if formats[name] == SAFETENSORS] or indices
@@ -364,6 +373,8 @@ def _single(folder: Folder) -> Location | None:
     """Return the only safetensors file, or the only files of ranks, in a directory."""
     named = files_in(folder)
     single = [location for _, location in named if location.format != TORCH]
+    if indices_in(folder):  # a whole file took the place of their shards
+        single = [location for location in single if not is_shard(location.names[0])]
     if _full_weights(named):
         single = [location for location in single if not _is_adapter(location)]
     return single[0]._replace(resolved=folder.root) if len(single) == 1 else None

@@ -26,6 +26,7 @@ from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import SAFETENSORS, TORCH, LeftOut, Location, is_index
 from ema_ckpt.discovery.opening import log_choice, open_location
 from ema_ckpt.ops.results.verify import GateResult, ManifestResult, VerifyResult
+from ema_ckpt.ops.stale_files import stale_files
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
 from ema_ckpt.reading.overlaps import BlockRange, block_ranges
 from ema_ckpt.reading.unchanged import FileStates, unchanged
@@ -35,7 +36,7 @@ from ema_ckpt.state_dicts.ema_health import check_averages
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.rules.chosen import chosen_rules
 from ema_ckpt.state_dicts.tree import list_trees
-from ema_ckpt.storage.directories import is_folder, join, list_folder
+from ema_ckpt.storage.directories import join, list_folder
 from ema_ckpt.storage.files import is_url
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ _NO_VERDICT = frozenset(
 )
 # The audit reports these with more detail.
 _AUDITED = frozenset({"missing-file", "truncated-file", "unsafe-pickle"})
-_STALE_SUFFIXES = (".distcp", ".safetensors")
 _BLOCK_NBYTES = 512 << 10
 _SECONDS_PER_BYTE, _LOCKED_SECONDS_PER_BYTE = 0.4e-9, 0.1e-9  # of one worker that scans values
 
@@ -371,40 +371,6 @@ def lone_codes(catalog: Catalog) -> Iterator[Diagnostic]:
 
     with suppress(SourceError, UsageError):  # the audit reports it
         yield from warn_of_lone_codes(catalog)
-
-
-def _lists_its_files(catalog: Catalog) -> bool:
-    """Whether the checkpoint is a local directory whose index, if any, is right about its files."""
-    is_wrong = any(problem.code == "index-mismatch" for problem in catalog.problems)
-    return os.path.isdir(catalog.resolved) and not is_wrong
-
-
-def _files_in(root: str) -> tuple[str, ...]:
-    """Names of files in a folder; none without it: the audit reports that they are missing."""
-    return list_folder(root).files if is_folder(root) else ()
-
-
-def stale_files(catalog: Catalog) -> Iterator[Diagnostic]:
-    """Warn of data files in the checkpoint's folders that it does not use, left by another save."""
-    if not _lists_its_files(catalog):
-        return
-    known = {*catalog.files, *catalog.left_out}
-    suffixes: dict[str, set[str]] = {}  # of the data files of each folder
-    for file in catalog.files:
-        for suffix in _STALE_SUFFIXES:
-            if file.endswith(suffix):
-                suffixes.setdefault(file.rpartition("/")[0], set()).add(suffix)
-    for folder, used in suffixes.items():
-        root = join(catalog.source.root, folder) if folder else catalog.source.root
-        for name in _files_in(root):
-            file = f"{folder}/{name}" if folder else name
-            if file in known or not name.endswith(tuple(used)):
-                continue
-            if os.path.getsize(join(root, name)):  # idle ranks leave empty files
-                message = (
-                    "the checkpoint does not use it; left by an earlier save? It can be removed"
-                )
-                yield Diagnostic("stale-file", f"{file}: {message}")
 
 
 # Values.

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from ema_ckpt import verify
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import Location
 from ema_ckpt.discovery.opening import open_catalog
@@ -140,6 +142,67 @@ def test_other_indices_and_files_beside_an_index(tmp_path: Path) -> None:
     touch(tmp_path / "pytorch_model.bin.index.json", json.dumps({"weight_map": {}}))
     safetensors_at(tmp_path / "adapter_model.safetensors")
     assert beside(tmp_path) == ["pytorch_model.bin.index.json", "adapter_model.safetensors"]
+
+
+def index_at(path: Path, *shards: str) -> Path:
+    return touch(path, json.dumps({"weight_map": dict(zip(weights(), shards, strict=True))}))
+
+
+@pytest.mark.parametrize(
+    ("whole", "index"),
+    [
+        ("model.safetensors", "model.safetensors.index.json"),
+        ("model.fp16.safetensors", "model.safetensors.index.fp16.json"),
+        ("model.fp16.safetensors", "model.fp16.safetensors.index.json"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+        ("model.safetensors", "pytorch_model.bin.index.json"),
+    ],
+)
+def test_an_index_without_its_shards_is_no_checkpoint_beside_the_whole_file(
+    tmp_path: Path, whole: str, index: str
+) -> None:
+    (safetensors_at if whole.endswith(".safetensors") else torch_at)(tmp_path / whole)
+    suffix = ".bin" if ".bin." in index else ".safetensors"
+    shards = [f"part-0000{number}-of-00002{suffix}" for number in (1, 2)]
+    index_at(tmp_path / index, *shards)
+    (item,) = locate_checkpoint(str(tmp_path)).left_out
+    assert (item.path, item.is_weights) == (index, False)
+    assert "none of the shards that it names is here" in item.why
+    assert {tensor.name for tensor in open_catalog(tmp_path).tensors} == {*weights()}
+
+
+def test_an_index_without_its_shards_is_damaged_where_no_whole_file_is(tmp_path: Path) -> None:
+    safetensors_at(tmp_path / "other.safetensors")
+    index_at(tmp_path / "model.safetensors.index.json", "a.safetensors", "b.safetensors")
+    assert verify(tmp_path).status == "damaged"
+    safetensors_at(tmp_path / "model.safetensors")
+    assert verify(tmp_path / "model.safetensors.index.json").status == "damaged"  # as it is named
+    safetensors_at(tmp_path / "a.safetensors")  # one shard is here: a copy that was interrupted
+    assert verify(tmp_path).status == "damaged"
+
+
+def test_the_plain_file_comes_before_the_shards_of_a_variant(tmp_path: Path) -> None:
+    safetensors_at(tmp_path / "model.safetensors")
+    shards = [f"model.fp16-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for shard, (name, tensor) in zip(shards, weights().items(), strict=True):
+        save_file({name: tensor.half()}, tmp_path / shard)
+    index_at(tmp_path / "model.safetensors.index.fp16.json", *shards)
+    assert locate_checkpoint(str(tmp_path)).names == ("model.safetensors",)
+    assert beside(tmp_path) == ["model.safetensors.index.fp16.json"]
+    assert not [w for w in verify(tmp_path).warnings if w.code == "stale-file"]
+
+
+def test_a_checkpoint_beside_another_is_not_to_be_removed(tmp_path: Path) -> None:
+    """`adapter_model.safetensors` belongs to peft, the variant to who asks for it."""
+    safetensors_at(tmp_path / "model.safetensors")
+    for name in ("adapter_model.safetensors", "model.fp16.safetensors"):
+        safetensors_at(tmp_path / name)
+    found = [(w.code, w.message.partition(" ")[0]) for w in verify(tmp_path).warnings]
+    assert [message for code, message in found if code == "left-out"] == [
+        "adapter_model.safetensors",
+        "model.fp16.safetensors",
+    ]
+    assert "stale-file" not in dict(found)
 
 
 def test_what_lies_beside_a_dcp(tmp_path: Path) -> None:

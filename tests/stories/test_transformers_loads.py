@@ -66,3 +66,22 @@ def test_a_torch_file_loads_strictly_into_the_model(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(CONFIG))
     model.load_state_dict(truth.load(tmp_path / "ema.pt"), strict=True)
     assert _loss(model) < 2.2
+
+
+def test_the_file_that_transformers_loads_is_read_though_an_old_index_is_there(
+    tmp_path: Path,
+) -> None:
+    """It leaves the index of its shards when it writes one file in their place."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(CONFIG)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="100kB")
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+    loaded = _loaded(tmp_path / "model", CONFIG).state_dict()
+    found = ema_ckpt.verify(tmp_path / "model")
+    assert (found.status, found.problems) == ("unproven", ())
+    assert [w.code for w in found.warnings] == ["left-out", "unchecked"]
+    assert "delete it if an earlier save left it" in found.warnings[0].message
+    ema_ckpt.consolidate(tmp_path / "model", tmp_path / "out.safetensors", strict=True)
+    assert truth.facts_of(truth.load(tmp_path / "out.safetensors")) == truth.facts_of(loaded)
