@@ -8,9 +8,12 @@ from ema_ckpt.core.names import TORCH_SUFFIXES
 from ema_ckpt.formats.rank_files.names import family_of
 
 _KEYS = "step checkpoint global_step iter iteration epoch ckpt ep ba".split()
+# What Lightning's `{epoch}-{step}-{val_loss:.2f}` puts behind the step.
+_METRIC = rf"-(?!(?:{'|'.join(_KEYS)})=)[^-=]+=-?(?:[\d.]+(?:e[-+]?\d+)?|inf|nan)"
 # The last key of a name counts; Lightning writes `-v1` where a name is taken.
 _KEYED = re.compile(
-    rf"(?:^|.*[-_=])(?:{'|'.join(_KEYS)})[-_=]?(\d+)(?:-v(\d+))?", re.ASCII | re.DOTALL
+    rf"(?:^|.*[-_=])(?:{'|'.join(_KEYS)})[-_=]?(\d+)(?:{_METRIC})*(?:-v(\d+))?",
+    re.ASCII | re.DOTALL,
 )
 _PLAIN = re.compile(rf"(?:{'|'.join(_KEYS)}|\d)[-_=]?\d", re.ASCII)
 _BARE = re.compile(r"(\d{3,})()", re.ASCII)
@@ -39,8 +42,8 @@ def step_order(name: str) -> tuple[int, int] | None:
 
 
 def is_plain_step(name: str) -> bool:
-    """Whether the name of a step begins as such, and not with `best_` or a model's name."""
-    return _PLAIN.match(name) is not None
+    """Whether the name of a step begins as such, and not with `best_`, and holds no metric."""
+    return _PLAIN.match(name) is not None and re.search(_METRIC, name, re.ASCII) is None
 
 
 def step_number(name: str) -> int | None:

@@ -336,6 +336,7 @@ def test_a_pair_inside_a_step(tmp_path: Path) -> None:
     [
         ("epoch_3.pth", "best_accuracy_epoch_3.pth"),
         ("epoch=1-step=20.ckpt", "best-epoch=1-step=20.ckpt"),
+        ("epoch=1-step=20.ckpt", "epoch=1-step=20-val_loss=0.12.ckpt"),
         ("0000020", "ema_step_20"),
     ],
 )
