@@ -16,7 +16,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.formats.rank_files.merger import Merger, RankFile
 from ema_ckpt.formats.rank_files.names import is_lone, missing_ranks, refuse_missing_ranks
 from ema_ckpt.formats.rank_files.reading import read_ahead, read_file
-from ema_ckpt.formats.rank_files.zero import model_file, other_model_files
+from ema_ckpt.formats.rank_files.zero import lone_model, model_file, other_model_files
 
 # `deepspeed/runtime/engine.py`, `_get_expert_ckpt_name`; before 0.5.10 without the layer.
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
@@ -53,6 +53,7 @@ def open_rankfiles(
     try:
         model = model_file(names, source.listing())
         if model is None:
+            merger.warnings += _lost_without_zero(files)
             merger.add_all()
         elif not problems:  # without all ranks nothing tells where the pieces of the others lie
             merger.add_zero(read_file(source, model))
@@ -68,6 +69,12 @@ def open_rankfiles(
     merger.warnings += _experts_beside(source, names)
     sizes = {file.name: source.size(file.name) for file in merger.read}
     return merger.catalog(source, path, dict.fromkeys(names, 0) | sizes, files[0].nesting)
+
+
+def _lost_without_zero(files: Sequence[RankFile]) -> list[Diagnostic]:
+    """Warn of weights in ZeRO's optimizer files, which are not among `files`; refuse empty ones."""
+    lost = lone_model(files[0].name, files[0].leaves) if files else ""
+    return [Diagnostic("left-out", lost)] if lost else []
 
 
 def _read_others(source: Files, names: Sequence[str], merger: Merger) -> None:

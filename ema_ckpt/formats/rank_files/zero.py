@@ -29,6 +29,7 @@ PlacedWeight = tuple[str, Ints, Sequence[FlatBox]]
 TREE = "module"
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _STATE = "optimizer_state_dict"
 _MODEL_KEYS = frozenset(
     "module param_shapes buffer_names shared_params frozen_param_fragments "
@@ -73,6 +74,30 @@ def other_model_files(model: str, world_size: int) -> list[str]:
     if not model.startswith(first):
         return []
     return [model.replace("rank_0_", f"rank_{rank}_", 1) for rank in range(1, world_size)]
+
+
+def lone_model(file: str, model: Leaves) -> str:
+    """Say what is lost where a model's file is read without ZeRO's optimizer files; "" if nothing.
+
+    Raises:
+        SourceError: `incomplete` if the weights are in those alone, as stage 3 keeps them.
+    """
+    if _MODEL_FILE.fullmatch(file) is None:
+        return ""
+    recorded = {}
+    for path, shape in model.items():
+        if path[0] in ("param_shapes", "frozen_param_shapes") and isinstance(shape, tuple):
+            recorded[path[-1]] = shape
+    for name, shape in recorded.items():
+        held = model.get((TREE, name))
+        if isinstance(held, TensorRef) and held.shape != shape:
+            problem = f"{name!r} of {list(shape)} is cut over the ranks (ZeRO stage 3), and"
+            message = f"{file}: {problem} the files with its pieces, …_optim_states.pt, are missing"
+            raise SourceError("incomplete", message, tensor=f"{TREE}.{name}", file=file)
+    if not recorded or model.get(("optimizer",)) is not None:
+        return ""
+    reason = "ZeRO's …_optim_states.pt, which hold the weights in full precision, are not read"
+    return f"{file}: {reason}; those that the model computes with are taken"
 
 
 def read_zero(

@@ -38,7 +38,9 @@ def save(
     full = weights()
     buffers = {"rope": torch.arange(4.0)}
     frozen = {"frozen.w": torch.full((2, 3), 9.0)} if stage < 3 else {}
-    half = {f"{name}": tensor.half() for name, tensor in full.items()}
+    half = {name: tensor.half() for name, tensor in full.items()}
+    if stage == 3:  # what a module holds between its steps
+        half = {name: torch.empty(0, dtype=torch.float16) for name in full}
     model = {
         "module": {**half, **buffers, "head.weight": half["embed.weight"]},
         "buffer_names": ["rope"],
@@ -259,6 +261,36 @@ def test_what_is_missing_is_named(tmp_path: Path, lost: str) -> None:
     found = ema_ckpt.verify(tmp_path)
     assert (found.status, found.problems[0].code) == ("damaged", "incomplete")
     assert found.checked_bytes  # what is there
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_of_stage_3_are_not_in_the_files_of_the_model(
+    tmp_path: Path, world_size: int
+) -> None:
+    """Who leaves out the large optimizer files has only the placeholders."""
+    (tmp_path / "global_step30").mkdir()
+    save(tmp_path / "global_step30", 3, world_size)
+    for file in tmp_path.rglob("*optim_states.pt"):
+        file.unlink()
+    for path in (tmp_path, tmp_path / "global_step30"):
+        with pytest.raises(ema_ckpt.EmaCkptError, match="the files with its pieces") as caught:
+            ema_ckpt.consolidate(path, tmp_path / "out.pt")
+        assert caught.value.code == "incomplete"
+        found = ema_ckpt.verify(path)
+        assert (found.status, found.problems[0].code) == ("damaged", "incomplete")
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_of_half_precision_are_said_to_be_such(tmp_path: Path, stage: int) -> None:
+    step = tmp_path / "global_step30"
+    step.mkdir()
+    save(step, stage, 2)
+    for file in step.glob("*optim_states.pt"):
+        file.unlink()
+    for report in (ema_ckpt.consolidate(step, tmp_path / "out.safetensors"), ema_ckpt.verify(step)):
+        assert [w.code for w in report.warnings] == ["unchecked", "left-out"]
+        assert "weights in full precision" in report.warnings[1].message
 
 
 def test_shapes_have_to_be_recorded(tmp_path: Path) -> None:
