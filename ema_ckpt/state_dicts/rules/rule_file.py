@@ -85,7 +85,7 @@ def _read(file: str | os.PathLike[str]) -> tuple[str, str]:
     if len(data) > _MAX_NBYTES:
         raise UsageError("usage", f"{path}: more than {_MAX_NBYTES} bytes are no file of rules")
     try:
-        return path, data.decode("utf-8")
+        return path, data.decode("utf-8-sig")  # Windows' editors begin with a mark
     except UnicodeDecodeError:
         raise UsageError("usage", f"{path}: not TOML: it is no UTF-8 text") from None
 

@@ -66,6 +66,13 @@ def test_what_is_no_rule_is_refused(text: str, tmp_path: Path) -> None:
     assert "\n" not in str(found.value)
 
 
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    """With the mark and the line ends that its editors write."""
+    file = tmp_path / "r.toml"
+    file.write_bytes(b"\xef\xbb\xbf[[rule]]\r\nfrom = 'a'\r\nto = 'b'\r\n")
+    assert len(load_rules(file).rules) == 1
+
+
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"no such file of rules; by name there are diffusers-flux"
