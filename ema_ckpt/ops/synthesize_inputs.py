@@ -28,7 +28,7 @@ from ema_ckpt.ops.results.write import SnapshotEntry
 from ema_ckpt.state_dicts.ema_config import read_ema_config, read_samples_seen, with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees
-from ema_ckpt.storage.directories import base_name
+from ema_ckpt.storage.directories import base_name, parent_of
 from ema_ckpt.writing.options import WriteOptions
 
 _POOR_MISMATCH = 0.05
@@ -259,12 +259,16 @@ def describe_terms(
     """Return each snapshot with its weight, for the result."""
     terms = []
     for snapshot, weight in zip(snapshots, weights, strict=True):
-        catalog = snapshot.catalog
-        below = catalog.resolved.removeprefix(catalog.path).split("/")  # `actor` in a step
-        numbers = map(step_number, (base_name(catalog.path), *below))
-        step = next((number for number in numbers if number is not None), None)
-        terms.append(SnapshotEntry(catalog.resolved, snapshot.tree.name, step, weight))
+        step = _step_of(snapshot.catalog)
+        terms.append(SnapshotEntry(snapshot.catalog.resolved, snapshot.tree.name, step, weight))
     return tuple(terms)
+
+
+def _step_of(catalog: Catalog) -> int | None:
+    """Return the number in the name of the step that a snapshot is."""
+    below = catalog.resolved.removeprefix(catalog.path).split("/")  # `actor` in a step
+    numbers = map(step_number, (base_name(catalog.path), *below))
+    return next((number for number in numbers if number is not None), None)
 
 
 def log_sum(snapshots: Sequence[Snapshot], weights: Sequence[float]) -> None:
@@ -298,8 +302,7 @@ def weights_for(
         message = "--sigma-rels and --steps go with --sigma-rel alone"
         raise UsageError("usage", message)
     if scheme is not None:
-        _refuse_several_trees(snapshots)
-        return merge_weights(scheme, len(snapshots)), []
+        return _weights_by_position(scheme, snapshots), []
     if weights is not None:
         _check_count("--weights", weights, snapshots)
         return list(weights), _check_sum(weights)
@@ -318,11 +321,30 @@ def weights_for(
     return solved, [Diagnostic("profile-missed", message)]
 
 
+def _weights_by_position(scheme: str, snapshots: Sequence[Snapshot]) -> list[float]:
+    _refuse_several_trees(snapshots)
+    weights = merge_weights(scheme, len(snapshots))
+    if len(set(weights)) > 1:
+        _refuse_disorder(scheme, snapshots)
+    return weights
+
+
 def _refuse_several_trees(snapshots: Sequence[Snapshot]) -> None:
     for one, other in pairwise(snapshots):
         if one.catalog is other.catalog:
             message = f"a scheme weighs one tree a step; found {one.label} and {other.label}"
             raise UsageError("usage", message)
+
+
+def _refuse_disorder(scheme: str, snapshots: Sequence[Snapshot]) -> None:
+    """Refuse steps of one run that are not named from the oldest on, as by a shell's `step_*`."""
+    for one, other in pairwise(snapshots):
+        step, after = _step_of(one.catalog), _step_of(other.catalog)
+        is_one_run = parent_of(one.catalog.path) == parent_of(other.catalog.path)
+        if is_one_run and step is not None and after is not None and step > after:
+            problem = f"--scheme {scheme} weighs from the oldest to the newest, and step {step}"
+            remedy = "name them in the order of their numbers, or name the run, with --last N"
+            raise UsageError("usage", f"{problem} is named before step {after}; {remedy}")
 
 
 def _check_count(flag: str, values: Sequence[float], snapshots: Sequence[Snapshot]) -> None:

@@ -111,6 +111,21 @@ def test_a_scheme_weighs_by_position(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "o.safetensors").read_bytes() == (tmp_path / "p.safetensors").read_bytes()
 
 
+def test_steps_as_a_shell_sorts_them_are_refused(run: Path, tmp_path: Path) -> None:
+    """`run/step_*` names step_1000 first, which would get the weight of the oldest."""
+    shutil.copytree(run / "step_600", run / "step_1000")
+    paths, out = sorted(run.glob("step_*")), tmp_path / "o.safetensors"
+    assert paths[1].name == "step_1000"
+    for scheme in ("cosine", "minus-sqrt", "ema:0.5"):
+        with pytest.raises(EmaCkptError, match="step 1000 is named before step 200") as caught:
+            ema_ckpt.synthesize(paths, out, scheme=scheme)
+        assert caught.value.code == "usage"
+    ema_ckpt.synthesize(paths, out, scheme="uniform")  # all weigh the same
+    shutil.copytree(run / "step_100", tmp_path / "other" / "step_100")
+    paths = [run / "step_600", tmp_path / "other" / "step_100"]  # of two runs
+    ema_ckpt.synthesize(paths, out, scheme="ema:0.5", overwrite=True)
+
+
 def test_a_step_that_is_not_complete_is_named(run: Path, tmp_path: Path) -> None:
     (run / "step_500" / ".metadata").unlink()
     result = ema_ckpt.synthesize(run, tmp_path / "o.safetensors", last=2)
