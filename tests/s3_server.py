@@ -31,6 +31,13 @@ EMPTY_LISTING = (
     b"<IsTruncated>false</IsTruncated></ListBucketResult>"
 )
 
+LATER_LISTING = (
+    b'<?xml version="1.0" encoding="UTF-8"?>'
+    b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>bucket</Name>'
+    b"<Prefix></Prefix><KeyCount>0</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>true</IsTruncated>"
+    b"<NextContinuationToken>later</NextContinuationToken></ListBucketResult>"
+)
+
 LOGIN_PAGE = b"<html><body>Please log in to use this network.</body></html>"
 
 KEYS = ("access-key-of-nobody", "secret-key-of-nobody-at-all")
@@ -81,7 +88,7 @@ Rule = Callable[[Request], str | None]
 class Proxy:
     """Passes requests on to a server, unless its rule says `slow`, `refuse`, `cut`, `lose` or `stall`.
 
-    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `unlisted` a page of nothing, `page` 200 and a page of a proxy's own, `nothing` 200 and no more, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
+    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `unlisted` a page of nothing, `later` an empty page before the one with the answer, `page` 200 and a page of a proxy's own, `nothing` 200 and no more, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
     until the proxy is stopped.
     """
 
@@ -91,6 +98,7 @@ class Proxy:
         self.stalled = threading.Event()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
+        self._later: list[Any] = []
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -119,7 +127,9 @@ class Proxy:
                     request.number = sum(r.is_part == request.is_part for r in alike)
                     proxy.requests.append(request)
                 what = proxy.rule(request)
-                if what == "slow":
+                if "later" in request.query.get("continuation-token", ()):
+                    self._answer(*proxy._later.pop())
+                elif what == "slow":
                     self._answer(503, [("Content-Type", "application/xml")], SLOW_DOWN)
                 elif what == "refuse":
                     self._answer(403, [("Content-Type", "application/xml")], DENIED)
@@ -137,9 +147,9 @@ class Proxy:
                     proxy._stopped.wait()
                     self._hang_up()
                 else:
-                    self._pass_on(body, what == "lose")
+                    self._pass_on(body, what)
 
-            def _pass_on(self, body: bytes, is_lost: bool) -> None:
+            def _pass_on(self, body: bytes, what: str | None) -> None:
                 headers = {k: v for k, v in self.headers.items() if k != "Transfer-Encoding"}
                 headers["Content-Length"] = str(len(body))
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -153,8 +163,11 @@ class Proxy:
                         if k.lower() not in ("transfer-encoding", "connection", "date", "server")
                         and (k.lower() != "content-length" or self.command == "HEAD")
                     ]
-                    if is_lost:
+                    if what == "lose":
                         self._hang_up()
+                    elif what == "later":
+                        proxy._later.append((answer.status, kept, data))
+                        self._answer(200, [("Content-Type", "application/xml")], LATER_LISTING)
                     else:
                         self._answer(answer.status, kept, data)
                 finally:

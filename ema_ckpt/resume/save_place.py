@@ -190,6 +190,7 @@ class ObjectDirectory:
         request = self._request._replace(files=files)
         self._order = destination.publish_order(request)
         self._note = destination.note(self._order, request, _PART_NBYTES)
+        self._has_begun = True
         return str(self._generation)
 
     def join(self, begun: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.storage.remote import ask, is_http, join_url, last_component, unescaped
+from ema_ckpt.storage.s3_answers import has_objects, is_s3
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -32,10 +33,17 @@ def is_remote_folder(filesystem: AbstractFileSystem, path: str, url: str) -> boo
     try:
         info = ask(lambda: filesystem.info(path or "/"), url, url)
     except FileNotFoundError:
-        return None
+        return _has_objects(filesystem, path, url) or None
     # HTTP has no directories: a page with links stands for one.
     is_page = is_http(filesystem) and info.get("mimetype") == "text/html"
     return bool(info["type"] == "directory" or is_page)
+
+
+def _has_objects(filesystem: AbstractFileSystem, path: str, url: str) -> bool:
+    try:
+        return is_s3(filesystem) and ask(lambda: has_objects(filesystem, path), url, url)
+    except FileNotFoundError:
+        return False
 
 
 def list_remote(filesystem: AbstractFileSystem, path: str, url: str) -> RemoteNames:

@@ -53,6 +53,22 @@ def payer(filesystem: Any) -> Mapping[str, str]:
     return fields
 
 
+def has_objects(filesystem: Any, path: str) -> bool:
+    """Whether objects lie below `path`, on whichever page of its listing.
+
+    s3fs looks at the first page alone. Stores pass over what was deleted, and may send that page
+    empty, with the word that it is not the last one. Raises FileNotFoundError as s3fs.
+    """
+    bucket, key, _ = filesystem.split_path(path)
+    place: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{key}/" if key else "", "MaxKeys": 1}
+    place |= payer(filesystem)
+    while True:
+        answer: Mapping[str, Any] = filesystem.call_s3("list_objects_v2", **place)
+        if answer.get("Contents") or not answer.get("IsTruncated"):
+            return bool(answer.get("Contents"))
+        place["ContinuationToken"] = answer["NextContinuationToken"]
+
+
 async def _check_answers(filesystem: Any, path: str) -> None:
     await filesystem.set_session()
     bucket, _, _ = filesystem.split_path(path)

@@ -65,6 +65,7 @@ class Leftovers:
             if request.options.resume and kept is None and not self._has_published(note):
                 check_recorded(note.identity, self._url, request.identity)
                 kept = name, note
+                self._delete_temporaries(note)
             else:
                 self._clear(name, note)
         return kept
@@ -82,13 +83,17 @@ class Leftovers:
         if note.written:
             names = {*note.written, note.marker, *note.uploads}
             clear_uploads(self._store, names, "", note.uploads)
-            self._store.delete(_temporaries(self._store, names))
         else:
             clear_uploads(self._parent, {note.marker}, note.marker, note.uploads)
-            self._parent.delete(_temporaries(self._parent, {note.marker}))
+        self._delete_temporaries(note)
         if self.unpublished:
             self._store.delete([one for one in note.written if one in self.unpublished])
         self._parent.delete([name])
+
+    def _delete_temporaries(self, note: UploadNote) -> None:
+        """Delete objects that the run had not closed, which nobody can go on with."""
+        store = self._store if note.written else self._parent
+        store.delete(_temporaries(store, {*note.written, note.marker, *note.uploads}))
 
 
 def clear_uploads(

@@ -26,6 +26,7 @@ from ema_ckpt.storage.stage_names import stage_name
 _VERSION = 1
 _TOUCHED_EVERY_SECONDS = 60.0
 _FRESH_SECONDS = 600.0
+_LIVING: set[str] = set()  # names of the notes of this process whose runs have not ended
 
 
 @dataclass(slots=True)
@@ -72,7 +73,12 @@ class NoteFile:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         note.machine, note.pid, note.started = _machine(), os.getpid(), _started(os.getpid())
-        self._write()
+        _LIVING.add(self.name)
+        try:
+            self._write()
+        except BaseException:
+            self.end()
+            raise
         threading.Thread(target=self._touch_until_ended, name="ema_ckpt-note", daemon=True).start()
 
     def _write(self) -> None:
@@ -117,8 +123,9 @@ class NoteFile:
             self._parent.delete([self.name])
 
     def end(self) -> None:
-        """Touch it no more: the run has ended, and has left something to go on from."""
+        """Touch it no more: the run has ended, and what it has left is for the next one."""
         self._ended.set()
+        _LIVING.discard(self.name)
 
 
 def notes_of(parent: ObjectStore, target: str) -> Iterator[tuple[str, UploadNote]]:
@@ -137,6 +144,8 @@ def refuse_living(parent: ObjectStore, name: str, note: UploadNote, target: str)
     """Refuse to write what another run is writing. Raises TargetError `busy`."""
     url = join(parent.url, name)
     is_alive = note.is_alive()
+    if is_alive and note.pid == os.getpid():
+        is_alive = name in _LIVING
     if is_alive is None:
         is_alive = changed_within(url, _FRESH_SECONDS)
         hint = "wait ten minutes from its last sign of life, or delete that note"

@@ -11,7 +11,7 @@ from torch import nn
 
 import ema_ckpt
 from ema_ckpt import ShardedEMA, TargetError, restore, save
-from ema_ckpt.resume.save_place import part_nbytes
+from ema_ckpt.resume.save_place import ObjectDirectory, part_nbytes
 from ema_ckpt.resume.save_plan import Item
 from tests.object_stores import refuse_marker
 
@@ -93,6 +93,28 @@ def test_an_overwriting_save_whose_marker_arrived_leaves_what_it_names(
     back = nn.Linear(2, 2)
     restore(url, model=back)
     assert torch.equal(back.weight, model.weight)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_is_interrupted_before_it_writes_leaves_no_note(
+    monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """By such a note the process itself would be another run, for as long as it lives."""
+    url = f"memory://{uuid.uuid4().hex}/runs/step_1"
+    if overwrite:
+        save(url, model=nn.Linear(2, 2))
+    filesystem, base = fsspec.core.url_to_fs(url)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectDirectory, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(url, model=nn.Linear(2, 2), overwrite=overwrite)
+    assert not [p for p in filesystem.find(base.rpartition("/")[0]) if p.endswith(".note")]
+    save(url, model=nn.Linear(2, 2), overwrite=overwrite)
+    assert ema_ckpt.verify(url).status == "sound"
 
 
 @pytest.mark.parametrize("count", [1, 12, 400])

@@ -52,6 +52,22 @@ def test_a_listing_that_is_none_is_no_empty_directory(what: str, proxy: Proxy) -
         assert ema_ckpt.latest(RUN) == f"{RUN}/step_2", number
 
 
+def test_an_empty_page_before_others_is_no_empty_directory(proxy: Proxy) -> None:
+    """As stores send them that pass over deleted objects; s3fs asks for one page to tell a directory."""
+    fill_run()
+    proxy.rule = lambda request: (
+        "later" if request.method == "GET" and "list-type" in request.query else None
+    )
+    assert ema_ckpt.latest(RUN) == f"{RUN}/step_2"
+    assert ema_ckpt.latest("s3://bucket/none") is None
+    assert ema_ckpt.verify(RUN).status == "sound"
+    with pytest.raises(ema_ckpt.TargetError) as caught:
+        ema_ckpt.save(f"{RUN}/step_2", model=torch.nn.Linear(3, 2))
+    assert caught.value.code == "target-exists"
+    ema_ckpt.save(f"{RUN}/step_3", model=torch.nn.Linear(3, 2))
+    assert ema_ckpt.latest(RUN) == f"{RUN}/step_3"
+
+
 @pytest.mark.parametrize("what", ["page", "nothing"])
 def test_a_server_that_only_says_200_is_trouble(
     what: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -506,3 +507,40 @@ def test_resume_after_a_run_that_was_killed_behind_its_marker_starts_anew(
     ema_ckpt.consolidate(source, url, max_shard_size=100, overwrite=True, resume=True)
     assert ema_ckpt.verify(url).status == "sound"
     assert not [name for name in objects(store) if ".ema-ckpt-" in name]
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "resharded"])
+def test_a_process_tries_again_what_it_gave_up(
+    name: str, store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its note is there: it may resume, its note came late, or could not be deleted."""
+    source, url = fixtures / "dcp/fsdp2-w2", f"{store}/{name}"
+    write = ema_ckpt.consolidate
+    if name == "resharded":
+        write = partial(ema_ckpt.reshard, world_size=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamedFiles, "finish", refused)
+        with pytest.raises(KeyboardInterrupt):
+            write(source, url, resume=True)
+    assert [left for left in objects(store) if left.endswith(".note")]
+    write(source, url, resume=True)
+    assert ema_ckpt.verify(url).status == "sound"
+    assert not [left for left in objects(store) if ".ema-ckpt-" in left]
+
+
+def test_a_note_whose_writing_was_interrupted_is_no_other_run(
+    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request goes on without who waited for it."""
+    usual = NoteFile._write
+
+    def write(self: NoteFile) -> None:
+        usual(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NoteFile, "_write", write)
+        with pytest.raises(KeyboardInterrupt):
+            ema_ckpt.consolidate(fixtures / "dcp/fsdp2-w2", f"{store}/one.pt")
+    ema_ckpt.consolidate(fixtures / "dcp/fsdp2-w2", f"{store}/one.pt")
+    assert list(objects(store)) == ["one.pt"]
