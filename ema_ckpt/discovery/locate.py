@@ -52,6 +52,7 @@ _PUBLISHED_WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_|pytorch_|adapter_)?model(?:\.[^.]+)?\.safetensors"
 )
 _LEVELS_BELOW = 2
+_MOST_TOLD = 10  # steps, each in a line of the log
 
 
 def locate_checkpoint(path: str) -> Location:
@@ -155,8 +156,7 @@ def latest_step(path: str) -> str | None:
         return path
     steps = _find_steps(folder, Depth())
     if steps.newest:
-        for step in steps.broken:
-            logging.getLogger("ema_ckpt").warning(displayed(step.diagnostic().message))
+        _tell(steps.broken, path)
         return join(path, steps.newest[0])
     if steps.too_deep and not steps.broken:
         raise steps.too_deep
@@ -166,9 +166,21 @@ def latest_step(path: str) -> str | None:
     return path if location is not None else None
 
 
+def _tell(broken: list[LeftOut], path: str) -> None:
+    """Log the steps in `path` that are not complete."""
+    told = [step.diagnostic().message for step in broken[:_MOST_TOLD]]
+    if len(broken) > _MOST_TOLD:
+        more = counted(len(broken) - _MOST_TOLD, "further step")
+        told.append(f"{path}: left out too, newer and not complete: {more}")
+    for message in told:
+        logging.getLogger("ema_ckpt").warning(displayed(message))
+
+
 def _itself(path: str) -> str | None:
     """Return the path of a file that is a checkpoint."""
     if is_folder(path) is None:
+        if why := _no_path(path):  # None would let a run begin anew
+            raise UsageError("usage", f"{path}: no such file or directory ({why})")
         return None
     try:
         check_complete(locate_file(path))
@@ -187,10 +199,8 @@ def _interrupted_switch(path: str) -> Location:
     stage = None if is_url(path) or not path else find_interrupted_switch(path)
     if stage is None:
         hint = ""
-        if is_mangled_url(path):
-            hint = " (a URL loses a slash when it becomes a Path: pass it as text)"
-        elif is_chained_url(path):
-            hint = " (it is a chain of URLs; name the last one alone)"
+        if why := _no_path(path):
+            hint = f" ({why})"
         elif steps := steps_beside(path):
             hint = f"; the steps there are {shown(steps)}"
         elif near := _nearest_beside(path):
@@ -198,6 +208,13 @@ def _interrupted_switch(path: str) -> Location:
         raise SourceError("not-found", f"{path}: no such file or directory{hint}", file=path)
     note = f"{path} was being replaced when its writer died; reading the complete new checkpoint in"
     return locate_checkpoint(str(stage))._replace(note=f"{note} {stage}")
+
+
+def _no_path(path: str) -> str:
+    """Say what is wrong with text that was to be a URL and would be taken for a local path."""
+    if is_mangled_url(path):
+        return "a URL loses a slash when it becomes a Path: pass it as text"
+    return "it is a chain of URLs; name the last one alone" if is_chained_url(path) else ""
 
 
 def _nearest_beside(path: str) -> str | None:

@@ -32,6 +32,8 @@ _REFUSED = (401, 403)
 _PASSING = (408, 425, 429)  # and every status from 500 on
 # A slash that an address has inside a component, as those of some stores' objects have.
 _INNER_SLASH = re.compile("(%2F)", re.IGNORECASE)
+# fsspec would end it at `::`, as one of a chain of URLs.
+_NUMERIC_HOST = re.compile(r"(https?)://[^/?#\[]*\[")
 _FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, EmaCkptError)
 
 
@@ -67,7 +69,11 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     try:
         import fsspec
 
-        filesystem, path = fsspec.core.url_to_fs(url)
+        numeric = _NUMERIC_HOST.match(url)
+        if numeric is None:
+            filesystem, path = fsspec.core.url_to_fs(url)
+        else:
+            filesystem, path = fsspec.filesystem(numeric[1]), url
         if is_s3(filesystem):
             check_answers(filesystem, path)
     except (ImportError, ValueError) as error:

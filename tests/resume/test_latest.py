@@ -82,6 +82,33 @@ def test_a_newer_step_that_is_not_complete_is_told(
     assert caplog.text.count("step_2 is left out: newer, and not complete") == 1
 
 
+def test_of_many_newer_steps_that_are_not_complete_some_are_told_and_the_others_counted(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.save(tmp_path / "step_1")
+    for step in range(2, 34):
+        touch(tmp_path / f"step_{step}" / "__0_0.distcp")
+    assert latest(tmp_path) == tmp_path / "step_1"
+    assert len(caplog.messages) == 11
+    assert "step_33 is left out" in caplog.messages[0]
+    assert "left out too, newer and not complete: 22 further steps" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("name", [Path("s3://bucket/run"), "simplecache::s3://bucket/run"])
+def test_what_is_no_path_does_not_let_a_run_begin_anew(
+    name: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Path` takes a slash from a URL; on a disk there is nothing of that name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EmaCkptError, match=r"as text|chain of URLs") as caught:
+        latest(name)
+    assert caught.value.code == "usage"
+    (tmp_path / name / "step_1").mkdir(parents=True)  # unless there is
+    with pytest.raises(EmaCkptError) as caught:
+        latest(name)
+    assert caught.value.code == "incomplete"
+
+
 def test_the_latest_behind_a_url_is_text(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     dcp_at(tmp_path / "step_7")

@@ -25,9 +25,10 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    host = "127.0.0.1"
 
     def __init__(self, root: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__((self.host, 0), Handler)
         self.root = root
         self.fault: Callable[[Handler], bool] = lambda handler: False
         self.honours_ranges = self.lists_hidden = self.sends_tags = True

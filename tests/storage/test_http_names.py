@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +93,26 @@ def test_an_address_keeps_the_slash_inside_its_last_component(
     write(tmp_path / "o" / "d" / "x.safetensors", 3.0)
     assert value(server.url("o/d%2Fx.safetensors?alt=media"), tmp_path / "o.safetensors") == 3.0
     assert "GET /o/d%2Fx.safetensors?alt=media" in server.requests
+
+
+def test_a_host_may_be_an_address_with_two_colons(tmp_path: Path) -> None:
+    """fsspec splits chains of URLs there, and `latest` said that nothing is there."""
+
+    class Numeric(Server):
+        address_family = socket.AF_INET6
+        host = "::1"
+
+    try:
+        running = Numeric(tmp_path)
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    url = f"http://[::1]:{running.server_port}/run"
+    try:
+        write(tmp_path / "run" / "step_1" / "model.safetensors", 3.0)
+        assert ema_ckpt.latest(url) == f"{url}/step_1"
+        assert value(url, tmp_path / "o.safetensors") == 3.0
+        assert value(f"{url}/step_1/model.safetensors", tmp_path / "o.safetensors") == 3.0
+    finally:
+        running.shutdown()
+        running.server_close()
