@@ -36,7 +36,7 @@ from ema_ckpt.formats.dcp.metadata_values import (
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.several import Several
-from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
+from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS, attribute
 from ema_ckpt.runtime.freed_memory import give_back
 
 if TYPE_CHECKING:
@@ -131,10 +131,25 @@ def _memory_format(number: object) -> object:
     return number
 
 
+def _attribute(owner: object = None, name: object = None, *rest: object) -> object:
+    """Read a memory format that is pickled by its name, as by early versions of Python 3.11."""
+    if not rest and isinstance(owner, Global) and owner.make is _memory_format:
+        return _memory_format(_MEMORY_FORMATS.get(str(name)))
+    return attribute(owner, name, *rest)
+
+
+_MEMORY_FORMATS = {
+    "TORCH_CONTIGUOUS_FORMAT": 0,
+    "TORCH_CHANNELS_LAST": 1,
+    "TORCH_PRESERVE_FORMAT": 2,
+}
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # torch <= 2.2
 _ALLOWED: dict[tuple[str, str], Maker] = {
     **PLAIN_GLOBALS,
+    ("builtins", "getattr"): _attribute,
+    ("__builtin__", "getattr"): _attribute,
     (_METADATA, "Metadata"): _Root,
     (_METADATA, "StorageMeta"): _Fields,
     (_METADATA, "TensorStorageMetadata"): _Tensor,

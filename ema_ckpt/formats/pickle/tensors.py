@@ -222,9 +222,28 @@ def _layout(name: object) -> object:
     return Layout(str(name))
 
 
+def attribute(*args: object) -> Global:
+    """Name what lies in a class, as pickles do by `getattr(Class, "name")`; nothing is looked up.
+
+    Protocol 2 names a class in a class so, and early versions of Python 3.11 the member of an enum.
+
+    Raises:
+        UnsafeError: `unsafe-pickle` for the attribute of anything else.
+    """
+    match args:
+        case (Global() as owner, str() as name):
+            named = Global(owner.module, f"{owner.name}.{name}", None)
+            named.is_executor = True  # it may be a method: a call of it is refused
+            return named
+    problem = "unpickling would call builtins.getattr, and not for what lies in a class"
+    raise UnsafeError("unsafe-pickle", problem)
+
+
 PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
     **{("builtins", name): make for name, make in _BUILTINS.items()},
     **{("__builtin__", name): make for name, make in _BUILTINS.items()},
+    ("builtins", "getattr"): attribute,
+    ("__builtin__", "getattr"): attribute,
     ("collections", "OrderedDict"): _dict,
     ("collections", "defaultdict"): lambda _factory=None, *args: _dict(*args),
     ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),

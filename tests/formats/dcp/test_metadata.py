@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import pickle
 import re
 import sys
@@ -203,3 +205,78 @@ def test_a_bit_in_the_name_of_the_paths_is_damaged(tmp_path: Path) -> None:
     data = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(data.replace(b"planner_data", b"planner_dada"))
     assert ema_ckpt.verify(path).status == "damaged"
+
+
+class PicklerOfPython3112(pickle.Pickler):
+    """Pickles the members of an enum by name, as Python 3.11.2 of Debian 12 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def pickled_by_name(path: Path) -> None:
+    buffer = io.BytesIO()
+    PicklerOfPython3112(buffer, 4).dump(pickle.loads((path / ".metadata").read_bytes()))
+    (path / ".metadata").write_bytes(buffer.getvalue())
+
+
+@pytest.mark.parametrize("count", [2, 6000])
+def test_memory_formats_that_are_pickled_by_name_are_read(tmp_path: Path, count: int) -> None:
+    state = {f"layers.{number}.w": torch.full((6,), number) for number in range(count)}
+    path = save_dcp(tmp_path / "run", {"model": state})
+    pickled_by_name(path)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    assert ema_ckpt.verify(path).status == "sound"
+    ema_ckpt.consolidate(path, tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["layers.1.w"], state["layers.1.w"])
+
+
+def test_plans_that_are_pickled_by_name_are_read(tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "run", with_plans)
+    pickled_by_name(path)
+    assert ema_ckpt.verify(path).status == "sound"
+
+
+@pytest.mark.parametrize(
+    ("written", "damaged"),
+    [
+        (b"TORCH_CONTIGUOUS_FORMAT", b"TORCH_CONTIGUOUS_FORMAU"),
+        (b"getattr", b"setattr"),
+        (b"getattr", b"hasattr"),
+    ],
+)
+def test_names_of_memory_formats_that_torch_lacks_are_damaged(
+    tmp_path: Path, written: bytes, damaged: bytes
+) -> None:
+    path = save_dcp(tmp_path / "run", {"model": {"w": torch.arange(6.0)}})
+    pickled_by_name(path)
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(data.replace(written, damaged))
+    assert ema_ckpt.verify(path).status == "damaged"
+
+
+def test_an_enum_in_an_object_is_opaque_however_it_is_pickled(tmp_path: Path) -> None:
+    class ByName(enum.Enum):
+        A = 0
+
+        def __reduce_ex__(self, _protocol: Any) -> Any:
+            return getattr, (enum.Enum, "A")
+
+    path = save_dcp(tmp_path / "run", {"model": {"w": torch.ones(2)}, "kind": ByName.A})
+    assert ema_ckpt.verify(path).status == "sound"
+    with ema_ckpt.open(path) as checkpoint:
+        assert repr(checkpoint.objects["kind"]) == "<global enum.Enum.A>"
+
+
+def test_what_lies_in_a_class_is_not_called(tmp_path: Path) -> None:
+    class Calls:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "marker",)
+
+    path = save_dcp(tmp_path / "run", {"model": {"w": torch.ones(2)}, "kind": Calls()})
+    assert b"getattr" in (path / "__0_0.distcp").read_bytes()
+    found = ema_ckpt.verify(path)
+    assert [problem.code for problem in found.problems] == ["unsafe-pickle"]
+    assert not (tmp_path / "marker").exists()
