@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from reprlib import repr as brief
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ema_ckpt.core.box import Box
@@ -368,12 +369,24 @@ class Catalog:
     find_mismatches: Callable[[], Sequence[tuple[str, str]]] = tuple
 
 
+def _reaches(shape: Ints, itemsize: int) -> bool:
+    """Whether a tensor has 2**63 bytes or more, or would without its dimensions of no elements."""
+    if 0 not in shape and len(shape) < 100:
+        return prod(shape) * itemsize >= _MAX_NBYTES
+    nbytes = 1 if 0 in shape else itemsize
+    for size in shape:  # the product of very many takes long
+        nbytes *= size or 1
+        if nbytes >= _MAX_NBYTES:
+            return True
+    return False
+
+
 def check_geometry(name: str, shape: Ints, dtype: DType, file: str) -> None:
     """Refuse shapes that no tensor can have, before anything multiplies or allocates by them.
 
     Raises:
-        SourceError: `out-of-bounds` for negative dimensions or 2**63 bytes and more.
+        SourceError: `out-of-bounds` for negative dimensions, 2**63 bytes and more, or such strides.
     """
-    if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize >= _MAX_NBYTES:
-        message = f"{file}: tensor {name!r} has the impossible shape {list(shape)}"
+    if min(shape, default=0) < 0 or _reaches(shape, dtype.itemsize):
+        message = f"{file}: tensor {name!r} has the impossible shape {brief(list(shape))}"
         raise SourceError("out-of-bounds", message, tensor=name, file=file)

@@ -20,7 +20,7 @@ from ema_ckpt.formats.pickle.typed_values import TypedText
 Path = tuple[str | int, ...]
 Parts = Iterable[tuple[str | int, Any]]
 
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
 _LONG = 256  # bytes: shorter ones count as leaves
 
 
@@ -68,7 +68,7 @@ class _Flattener:
         self._is_tensor = is_tensor
         self._budget = budget
         self._is_opened: dict[int, bool] = {}
-        self._repeated_budget = budget + MAX_REPEATED_BYTES
+        self._repeated_budget = self._most_repeated = budget + MAX_REPEATED_BYTES
         self._texts: set[int] = set()  # long ones that were met
 
     def open_container(self, path: Path, value: Any) -> Parts | None:
@@ -89,8 +89,8 @@ class _Flattener:
         self._budget -= 1
         if self._budget < 0:
             raise SourceError("unsupported", "the same containers are referred to over and over")
-        if depth > _MAX_DEPTH:
-            raise SourceError("unsupported", f"containers are nested more than {_MAX_DEPTH} deep")
+        if depth > MAX_DEPTH:
+            raise SourceError("unsupported", f"containers are nested more than {MAX_DEPTH} deep")
 
     def _spend_text(self, value: object) -> None:
         """Count the bytes of a long text, or of bytes, that was met before."""
@@ -102,7 +102,9 @@ class _Flattener:
             return
         self._repeated_budget -= size
         if self._repeated_budget < 0:
-            raise SourceError("unsupported", "the same texts are referred to over and over")
+            problem = "the same texts are referred to over and over"
+            limit = f"written out they take more than {self._most_repeated} bytes"
+            raise SourceError("unsupported", f"{problem}; {limit}, the limit for this file")
 
     def _text(self, path: Path, key: object, siblings: dict[object, object]) -> str:
         """Convert a key to text that no other key of the dict has."""

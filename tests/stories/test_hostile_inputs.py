@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.checkpoints import dcp_at, save_dcp
 
@@ -166,6 +170,7 @@ def test_one_long_text_is_not_written_a_thousand_times(
     assert ended.returncode == 2
     assert one_line(ended), ended.stderr[:2000]
     assert "the same texts are referred to over and over" in ended.stderr
+    assert re.search("take more than 16[0-9]{7} bytes, the limit", ended.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
 
 
@@ -179,3 +184,81 @@ def test_an_object_of_a_dcp_with_one_long_text_is_not_written(tmp_path: Path) ->
     assert ended.returncode == 0
     assert "skipped n" in ended.stdout + ended.stderr
     assert (tmp_path / "out.pt").stat().st_size < 10**6
+
+
+# ---------------------------------------------------------------- pieces, dimensions and containers
+
+
+def rewritten(path: Path, change: Callable[[Metadata], object]) -> Path:
+    save_dcp(path, {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "step": 3})
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata, 4))
+    return path
+
+
+def one_piece_many_times(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["model.w"]
+    entry.chunks[:] = entry.chunks * 1000
+    metadata.state_dict_metadata.update((f"model.{number}", entry) for number in range(20_000))
+
+
+def one_piece_of_one_tensor(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["model.w"]
+    entry.chunks[:] = entry.chunks * 300_000
+
+
+def many_dimensions(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["model.w"]
+    entry.size = torch.Size([0, *[2**40] * 60_000])
+    entry.chunks[:] = [ChunkStorageMetadata(torch.Size([0] * 60_001), entry.size)]
+
+
+def many_containers(metadata: Metadata) -> None:
+    metadata.planner_data["model.w"] = ("model", *[0] * 300_000)
+
+
+@pytest.mark.parametrize("verb", ["verify", "convert"])
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (one_piece_many_times, "listed over and over"),
+        (one_piece_of_one_tensor, "listed over and over"),
+        (many_dimensions, "impossible shape"),
+        (many_containers, "nested more than 100 deep"),
+    ],
+)
+def test_metadata_of_a_megabyte_is_refused_soon(
+    verb: str, change: Callable[[Metadata], object], problem: str, tmp_path: Path
+) -> None:
+    source = rewritten(tmp_path / "source", change)
+    assert (source / ".metadata").stat().st_size < 1_100_000
+    began = time.monotonic()
+    ended = command(verb, source, *([tmp_path / "out.pt"] if verb == "convert" else []))
+    assert ended.returncode in (1, 2)
+    assert problem in ended.stdout + ended.stderr
+    assert len(ended.stdout + ended.stderr) < 2000
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("sizes", [[0, *[2**40] * 60_000], [2**40] * 60_000])
+def test_a_header_of_many_dimensions_is_refused_soon(sizes: list[int], tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": sizes, "data_offsets": [0, 0]}}).encode()
+    source = tmp_path / "source.safetensors"
+    source.write_bytes(len(header).to_bytes(8, "little") + header)
+    began = time.monotonic()
+    ended = command("convert", source, tmp_path / "out.pt")
+    assert ended.returncode == 2
+    assert one_line(ended), ended.stderr[:2000]
+    assert "impossible shape" in ended.stderr
+    assert time.monotonic() - began < 5
+
+
+def test_shapes_of_no_elements_that_torch_has_are_read(tmp_path: Path) -> None:
+    state = {"a": torch.empty(0, 2**40), "b": torch.empty(2**62, 0), "c": torch.empty(1, 0, 3)}
+    torch.save(state, tmp_path / "source.pt")
+    assert command("convert", tmp_path / "source.pt", tmp_path / "out.pt").returncode == 0
+    found = torch.load(tmp_path / "out.pt")
+    assert {name: one.shape for name, one in found.items()} == {
+        name: one.shape for name, one in state.items()
+    }

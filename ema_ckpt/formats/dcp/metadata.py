@@ -33,6 +33,7 @@ from ema_ckpt.formats.dcp.metadata_values import (
     is_memory_format,
     unexpected,
 )
+from ema_ckpt.formats.nesting import MAX_DEPTH
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.several import Several
@@ -166,6 +167,7 @@ _ALLOWED: dict[tuple[str, str], Maker] = {
     ("torch.distributed.checkpoint.planner", "LoadItemType"): lambda value: value,
 }
 _CLASSES = Classes(_Tensor, _Properties, _Chunk, _Index, _Info)
+_CHUNK_NBYTES = 16  # at least, in the file: torch writes an instance of each, of 18 bytes or more
 _GIVEN_BACK_FROM_NBYTES = 64 << 20  # of the file; what is freed for a smaller one is little
 _COLUMNS_FROM_NBYTES = 1 << 20  # of the file; below that numpy takes longer to load than it saves
 
@@ -205,7 +207,7 @@ def _parse(data: bytes, where: str, *, fast: bool) -> Metadata:
         if not isinstance(root, _Root):
             message = f"{where}: no DCP metadata in it (found {brief(root)})"
             raise SourceError("unreadable", message, file=where)
-        result = _metadata(root.fields, where, reader)
+        result = _metadata(root.fields, where, reader, len(data) // _CHUNK_NBYTES)
         if fast and reader is None:
             _check_different(root.fields, result.items)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -254,7 +256,9 @@ def _meant(found: str) -> str | None:
     return next((named for named in names if differ_by_one_bit(found, named)), None)
 
 
-def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None) -> Metadata:
+def _metadata(
+    fields: dict[str, object], where: str, reader: ColumnReader | None, most: int
+) -> Metadata:
     entries, items = fields["state_dict_metadata"], fields.get("storage_data") or {}
     if not isinstance(entries, dict) or not isinstance(items, dict):
         raise ValueError("its tables are no dicts")
@@ -273,7 +277,8 @@ def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None
         elif isinstance(entry, _Bytes):
             result.entries[name] = None
         else:
-            result.entries[name] = _tensor(entry, name, where, columns)
+            tensor = result.entries[name] = _tensor(entry, name, where, columns)
+            most = _spend(most, len(tensor.chunks))
     paths = fields["planner_data"]  # torch writes it always, even if it is None
     if isinstance(paths, dict):
         _add_paths(result, paths, entries, where)
@@ -282,6 +287,13 @@ def _metadata(fields: dict[str, object], where: str, reader: ColumnReader | None
     else:
         result.items = _columns(items, columns, reader, where)
     return result
+
+
+def _spend(most: int, count: int) -> int:
+    """Return how many more pieces may be listed: references of a few bytes could be endless."""
+    if count > most:
+        raise ValueError("the same pieces of tensors are listed over and over")
+    return most - count
 
 
 def _check_different(fields: dict[str, Any], items: Items) -> None:
@@ -414,6 +426,9 @@ def _chunk(chunk: object, name: str, rank: int, where: str) -> tuple[Ints, Ints]
 def _path(path: object, name: str, max_index: int, where: str) -> Path:
     if not isinstance(path, tuple) or not path or not _PART_TYPES.issuperset(map(type, path)):
         raise ValueError(f"the path of {name!r} is {brief(path)}")
+    if len(path) > MAX_DEPTH:
+        message = f"{where}: {name!r} lies in containers that are nested more than {MAX_DEPTH} deep"
+        raise SourceError("unsupported", message, tensor=name, file=where)
     for part in path:
         if isinstance(part, int) and not 0 <= part < max_index:
             item = f"{name!r} is said to be item {part} of a list"

@@ -35,7 +35,7 @@ def check_expanded_size(value: object) -> None:
     if places > _MAX_PLACES + sum(once.values()):
         raise TypeError(
             "a value that contains itself, or the same containers or texts over and over, cannot be"
-            " written"
+            f" written: at most {_MAX_PLACES} containers and values, 16 bytes of a text being one"
         )
     _check_depth(value)
 
