@@ -388,7 +388,8 @@ class _Reader:
         if end > size:
             message = f"{file}: expected at least {end} bytes, found {size}: the file is truncated"
             raise SourceError("truncated-file", message)
-        magic = self._source.read(file, offset, min(nbytes, 16))
+        # All tensors of a file begin there then, and a scalar is said to take its own bytes only.
+        magic = self._source.read(file, offset, min(size - offset, 16))
         if magic[:2] != b"PK" and magic[8:9] == b"{":
             message = f"{file}: written with SerializationFormat.SAFETENSORS; save with TORCH_SAVE"
             raise SourceError("unsupported", message)

@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import ema_ckpt
 from ema_ckpt.core.dtypes import by_name
@@ -202,6 +203,22 @@ def test_extensions_and_other_serializations_are_refused_by_name(tmp_path: Path)
         catalog.reader.payloads(catalog.tensors[0])
     assert caught.value.code == "unsupported"
     source.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_another_serialization_is_unproven_whatever_it_holds(tmp_path: Path, threads: int) -> None:
+    state = {"w": torch.ones(6), "scalar": torch.tensor(3.0), "byte": torch.ones(1).byte()}
+    path = tmp_path / "run"
+    writer = FileSystemWriter(
+        path, serialization_format=SerializationFormat.SAFETENSORS, thread_count=threads
+    )
+    dcp.save({**state, "empty": torch.empty(0), "step": 3, "l": [1, (2, 3)]}, storage_writer=writer)
+    found = ema_ckpt.verify(path)
+    assert (found.status, found.problems) == ("unproven", ())
+    for name in state:
+        with pytest.raises(SourceError, match="SAFETENSORS") as caught:
+            ema_ckpt.convert(path, tmp_path / "out.pt", match=[name])
+        assert caught.value.code == "unsupported"
 
 
 @pytest.mark.parametrize(
