@@ -195,3 +195,44 @@ def test_bits_of_the_directory_that_only_torch_reads(tmp_path: Path, place: str)
     with pytest.raises((RuntimeError, UnicodeDecodeError)):
         torch.load(path)
     refuses(path, "damaged zip archive")
+
+
+def unnoticed(place: str) -> bytes:
+    """The archive with one bit changed that does not change what torch loads."""
+    data = bytearray(saved(W))
+    *_, start, _ = END.unpack(data[-END.size :])
+    record = data.rindex(b"PK\3\4", 0, data.index(b"data/0"))  # header of the storage
+    entry = data.rindex(b"PK\1\2", 0, data.index(b"data/0", start))
+    position = {
+        "time in the header": record + 10,
+        "time in the directory": entry + 12,
+        "version that is needed": entry + 6,
+        "padding": data.index(b"ZZZZ", record),
+        "checksum": entry + 16,
+        "method in the header": record + 8,
+        "small record": data.index(b"serialization_id") + 100,
+        "count in the end record": len(data) - END.size + 8,
+    }[place]
+    data[position] ^= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("place", "status"),
+    [
+        ("time in the header", "sound"),
+        ("time in the directory", "sound"),
+        ("version that is needed", "sound"),
+        ("padding", "sound"),
+        ("checksum", "damaged"),
+        ("method in the header", "damaged"),
+        ("small record", "damaged"),
+        ("count in the end record", "damaged"),
+    ],
+)
+def test_bits_that_do_not_change_what_torch_loads(tmp_path: Path, place: str, status: str) -> None:
+    """Damage is what a checksum covers, and what the archive says twice and differently."""
+    path = tmp_path / "changed.pt"
+    path.write_bytes(unnoticed(place))
+    assert torch.load(path)["w"].equal(W)
+    assert ema_ckpt.verify(path).status == status
