@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.formats.text_kinds import text_in
 from ema_ckpt.formats.torch_checkpointing.metadata import is_metadata
 from ema_ckpt.formats.torch_zip.reader import Window, archive_in, read_directory
 
@@ -66,10 +67,6 @@ _KINDS: tuple[tuple[Callable[[bytes, int], bool], Kind], ...] = (
     (_begins(b"GGUF"), Kind(NOT_READ, "a GGUF file", _STATE_DICT)),
     (_begins(b"\x7fELF"), Kind(NOT_READ, "a program")),
 )
-_TEXTS = (
-    (b"version https://git-lfs", "a Git LFS pointer; fetch the file with `git lfs pull`"),
-    (b"<", "a page of markup; a failed download?"),
-)
 
 
 def kind_of(source: Files, name: str) -> Kind | None:
@@ -96,17 +93,9 @@ def in_words(source: Files, name: str) -> str:
     first = source.read(name, 0, min(source.size(name), _PEEK_NBYTES))
     if not first:
         return "an empty file"
-    for begin, words in _TEXTS:
-        if first.startswith(begin):
-            return words
-    # The last character may be cut in two.
-    text = first.decode("utf-8", "replace").rstrip("\ufffd")
     if name.endswith(".msgpack"):
         return "a msgpack file, as flax writes them; load it there, and save a torch state dict"
-    printed = "".join(text.split())
-    if printed.isprintable() and "\ufffd" not in text:
-        return "text"
-    return "of no kind that is known here"
+    return text_in(first) or "of no kind that is known here"
 
 
 def _kind_of_zip(source: Files, name: str, nbytes: int) -> Kind:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ema_ckpt
 from ema_ckpt.formats.content import Kind, in_words, kind_of
 from ema_ckpt.storage.files import open_files
 
@@ -118,3 +119,23 @@ def test_a_damaged_archive_is_left_to_its_reader(tmp_path: Path) -> None:
     kind = kind_of(open_files(str(tmp_path)), "thing")
     assert kind is not None
     assert kind.reader == "torch"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt"])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"<!DOCTYPE html><html>" * 9, "a page of markup; a failed download?"),
+        (b'\n<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a page of markup"),
+        (b"Entry not found", "text, 'Entry not found'"),
+        (b'{"error":"Invalid credentials"}', "Invalid credentials"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n", "git lfs pull"),
+    ],
+)
+def test_an_answer_of_a_server_that_was_kept_as_a_checkpoint_is_put_in_words(
+    tmp_path: Path, name: str, data: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    (problem,) = ema_ckpt.verify(tmp_path / name).problems
+    assert problem.code == "bad-header"
+    assert words in problem.message

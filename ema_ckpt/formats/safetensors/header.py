@@ -21,9 +21,11 @@ from ema_ckpt.core.dtypes import DType, by_safetensors, unread
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.core.text import counted
 from ema_ckpt.formats import sidecar
+from ema_ckpt.formats.text_kinds import text_in
 
 MAX_HEADER_NBYTES = 100_000_000
 LENGTH_NBYTES = 8
+_PEEK_NBYTES = 512
 METADATA = "__metadata__"
 FIELDS = ("dtype", "shape", "data_offsets")
 # Bits of a number of the format's types below one byte. torch keeps two of four bits in an element,
@@ -85,10 +87,10 @@ def _read_header(source: Files, file: str, size: int) -> tuple[dict[str, Any], i
         raise SourceError("truncated-file", message, file=file)
     first = source.read(file, 0, LENGTH_NBYTES)
     (nbytes,) = struct.unpack("<Q", first)
-    if first == b"version ":
-        remedy = "fetch it with `git lfs pull`"
-        raise _bad_header(file, f"a Git LFS pointer and not the file itself; {remedy}")
     if nbytes > MAX_HEADER_NBYTES:
+        text = text_in(source.read(file, 0, min(size, _PEEK_NBYTES)))
+        if text is not None:
+            raise _bad_header(file, f"not safetensors: {text}")
         limit = f"above the limit of {MAX_HEADER_NBYTES}"
         raise _bad_header(file, f"not safetensors: its header of {nbytes} bytes is {limit}")
     raw = source.read(file, LENGTH_NBYTES, nbytes)

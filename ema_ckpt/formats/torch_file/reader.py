@@ -32,6 +32,7 @@ from ema_ckpt.formats.nesting import flatten
 from ema_ckpt.formats.pickle.arrays import Array
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque
 from ema_ckpt.formats.pickle.tensors import TensorRef, load_value
+from ema_ckpt.formats.text_kinds import text_in
 from ema_ckpt.formats.torch_file.legacy import read_pickled
 from ema_ckpt.formats.torch_file.lenient import (
     LenientGlobals,
@@ -200,8 +201,8 @@ def read_content(source: Files, file: str, lenient: LenientGlobals) -> Content:
     if first[257:262] == b"ustar":
         code, problem = "unsupported", "the tar form of torch.save before torch 0.2"
         problem += "; load it with torch and save it again with torch.save"
-    elif first.startswith(b"version https://git-lfs"):
-        problem = "a Git LFS pointer; fetch the file with `git lfs pull`"
+    elif (text := text_in(first)) is not None:
+        problem = f"not a file of torch.save: {text}"
     raise SourceError(code, f"{file}: {problem}", file=file)
 
 
