@@ -238,12 +238,23 @@ class PlannedWrite:
     def sources(self) -> list[str]:
         """Places that are read, which the destination may not touch."""
         read = [self.catalog.resolved, *self.read_paths]
-        return [local_path(place) or place for place in read]
+        return [*(local_path(place) or place for place in read), *_linked_files(self.catalog)]
 
     @property
     def files(self) -> dict[str, int]:
         """Every file that is written or copied, with its size."""
         return {**self.plan.files, **self.copied}
+
+
+def _linked_files(catalog: Catalog) -> Iterator[str]:
+    """Yield paths of files that a checkpoint has through symbolic links: they lie elsewhere."""
+    root = local_path(catalog.source.root)
+    if root is None:
+        return
+    for file in catalog.files:
+        path = os.path.join(root, file)
+        if os.path.islink(path) or ("/" in file and os.path.islink(os.path.dirname(path))):
+            yield path
 
 
 def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:

@@ -71,11 +71,11 @@ class Carried:
                 self._states.setdefault(key, (before, _state_of(new / name) if is_new else None))
                 continue
             if is_new:
-                (new / name).mkdir()
-                shutil.copystat(old / name, new / name)
-            made = self._states.setdefault(key, (before, before if is_new else None))[1]
-            if made:  # now, or by an attempt that was cut short
+                (new / name).mkdir(0o700)
+                self._states[key] = before, before
+            if key in self._states:  # made now, or by an attempt that was cut short
                 self.carry(sorted(os.listdir(old / name)), old / name, new / name, f"{key}/")
+                _copy_state(old / name, new / name)  # the old one may be read-only
 
     def carry_late(self, names: Iterable[str], old: Path, new: Path, below: str = "") -> list[str]:
         """Carry what is new in `old` or was replaced; return what has no place in `new`."""
@@ -146,7 +146,7 @@ def rescue(
         left = [f"{old.name}: {error.strerror}"]
     if not left:
         return "", None
-    what = f"{target}: the old one had files of no checkpoint that came while it was replaced"
+    what = f"{target}: the old one had files of no checkpoint that have no place in the new one"
     place = target.with_name(f"{target.name}.kept-{stage.name[-8:]}")
     try:
         if _is_directory(old):
@@ -197,7 +197,16 @@ def _copy(old: Path, new: Path) -> None:
     except OSError:
         status = os.lstat(old)
         if stat.S_ISREG(status.st_mode):
-            shutil.copy2(old, new)
+            shutil.copyfile(old, new)
         else:  # a FIFO, a socket or a device: another one, unopened
             os.mknod(new, status.st_mode, status.st_rdev)
-            shutil.copystat(old, new)
+        _copy_state(old, new)
+
+
+def _copy_state(old: Path, new: Path) -> None:
+    """Give an entry owner and group, as far as the user may, and mode, times and attributes."""
+    status = os.lstat(old)
+    for ids in ((-1, status.st_gid), (status.st_uid, -1)):
+        with contextlib.suppress(OSError):
+            os.chown(new, *ids, follow_symlinks=False)
+    shutil.copystat(old, new, follow_symlinks=False)

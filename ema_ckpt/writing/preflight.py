@@ -188,7 +188,8 @@ def foreign_parts(path: Path, policy: OverwritePolicy, name: str = "") -> list[s
     Those are foreign entries of a directory, or a foreign file that becomes a directory itself.
     """
     if stat.S_ISDIR(os.lstat(path).st_mode):
-        return [one for one in foreign_entries(path) if one not in policy.replaces]
+        entries = foreign_entries(path)
+        return [one for one in entries if one not in policy.replaces or (path / one).is_dir()]
     is_foreign = policy.is_directory and not _is_checkpoint_file(path, name)
     return [name or path.name] if is_foreign else []
 
@@ -205,6 +206,9 @@ def _check_movable(path: Path) -> None:
         reason = f"belongs to another user, and in {path.parent} only owners may replace files"
     elif stat.S_ISDIR(own.st_mode) and not _may(os.W_OK, path):  # its `..` changes
         reason = "no permission to write in the directory that is to be replaced"
+    elif inside := [point for point in _mount_points() if path in Path(point).parents]:
+        # Deleting the old directory would delete what is mounted there, wherever that belongs.
+        reason = f"has a mount point in it: {shown(inside)}"
     if reason:
         raise TargetError("usage", f"{path}: {reason}; name another path")
 

@@ -11,7 +11,7 @@ import torch
 
 import ema_ckpt
 from ema_ckpt.core.errors import EmaCkptError
-from tests.checkpoints import dcp_at, torch_at
+from tests.checkpoints import dcp_at, safetensors_at, torch_at
 
 
 def _bytes_below(root: Path) -> dict[str, bytes]:
@@ -86,3 +86,29 @@ def test_a_chain_of_urls_is_no_local_path(
         with pytest.raises(EmaCkptError, match="chain of URLs"):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("link", ["file", "directory"])
+def test_a_file_that_the_source_has_through_a_link_is_never_replaced(
+    tmp_path: Path, link: str
+) -> None:
+    real, view = tmp_path / "real", tmp_path / "view"
+    if link == "file":
+        ema_ckpt.consolidate(dcp_at(tmp_path / "run"), real)
+        view.mkdir()
+        for file in real.iterdir():
+            (view / file.name).symlink_to(f"../real/{file.name}")
+        targets = [real, real / "model.safetensors", tmp_path / "link"]
+        (tmp_path / "link").symlink_to("real")
+    else:  # parts of one checkpoint
+        safetensors_at(real / "model.safetensors")
+        safetensors_at(view / "ema" / "model.safetensors")
+        (view / "model").symlink_to("../real")
+        targets = [real]
+    before = _bytes_below(real)
+    for target in targets:
+        with pytest.raises(EmaCkptError) as caught:
+            ema_ckpt.convert(view, target, dtype="bf16", overwrite=True)
+        assert caught.value.code == "target-is-source"
+    assert _bytes_below(real) == before
+    ema_ckpt.convert(view, tmp_path / "out", dtype="bf16")

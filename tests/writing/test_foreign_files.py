@@ -233,3 +233,48 @@ def test_with_the_command_itself(tmp_path: Path) -> None:
     assert (target / "data" / "added").read_text() == "mine"
     assert len(os.listdir(target / "data")) == 1001
     assert sorted(os.listdir(tmp_path)) == ["hf", "src.safetensors"]
+
+
+def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    for name in ("model.safetensors", "config.json"):
+        (target / name).mkdir(parents=True)
+        (target / name / "mine").write_text("mine")
+    with stage(
+        target, is_directory=True, overwrite=True, keep_foreign=True, replaces=["config.json"]
+    ) as staged:
+        write_new(staged)
+        (staged.path / "config.json").write_text("{}")
+    assert read_target(target) == "new"
+    (kept,) = (path for path in tmp_path.iterdir() if path != target)
+    for name in ("model.safetensors", "config.json"):
+        assert (kept / name / "mine").read_text() == "mine"
+    (warning,) = staged.warnings
+    assert str(kept) in warning.message and "model.safetensors" in warning.message
+
+
+@LINKS
+def test_owner_mode_and_times_of_what_is_carried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    target = tmp_path / "hf"
+    make_model(target)
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+    names = ("data/one", "data/deep/two", "data/deep", "data")
+    for number, name in enumerate(names):
+        if os.geteuid() == 0:
+            os.chown(target / name, 65534 - number, 65530 - number)
+        os.chmod(target / name, 0o555 if (target / name).is_dir() else 0o440)
+        os.utime(target / name, (1e9 + number, 1e9 + number))
+
+    def states() -> list[tuple[int, int, int, float]]:
+        found = [(target / name).stat() for name in names]
+        return [(one.st_mode, one.st_uid, one.st_gid, one.st_mtime) for one in found]
+
+    before = states()
+    overwrite(target, keep_foreign=True)
+    assert states() == before
+    for name in ("data", "data/deep"):  # so that anybody can delete it
+        for place in [target, *(left / "hf" for left in stages_of(target))]:
+            os.chmod(place / name, 0o755)

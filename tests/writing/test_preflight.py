@@ -256,3 +256,33 @@ def test_a_read_only_file_system_is_called_that(tmp_path: Path) -> None:
         check=False,
     )
     assert f"the file system is read-only: {place}" in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_directory_with_a_mount_point_in_it_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    """With it, what is mounted there would be deleted: the files of a volume, say."""
+    elsewhere, inside = tmp_path / "volume", tmp_path / "hf" / "deep" / "data"
+    inside.parent.mkdir(parents=True)
+    for path in (elsewhere, inside):
+        path.mkdir() if kind == "directory" else path.touch()
+    if kind == "directory":
+        (elsewhere / "precious").write_text("mine")
+    program = (
+        "from ema_ckpt.writing.staging import stage\n"
+        f"with stage({str(tmp_path / 'hf')!r}, is_directory=True, overwrite=True, keep_foreign=True): pass"
+    )
+    namespaces = ["unshare", "--mount", *["--map-root-user"] * bool(os.geteuid())]
+    commands = f"mount --bind {elsewhere} {inside}"
+    if subprocess.run([*namespaces, "sh", "-c", commands], capture_output=True, check=False).returncode:  # fmt: skip
+        pytest.skip("nothing can be mounted here")
+    ended = subprocess.run(
+        [*namespaces, "sh", "-c", f'{commands} && exec "$0" -c "$1"', sys.executable, program],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"has a mount point in it: '{inside}'" in ended.stderr, ended.stderr
+    if kind == "directory":
+        assert (elsewhere / "precious").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["hf", "volume"]
