@@ -7,6 +7,7 @@ A writer of `NAME` works in the hidden sibling `.NAME.ema-ckpt-<8 hex digits>/`:
         .ema-ckpt.journal     ranges already written, for `--resume`
         .ema-ckpt.note        {"old": …, "new": …}, while switching where rename cannot exchange
         .ema-ckpt.old         the old target, moved aside under that note
+        .ema-ckpt.new         the inode of NAME before an exchange; another NAME is the old target
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ JOURNAL = ".ema-ckpt.journal"
 LOCK = ".ema-ckpt.lock"
 NOTE = ".ema-ckpt.note"
 OLD = ".ema-ckpt.old"
+NEW = ".ema-ckpt.new"
 
 _NOTE_NBYTES = 64 << 10
 _PLAIN_NAME = re.compile(r"(?!\.{1,2}\Z)[^/]+")

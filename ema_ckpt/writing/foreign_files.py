@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ema_ckpt.core.text import shown
-from ema_ckpt.storage.stage_names import OLD
+from ema_ckpt.storage.stage_names import NEW, OLD
 from ema_ckpt.writing.preflight import OverwritePolicy, foreign_entries, foreign_parts
 from ema_ckpt.writing.switch import fsync_tree, put
 
 _DRAFT = ".ema-ckpt.carried"
+_NOTE_NBYTES = 64
 
 
 class _State(NamedTuple):
@@ -42,18 +43,23 @@ class Carried:
     def __init__(self) -> None:
         # By path below the directory. No second state: the new directory had the name already.
         self._states: dict[str, tuple[_State, _State | None]] = {}
-        self._new_inode = -1
+        self._new_inode = 0
         self.has_late = False  # something was carried after the switch
 
     def note_new(self, new: Path) -> None:
-        """Note which the new target is; what has its name in the stage later on is the old one."""
+        """Note which the new target is; what has its name in the stage later on is the old one.
+
+        A later run has to know that too, if this one is killed in between.
+        """
         self._new_inode = os.lstat(new).st_ino
+        with contextlib.suppress(OSError), open(new.with_name(NEW), "w", encoding="ascii") as note:
+            note.write(str(self._new_inode))
 
     def old_in(self, stage: Path, target: Path) -> Path | None:
         """The old target, if the stage has it."""
-        if self._new_inode != -1:
+        if inode := self._new_inode or _noted_inode(stage):
             payload = _state_of(stage / target.name)
-            if payload and payload.inode != self._new_inode:
+            if payload and payload.inode != inode:
                 return stage / target.name
         return stage / OLD if os.path.lexists(stage / OLD) else None
 
@@ -155,6 +161,16 @@ def rescue(
     except OSError:
         return f"{what}: {shown(left)}; they are in {old}; move them before you write again", old
     return f"{what}: {shown(left)}; they are in {place}", place
+
+
+def _noted_inode(stage: Path) -> int:
+    """Return the inode that an earlier run noted; 0 if it noted none."""
+    try:
+        fd = os.open(stage / NEW, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as note:
+            return int(note.read(_NOTE_NBYTES))
+    except (FileNotFoundError, ValueError):
+        return 0
 
 
 def _delete_checkpoint(directory: Path) -> None:

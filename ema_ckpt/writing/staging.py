@@ -309,7 +309,9 @@ class _Claim:
         self, left: Path, identity: Mapping[str, str], files: Collection[str] | None, is_dir: bool
     ) -> bool:
         """Whether `left` is to be continued."""
-        if self._root is not None or not self._resume or not self._is_own(left, None, is_dir):
+        if self._root is not None or not self._resume or not os.path.lexists(left / JOURNAL):
+            return False
+        if not self._is_own(left, None, is_dir):
             return False
         # Other options give other files, so the run is compared before their names are.
         same = check_identity(left, self._target, identity) and self._is_own(left, files, is_dir)

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from ema_ckpt.storage.stage_names import NOTE, OLD, stage_path, stages_of
 from ema_ckpt.writing import staging
 from ema_ckpt.writing.staging import Staged, stage
-from tests.staged_writer import make_old, read_target, snapshot, write_new
+from tests.staged_writer import make_old, read_target, snapshot, spawn, write_new
 
 PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["flags", "plain"])
 LINKS = pytest.mark.parametrize("links", [True, False], ids=["links", "copies"])
@@ -186,6 +186,55 @@ def test_entries_that_are_written_anew_are_not_kept(tmp_path: Path, just_before:
     assert staged.warnings == []
     assert not (target / "config.json").exists()
     assert os.listdir(tmp_path) == ["hf"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ema_ckpt.writing import staging
+target, moment = Path(sys.argv[1]), sys.argv[2]
+usual = staging.exchange
+def exchange(*args, **kwargs):
+    if moment == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    (target / "notes.txt").write_text("mine")
+    (target / "README.md").unlink()
+    (target / "README.md").write_text("newer")
+    usual(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+staging.exchange = exchange
+with staging.stage(target, is_directory=True, overwrite=True, keep_foreign=True) as staged:
+    (staged.path / "model.safetensors").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("keep_foreign", [True, False])
+def test_a_run_that_was_killed_at_the_switch(
+    tmp_path: Path, keep_foreign: bool, moment: str, resume: bool
+) -> None:
+    """What came too late to be carried is in its stage, which the next run deletes."""
+    target = tmp_path / "hf"
+    make_model(target)
+    process = spawn(KILLED, target, moment)
+    assert process.communicate()[1] == "" and process.returncode == -9
+    (left,) = stages_of(target)
+    if not keep_foreign:  # as a DCP directory
+        for name in os.listdir(target):
+            if name != "model.safetensors":
+                shutil.move(target / name, tmp_path)
+    staged = overwrite(target, keep_foreign=keep_foreign, resume=resume)
+    assert read_target(target) == "new"
+    assert stages_of(target) == []
+    kept = tmp_path / f"hf.kept-{left.name[-8:]}"
+    if moment == "before":
+        assert staged.warnings == [] and not kept.exists()
+        return
+    place = target if keep_foreign else kept
+    assert (place / "notes.txt").read_text() == "mine"
+    assert (kept / "README.md").read_text() == "newer"  # which of the two is newer nobody knows
+    assert [warning.code for warning in staged.warnings] == ["stale-file"]
 
 
 @pytest.mark.parametrize("keep_foreign", [True, False])
