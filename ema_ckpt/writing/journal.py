@@ -1,10 +1,11 @@
 """The journal of a stage: ranges of the output that are written, for `--resume`.
 
 One JSON document a line. The first names what is being written (digests of source and plan), each
-other one is `[file, offset, nbytes, "crc32 in hex"]`, and a fifth element `{name: count}` where a
-cast made finite values infinite. No line is believed on resume before its range has been read back,
-from the disk: data that a power cut kept from it, or that a full or failing one refused when Linux
-wrote its cache back, fails its CRC and is written once more.
+other one is `[file, offset, nbytes, "crc32 in hex"]`, a further element `{name: count}` where a
+cast made finite values infinite, and at the end the CRC-32 of the line itself: with another offset
+it could vouch for the zeros of a range that is not written yet. No line is believed on resume
+before its range has been read back, from the disk: data that a power cut kept from it, or that a
+full or failing one refused when Linux wrote its cache back, fails its CRC and is written once more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ema_ckpt.writing.switch import empty_cache
 # File relative to the target ("" when the target is one file), offset and length in bytes.
 Range = tuple[str, int, int]
 
-_VERSION = 1
+_VERSION = 2
 _READ_NBYTES = 1 << 20
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -62,17 +63,18 @@ class Journal:
         self._recorded = _read_ranges(self._path)
         self._is_closed = False
         self._pid, self._is_child = os.getpid(), False
-        self._pending: list[object] = []
+        self._pending: list[str] = []
         self._due = time.monotonic() + after
         if not after:
             self._open()
         if not self._has_first_line():
-            self._append({"journal": _VERSION, "identity": dict(identity)})
+            self._append(_dumped({"journal": _VERSION, "identity": dict(identity)}))
 
     def done(self, file: str, offset: int, nbytes: int, finished: Finished) -> None:
         """Record that `nbytes` bytes at `offset` of `file` are written."""
-        line = [file, offset, nbytes, f"{finished.crc:08x}"]
-        self._append([*line, dict(finished.overflow)] if finished.overflow else line)
+        told = [file, offset, nbytes, f"{finished.crc:08x}"]
+        text = _dumped([*told, dict(finished.overflow)] if finished.overflow else told)
+        self._append(f'{text[:-1]},"{crc32(text.encode()):08x}"]')
 
     def completed(self) -> dict[Range, Finished]:
         """Read back the ranges of an earlier run; return those that are intact."""
@@ -122,19 +124,18 @@ class Journal:
                 self.discard()
             raise
 
-    def _append(self, document: object) -> None:
+    def _append(self, line: str) -> None:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the journal is closed")
             if os.getpid() != self._pid:  # a child: the parent writes what it keeps
                 self._pid, self._is_child = os.getpid(), True
                 self._pending.clear()
-            self._pending.append(document)
+            self._pending.append(f"{line}\n")
             if time.monotonic() < self._due or (self._is_child and not self._has_first_line()):
                 return
-            lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in self._pending]
             try:
-                os.write(self._open(), "".join(lines).encode())
+                os.write(self._open(), "".join(self._pending).encode())
             except OSError as error:
                 error.filename = str(self._path)
                 raise
@@ -201,11 +202,23 @@ def _read_ranges(path: Path) -> dict[Range, Finished]:
     ranges = {}
     for line in data[:end].splitlines()[1:]:
         try:
-            key, finished = _parse_range(json.loads(line))
+            key, finished = _parse_range(_checked(line))
         except (ValueError, TypeError, AttributeError, RecursionError, EmaCkptError):
             continue  # the range is written again
         ranges[key] = finished
     return ranges
+
+
+def _dumped(document: object) -> str:
+    return json.dumps(document, separators=(",", ":"))
+
+
+def _checked(line: bytes) -> Any:
+    """Return what a line tells, if its own CRC-32 is right: `[…,"crc32 in hex"]`."""
+    told, crc = line[:-12] + b"]", line[-10:-2]
+    if crc != b"%08x" % crc32(told):
+        raise ValueError("the line is damaged")
+    return json.loads(told)
 
 
 def _parse_range(document: Any) -> tuple[Range, Finished]:

@@ -29,6 +29,11 @@ from tests.staged_writer import (
 )
 
 
+def checked(told: str) -> str:
+    """A line of the journal, with its checksum."""
+    return f'{told[:-1]},"{zlib.crc32(told.encode()):08x}"]'
+
+
 class TestResume:
     IDENTITY = {"source": "abc", "plan": "def"}
     PARTS = {f"part{i}.distcp": bytes([i]) * 5000 for i in range(4)}
@@ -82,9 +87,27 @@ class TestResume:
         target = tmp_path / "out"
         self.interrupted(target)
         with open(self.left(target) / JOURNAL, "a") as journal:
-            journal.write(told + "\n")
+            journal.write(f"{told}\n{checked(told)}\n")
         with self.resumed(target) as staged:
             assert len(staged.journal.completed()) == 6
+
+    def test_a_line_with_a_flipped_bit_tells_nothing(self, tmp_path: Path) -> None:
+        """With another offset, it could tell that zeros belong where nothing is written yet."""
+        target = tmp_path / "out"
+        options = {"is_directory": True, "resume": True, "identity": self.IDENTITY}
+        with pytest.raises(KeyboardInterrupt), stage(target, **options) as staged:
+            (staged.path / "part0.distcp").write_bytes(bytes(30000))
+            staged.journal.done("part0.distcp", 10000, 2500, Finished(zlib.crc32(bytes(2500))))
+            raise KeyboardInterrupt
+        journal = self.left(target) / JOURNAL
+        head, line = journal.read_bytes().splitlines()
+        for bit in range(0, 8 * len(line), 7):
+            flipped = bytearray(line)
+            flipped[bit // 8] ^= 1 << bit % 8
+            journal.write_bytes(head + b"\n" + flipped + b"\n")
+            again = Journal(self.left(target), self.left(target) / "out", self.IDENTITY)
+            assert set(again.completed()) <= {("part0.distcp", 10000, 2500)}
+            again.close()
 
     @pytest.mark.parametrize("first", ["[" * 100_000, '{"journal": 1, "identity": NaN}', "1e400"])
     def test_a_first_line_that_nobody_writes_begins_anew(self, first: str, tmp_path: Path) -> None:
@@ -163,7 +186,7 @@ class TestResume:
         text = journal.read_text()
         (tmp_path / "secret").write_bytes(bytes(10))
         outside = json.dumps(["../../secret", 0, 10, f"{zlib.crc32(bytes(10)):08x}"])
-        lines = f'{outside}\n{{}}\n["a"]\nnonsense\n'
+        lines = f'{checked(outside)}\n{{}}\n["a"]\nnonsense\n'
         journal.write_text(text + lines + text.splitlines()[1][:9])
         with pytest.raises(KeyboardInterrupt), self.resumed(target) as staged:
             assert len(staged.journal.completed()) == 2
@@ -262,7 +285,7 @@ class TestResume:
         target = tmp_path / "out"
         self.interrupted(target, count=1)
         with open(self.left(target) / JOURNAL, "a", encoding="utf-8") as journal:
-            journal.write('["",0,2500,"00000000"]\n')  # the directory itself
+            journal.write(checked('["",0,2500,"00000000"]') + "\n")  # the directory itself
         with self.resumed(target) as staged:
             assert len(staged.journal.completed()) == 2
 
