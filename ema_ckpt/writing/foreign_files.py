@@ -147,7 +147,7 @@ def rescue(
         if left and policy.keep_foreign and _is_directory(old) and _is_directory(target):
             left = carried.carry_late(left, old, target)
             if carried.has_late:
-                fsync_tree(target)
+                fsync_tree(target, has_links=True)
     except OSError as error:
         left = [f"{old.name}: {error.strerror}"]
     if not left:

@@ -133,7 +133,7 @@ class Staged:
             self._discard_journal()
             self.carried.carry(foreign, self.target, self.path)
             if self.fsync:
-                fsync_tree(self.path)
+                fsync_tree(self.path, has_links=True)
         self._discard_journal()
         self.carried.note_new(self.path)
         exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)

@@ -171,13 +171,18 @@ def empty_cache(fd: int) -> None:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def fsync_tree(path: Path) -> None:
-    """Flush a file, or a directory with all in it, contents before directories."""
+def fsync_tree(path: Path, *, has_links: bool = False) -> None:
+    """Flush a file, or a directory with all in it, contents before directories.
+
+    `has_links`: leave files with several links alone, which were there before; of twenty thousand
+    that are carried, each would be waited for.
+    """
     # Links, FIFOs, sockets and devices have no contents: opening one might wait for ever.
     if path.is_dir():
         for parent, _, files in os.walk(path, topdown=False):
             for name in files:
-                if stat.S_ISREG(os.lstat(os.path.join(parent, name)).st_mode):
+                status = os.lstat(os.path.join(parent, name))
+                if stat.S_ISREG(status.st_mode) and not (has_links and status.st_nlink > 1):
                     fsync_path(Path(parent, name))
             fsync_path(Path(parent))
     else:

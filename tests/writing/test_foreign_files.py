@@ -327,3 +327,25 @@ def test_owner_mode_and_times_of_what_is_carried(
     for name in ("data", "data/deep"):  # so that anybody can delete it
         for place in [target, *(left / "hf" for left in stages_of(target))]:
             os.chmod(place / name, 0o755)
+
+
+@LINKS
+def test_what_is_linked_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    target = tmp_path / "hf"
+    make_model(target)
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+    flushed, usual = set(), os.fsync
+
+    def fsync(fd: int) -> None:
+        flushed.add(os.fstat(fd).st_ino)
+        usual(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    overwrite(target, keep_foreign=True)
+    for name in (".", "model.safetensors", "data", "data/deep"):
+        assert (target / name).stat().st_ino in flushed
+    for name in ("README.md", "data/one"):
+        assert ((target / name).stat().st_ino in flushed) is not links
