@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from ema_ckpt.comm.rendezvous import failure_of
-from ema_ckpt.core.errors import EmaCkptError, StateError
+from ema_ckpt.core.box import intersect
+from ema_ckpt.core.errors import EmaCkptError, StateError, about
 from ema_ckpt.core.text import shown
 from ema_ckpt.ema.attach import Attachment
+from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of, box_views
 from ema_ckpt.ema.checkpoint.replicas import ReplicaGather, meet_replicas
 from ema_ckpt.ema.model.scan import reshard, scan_model
-from ema_ckpt.ema.model.shards import ModelShards, Shadow, Shard
+from ema_ckpt.ema.model.shards import ModelShards, Shadow, Shard, TrackedShard
 from ema_ckpt.ema.plain_mode import PlainMode
 from ema_ckpt.ema.schedules import NEVER_MOVES, Constant
 from ema_ckpt.ema.settings import Settings, UpdateCounter
@@ -83,6 +85,7 @@ class _Exchanged:
     marks: set[int] = field(default_factory=set)
     backups: Backups = field(default_factory=dict)
     gather: ReplicaGather | None = None
+    versions: dict[str, int] = field(default_factory=dict)  # of what shows averages in place
 
 
 def _enter(ema: AveragedModel, exchanged: _Exchanged) -> None:
@@ -94,6 +97,7 @@ def _enter(ema: AveragedModel, exchanged: _Exchanged) -> None:
     exchanged.gather = ReplicaGather({shadow: shadow.shard.local for shadow in shadows})
     exchanged.marks = mark_swapped(ema.model, ema._averages.tracked, "swap()")
     _put_averages(ema._averages, exchanged.backups)
+    exchanged.versions = _versions(ema._averages, exchanged.backups)
 
 
 def _leave(ema: AveragedModel, exchanged: _Exchanged) -> None:
@@ -102,7 +106,8 @@ def _leave(ema: AveragedModel, exchanged: _Exchanged) -> None:
         return
     with HeldSignals(), PlainMode():
         backups = exchanged.backups
-        inside = {shadow.shard.fqn: shadow.shard.local for shadow in ema._averages.shadows}
+        inside = {shadow.shard.fqn: shadow.shard for shadow in ema._averages.shadows}
+        written = _written(ema._averages, exchanged)
         try:
             # What the last forward gathered are averages; and a first forward inside may have moved
             # the shards.
@@ -110,12 +115,14 @@ def _leave(ema: AveragedModel, exchanged: _Exchanged) -> None:
                 reshard(ema.model)
             finally:
                 ema._follow()
-        except BaseException:
+        except BaseException as error:
             # The averages come back from the memory that the model has left, and the live weights
             # go where it has its weights now, in whatever dtype.
             _put_back(ema._averages, backups, {})
-            with suppress(EmaCkptError):
-                _hand_over(ema._averages, scan_model(ema.model))
+            state = _describe_model(_hand_over(ema))
+            if isinstance(error, EmaCkptError):
+                raise about(error, remedy=state) from None
+            error.add_note(state)
             raise
         else:
             _put_back(ema._averages, backups, inside)
@@ -123,6 +130,38 @@ def _leave(ema: AveragedModel, exchanged: _Exchanged) -> None:
         finally:
             unmark(exchanged.marks)
             exchanged.marks.clear()
+    if written:
+        warnings.warn(
+            f"swap(): the block wrote to {shown(written)}, where averages were: the averages have"
+            " changed, and the live weights are as they were before; train outside of the block",
+            stacklevel=4,
+        )
+
+
+def _versions(averages: Averages, backups: Backups) -> dict[str, int]:
+    """Return how often each shard has been written to that shows its average in place."""
+    versions = {}
+    for shadow in averages.shadows:
+        fqn, local = shadow.shard.fqn, shadow.shard.local
+        if backups.get(fqn, local) is None and not local.is_inference():
+            versions[fqn] = local._version
+    return versions
+
+
+def _written(averages: Averages, exchanged: _Exchanged) -> list[str]:
+    """Name the averages that writes of the block have changed, as far as torch counts them."""
+    present = _versions(averages, exchanged.backups)
+    return [fqn for fqn, number in exchanged.versions.items() if present.get(fqn, number) != number]
+
+
+def _describe_model(lost: list[str]) -> str:
+    """Say what the model holds after a block that changed it; `lost` are names without a place."""
+    if not lost:
+        return "swap(): the live weights are back in the model"
+    return (
+        f"swap(): the live weights of {shown(lost)} have no place any more: what the model has in"
+        " their stead comes from averages; restore a checkpoint"
+    )
 
 
 def copy_to(ema: AveragedModel, module: nn.Module, timeout: float) -> None:
@@ -209,31 +248,57 @@ def _put_averages(averages: Averages, backups: Backups) -> None:
             live.copy_(average)
 
 
-def _put_back(averages: Averages, backups: Backups, inside: Mapping[str, torch.Tensor]) -> None:
+def _put_back(averages: Averages, backups: Backups, inside: Mapping[str, Shard]) -> None:
     """Put the live values back; `inside` is where the averages were put, by name."""
     # Reversed: where two share memory, the first still has its values.
     for shadow in reversed(averages.shadows):
         fqn, local = shadow.shard.fqn, shadow.shard.local
         if fqn not in backups:
             continue
-        backup = backups.pop(fqn)
+        backup, former = backups.pop(fqn), inside.get(fqn, shadow.shard)
         if backup is not None:
-            local.copy_(backup)
-        elif _has_left(local, inside.get(fqn, local)):
+            _fill(shadow.shard, replace(former, local=backup))
+        elif _has_left(local, former.local):
             # What came from there may be rounded: `.half()` and `.float()` inside.
             local.copy_(shadow.average)
-            shadow.average.copy_(inside[fqn])
+            shadow.average.copy_(former.local)
         else:
             _exchange(local, shadow.average)
 
 
-def _hand_over(averages: Averages, model_shards: ModelShards) -> None:
-    """Write the live values in averages' shards into the model's shards that are cut alike."""
-    present = model_shards.by_name()
-    for shadow in averages.shadows:
+def _hand_over(ema: AveragedModel) -> list[str]:
+    """Write the live values in averages' shards into the model's; name those that do not fit."""
+    present: Mapping[str, TrackedShard] = {}
+    with suppress(EmaCkptError):
+        present = scan_model(ema.model).by_name()
+    lost = []
+    for shadow in ema._averages.shadows:
         tracked = present.get(shadow.shard.fqn)
-        if tracked is not None and tracked.shard.boxes == shadow.shard.boxes:
-            tracked.shard.local.copy_(shadow.shard.local)
+        if tracked is None or not _fill(tracked.shard, shadow.shard):
+            lost.append(shadow.shard.fqn)
+    return lost
+
+
+def _fill(target: Shard, source: Shard) -> bool:
+    """Write a shard's values into one that may be cut in another way; False if some are lacking."""
+    if target.shape != source.shape:
+        return False
+    if target.boxes == source.boxes:
+        target.local.copy_(source.local.view(target.local.shape))
+        return True
+    pieces = list(zip(source.boxes, box_views(source.boxes, source.local), strict=True))
+    copies = []
+    for box, view in zip(target.boxes, box_views(target.boxes, target.local), strict=True):
+        for other, values in pieces:
+            common = intersect(box, other)
+            if common is not None:
+                part = box_of(view, common.within(box))
+                copies.append((part, box_of(values, common.within(other))))
+    if sum(part.numel() for part, _ in copies) < target.local.numel():
+        return False
+    for part, values in copies:
+        part.copy_(values)
+    return True
 
 
 def _has_left(local: torch.Tensor, former: torch.Tensor) -> bool:

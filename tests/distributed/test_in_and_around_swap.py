@@ -65,6 +65,36 @@ def test_calls_after_a_forward_inside_are_refused() -> None:
     run(2, _refused_after_a_forward)
 
 
+def _sharded_inside(dtype: torch.dtype, wrapped: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).to(dtype)
+    ema = ShardedEMA(DistributedDataParallel(model) if wrapped else model, 0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    ema.update()
+    live = [parameter.detach().clone() for parameter in model.parameters()]
+    if wrapped:  # an average that replicas divide is not cut again
+        with pytest.raises(StateError, match="the live weights are back in the model$"), ema.swap():
+            fully_shard(model)
+    else:
+        average = ema.full_state_dict(complete=False)
+        with ema.swap():
+            fully_shard(model)
+        for name, value in ema.full_state_dict(complete=False).items():
+            assert torch.equal(value, average[name])
+    for parameter, value in zip(model.parameters(), live, strict=True):
+        assert torch.equal(parameter.full_tensor(), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_that_is_sharded_inside_gets_its_live_weights_back(
+    dtype: torch.dtype, wrapped: bool
+) -> None:
+    run(2, _sharded_inside, dtype, wrapped)
+
+
 def _module_under_extra(parent: str) -> None:
     torch.manual_seed(dist.get_rank())
     model, first, second = (fully_shard(nn.Linear(5, 3)) for _ in range(3))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -389,3 +390,43 @@ def test_live_weights_come_back_into_another_dtype() -> None:
         model.half()
     assert equal(bits(model), [tensor.half() for tensor in live])
     assert equal(shadows(ema), average)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_inside_that_change_an_average_are_told(dtype: torch.dtype) -> None:
+    model = network(dtype)
+    ema = averaged(model)
+    live, average = bits(model), shadows(ema)
+    optimizer = torch.optim.SGD([model[0].weight], lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ema.swap():
+            model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+            optimizer.step()
+    assert equal(bits(model), live)
+    told = [str(warning.message) for warning in caught]
+    changed = not equal(shadows(ema), average)
+    assert changed == (dtype is torch.float32)  # else the model has a rounded copy
+    assert [text.partition(", where")[0] for text in told] == [
+        "swap(): the block wrote to '0.weight'"
+    ] * changed
+    assert all(warning.filename == __file__ for warning in caught)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_that_replaces_a_module_is_told_what_has_no_place(dtype: torch.dtype) -> None:
+    model = network(dtype)
+    ema = averaged(model)
+    live = bits(model)
+    lost = "live weights of '0.weight' have no place any more"
+    with pytest.raises(StateError, match=lost), ema.swap():
+        torch.nn.utils.parametrizations.weight_norm(model[0])
+    assert equal([model[0].bias, *bits(model[2])], live[1:])
+
+
+def test_an_error_inside_says_that_the_live_weights_are_back() -> None:
+    model = network()
+    ema = averaged(model)
+    back = "the live weights are back in the model$"
+    with pytest.raises(StateError, match=back), ema.swap():
+        model.half()
