@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import suppress
 from math import isnan
 from numbers import Real
 from typing import Any
@@ -20,7 +20,9 @@ from ema_ckpt.comm.collective import describe_error, merge_errors
 from ema_ckpt.core.errors import CollectiveError, UsageError
 from ema_ckpt.core.text import format_ranks
 
-_LONGEST_WAIT = 10**7  # seconds: what a store can wait for is bounded
+_LONGEST_WAIT = 10**7  # seconds
+# A rank asks whether a meeting is over after this part of the time that it has waited.
+_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.001, 1.0
 
 _attempts: dict[tuple[int, ...], int] = {}
 _attempts_of: object = None  # the default group that `_attempts` counts for
@@ -67,6 +69,11 @@ def meet(
         raise CollectiveError(
             "rank-failed",
             f"{call} is collective: {format_ranks(absent)} did not call it within {waited:g} s",
+        )
+    if "interrupted" in outcome:
+        ranks_text = format_ranks([outcome["interrupted"]])
+        raise CollectiveError(
+            "rank-failed", f"{call}: {ranks_text} was interrupted while it waited for the others"
         )
     if "calls" in outcome:
         calls = [f"{format_ranks(came)} called {name}" for name, came in outcome["calls"].items()]
@@ -128,10 +135,7 @@ class _Meeting:
             self._delete(f"{self._previous}/count", f"{self._previous}/outcome")
 
     def outcome(self, timeout: float, deadline: float) -> dict[str, Any]:
-        try:
-            left = max(deadline - time.monotonic(), 0.001)
-            self._store.wait([f"{self._name}/outcome"], timedelta(seconds=left))
-        except RuntimeError:  # the FileStore has no class of its own for it
+        if not self._wait(deadline):
             absent = [
                 rank for rank in self._ranks if not self._store.check([f"{self._name}/{rank}"])
             ]
@@ -140,6 +144,25 @@ class _Meeting:
             outcome = {"absent": absent, "timeout": timeout} if absent else self._outcome_of_all()
             self._decide(outcome)
         return dict(json.loads(self._store.get(f"{self._name}/outcome")))
+
+    def _wait(self, deadline: float) -> bool:
+        """Wait for the outcome; False if there is none in time.
+
+        The store's own `wait` would keep Ctrl-C waiting too, and write to stderr as it ends.
+        """
+        began = time.monotonic()
+        try:
+            while not self._store.check([f"{self._name}/outcome"]):
+                now = time.monotonic()
+                if now >= deadline:
+                    return False
+                pause = min(max((now - began) * _PAUSE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+                time.sleep(min(pause, deadline - now))
+        except BaseException:
+            with suppress(RuntimeError):  # the store may be what has failed
+                self._decide({"interrupted": dist.get_rank()})
+            raise
+        return True
 
     def _outcome_of_all(self) -> dict[str, Any]:
         calls: dict[str, list[int]] = {}

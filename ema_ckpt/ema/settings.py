@@ -159,11 +159,12 @@ class UpdateCounter:
     def count(self, samples: int | None) -> float | None:
         """Count one call and return the weight 1 - Πβ to move by, or None if it does not move.
 
-        Raises UsageError, counting nothing, if `samples` is no whole number or needed and missing.
+        Raises UsageError, counting nothing, if `samples` is no whole number or needed and missing,
+        or the schedule gives no decay.
         """
         samples = None if samples is None else _as_samples(samples)
         seen = self.samples_seen + (samples or 0)
-        self.pending *= self.schedule.beta(self.num_updates + 1, samples, seen)
+        self.pending *= self._beta(self.num_updates + 1, samples, seen)
         self.num_updates, self.samples_seen = self.num_updates + 1, seen
         if self.num_updates % self.every:
             return None
@@ -234,7 +235,14 @@ class UpdateCounter:
             self.applied, self.pending = float(applied), float(pending)
 
     def _product(self, first: int, last: int) -> float:
-        return prod((self.schedule.beta(call) for call in range(first, last + 1)), start=1.0)
+        return prod((self._beta(call) for call in range(first, last + 1)), start=1.0)
+
+    def _beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:
+        """Return β of a call, which a schedule derived from ours may get wrong."""
+        beta = self.schedule.beta(call, samples, seen)
+        fact = f"{self.schedule} gives the decay {beta} for call {call}"
+        require(0 <= beta <= 1, f"{fact}; a decay is between 0 and 1")
+        return beta
 
 
 def _as_samples(value: Any) -> int:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from threading import Timer
 
 import pytest
 import torch
@@ -61,6 +63,28 @@ def test_ranks_meet_again_after_meetings_that_failed() -> None:
     )
     assert two[-1] == zero[-1]
     assert one[-1].startswith("save is collective: the ranks met in different calls")
+
+
+def _interrupted() -> tuple[str, float]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    message, began = "", time.monotonic()
+    if dist.get_rank() == 0:
+        Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            meet("save", 40)
+    else:
+        time.sleep(3)
+        message = _refused("save", 40)
+    waited = time.monotonic() - began
+    meet("save", 20)
+    return message, waited
+
+
+def test_ctrl_c_ends_the_waiting_and_the_others_hear_of_it() -> None:
+    (_, waited), (message, waited_too) = run(2, _interrupted)
+    assert waited < 3
+    assert waited_too < 20
+    assert message == "save: rank 0 was interrupted while it waited for the others"
 
 
 def _exchanges() -> tuple[object, ...]:

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from math import sqrt
+from math import nan, sqrt
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ema_ckpt.core.errors import UsageError
+from ema_ckpt.ema.manager import ShardedEMA
 from ema_ckpt.ema.schedules import (
     Constant,
     HalfLife,
@@ -185,3 +187,20 @@ def test_numbers_of_other_packages_are_pythons_and_can_be_saved(number: Any) -> 
 def test_numbers_that_no_float_holds_are_refused(make: Any) -> None:
     with pytest.raises(UsageError):
         make()
+
+
+@pytest.mark.parametrize("beta", [nan, 1.5, -0.1])
+def test_a_decay_that_is_none_is_refused(beta: float) -> None:
+    class Own(Warmup):
+        def beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:
+            return beta if call == 3 else super().beta(call, samples, seen)
+
+    model = torch.nn.Linear(2, 2)
+    ema = ShardedEMA(model, Own(0.9))
+    for _ in range(2):
+        ema.update()
+    before = ema.state_dict()["weights"]["weight"].clone()
+    with pytest.raises(UsageError, match=rf"Own\(.* gives the decay {beta} for call 3; a decay is"):
+        ema.update()
+    assert ema.num_updates == 2
+    assert torch.equal(ema.state_dict()["weights"]["weight"], before)
