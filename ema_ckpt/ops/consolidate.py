@@ -26,7 +26,14 @@ from ema_ckpt.ops.object_plan import (
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_one
 from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
-from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, plan_for
+from ema_ckpt.ops.write import (
+    Output,
+    PlannedWrite,
+    destination_of,
+    finish,
+    plan_for,
+    refuse_emptiness,
+)
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
@@ -95,6 +102,7 @@ def consolidate(
             *without,
         ]
         refuse_skipped(skipped, options.strict)
+        refuse_emptiness(selection.entries, ruled.skipped)
         check_sources(catalog, (tensor.source for tensor in selection.entries))
         warnings = [*catalog.warnings, *ema_warnings(catalog, whole, live, filled)]
         warnings += [*ruled.warnings, *values.warnings()]

@@ -24,7 +24,15 @@ from ema_ckpt.ops.object_plan import (
 )
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_all
-from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
+from ema_ckpt.ops.write import (
+    Output,
+    PlannedWrite,
+    destination_of,
+    finish,
+    output_form,
+    plan_for,
+    refuse_emptiness,
+)
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import select_all
 from ema_ckpt.state_dicts.tree import Tree, of_role
@@ -127,6 +135,7 @@ def _transfer(
             *left_out(catalog, tensors, output.form, copied),
         ]
         refuse_skipped(skipped, options.strict)
+        refuse_emptiness(tensors, [*ruled.skipped, *unfit])
         check_sources(catalog, (tensor.source for tensor in tensors))
         warnings = [*catalog.warnings, *values.warnings(copied), *ruled.warnings, *objects.warnings]
         warnings += warn_of_files(catalog, copied, skipped)

@@ -16,7 +16,7 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import CollectiveError, SourceError, TargetError, UsageError
 from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.names import TORCH_SUFFIXES
-from ema_ckpt.core.text import counted, path_text
+from ema_ckpt.core.text import counted, format_size, path_text
 from ema_ckpt.core.write_plan import OutputObject, OutputTensor, WritePlan, keep_first
 from ema_ckpt.ops.files_beside import copy_files
 from ema_ckpt.ops.object_plan import header_text, refuse_left_out
@@ -40,6 +40,8 @@ from ema_ckpt.writing.run_state import Outcome
 # the disk is busy.
 _JOURNAL_AFTER_SECONDS = 10.0
 _FOREIGN_SUFFIXES = (".npz", ".h5", ".onnx", ".gguf", ".zip")
+_MAX_SHARD_NBYTES = 5 * 10**9  # of one file, where the user gives no other size
+_BASENAME = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ class Output:
     destination: Destination
     form: str
     world_size: int | None = None
-    max_shard_nbytes: int = 5 * 10**9
-    basename: str = "model"
+    max_shard_nbytes: int = _MAX_SHARD_NBYTES
+    basename: str = _BASENAME
 
     @property
     def is_directory(self) -> bool:
@@ -264,6 +266,7 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         EmaCkptError: with the `code` of what is wrong; then nothing was written.
     """
     refuse_left_out(job.catalog, options.strict)
+    _refuse_vain_options(job.output, job.plan)
     _agree_on_target(job.output.destination)
     if options.dry_run:
         job.warnings += job.output.destination.check(_request(job, options))
@@ -291,6 +294,36 @@ def finish(job: PlannedWrite, options: WriteOptions) -> WriteResult:
         dry_run=options.dry_run,
     )
     return with_fields(result, rules=job.rules, dequantized=job.dequantized)
+
+
+def _refuse_vain_options(output: Output, plan: WritePlan) -> None:
+    """Refuse options of a safetensors directory that another output would not heed.
+
+    Raises:
+        UsageError: `usage`: another basename, or a size of shards that a file is larger than.
+    """
+    if output.is_directory and output.form == "safetensors":
+        return
+    what = "a DCP directory" if output.form == "dcp" else "one file"
+    remedy = f"goes with a safetensors directory, and {output.destination} is to be {what}"
+    if output.basename != _BASENAME:
+        raise UsageError("usage", f"--basename {output.basename}: {remedy}")
+    limit, largest = output.max_shard_nbytes, max(plan.files.values(), default=0)
+    if limit != _MAX_SHARD_NBYTES and largest > limit:
+        sizes = f"{format_size(limit)}: a file would have {format_size(largest)}"
+        raise UsageError("usage", f"--max-shard-size {sizes}; it {remedy}")
+
+
+def refuse_emptiness(tensors: Sequence[OutputTensor], dropped: Sequence[Skipped]) -> None:
+    """Refuse to write no tensor where all were dropped.
+
+    Raises:
+        UsageError: `empty-selection`.
+    """
+    if dropped and not tensors:
+        reason = f"{dropped[0].name!r}: {dropped[0].reason}"
+        message = f"no tensor is left to write; {counted(len(dropped), 'entry', 'entries')} skipped"
+        raise UsageError("empty-selection", f"{message}, such as {reason}")
 
 
 def _agree_on_target(destination: Destination) -> None:
