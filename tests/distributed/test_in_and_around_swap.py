@@ -75,7 +75,10 @@ def _sharded_inside(dtype: torch.dtype, wrapped: bool) -> None:
     ema.update()
     live = [parameter.detach().clone() for parameter in model.parameters()]
     if wrapped:  # an average that replicas divide is not cut again
-        with pytest.raises(StateError, match=r"the live weights are back in the model$"), ema.swap():
+        with (
+            pytest.raises(StateError, match=r"the live weights are back in the model$"),
+            ema.swap(),
+        ):
             fully_shard(model)
     else:
         average = ema.full_state_dict(complete=False)
