@@ -110,7 +110,8 @@ def latest(parent: str | os.PathLike[str], incomplete: str = "raise") -> Path | 
     Complete means that its metadata is readable and every file it names is there with its size;
     numbers compare as integers (`step_2500` is newer than `step_500`). The command line finds the
     newest step in the same way. A path that is a checkpoint itself is returned as it is. A newer
-    step that is not complete is passed over, and logged to `ema_ckpt` (level warning).
+    step that is not complete is passed over, and logged to `ema_ckpt` (level warning). So are
+    checkpoints that are not named as steps, where no step is.
 
     Args:
         parent: a directory of steps, or a checkpoint.
@@ -163,7 +164,20 @@ def latest_step(path: str) -> str | None:
     if steps.broken:
         names = shown([base_name(step.path) for step in steps.broken])
         raise steps.none_complete(f'; remove {names}, or pass incomplete="ignore" to start anew')
-    return path if location is not None else None
+    if location is not None:
+        return path
+    _tell_of_others(folder)
+    return None
+
+
+def _tell_of_others(folder: Folder) -> None:
+    """Log the checkpoints in a directory without steps: a run that looks for one starts anew."""
+    hits = _in_children(folder, _LEVELS_BELOW, Depth()).hits
+    if hits:
+        names = shown([hit.resolved.removeprefix(folder.root).strip("/") for hit in hits])
+        passed = f"{folder.root}: latest passes over {names}"
+        message = f"{passed}: a checkpoint, but not named as a step is, such as step_500"
+        logging.getLogger("ema_ckpt").warning(displayed(message))
 
 
 def _tell(broken: list[LeftOut], path: str) -> None:

@@ -109,6 +109,21 @@ def test_what_is_no_path_does_not_let_a_run_begin_anew(
     assert caught.value.code == "incomplete"
 
 
+def test_checkpoints_that_are_not_named_as_steps_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("1", "2"):
+        dcp_at(tmp_path / name)
+    assert latest(tmp_path) is None
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}: latest passes over '1', '2': a checkpoint, but not named as a step is, such as step_500"
+    ]
+    caplog.clear()
+    dcp_at(tmp_path / "step_3")
+    assert latest(tmp_path) == tmp_path / "step_3"
+    assert not caplog.records
+
+
 def test_the_latest_behind_a_url_is_text(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     dcp_at(tmp_path / "step_7")
