@@ -44,8 +44,8 @@ def find_hidden(trees: Sequence[Tree], named: Sequence[str] = ()) -> Iterator[Di
                 continue
             message = (
                 f"an average of the weights may lie below {path!r} ({counted(count, 'tensor')}),"
-                f" inside {tree.role if tree.role == OPTIMIZER else 'bookkeeping'}; it is not taken"
-                f" unless it is named: --tree {shlex.quote(path)}"
+                f" in a tree whose role is {tree.role}; it is not taken unless it is named: --tree"
+                f" {shlex.quote(path)}"
             )
             yield Diagnostic("left-out", message)
 
