@@ -7,6 +7,7 @@ its group unusable, a store does not.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,16 @@ _PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.001, 1.0
 
 _attempts: dict[tuple[int, ...], int] = {}
 _attempts_of: object = None  # the default group that `_attempts` counts for
+
+
+class _Waiting(threading.local):
+    """The meetings in which this thread waits: several if a signal handler calls in between."""
+
+    def __init__(self) -> None:
+        self.meetings: list[_Meeting] = []
+
+
+_waiting = _Waiting()
 
 
 def meet(
@@ -106,6 +117,9 @@ def _meet(
 ) -> dict[str, Any]:
     """Return the outcome of the first meeting that has not already failed without this rank."""
     deadline = time.monotonic() + timeout
+    for outer in _waiting.meetings:
+        # A signal handler calls: those who have not come yet shall meet it here instead.
+        outer.give_up()
     while True:
         meeting = _Meeting(ranks, _next_attempt(ranks))
         meeting.arrive(call, failure)
@@ -124,6 +138,8 @@ class _Meeting:
             f"ema_ckpt/{name}/{attempt - back}" for back in range(3)
         )
         self._store = dist.distributed_c10d._get_default_store()
+        self._began = time.monotonic()
+        self._known: dict[str, Any] | None = None
 
     def arrive(self, call: str, failure: Exception | None) -> None:
         arrival = {"call": call, "failure": None if failure is None else describe_error(failure)}
@@ -136,13 +152,22 @@ class _Meeting:
 
     def outcome(self, timeout: float, deadline: float) -> dict[str, Any]:
         if not self._wait(deadline):
-            absent = [
-                rank for rank in self._ranks if not self._store.check([f"{self._name}/{rank}"])
-            ]
-            # All came, yet nobody decided: one was killed after it arrived. What follows the
-            # meeting will miss it.
-            outcome = {"absent": absent, "timeout": timeout} if absent else self._outcome_of_all()
-            self._decide(outcome)
+            self.give_up(timeout)
+        return self._read() if self._known is None else self._known
+
+    def give_up(self, timeout: float | None = None) -> None:
+        """Decide that the meeting is over without those who have not come in `timeout` seconds.
+
+        By default in the time until now.
+        """
+        waited = round(time.monotonic() - self._began, 1) if timeout is None else timeout
+        absent = [rank for rank in self._ranks if not self._store.check([f"{self._name}/{rank}"])]
+        # All came, yet nobody decided: one was killed after it arrived. What follows the meeting
+        # will miss it.
+        self._decide({"absent": absent, "timeout": waited} if absent else self._outcome_of_all())
+        self._known = self._read()  # the next meeting deletes it
+
+    def _read(self) -> dict[str, Any]:
         return dict(json.loads(self._store.get(f"{self._name}/outcome")))
 
     def _wait(self, deadline: float) -> bool:
@@ -150,18 +175,20 @@ class _Meeting:
 
         The store's own `wait` would keep Ctrl-C waiting too, and write to stderr as it ends.
         """
-        began = time.monotonic()
+        _waiting.meetings.append(self)
         try:
-            while not self._store.check([f"{self._name}/outcome"]):
+            while self._known is None and not self._store.check([f"{self._name}/outcome"]):
                 now = time.monotonic()
                 if now >= deadline:
                     return False
-                pause = min(max((now - began) * _PAUSE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+                pause = min(max((now - self._began) * _PAUSE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
                 time.sleep(min(pause, deadline - now))
         except BaseException:
             with suppress(RuntimeError):  # the store may be what has failed
                 self._decide({"interrupted": dist.get_rank()})
             raise
+        finally:
+            _waiting.meetings.remove(self)
         return True
 
     def _outcome_of_all(self) -> dict[str, Any]:

@@ -87,6 +87,26 @@ def test_ctrl_c_ends_the_waiting_and_the_others_hear_of_it() -> None:
     assert message == "save: rank 0 was interrupted while it waited for the others"
 
 
+def _called_by_a_handler() -> tuple[str, float]:
+    began, message = time.monotonic(), ""
+    signal.signal(signal.SIGUSR1, lambda *_: meet("save", 30))
+    if dist.get_rank() == 0:
+        Timer(1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        message = _refused("save", 30)
+    else:
+        time.sleep(3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    waited = time.monotonic() - began
+    meet("restore", 20)
+    return message, waited
+
+
+def test_a_handler_that_calls_while_its_rank_waits_meets_the_handlers_of_the_others() -> None:
+    (message, waited), (_, waited_too) = run(2, _called_by_a_handler)
+    assert message.startswith("save is collective: rank 1 did not call it within")
+    assert max(waited, waited_too) < 20
+
+
 def _exchanges() -> tuple[object, ...]:
     meet("exchange", 20)
     ours = open_channel("test")
