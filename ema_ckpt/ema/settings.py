@@ -240,9 +240,10 @@ class UpdateCounter:
     def _beta(self, call: int, samples: int | None = None, seen: int | None = None) -> float:
         """Return β of a call, which a schedule derived from ours may get wrong."""
         beta = self.schedule.beta(call, samples, seen)
+        if 0 <= beta <= 1:
+            return beta
         fact = f"{self.schedule} gives the decay {beta} for call {call}"
-        require(0 <= beta <= 1, f"{fact}; a decay is between 0 and 1")
-        return beta
+        raise UsageError("usage", f"{fact}; a decay is between 0 and 1")
 
 
 def _as_samples(value: Any) -> int:
