@@ -21,7 +21,18 @@ from ema_ckpt.writing.staging import Staged, stage
 from tests.staged_writer import make_old, read_target, snapshot, spawn, write_new
 
 PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["flags", "plain"])
-LINKS = pytest.mark.parametrize("links", [True, False], ids=["links", "copies"])
+
+
+@pytest.fixture(params=[True, False], ids=["links", "copies"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system has hard links; without them foreign files are copied."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    if not request.param:
+        monkeypatch.setattr(os, "link", refuse)
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -62,14 +73,11 @@ def overwrite(target: Path, plain: bool = False, **options: Any) -> Staged:
 
 
 @PLAIN
-@LINKS
 def test_what_comes_after_the_carrying_is_carried_too(
-    tmp_path: Path, just_before: Any, monkeypatch: pytest.MonkeyPatch, plain: bool, links: bool
+    tmp_path: Path, just_before: Any, plain: bool, links: bool
 ) -> None:
     target = tmp_path / "hf"
     make_model(target)
-    if not links:
-        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
 
     def act() -> None:
         replace(target / "README.md", "newer")
@@ -302,14 +310,9 @@ def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path) -> None:
     assert str(kept) in warning.message and "model.safetensors" in warning.message
 
 
-@LINKS
-def test_owner_mode_and_times_of_what_is_carried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
+def test_owner_mode_and_times_of_what_is_carried(tmp_path: Path, links: bool) -> None:
     target = tmp_path / "hf"
     make_model(target)
-    if not links:
-        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
     names = ("data/one", "data/deep/two", "data/deep", "data")
     for number, name in enumerate(names):
         if os.geteuid() == 0:
@@ -329,14 +332,11 @@ def test_owner_mode_and_times_of_what_is_carried(
             os.chmod(place / name, 0o755)
 
 
-@LINKS
 def test_what_is_linked_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:
     target = tmp_path / "hf"
     make_model(target)
-    if not links:
-        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
     flushed, usual = set(), os.fsync
 
     def fsync(fd: int) -> None:

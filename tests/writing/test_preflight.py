@@ -240,22 +240,28 @@ def test_what_the_switch_may_not_move_is_refused_before_it(case: str) -> None:
         check_replaceable(target, OverwritePolicy(target.is_dir(), overwrite=True))
 
 
-def test_a_read_only_file_system_is_called_that(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    commands = f"mount --bind {place} {place} && mount -o remount,ro,bind {place}"
-    program = f"from ema_ckpt.writing.staging import check_target as c; c({str(place / 'out')!r}, is_directory=True)"
+def run_after_mount(mount: str, program: str) -> str:
+    """Run a Python program where something is mounted for it alone; return its stderr."""
     namespaces = ["unshare", "--mount", *["--map-root-user"] * bool(os.geteuid())]
-    if subprocess.run([*namespaces, "sh", "-c", commands], capture_output=True, check=False).returncode:  # fmt: skip
+    if subprocess.run([*namespaces, "sh", "-c", mount], capture_output=True, check=False).returncode:  # fmt: skip
         pytest.skip("nothing can be mounted here")
     ended = subprocess.run(
-        [*namespaces, "sh", "-c", f'{commands} && exec "$0" -c "$1"', sys.executable, program],
+        [*namespaces, "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, program],
         cwd=REPO,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert f"the file system is read-only: {place}" in ended.stderr, ended.stderr
+    return ended.stderr
+
+
+def test_a_read_only_file_system_is_called_that(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    mount = f"mount --bind {place} {place} && mount -o remount,ro,bind {place}"
+    program = f"from ema_ckpt.writing.staging import check_target as c; c({str(place / 'out')!r}, is_directory=True)"
+    told = run_after_mount(mount, program)
+    assert f"the file system is read-only: {place}" in told, told
 
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
@@ -271,18 +277,8 @@ def test_a_directory_with_a_mount_point_in_it_is_not_replaced(tmp_path: Path, ki
         "from ema_ckpt.writing.staging import stage\n"
         f"with stage({str(tmp_path / 'hf')!r}, is_directory=True, overwrite=True, keep_foreign=True): pass"
     )
-    namespaces = ["unshare", "--mount", *["--map-root-user"] * bool(os.geteuid())]
-    commands = f"mount --bind {elsewhere} {inside}"
-    if subprocess.run([*namespaces, "sh", "-c", commands], capture_output=True, check=False).returncode:  # fmt: skip
-        pytest.skip("nothing can be mounted here")
-    ended = subprocess.run(
-        [*namespaces, "sh", "-c", f'{commands} && exec "$0" -c "$1"', sys.executable, program],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert f"has a mount point in it: '{inside}'" in ended.stderr, ended.stderr
+    told = run_after_mount(f"mount --bind {elsewhere} {inside}", program)
+    assert f"has a mount point in it: '{inside}'" in told, told
     if kind == "directory":
         assert (elsewhere / "precious").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["hf", "volume"]
