@@ -6,10 +6,11 @@ They need no NCCL and do not get in the way of the training's collectives.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ema_ckpt.core.errors import CollectiveError
+from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 
 # A rank that dies is noticed at once by its closed connection; this bounds only one that hangs
 # while writing.
@@ -29,6 +30,14 @@ _CONNECT_TIMEOUT = timedelta(minutes=2)
 
 _channels: dict[str, tuple[object, Channel]] = {}  # by purpose, with the default group at that time
 _connected: WeakSet[Channel] = WeakSet()
+_TOLD = "_ema_ckpt_told"  # of an error: whether the other ranks know of it
+
+
+class _Closed:
+    """Instead of the gloo group of a channel that is closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the channel is closed")
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -38,7 +47,8 @@ class Channel:
     It is a gloo group made by hand: it works beside NCCL-only groups and outlives
     `destroy_process_group`, which an asynchronous save may still need when a script ends. Calls are
     collective and in one order on all ranks.
-    Every method raises CollectiveError `rank-failed` if another rank died.
+    Every method raises CollectiveError `rank-failed` if another rank died or has closed it, and
+    closes it then: the ranks that wait for this one hear of it so.
     """
 
     gloo: Any  # a ProcessGroupGloo, whose methods torch's stubs leave out; None: only one rank
@@ -60,7 +70,8 @@ class Channel:
             return [data]
         sizes = self._exchange_sizes(len(data))
         parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-        self._wait(self.gloo.allgather([parts], [_padded(data, max(sizes))]))
+        padded = _padded(data, max(sizes))
+        self._wait(lambda: self.gloo.allgather([parts], [padded]))
         return [_bytes_of(part, size) for part, size in zip(parts, sizes, strict=True)]
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -70,10 +81,10 @@ class Channel:
         sizes = self._exchange_sizes(len(data))
         padded = _padded(data, max(sizes))
         if self.rank:
-            self._wait(self.gloo.gather([], [padded]))
+            self._wait(lambda: self.gloo.gather([], [padded]))
             return []
         parts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-        self._wait(self.gloo.gather([parts], [padded]))
+        self._wait(lambda: self.gloo.gather([parts], [padded]))
         return [_bytes_of(part, size) for part, size in zip(parts, sizes, strict=True)]
 
     def scatter(self, parts: Sequence[bytes]) -> bytes:
@@ -83,7 +94,7 @@ class Channel:
         sizes = self.broadcast_json([len(part) for part in parts])
         received = torch.empty(max(sizes), dtype=torch.uint8)
         inputs = [[_padded(part, max(sizes)) for part in parts]] if self.rank == 0 else []
-        self._wait(self.gloo.scatter([received], inputs))
+        self._wait(lambda: self.gloo.scatter([received], inputs))
         return _bytes_of(received, sizes[self.rank])
 
     def broadcast_json(self, value: Any) -> Any:
@@ -92,30 +103,40 @@ class Channel:
             return value
         data = json.dumps(value).encode() if self.rank == 0 else b""
         size = torch.tensor([len(data)])
-        self._wait(self.gloo.broadcast([size]))
+        self._wait(lambda: self.gloo.broadcast([size]))
         content = _padded(data, int(size))
-        self._wait(self.gloo.broadcast([content]))
+        self._wait(lambda: self.gloo.broadcast([content]))
         return json.loads(_bytes_of(content, int(size)))
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a contiguous host tensor to the rank that calls `receive`."""
         if self.gloo is not None:
-            self._wait(self.gloo.send([tensor.view(-1).view(torch.uint8)], rank, 0))
+            self._wait(lambda: self.gloo.send([tensor.view(-1).view(torch.uint8)], rank, 0))
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         """Fill a contiguous host tensor with what `rank` sends."""
         if self.gloo is not None:
-            self._wait(self.gloo.recv([tensor.view(-1).view(torch.uint8)], rank, 0))
+            self._wait(lambda: self.gloo.recv([tensor.view(-1).view(torch.uint8)], rank, 0))
+
+    def greet(self) -> None:
+        """Wait for all ranks."""
+        self._exchange_sizes(0)
 
     def _exchange_sizes(self, nbytes: int) -> list[int]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._wait(self.gloo.allgather([sizes], [torch.tensor([nbytes])]))
+        self._wait(lambda: self.gloo.allgather([sizes], [torch.tensor([nbytes])]))
         return [int(size) for size in sizes]
 
-    def _wait(self, work: dist.Work) -> None:
+    def close(self) -> None:
+        """Disconnect from the other ranks, which hear of it where they wait for this one."""
+        if self.gloo is not None:
+            object.__setattr__(self, "gloo", _Closed())
+
+    def _wait(self, begin: Callable[[], dist.Work]) -> None:
         try:
-            work.wait()
+            begin().wait()  # what else refers to the work keeps a closed channel connected
         except RuntimeError as error:
+            self.close()
             raise lost_rank() from error
 
 
@@ -124,13 +145,42 @@ def lost_rank() -> CollectiveError:
 
     What gloo says names a line of its source, and no rank.
     """
-    return CollectiveError("rank-failed", "another rank ended or hung in a collective call")
+    return CollectiveError("rank-failed", "another rank ended, hung or left in a collective call")
 
 
-def open_channel(purpose: str) -> Channel:
+def mark_told(error: BaseException, *, is_told: bool) -> None:
+    """Note whether the other ranks know of an error of this one, and leave the call too."""
+    object.__setattr__(error, _TOLD, is_told)
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether the other ranks know of an error: what this package raises it raises on all ranks."""
+    return bool(getattr(error, _TOLD, isinstance(error, EmaCkptError)))
+
+
+@contextlib.contextmanager
+def leaving_together(
+    purpose: str, when_free: Callable[[Callable[[], None]], object] = lambda close: close()
+) -> Iterator[None]:
+    """Close the channel for `purpose` if this rank leaves the block alone, as by an interrupt.
+
+    The others would wait for it, and its next call would meet them in the middle of this one.
+    `when_free` closes it when nobody else on this rank uses it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_told(error) and purpose in _channels:
+            when_free(_channels[purpose][1].close)
+        mark_told(error, is_told=False)  # not by a call around this one, in whose midst it was made
+        raise
+
+
+def open_channel(purpose: str, meeting: int) -> Channel:
     """Return the channel of all ranks for `purpose`; different channels may be used in threads.
 
-    Opened at the first call, which is collective: `meet` first.
+    Opened at the first call, and at the next one after a rank has closed it. A call is collective:
+    `meet` first, which returns the number of the meeting.
 
     Raises:
         CollectiveError: `rank-failed`: another rank died before all were connected.
@@ -139,10 +189,14 @@ def open_channel(purpose: str) -> Channel:
         return Channel(None)
     world = dist.group.WORLD
     group, channel = _channels.get(purpose, (None, None))
-    if channel is None or group is not world:
-        store = dist.distributed_c10d._get_default_store()
-        channel = connect_channel(purpose, store, dist.get_rank(), dist.get_world_size())
-        _channels[purpose] = (world, channel)
+    if channel is not None and group is world:
+        with contextlib.suppress(CollectiveError):  # it is closed, here or elsewhere
+            channel.greet()
+            return channel
+    store = dist.distributed_c10d._get_default_store()
+    place = f"{purpose}/{meeting}"  # apart from what an earlier one has left
+    channel = connect_channel(place, store, dist.get_rank(), dist.get_world_size())
+    _channels[purpose] = (world, channel)
     return channel
 
 

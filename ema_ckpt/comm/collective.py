@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ema_ckpt.comm.channel import Channel
+from ema_ckpt.comm.channel import Channel, mark_told
 from ema_ckpt.core import errors
 from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 from ema_ckpt.core.text import format_ranks
@@ -33,6 +33,7 @@ def run_on_all_ranks(channel: Channel, call: str, step: Callable[[], T]) -> T:
     if failed:
         is_plain = failure is None or isinstance(failure, Exception)
         if failure is not None and (channel.gloo is None or not is_plain):
+            mark_told(failure, is_told=True)
             raise failure
         merged = merge_errors(call, failed, channel.size)
         if any(report["kind"] == _INTERRUPT for report in failed.values()):

@@ -44,7 +44,7 @@ def meet(
     timeout: float,
     group: dist.ProcessGroup | None = None,
     failure: Exception | None = None,
-) -> None:
+) -> int:
     """Wait until every rank of `group` (default: all) has come to `call`.
 
     A no-op without a process group. A meeting that fails is over for those who came; whoever comes
@@ -56,6 +56,9 @@ def meet(
         failure: why this rank cannot go on: every rank raises it, instead of waiting for this one
             later.
 
+    Returns:
+        The number of the meeting, the same on all ranks.
+
     Raises:
         CollectiveError: `rank-failed`: some ranks did not come within `timeout`, or came to another
             call.
@@ -65,7 +68,7 @@ def meet(
     if not dist.is_initialized():
         if failure is not None:
             raise failure
-        return
+        return 0
     seconds = _seconds(call, timeout)
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     try:
@@ -95,6 +98,7 @@ def meet(
     if "failed" in outcome:
         reports = {int(rank): report for rank, report in outcome["failed"].items()}
         raise merge_errors(call, reports, len(ranks)) from failure
+    return _attempts[ranks]
 
 
 def failure_of(step: Callable[[], object]) -> Exception | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from ema_ckpt.comm.channel import Channel, open_channel
+from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import failure_of, meet
 from ema_ckpt.core.display import displayed
@@ -32,7 +32,7 @@ from ema_ckpt.resume.restore_extra import ExtraRestorer
 from ema_ckpt.resume.restore_model import ModelRestorer
 from ema_ckpt.resume.restore_optimizer import OptimizerRestorer
 from ema_ckpt.resume.restore_phases import Findings, RestoreContext, Restorer, RestoreReport
-from ema_ckpt.resume.save_async import wait_for_background_save
+from ema_ckpt.resume.save_async import after_background_save, wait_for_background_save
 from ema_ckpt.runtime.held_signals import HeldSignals
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.rules.chosen import chosen_rules
@@ -87,47 +87,52 @@ def restore(
             the checkpoint.
         StateError: inside `swap()`.
     """
-    meet(_CALL, timeout, failure=failure_of(lambda: _check_arguments(path, ema_path, missing_ema)))
-    wait_for_background_save()
-    ranks = open_channel("save")
-    options = {
-        "ema_path": "None" if ema_path is None else "a path",
-        "strict": bool(strict),
-        "missing_ema": missing_ema,
-        "rules": "None" if rules is None else "rules",
-    }
-    agree_on_options(options, ranks, _CALL)
-    restorers: list[Restorer] = []
-    with ExitStack() as stack:
-        chosen, said = choose_checkpoints((path, ema_path), ranks, _CALL)
+    with leaving_together("save", after_background_save):
+        meeting = meet(
+            _CALL,
+            timeout,
+            failure=failure_of(lambda: _check_arguments(path, ema_path, missing_ema)),
+        )
+        wait_for_background_save()
+        ranks = open_channel("save", meeting)
+        options = {
+            "ema_path": "None" if ema_path is None else "a path",
+            "strict": bool(strict),
+            "missing_ema": missing_ema,
+            "rules": "None" if rules is None else "rules",
+        }
+        agree_on_options(options, ranks, _CALL)
+        restorers: list[Restorer] = []
+        with ExitStack() as stack:
+            chosen, said = choose_checkpoints((path, ema_path), ranks, _CALL)
 
-        carries = optimizer is not None
-        opening = partial(_open_readers, stack, chosen, rules, carries)
-        readers = run_on_all_ranks(ranks, _CALL, opening)
-        check_same_content(readers, ranks)
-        said += hidden_averages(readers, ranks)
-        context = RestoreContext.scan(model, strict, ranks, _CALL)
-        run_on_all_ranks(ranks, _CALL, lambda: refuse_unnamed(extra, _CALL))
-        managers = run_on_all_ranks(ranks, _CALL, lambda: managers_by_label(ema, _CALL))
-        for label, manager in managers.items():
-            seed = missing_ema == "seed"
-            restorers.append(
-                EmaRestorer(readers[-1], context, manager, label, ema_path is not None, seed)
-            )
-        restorers.append(ModelRestorer(readers[0], context))
-        given = [] if optimizer is None else optimizer
-        keepers = run_on_all_ranks(ranks, _CALL, lambda: state_keepers(as_list(given, _CALL)))
-        if optimizer is not None:
-            restorers.append(OptimizerRestorer(readers[0], context, keepers))
-        if extra is not None:
-            restorers.append(ExtraRestorer(readers[0], context, extra))
-        _read_all(readers, restorers, ranks)
-    _write_all(model, restorers, ranks)
-    findings = Findings(notes=[*said, *readers[0].rule_notes])
-    for restorer in restorers:
-        findings.merge(restorer.findings)
-    _warn(findings.warnings, ranks)
-    return findings.report(readers[0])
+            carries = optimizer is not None
+            opening = partial(_open_readers, stack, chosen, rules, carries)
+            readers = run_on_all_ranks(ranks, _CALL, opening)
+            check_same_content(readers, ranks)
+            said += hidden_averages(readers, ranks)
+            context = RestoreContext.scan(model, strict, ranks, _CALL)
+            run_on_all_ranks(ranks, _CALL, lambda: refuse_unnamed(extra, _CALL))
+            managers = run_on_all_ranks(ranks, _CALL, lambda: managers_by_label(ema, _CALL))
+            for label, manager in managers.items():
+                seed = missing_ema == "seed"
+                restorers.append(
+                    EmaRestorer(readers[-1], context, manager, label, ema_path is not None, seed)
+                )
+            restorers.append(ModelRestorer(readers[0], context))
+            given = [] if optimizer is None else optimizer
+            keepers = run_on_all_ranks(ranks, _CALL, lambda: state_keepers(as_list(given, _CALL)))
+            if optimizer is not None:
+                restorers.append(OptimizerRestorer(readers[0], context, keepers))
+            if extra is not None:
+                restorers.append(ExtraRestorer(readers[0], context, extra))
+            _read_all(readers, restorers, ranks)
+        _write_all(model, restorers, ranks)
+        findings = Findings(notes=[*said, *readers[0].rule_notes])
+        for restorer in restorers:
+            findings.merge(restorer.findings)
+        _warn(findings.warnings, ranks)
+        return findings.report(readers[0])
 
 
 def _warn(found: Sequence[str], ranks: Channel) -> None:

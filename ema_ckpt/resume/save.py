@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from torch import nn
 
-from ema_ckpt.comm.channel import Channel, open_channel
+from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import failure_of, meet
 from ema_ckpt.core.box import whole
@@ -29,7 +29,11 @@ from ema_ckpt.resume.agreed_options import agree_on_options
 from ema_ckpt.resume.flatten import Leaf, LocalShards, flatten, refuse_unnamed
 from ema_ckpt.resume.optimizer_state import merge_group_parameters, optimizer_tree
 from ema_ckpt.resume.replicas import agree_on_averages
-from ema_ckpt.resume.save_async import run_in_background, wait_for_background_save
+from ema_ckpt.resume.save_async import (
+    after_background_save,
+    run_in_background,
+    wait_for_background_save,
+)
 from ema_ckpt.resume.save_plan import entries_of, plan_save
 from ema_ckpt.resume.save_write import write
 from ema_ckpt.storage.files import local_path
@@ -114,28 +118,36 @@ def save(
         UsageError: `unsupported`: an object that `restore` would refuse, or an optimizer that hides
             its state.
     """
-    meet(_CALL, timeout, failure=failure_of(lambda: path_text(path)))
-    wait_for_background_save()
-    ranks = open_channel("save")
-    options = {
-        "async_save": bool(async_save),
-        "overwrite": bool(overwrite),
-        "check_replicas": bool(check_replicas),
-    }
-    agree_on_options(options, ranks, _CALL)
-    target = _agree_on_target(path, ranks)
-    collected = run_on_all_ranks(ranks, _CALL, lambda: _collect_state(model, ema, optimizer, extra))
-    state = collected.state
-    agree_on_averages(managers_by_label(ema, _CALL), ranks, _CALL)
-    merge_group_parameters(state.get("optimizer", {}).get("param_groups", []), ranks)
-    leaves = run_on_all_ranks(ranks, _CALL, lambda: flatten(state))
-    listing = gather_listing(entries_of(leaves), ranks, _CALL)
-    _compare_replicas(collected, leaves, listing, ranks, every=check_replicas)
-    plan = plan_save(leaves, listing, ranks, _CALL)
-    if not async_save:
-        return write(target, plan, ranks, _CALL, overwrite=overwrite)
-    plan = run_on_all_ranks(ranks, _CALL, plan.on_host)
-    return run_in_background(lambda: write(target, plan, ranks, _CALL, overwrite=overwrite))
+    with leaving_together("save", after_background_save):
+        meeting = meet(_CALL, timeout, failure=failure_of(lambda: path_text(path)))
+        wait_for_background_save()
+        ranks = open_channel("save", meeting)
+        options = {
+            "async_save": bool(async_save),
+            "overwrite": bool(overwrite),
+            "check_replicas": bool(check_replicas),
+        }
+        agree_on_options(options, ranks, _CALL)
+        target = _agree_on_target(path, ranks)
+        collected = run_on_all_ranks(
+            ranks, _CALL, lambda: _collect_state(model, ema, optimizer, extra)
+        )
+        state = collected.state
+        agree_on_averages(managers_by_label(ema, _CALL), ranks, _CALL)
+        merge_group_parameters(state.get("optimizer", {}).get("param_groups", []), ranks)
+        leaves = run_on_all_ranks(ranks, _CALL, lambda: flatten(state))
+        listing = gather_listing(entries_of(leaves), ranks, _CALL)
+        _compare_replicas(collected, leaves, listing, ranks, every=check_replicas)
+        plan = plan_save(leaves, listing, ranks, _CALL)
+        if not async_save:
+            return write(target, plan, ranks, _CALL, overwrite=overwrite)
+        plan = run_on_all_ranks(ranks, _CALL, plan.on_host)
+
+        def write_later() -> Path | str:
+            with leaving_together("save"):
+                return write(target, plan, ranks, _CALL, overwrite=overwrite)
+
+        return run_in_background(write_later)
 
 
 def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path | str:

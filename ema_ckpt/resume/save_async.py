@@ -59,13 +59,23 @@ def run_in_background(work: Callable[[], Path | str]) -> Future[Path | str]:
 def wait_for_background_save() -> None:
     """Wait for the save in the background, if any; warn of a failure that nobody looked at."""
     global _pending
-    saving, _pending = _pending, None
+    saving = _pending
     if saving is None:
         return
+    wait([saving])  # an interrupt leaves it to the next call
+    _pending = None
     was_looked_at = saving.looked_at
     error = saving.exception()
     if error is not None and not was_looked_at:
         warnings.warn(f"the asynchronous save before this call failed: {error}", stacklevel=3)
+
+
+def after_background_save(action: Callable[[], object]) -> None:
+    """Call `action` when no save runs in the background: at once, or as it ends."""
+    if _running is None:
+        action()
+    else:
+        _running.add_done_callback(lambda _: action())
 
 
 def _prepare_exit() -> None:

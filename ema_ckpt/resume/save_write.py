@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ema_ckpt.comm.channel import Channel
+from ema_ckpt.comm.channel import Channel, is_told
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.core.catalog import Tensor
 from ema_ckpt.core.crc import combine_crcs
@@ -51,26 +51,34 @@ def write(
         EmaCkptError: on every rank, with the failing rank's cause; `target` is as it was.
     """
     place = run_on_all_ranks(ranks, call, lambda: place_of(target, overwrite))
-    is_writing = True
+    is_writing, is_complete = True, False
 
     def begin() -> str | None:
         return None if ranks.rank else place.begin(plan.listing.nbytes, ranks.size)
 
     def publish() -> str | None:
+        nonlocal is_complete
         if ranks.rank:
             return None
         rows = list(chain.from_iterable(map(json.loads, gathered)))
         _write_metadata(place, plan.listing, rows)
-        return str(place.publish(sorted({row[5] for row in rows})))
+        made = str(place.publish(sorted({row[5] for row in rows})))
+        is_complete = True
+        return made
 
     try:
         begun = run_on_all_ranks(ranks, call, begin)
         place.join(ranks.broadcast_json(begun))
         written = run_on_all_ranks(ranks, call, lambda: _write_items(place, ranks.rank, plan.items))
+        is_writing = False  # all ranks have written: rank 0 publishes their files, or removes them
         gathered = ranks.gather(json.dumps(written).encode())
-        is_writing = False
         published = run_on_all_ranks(ranks, call, publish)
     except BaseException as error:
+        if not is_told(error):
+            ranks.close()  # the others hear of it where they wait for this rank
+        if is_complete:
+            what = f"{target}: is complete, though not every rank came to the end of {call}"
+            logging.getLogger("ema_ckpt").warning(displayed(what))
         # Whether what is to be published can still be removed, rank 0 knows.
         try:
             if is_writing or not ranks.rank:

@@ -109,8 +109,8 @@ def test_a_handler_that_calls_while_its_rank_waits_meets_the_handlers_of_the_oth
 
 def _exchanges() -> tuple[object, ...]:
     meet("exchange", 20)
-    ours = open_channel("test")
-    assert ours is open_channel("test")
+    ours = open_channel("test", 1)
+    assert ours is open_channel("test", 1)
     rank = dist.get_rank()
     values = ours.exchange({"rank": rank, "names": ["ä"] * rank})
     dist.all_reduce(torch.ones(1))
@@ -145,7 +145,7 @@ def test_values_of_any_length_travel_also_after_the_default_group() -> None:
 
 def _one_dies() -> str:
     meet("exchange", 20)
-    ours = open_channel("test")
+    ours = open_channel("test", 1)
     ours.exchange(0)
     if dist.get_rank() == 1:
         os._exit(3)
@@ -173,7 +173,7 @@ def _one_dies_at_the_door() -> float:
     assert time.monotonic() - started < 10
     channel._CONNECT_TIMEOUT = timedelta(seconds=2)
     with pytest.raises(CollectiveError, match="not all ranks could be connected"):
-        open_channel("test")
+        open_channel("test", 1)
     raise RuntimeError("the survivor ended")
 
 
@@ -184,7 +184,7 @@ def test_a_rank_that_dies_as_it_arrives_leaves_nobody_waiting() -> None:
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
     meet("save", 0.001)
-    alone = open_channel("test")
+    alone = open_channel("test", 1)
     assert alone.exchange({"a": 1}) == [{"a": 1}]
     assert alone.gather(b"a") == [b"a"]
     assert alone.scatter([b"a"]) == b"a"
@@ -206,7 +206,7 @@ from ema_ckpt.core.errors import EmaCkptError
 rank, port, when = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 meet("save", 20)
-channel = open_channel("save") if when == "connected" else None
+channel = open_channel("save", 1) if when == "connected" else None
 dist.barrier()
 if rank == 0:
     os._exit(9)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ema_ckpt.comm.channel import Channel, open_channel
+from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
 from ema_ckpt.comm.rendezvous import meet
 from ema_ckpt.core.box import Box, whole
@@ -46,26 +46,28 @@ def gather_full(call: str, read: Callable[[], FullState], timeout: float) -> dic
         StateError: `name-collision`: one name has different shapes or values on ranks that are no
             declared replicas; `hole`: the pieces of all ranks do not make a tensor whole.
     """
-    meet(call, timeout)
-    channel = open_channel("gather")
-    state = run_on_all_ranks(channel, call, read)
-    firsts = _first_names(state.values, channel)
-    values = {name: value for name, value in state.values.items() if firsts[name] == name}
-    items: list[_Item] = []
-    for name, value in values.items():
-        items += [_Item(name, box, part) for box, part in _pieces(value)]
-    listing = gather_listing(_entries(values, items), channel, call, "name-collision")
-    _compare_replicas(state, listing, items, channel, call)
-    mine = [items[number] for number in divide(listing, channel, call)]
-    # All memory is taken here: a rank without enough of it can still tell the others.
-    given = run_on_all_ranks(channel, call, lambda: [item.prepared(channel.rank) for item in mine])
-    memory = run_on_all_ranks(channel, call, lambda: _reserve(listing, given, channel.rank))
-    if channel.rank:
-        for value in given:
-            _send(value, memory, channel)
-        return {}
-    whole_values = _receive_all(listing, items, memory, channel)
-    return {name: whole_values[first] for name, first in firsts.items()}
+    with leaving_together("gather"):
+        channel = open_channel("gather", meet(call, timeout))
+        state = run_on_all_ranks(channel, call, read)
+        firsts = _first_names(state.values, channel)
+        values = {name: value for name, value in state.values.items() if firsts[name] == name}
+        items: list[_Item] = []
+        for name, value in values.items():
+            items += [_Item(name, box, part) for box, part in _pieces(value)]
+        listing = gather_listing(_entries(values, items), channel, call, "name-collision")
+        _compare_replicas(state, listing, items, channel, call)
+        mine = [items[number] for number in divide(listing, channel, call)]
+        # All memory is taken here: a rank without enough of it can still tell the others.
+        given = run_on_all_ranks(
+            channel, call, lambda: [item.prepared(channel.rank) for item in mine]
+        )
+        memory = run_on_all_ranks(channel, call, lambda: _reserve(listing, given, channel.rank))
+        if channel.rank:
+            for value in given:
+                _send(value, memory, channel)
+            return {}
+        whole_values = _receive_all(listing, items, memory, channel)
+        return {name: whole_values[first] for name, first in firsts.items()}
 
 
 class _Item(NamedTuple):
