@@ -22,6 +22,11 @@ Parts = Iterable[tuple[str | int, Any]]
 
 MAX_DEPTH = 100
 _LONG = 256  # bytes: shorter ones count as leaves
+# Names repeat the keys on the way to them, and each takes some bytes of the file itself.
+_NAMES_PER_BYTE = 16
+_MORE_NAMES = 64 << 20
+_BYTES_A_TENSOR = 16  # the least that one takes that is not referred to over and over
+_MORE_TENSORS = 1000
 
 
 def walk(
@@ -59,6 +64,11 @@ def flatten(
     return leaves, Nesting(flattener.keys, frozenset(flattener.tuples))
 
 
+def _over_and_over(problem: str, most: int) -> SourceError:
+    limit = f"written out they take more than {most} bytes, the limit for this file"
+    return SourceError("unsupported", f"{problem} over and over; {limit}")
+
+
 class _Flattener:
     """Opens containers, and collects what their paths lack."""
 
@@ -70,9 +80,12 @@ class _Flattener:
         self._is_opened: dict[int, bool] = {}
         self._repeated_budget = self._most_repeated = budget + MAX_REPEATED_BYTES
         self._texts: set[int] = set()  # long ones that were met
+        self._names_budget = self._most_names = _NAMES_PER_BYTE * budget + _MORE_NAMES
+        self._tensors_budget = budget // _BYTES_A_TENSOR + _MORE_TENSORS
 
     def open_container(self, path: Path, value: Any) -> Parts | None:
         self._spend(len(path))
+        self._spend_name(path)
         if isinstance(value, dict) and value:
             for key in value:
                 self._spend_text(key)
@@ -92,6 +105,15 @@ class _Flattener:
         if depth > MAX_DEPTH:
             raise SourceError("unsupported", f"containers are nested more than {MAX_DEPTH} deep")
 
+    def _spend_name(self, path: Path) -> None:
+        """Count the characters of the name that a path becomes."""
+        self._take_name(sum(len(part) for part in path if isinstance(part, str)))
+
+    def _take_name(self, length: int) -> None:
+        self._names_budget -= length
+        if self._names_budget < 0:
+            raise _over_and_over("the same texts are referred to in names", self._most_names)
+
     def _spend_text(self, value: object) -> None:
         """Count the bytes of a long text, or of bytes, that was met before."""
         size = bytes_of(value)
@@ -102,9 +124,7 @@ class _Flattener:
             return
         self._repeated_budget -= size
         if self._repeated_budget < 0:
-            problem = "the same texts are referred to over and over"
-            limit = f"written out they take more than {self._most_repeated} bytes"
-            raise SourceError("unsupported", f"{problem}; {limit}, the limit for this file")
+            raise _over_and_over("the same texts are referred to", self._most_repeated)
 
     def _text(self, path: Path, key: object, siblings: dict[object, object]) -> str:
         """Convert a key to text that no other key of the dict has."""
@@ -112,6 +132,7 @@ class _Flattener:
             return key
         if not _is_plain_key(key):
             raise SourceError("unsupported", f"a dict has a key of type {type(key).__name__}")
+        self._take_name(_printed_length(key))
         text = str(key)
         is_sibling = text in siblings and not isinstance(key, TypedText)  # equal to itself
         if is_sibling or (*path, text) in self.keys:
@@ -131,6 +152,9 @@ class _Flattener:
     def _check_leaf(self, value: object) -> None:
         """Count what is in a leaf, as a writer will meet it, and refuse tensors without a path."""
         if self._is_tensor(value):
+            self._tensors_budget -= 1
+            if self._tensors_budget < 0:
+                raise SourceError("unsupported", "the same tensors are referred to over and over")
             return
         pending: list[tuple[object, int]] = [(value, 0)]
         while pending:
@@ -151,6 +175,17 @@ def _is_plain_key(key: object) -> bool:
     if isinstance(key, int):
         return key.bit_length() <= 4096
     return isinstance(key, float | TypedText | None)
+
+
+def _printed_length(key: object) -> int:
+    """About how many characters a plain key has as text."""
+    if isinstance(key, tuple):
+        return sum(map(_printed_length, key))
+    if isinstance(key, int):
+        return key.bit_length() // 3
+    if isinstance(key, Global):
+        return len(key.module) + len(key.name)
+    return len(key) if isinstance(key, str | bytes) else 0
 
 
 def _inside(value: object, opened: tuple[type, ...]) -> Iterator[object]:

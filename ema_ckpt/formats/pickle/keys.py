@@ -55,5 +55,5 @@ def _check_nesting(keys: list[Nesting]) -> None:
 def _has_known_hash(key: object) -> bool:
     """Whether many keys of one hash can be made of such keys: not of text, nor of small numbers."""
     if isinstance(key, int):
-        return abs(key) >= _MERSENNE
+        return key.bit_length() >= _MERSENNE.bit_length()
     return not isinstance(key, _UNFORESEEN)

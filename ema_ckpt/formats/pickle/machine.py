@@ -13,10 +13,9 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
-from ema_ckpt.core.collisions import Collisions
 from ema_ckpt.core.errors import SourceError, UnsafeError
 from ema_ckpt.formats.pickle.damage import ShortcutMissedError, own_errors
-from ema_ckpt.formats.pickle.keys import check_keys
+from ema_ckpt.formats.pickle.effort import Effort
 from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.several import MARK, Several, guarded
@@ -58,7 +57,7 @@ class Machine:
         self.strict = strict
         self.prepare = prepare
         self.globals: dict[tuple[str, str], Global] = {}
-        self.collisions = Collisions()
+        self.effort = Effort(len(data))
         self.locates = False  # whether bytes know where they lie
         self.table = _TABLE  # what interprets each opcode
 
@@ -186,6 +185,7 @@ class Machine:
         if not isinstance(function, Global) or type(args) is not tuple:
             raise ValueError("something that is no global is called")
         if function.make is not None:
+            self.effort.check_args(args)
             self.stack.append(function.make(*args))
         elif function.is_executor or (calls and self.strict):
             raise UnsafeError(
@@ -314,6 +314,7 @@ def _obj(machine: Machine) -> None:
 def _build(machine: Machine) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     if isinstance(target, Replacement):
+        machine.effort.check_state(state)
         target.setstate(state)
     elif not isinstance(target, dict):  # the attributes of an OrderedDict hold nothing needed
         raise ValueError(f"a {type(target).__name__} is given a state")
@@ -321,7 +322,7 @@ def _build(machine: Machine) -> None:
 
 def _frozenset(machine: Machine) -> frozenset[object]:
     items = machine.pop_mark()
-    check_keys(machine.collisions, items)
+    machine.effort.check_keys(items)
     return frozenset(items)
 
 
@@ -329,7 +330,7 @@ def _set_items(machine: Machine, items: list[object]) -> None:
     target = machine.stack[-1]
     if isinstance(target, dict):
         keys, values = items[::2], items[1::2]
-        check_keys(machine.collisions, keys)
+        machine.effort.check_keys(keys)
         target.update(zip(keys, values, strict=True))
     elif isinstance(target, Opaque):
         target.entries.extend(items)
@@ -353,7 +354,7 @@ def _extend(machine: Machine, items: list[object]) -> None:
     if isinstance(target, list):
         target.extend(items)
     elif isinstance(target, set):
-        check_keys(machine.collisions, items)
+        machine.effort.check_keys(items)
         target.update(items)
     elif isinstance(target, Opaque):
         target.entries.extend(items)
@@ -363,8 +364,7 @@ def _extend(machine: Machine, items: list[object]) -> None:
 
 def _persistent_id(machine: Machine) -> object:
     if machine.persistent is None:
-        message = "the pickle refers to something outside itself (a persistent id)"
-        raise UnsafeError("unsafe-pickle", message)
+        raise UnsafeError("unsafe-pickle", "it refers to something outside of it (persistent id)")
     return machine.persistent(machine.stack.pop())
 
 

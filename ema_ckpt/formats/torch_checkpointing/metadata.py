@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
+from reprlib import repr as brief  # bounded: a hostile value may nest without end
 from typing import Any, NamedTuple
 
 from ema_ckpt.core.box import Box, MeshCut, placement_box, unravel
@@ -31,6 +32,8 @@ TORCH, SAFETENSORS, JSON = "TorchSerialization", "SafetensorsSerialization", "Js
 _VERSION = "2.0"
 _MAX_NBYTES = 1 << 32
 _MAX_DIMS = 64
+_MAX_TEXT = 1 << 16
+_ENTRY_NBYTES = 2  # at least, of a path, a group, a rank, a box or a placement in the file
 _DEFAULT_FILE = re.compile(r"(.+)_(0|[1-9]\d*)\.pt", re.ASCII | re.DOTALL)
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 
@@ -108,14 +111,17 @@ def read_metadata(source: Files, file: str) -> Metadata:
     """
     nbytes = min(source.size(file), _MAX_NBYTES)
     document: Any = loads(source.read(file, 0, nbytes), {}, where=file)
+    parser = _Groups(nbytes // _ENTRY_NBYTES + _MAX_DIMS)
     try:
         version = document.get("version", "1.0")
         if version != _VERSION:
-            message = f"{file}: version {version!r} of torch_checkpointing's metadata; expected"
+            message = (
+                f"{file}: version {brief(version)} of torch_checkpointing's metadata; expected"
+            )
             raise SourceError("unsupported", f"{message} {_VERSION!r}", file=file)
         world_size = _count(document["world_size"])
         recorded = document["metadata"].items()
-        items = {str(name): _item(str(name), value, file) for name, value in recorded}
+        items = {_text(name): _item(_text(name), value, file, parser) for name, value in recorded}
     except _MALFORMED as error:
         message = f"{file}: damaged, or no metadata of torch_checkpointing ({error!r})"
         raise SourceError("unreadable", message, file=file) from None
@@ -142,13 +148,14 @@ def files_of(metadata: Metadata, listing: Iterable[str]) -> list[ItemFile]:
     return files
 
 
-def _item(name: str, value: Any, file: str) -> Item:
+def _item(name: str, value: Any, file: str, parser: _Groups) -> Item:
     files = {}
+    parser.spend(len(value["rank_to_layout_info"]), len(value["nested_path_to_metadata"]))
     for rank, layout in value["rank_to_layout_info"].items():
         files[_count(rank)] = _item_file(name, _count(rank), layout)
-    parser = _Groups()
     groups = {}
     for text, listed in value["nested_path_to_metadata"].items():
+        parser.spend(len(listed), (len(name) + len(text)) // _MAX_DIMS)
         groups[_path(text, file)] = [parser.parse(group) for group in listed]
     return Item(files, groups)
 
@@ -157,7 +164,7 @@ def _item_file(item: str, rank: int, layout: Any) -> ItemFile:
     if layout is None:
         return ItemFile(item, rank, f"{item}_{rank}.pt")
     serialization = layout["serialization_format"]["type"]
-    return ItemFile(item, rank, str(layout["file_path"]), str(serialization))
+    return ItemFile(item, rank, _text(layout["file_path"]), _text(serialization))
 
 
 def _path(text: str, file: str) -> Path:
@@ -170,8 +177,15 @@ def _path(text: str, file: str) -> Path:
 class _Groups:
     """Parses groups; what many paths refer to, the ranks and their mesh, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self._known: dict[int, Any] = {}
+        self._spare = most
+
+    def spend(self, *counts: int) -> None:
+        """Count what is parsed: references of a few bytes could be endless."""
+        self._spare -= sum(counts)
+        if self._spare < 0:
+            raise ValueError("the same entries are listed over and over")
 
     def parse(self, group: Any) -> Group:
         ranks, sharding = group["ranks"], group["sharding_metadata"]
@@ -179,12 +193,15 @@ class _Groups:
         numbers: frozenset[int] = self._once(ranks, lambda: frozenset(map(_count, ranks)))
         if kind == "DTensorShardingMetadata":
             mesh = data["mesh_spec"]
+            self.spend(len(data["placements"]))
             return Group(numbers, _placed_by_mesh(data, self._once(mesh, lambda: _mesh(mesh))))
         if kind == "default_tensor_v1":
+            self.spend(len(data["global_offsets"]))
             return Group(numbers, _placed_by_offsets(data))
+        kind = brief(kind)
 
         def refuse(_rank: int) -> Place:
-            problem = f"its place is recorded as {kind!r}, a kind that is not read"
+            problem = f"its place is recorded as {kind}, a kind that is not read"
             raise SourceError("unsupported", f"{problem}; gather it before it is saved")
 
         return Group(numbers, refuse)
@@ -210,7 +227,7 @@ def _mesh(value: Any) -> _Mesh:
 
 def _placed_by_mesh(data: Any, mesh: _Mesh) -> Callable[[int], Place]:
     """Placements on a mesh of ranks, as a DTensor has."""
-    shape, dtype = _ints(data["global_shape"]), str(data["dtype"])
+    shape, dtype = _ints(data["global_shape"]), _text(data["dtype"])
     cuts = [_cut(placement, len(shape)) for placement in data["placements"]]
     if len(cuts) != len(mesh.sizes):
         raise ValueError("placements that do not fit their mesh")
@@ -231,7 +248,7 @@ def _placed_by_mesh(data: Any, mesh: _Mesh) -> Callable[[int], Place]:
 
 def _placed_by_offsets(data: Any) -> Callable[[int], Place]:
     """Boxes of the global tensor, each with its corner in the local one."""
-    shape, dtype = _ints(data["global_shape"]), str(data["dtype"])
+    shape, dtype = _ints(data["global_shape"]), _text(data["dtype"])
     corners = zip(data["global_offsets"], data["local_sizes"], data["local_offsets"], strict=True)
     boxes = [(Box(_ints(begin), _ints(sizes)), _ints(local)) for begin, sizes, local in corners]
     for box, local in boxes:
@@ -245,11 +262,17 @@ def _cut(placement: Any, ndim: int) -> MeshCut:
     if kind == "Replicate":
         return None, 1
     if kind not in ("Shard", "StridedShard"):
-        raise ValueError(f"a placement {kind!r}")
+        raise ValueError(f"a placement {brief(kind)}")
     dim, factor = placement["dim"], placement.get("split_factor", 1)
     if type(dim) is not int or not -ndim <= dim < ndim or type(factor) is not int or factor < 1:
-        raise ValueError(f"a {kind} of dimension {dim!r}")
+        raise ValueError(f"a {kind} of dimension {brief(dim)}")
     return dim % ndim, factor
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise ValueError(f"{brief(value)} where a name is expected")
+    return value
 
 
 def _ints(value: Any) -> Ints:

@@ -72,6 +72,7 @@ class _Reader:
     lenient: LenientGlobals
     records: dict[str, Record] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)  # bytes of storages that are not read
+    inner: dict[int, StorageRef] = field(default_factory=dict)  # by position of their bytes
 
     def read(self) -> Pickled:
         first, end = self.load(self.data, 0)
@@ -153,6 +154,12 @@ class _Reader:
         if not isinstance(data, LocatedBytes):
             reason = "the pickle has its bytes as text; pickle it again with protocol 4"
             raise SourceError("unsupported", reason)
+        if data.position not in self.inner:
+            self.inner[data.position] = self.read_storage(data)
+        return self.inner[data.position]
+
+    def read_storage(self, data: LocatedBytes) -> StorageRef:
+        """Read what `storage_in` finds."""
         inner = _Reader(self.source, self.file, data, self.lenient)
         magic, position = inner.load(data, 0)
         if magic != _MAGIC:
