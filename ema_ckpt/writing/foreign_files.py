@@ -143,7 +143,7 @@ def rescue(
     if old is None:
         return "", None
     try:
-        left = foreign_parts(old, policy, target.name)
+        left = foreign_parts(old, policy, target)
         if left and policy.keep_foreign and _is_directory(old) and _is_directory(target):
             left = carried.carry_late(left, old, target)
             if carried.has_late:
@@ -156,7 +156,7 @@ def rescue(
     place = target.with_name(f"{target.name}.kept-{stage.name[-8:]}")
     try:
         if _is_directory(old):
-            _delete_checkpoint(old)
+            _delete_checkpoint(old, target)
         put(old, place)
     except OSError:
         return f"{what}: {shown(left)}; they are in {old}; move them before you write again", old
@@ -173,10 +173,10 @@ def _noted_inode(stage: Path) -> int:
         return 0
 
 
-def _delete_checkpoint(directory: Path) -> None:
-    """Delete what is not foreign in it."""
+def _delete_checkpoint(directory: Path, place: Path) -> None:
+    """Delete what is not foreign in a directory, which was at `place`."""
     names = set(os.listdir(directory))  # before the other list: what comes in between stays
-    for name in names.difference(foreign_entries(directory)):
+    for name in names.difference(foreign_entries(directory, place)):
         os.unlink(directory / name)
 
 

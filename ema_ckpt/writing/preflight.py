@@ -182,16 +182,20 @@ def check_replaceable(path: Path, policy: OverwritePolicy) -> list[str]:
     return carried
 
 
-def foreign_parts(path: Path, policy: OverwritePolicy, name: str = "") -> list[str]:
-    """Name what is lost if `path`, called `name` (its own by default), is deleted, sorted.
+def foreign_parts(path: Path, policy: OverwritePolicy, place: Path | None = None) -> list[str]:
+    """Name what is lost if `path` is deleted, sorted.
 
     Those are foreign entries of a directory, or a foreign file that becomes a directory itself.
+
+    Args:
+        place: where `path` was before it was moved, which tells its name and whither links in it
+            lead.
     """
     if stat.S_ISDIR(os.lstat(path).st_mode):
-        entries = foreign_entries(path)
+        entries = foreign_entries(path, place)
         return [one for one in entries if one not in policy.replaces or (path / one).is_dir()]
-    is_foreign = policy.is_directory and not _is_checkpoint_file(path, name)
-    return [name or path.name] if is_foreign else []
+    is_foreign = policy.is_directory and not _is_checkpoint_file(path, place)
+    return [(place or path).name] if is_foreign else []
 
 
 def _check_movable(path: Path) -> None:
@@ -231,10 +235,15 @@ def check_space(path: Path, nbytes: int) -> None:
         raise TargetError("no-space", message)
 
 
-def foreign_entries(directory: Path) -> list[str]:
-    """List entries that are no files of a checkpoint format, sorted; subdirectories never are."""
-    entries = os.scandir(directory)
-    return sorted(entry.name for entry in entries if not _is_checkpoint_file(Path(entry.path)))
+def foreign_entries(directory: Path, place: Path | None = None) -> list[str]:
+    """List entries that are no files of a checkpoint format, sorted; subdirectories never are.
+
+    Args:
+        place: where the directory was before it was moved: relative links lead from there.
+    """
+    place = place or directory
+    names = os.listdir(directory)
+    return sorted(n for n in names if not _is_checkpoint_file(directory / n, place / n))
 
 
 def write_error(path: Path, error: OSError) -> TargetError:
@@ -286,17 +295,21 @@ def _is_among(path: Path, chain: list[Path]) -> bool:
     return any(other.exists() and os.path.samestat(own, other.stat()) for other in chain)
 
 
-def _is_checkpoint_file(path: Path, name: str = "") -> bool:
-    mode = os.lstat(path).st_mode
-    if not (stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and path.is_file())):
+def _is_checkpoint_file(path: Path, place: Path | None = None) -> bool:
+    """Check a file, which was at `place` before it was moved."""
+    place = place or path
+    mode, leads_to = os.lstat(path).st_mode, path
+    if stat.S_ISLNK(mode) and not path.is_file():
+        leads_to = place.parent / os.readlink(path)
+    if not (stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and leads_to.is_file())):
         return False
 
     def read_head() -> bytes:
-        with open(path, "rb") as file:
+        with open(leads_to, "rb") as file:
             return file.read(2)
 
     try:
-        return is_checkpoint_file(name or path.name, read_head)
+        return is_checkpoint_file(place.name, read_head)
     except OSError:
         return False
 

@@ -310,6 +310,26 @@ def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path) -> None:
     assert str(kept) in warning.message and "model.safetensors" in warning.message
 
 
+@PLAIN
+def test_links_to_old_shards_are_no_foreign_files(tmp_path: Path, plain: bool) -> None:
+    """A folder of Hugging Face's cache has relative links, which lead nowhere from the stage."""
+    target, blobs = tmp_path / "snapshots" / "hf", tmp_path / "blobs"
+    target.mkdir(parents=True)
+    blobs.mkdir()
+    shard = "model-00001-of-00001.safetensors"
+    for name in (shard, "model.safetensors.index.json", "config.json"):
+        (blobs / name).write_text("old")
+        (target / name).symlink_to(f"../../blobs/{name}")
+    (target / "more.safetensors").write_text("old")
+    (target / "same.safetensors").symlink_to("more.safetensors")
+    staged = overwrite(target, plain, keep_foreign=True)
+    assert sorted(os.listdir(target)) == ["config.json", "model.safetensors"]
+    assert (target / "config.json").read_text() == "old"
+    assert sorted(os.listdir(blobs)) == ["config.json", shard, "model.safetensors.index.json"]
+    assert os.listdir(target.parent) == ["hf"]
+    assert staged.warnings == []
+
+
 def test_owner_mode_and_times_of_what_is_carried(tmp_path: Path, links: bool) -> None:
     target = tmp_path / "hf"
     make_model(target)
