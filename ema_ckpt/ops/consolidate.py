@@ -15,7 +15,7 @@ from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.names import EMA, OPTIMIZER, TORCH_SUFFIXES
 from ema_ckpt.core.text import counted, parse_size, shown
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.dequantize import dequantize, exact_warnings, with_exact_parts
+from ema_ckpt.ops.dequantize import dequantize, exact_warnings, split_warnings, with_exact_parts
 from ema_ckpt.ops.files_beside import settings_beside
 from ema_ckpt.ops.object_plan import (
     refuse_skipped,
@@ -108,6 +108,7 @@ def consolidate(
         warnings += [*ruled.warnings, *values.warnings()]
         warnings += warn_of_files(catalog, {*copied, *values.named_files}, skipped)
         warnings += exact_warnings(selection)
+        warnings += split_warnings(opened_catalog, selection, options, catalog)
         plan, ties = plan_for(output, catalog, selection.entries, expand_ties=options.expand_ties)
         job = PlannedWrite(
             catalog,

@@ -13,7 +13,7 @@ from ema_ckpt.core.names import EMA, LIVE, OPTIMIZER, role_of
 from ema_ckpt.core.text import counted, parse_size
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.opening import opened
-from ema_ckpt.ops.dequantize import dequantize, exact_warnings, with_exact_parts
+from ema_ckpt.ops.dequantize import dequantize, exact_warnings, split_warnings, with_exact_parts
 from ema_ckpt.ops.files_beside import needed_files
 from ema_ckpt.ops.object_plan import (
     left_out,
@@ -140,6 +140,7 @@ def _transfer(
         warnings = [*catalog.warnings, *values.warnings(copied), *ruled.warnings, *objects.warnings]
         warnings += warn_of_files(catalog, copied, skipped)
         warnings += exact_warnings(selection)
+        warnings += split_warnings(opened_catalog, selection, options, catalog)
         split: list[bool] = []
         if output.form == "dcp":
             names = [*(tensor.name for tensor in tensors), *(o.name for o in objects.kept)]

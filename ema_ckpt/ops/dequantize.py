@@ -159,6 +159,27 @@ def exact_warnings(selection: Selection) -> Iterator[Diagnostic]:
     yield Diagnostic("scales-kept", f"{message}{shown(selection.exact)}; {remedy}")
 
 
+def split_warnings(
+    stored: Catalog, selection: Selection, options: WriteOptions, ruled: Catalog
+) -> Iterator[Diagnostic]:
+    """Warn of quantised weights of `stored` whose codes are written without their scales.
+
+    Args:
+        ruled: what rules made of it.
+    """
+    if options.dequantize is not None:
+        return
+    written, made_from = set[str](), ruled.made_from
+    for entry in selection.entries:
+        sources = made_from.get(entry.source.name, (entry.source,))
+        written.update(source.name for source in sources)
+    left = [tensor for tensor in stored.tensors if tensor.name not in written]
+    if left:
+        from ema_ckpt.reading.quantized.lone_codes import warn_of_split_weights
+
+        yield from warn_of_split_weights(stored, _without(stored, left))
+
+
 def refuse_unquantized(catalog: Catalog, options: WriteOptions) -> None:
     """Raise UsageError `empty-selection` if `--dequantize` is given: it has nothing to do."""
     if options.dequantize is not None:

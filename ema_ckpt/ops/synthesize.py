@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -14,9 +14,14 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.text import counted, parse_size
-from ema_ckpt.ops.object_plan import refuse_skipped, unknown_objects
+from ema_ckpt.ops.object_plan import (
+    header_text,
+    refuse_skipped,
+    unknown_objects,
+    unsupported_metadata,
+)
 from ema_ckpt.ops.results.further_fields import with_fields
-from ema_ckpt.ops.results.write import WriteResult
+from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import rule_one
 from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize_inputs import (
@@ -152,6 +157,8 @@ def _write(
     for snapshot in snapshots:
         check_sources(snapshot.catalog, snapshot.tree.weights.values())
         skipped |= dict.fromkeys([*snapshot.values.skipped, *unknown_objects(snapshot.catalog)])
+    skipped |= dict.fromkeys(unsupported_metadata(catalog, selection.entries, output.format))
+    skipped |= dict.fromkeys(_unlike_text(snapshots, catalog.header_text))
     refuse_skipped(list(skipped), options.strict)
     split = [bool(tensor.source.shape) for tensor in selection.entries]
     plan, _ = plan_for(output, catalog, selection.entries, split=split)
@@ -219,8 +226,26 @@ def virtual_catalog(
         files=files,
         warnings=tuple(warnings),
         left_out=tuple(left_out),
+        header_text=_common_text(snapshots),
         made_by=" ".join([snapshot.values.catalog.made_by for snapshot in snapshots]).strip(),
     )
+
+
+def _common_text(snapshots: Sequence[Snapshot]) -> dict[str, str]:
+    """Return the text of safetensors headers that all snapshots have alike."""
+    first, *others = [header_text(snapshot.catalog) for snapshot in snapshots]
+    return {
+        key: text for key, text in first.items() if all(other.get(key) == text for other in others)
+    }
+
+
+def _unlike_text(snapshots: Sequence[Snapshot], common: Mapping[str, str]) -> Iterator[Skipped]:
+    """List the text of headers that the snapshots do not have alike, and that nobody can sum."""
+    keys = {key: None for snapshot in snapshots for key in header_text(snapshot.catalog)}
+    for key in keys:
+        if key not in common:
+            reason = "text of safetensors headers that is not the same in all snapshots"
+            yield Skipped(f"__metadata__.{key}", "", reason)
 
 
 def _output_of(

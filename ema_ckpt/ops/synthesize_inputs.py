@@ -214,11 +214,13 @@ def refuse_quantized(
     Raises:
         UsageError: `unsupported`.
     """
-    from ema_ckpt.reading.quantized.exact_parts import exact_parts
+    from ema_ckpt.reading.quantized.exact_parts import exact_parts, understood_parts
 
     parts = dict[str, Snapshot]()
+    understood = set[str]()
     for snapshot in snapshots:
         exact = exact_parts(snapshot.values.catalog)
+        understood.update(understood_parts(snapshot.values.catalog) if exact else ())
         for name, weight in snapshot.tree.weights.items() if exact else ():
             if weight.name in exact:
                 parts[canonical(name)] = snapshot
@@ -228,7 +230,9 @@ def refuse_quantized(
                 where = (
                     f"{tensor.name!r} is part of a quantised weight in {parts[source.name].label}"
                 )
-                remedy = "--dequantize bf16 sums the values of such weights"
+                remedy = "--exclude leaves it out, and --dequantize does not understand its scheme"
+                if source.name in understood:
+                    remedy = "--dequantize bf16 sums the values of such weights"
                 message = f"{where}, and sums of codes and scales are no weights; {remedy}"
                 raise UsageError("unsupported", message, tensor=tensor.name)
 

@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,10 +197,17 @@ def test_names_of_rules_and_renames(tmp_path: Path) -> None:
     assert name in result.warnings[0].message
 
 
-@pytest.mark.parametrize("make", [int8, int4, not_understood])
-def test_codes_and_scales_are_not_summed(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (int8, "--dequantize bf16 sums"),
+        (int4, "--dequantize bf16 sums"),
+        (not_understood, "--exclude leaves it out"),
+    ],
+)
+def test_codes_and_scales_are_not_summed(make: Make, remedy: str, tmp_path: Path) -> None:
     source, out = saved(make()[0], tmp_path / "source"), tmp_path / "out"
-    with pytest.raises(ema_ckpt.EmaCkptError, match="--dequantize bf16") as caught:
+    with pytest.raises(ema_ckpt.EmaCkptError, match=remedy) as caught:
         ema_ckpt.synthesize([source, source], out, weights=[0.5, 0.5])
     assert (caught.value.code, out.exists()) == ("unsupported", False)
     ema_ckpt.synthesize([source, source], out, weights=[0.5, 0.5], match=[NORM, "*.bias"])
@@ -245,6 +253,40 @@ def test_every_verb_that_looks_names_what_is_missing(make: Make, lost: str, tmp_
         assert repr(codes) in told[0]
         assert f"{UP}.{lost}" in told[0]
         assert "bare-codes" not in [one.code for one in look(whole).warnings]
+
+
+@pytest.mark.parametrize(
+    ("make", "lost"), [(fp8, "weight_scale_inv"), (int8, "weight_scale"), (int4, "weight_shape")]
+)
+def test_writers_name_what_the_selection_leaves_out(make: Make, lost: str, tmp_path: Path) -> None:
+    tensors, _ = make()
+    source = saved(tensors, tmp_path / "source")
+    codes = next(iter(tensors))
+
+    def told(out: str, verb: Callable[..., Any], **options: object) -> list[str]:
+        result = verb(source, tmp_path / out, **options)
+        return [one.message for one in result.warnings if one.code == "bare-codes"]
+
+    for out, verb, options in (
+        ("a.safetensors", ema_ckpt.consolidate, {}),
+        ("b.pt", ema_ckpt.convert, {}),
+        ("c", ema_ckpt.reshard, {"world_size": 2}),
+    ):
+        (message,) = told(out, verb, exclude=[f"*{lost}"], **options)
+        assert repr(codes) in message
+        assert f"leaves out '{UP}.{lost}'" in message
+        assert not told(f"whole-{out}", verb, **options)
+    assert told("d.safetensors", ema_ckpt.consolidate, match=[codes])
+    assert not told("e.safetensors", ema_ckpt.consolidate, match=["*norm*"])
+    assert not told("f.safetensors", ema_ckpt.consolidate, exclude=["*norm*"])
+    values = {"match": [f"{UP}.weight"], "dequantize": "bf16"}
+    assert not told("g.safetensors", ema_ckpt.consolidate, **values)
+
+
+def test_codes_that_lack_their_scales_already_are_copied(tmp_path: Path) -> None:
+    lacking = FIXTURES / "quantized/missing-scale"
+    result = ema_ckpt.consolidate(lacking, tmp_path / "a.safetensors", exclude=["*norm*"])
+    assert "bare-codes" not in [one.code for one in result.warnings]
 
 
 def test_exit_codes_and_json(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -440,6 +441,26 @@ def test_sums_that_no_type_holds_are_refused(dtype: torch.dtype, tmp_path: Path)
     assert not out.exists()
     synthesize(sources, out, weights=[0.5, 0.5], exclude=["w"])
     assert torch.load(out)["v"].tolist() == [1.5, 1.5]
+
+
+def test_text_that_the_headers_have_alike_is_kept(tmp_path: Path) -> None:
+    """As a trainer of adapters writes it; what differs holds for no sum of them."""
+    sources = []
+    for number in (1, 2):
+        text = {"format": "pt", "ss_network_dim": "4", "sshs_model_hash": f"{number}"}
+        sources.append(tmp_path / f"{number}.safetensors")
+        save_file({"w": torch.full((2,), float(number))}, sources[-1], text)
+    out = tmp_path / "out.safetensors"
+    result = synthesize(sources, out, weights=[0.5, 0.5])
+    with safe_open(out, "pt") as opened:
+        text = opened.metadata()
+    assert text.pop("ema_ckpt") and text == {"format": "pt", "ss_network_dim": "4"}
+    assert [item.name for item in result.skipped] == ["__metadata__.sshs_model_hash"]
+    with pytest.raises(UsageError, match="sshs_model_hash"):
+        synthesize(sources, tmp_path / "strict.safetensors", weights=[0.5, 0.5], strict=True)
+    result = synthesize(sources, tmp_path / "out.pt", weights=[0.5, 0.5])
+    names = sorted(item.name for item in result.skipped)
+    assert names == ["__metadata__.ss_network_dim", "__metadata__.sshs_model_hash"]
 
 
 def test_one_path_is_no_list_of_snapshots(pair: list[Path], tmp_path: Path) -> None:

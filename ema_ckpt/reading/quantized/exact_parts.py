@@ -37,6 +37,11 @@ def exact_parts(catalog: Catalog, *, dequantized: bool = False) -> frozenset[str
     return frozenset(names)
 
 
+def understood_parts(catalog: Catalog) -> set[str]:
+    """Return the stored names of all parts of weights whose values can be computed."""
+    return _understood(recognise(catalog, lenient=True))
+
+
 def _is_beside(name: str, layers: set[str], is_known: bool) -> bool:
     """Whether a tensor beside codes belongs to them: by its name, or by any if none is known."""
     layer, leaf = _layer(name), name.rpartition(".")[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
@@ -32,17 +32,37 @@ def warn_of_lone_codes(catalog: Catalog) -> Iterator[Diagnostic]:
     Where files are missing or damaged the scales may be in them, and the problems are told instead.
     """
     found = [] if catalog.problems else list(find_lone_codes(catalog))
-    if not found:
-        return
+    if found:
+        remedy = (
+            "look for a file that was not copied; numbers of eight bits that were never scaled "
+        )
+        yield _diagnostic(found, "there is no", f"{remedy}are whole as they are")
+
+
+def warn_of_split_weights(stored: Catalog, written: Catalog) -> Iterator[Diagnostic]:
+    """Warn of codes in `written`, a part of `stored`, whose scales are in `stored` alone."""
+    found = list(find_lone_codes(written))
+    known = {one.name for one in find_lone_codes(stored)} if found else set()
+    names = {tensor.name for tensor in stored.tensors}
+    split = []
+    for one in found:
+        lacking = tuple([name for name in one.lacking if name in names])
+        if lacking and one.name not in known:
+            split.append(LoneCodes(one.name, lacking, are_all_needed=True))
+    if split:
+        remedy = "select them too, or write values with --dequantize"
+        yield _diagnostic(split, "this leaves out", remedy)
+
+
+def _diagnostic(found: Sequence[LoneCodes], what: str, remedy: str) -> Diagnostic:
     first = found[0]
     lacking = (" and " if first.are_all_needed else " or ").join(map(repr, first.lacking))
     weights = "a quantised weight lacks its scales"
     if len(found) > 1:
         weights = f"{counted(len(found), 'quantised weight')} lack their scales"
     message = f"{weights}, so that nobody can tell the values: {shown([one.name for one in found])}"
-    message += f" ({'for the first ' if len(found) > 1 else ''}there is no {lacking})"
-    remedy = "look for a file that was not copied; numbers of eight bits that were never scaled "
-    yield Diagnostic("bare-codes", f"{message}; {remedy}are whole as they are")
+    message += f" ({'for the first ' if len(found) > 1 else ''}{what} {lacking})"
+    return Diagnostic("bare-codes", f"{message}; {remedy}")
 
 
 def find_lone_codes(catalog: Catalog) -> Iterator[LoneCodes]:
