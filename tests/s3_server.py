@@ -24,6 +24,14 @@ DENIED = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>AccessDenied</Code>'
     b"<Message>AccessDenied: not this one.</Message></Error>"
 )
+NOT_IMPLEMENTED = (
+    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>NotImplemented</Code>'
+    b"<Message>A header you provided implies functionality that is not here.</Message></Error>"
+)
+INVALID = (
+    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>InvalidArgument</Code>'
+    b"<Message>Invalid argument: uploads.</Message></Error>"
+)
 EMPTY_LISTING = (
     b'<?xml version="1.0" encoding="UTF-8"?>'
     b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>bucket</Name>'
@@ -88,7 +96,7 @@ Rule = Callable[[Request], str | None]
 class Proxy:
     """Passes requests on to a server, unless its rule says `slow`, `refuse`, `cut`, `lose` or `stall`.
 
-    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `unlisted` a page of nothing, `later` an empty page before the one with the answer, `page` 200 and a page of a proxy's own, `nothing` 200 and no more, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
+    `slow` answers 503 SlowDown, `refuse` 403 AccessDenied, `lack` 501 NotImplemented, `invalid` 400 InvalidArgument, `garble` passes on and answers 200 with the beginning of some XML, `blanks` what comes with blanks before it, `unlisted` a page of nothing, `later` an empty page before the one with the answer, `page` 200 and a page of a proxy's own, `nothing` 200 and no more, `cut` closes the connection, `lose` passes on and loses the answer, `stall` waits
     until the proxy is stopped.
     """
 
@@ -133,6 +141,10 @@ class Proxy:
                     self._answer(503, [("Content-Type", "application/xml")], SLOW_DOWN)
                 elif what == "refuse":
                     self._answer(403, [("Content-Type", "application/xml")], DENIED)
+                elif what == "lack":
+                    self._answer(501, [("Content-Type", "application/xml")], NOT_IMPLEMENTED)
+                elif what == "invalid":
+                    self._answer(400, [("Content-Type", "application/xml")], INVALID)
                 elif what == "unlisted":
                     self._answer(200, [("Content-Type", "application/xml")], EMPTY_LISTING)
                 elif what == "page":
@@ -163,7 +175,11 @@ class Proxy:
                         if k.lower() not in ("transfer-encoding", "connection", "date", "server")
                         and (k.lower() != "content-length" or self.command == "HEAD")
                     ]
-                    if what == "lose":
+                    if what == "blanks" and answer.status == 200:
+                        data = b" \n " + data
+                    if what == "garble":
+                        self._answer(200, [("Content-Type", "application/xml")], b"<Result><Ke")
+                    elif what == "lose":
                         self._hang_up()
                     elif what == "later":
                         proxy._later.append((answer.status, kept, data))

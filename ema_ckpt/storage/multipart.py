@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from io import BytesIO
 from typing import Any, NamedTuple
 
 from ema_ckpt.core.crc import crc32
-from ema_ckpt.core.errors import RefusedError, TargetError
+from ema_ckpt.core.display import displayed
+from ema_ckpt.core.errors import AccessError, RefusedError, TargetError
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.remote import ask, stamp_of
 from ema_ckpt.storage.s3_answers import is_s3, payer
 
 LEAST_PART_NBYTES = 5 << 20  # but for the last one
 MAX_PARTS = 10_000
+# What stores answer that do not list uploads in progress, or their parts.
+_NOT_LISTED = (errno.ENOSYS, errno.EINVAL, errno.EPERM)
 _PART_FIELDS = ("ETag", "ChecksumCRC32")
 
 
@@ -87,6 +92,11 @@ class MultipartUpload:
             except TargetError as error:
                 if error.code != "not-found":
                     raise
+            except RefusedError as error:
+                what = f"{error}: all of it is sent again"
+                logging.getLogger("ema_ckpt").warning(displayed(what))
+                with contextlib.suppress(RefusedError):
+                    abort_upload(store, name, upload_id)
         return cls(store, name)
 
     def send(self, number: int, data: BytesIO) -> bool:
@@ -107,12 +117,16 @@ class MultipartUpload:
         before = self._there()
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
-        except TargetError as error:
+        except (TargetError, AccessError) as error:
             # Asked again after an answer that was lost, the store knows no such upload any more. So
             # it says too if the bucket has aborted the upload, and an object that was there before
-            # often has the same length.
-            now = self._there()
-            if error.code != "not-found" or now == before or now[0] != nbytes:
+            # often has the same length. What cannot be understood may be an answer all the same.
+            if isinstance(error, TargetError) and error.code != "not-found":
+                raise
+            now: tuple[int | None, str] = None, ""
+            with contextlib.suppress(AccessError):
+                now = self._there()
+            if now == before or now[0] != nbytes:
                 raise
 
     def abort(self) -> None:
@@ -131,7 +145,8 @@ class MultipartUpload:
     def _list_parts(self) -> Iterator[tuple[int, StoredPart]]:
         marker = 0
         while True:
-            answer = self._call("list_parts", PartNumberMarker=marker)
+            more = {**self._place, "PartNumberMarker": marker}
+            answer = _list(self._store, self._name, "list_parts", more)
             for part in answer.get("Parts", ()):
                 yield int(part["PartNumber"]), StoredPart(int(part["Size"]), _fields(part))
             if not answer.get("IsTruncated"):
@@ -165,7 +180,7 @@ def uploads_below(store: ObjectStore, prefix: str) -> Iterator[tuple[str, str]]:
     place = {"Bucket": bucket, "Prefix": f"{base}{prefix}"}
     more: dict[str, str] = {}
     while True:
-        answer = _call(store, prefix, "list_multipart_uploads", **place, **more)
+        answer = _list(store, prefix, "list_multipart_uploads", {**place, **more})
         for upload in answer.get("Uploads", ()):
             yield str(upload["Key"]).removeprefix(base), str(upload["UploadId"])
         if not answer.get("IsTruncated"):
@@ -174,6 +189,24 @@ def uploads_below(store: ObjectStore, prefix: str) -> Iterator[tuple[str, str]]:
             "KeyMarker": str(answer["NextKeyMarker"]),
             "UploadIdMarker": str(answer["NextUploadIdMarker"]),
         }
+
+
+def _list(
+    store: ObjectStore, name: str, method: str, values: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Call S3 for a list that not every store has. Raises RefusedError where there is none."""
+    values = {**values, **payer(store.filesystem)}
+
+    def call() -> Mapping[str, Any]:
+        try:
+            answer: Mapping[str, Any] = store.filesystem.call_s3(method, **values)
+        except OSError as error:
+            if error.errno in _NOT_LISTED:
+                raise PermissionError(f"{method}: {error.strerror}") from error
+            raise
+        return answer
+
+    return store.request(call, name)
 
 
 def _call(store: ObjectStore, name: str, method: str, **values: Any) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ nothing of the checkpoint.
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 import urllib.parse
@@ -29,7 +30,8 @@ _ABSENT = (404, 410)
 _OF_GATEWAYS = (502, 504)  # answered before what is behind them
 _CLIENTS = ("aiohttp", "botocore", "requests", "urllib3", "httpx", "httpcore")
 _REFUSED = (401, 403)
-_PASSING = (408, 425, 429)  # and every status from 500 on
+_PASSING = (408, 425, 429)  # and every status from 500 on but one
+_NOT_OFFERED = 501
 # A slash that an address has inside a component, as those of some stores' objects have.
 _INNER_SLASH = re.compile("(%2F)", re.IGNORECASE)
 # fsspec would end it at `::`, as one of a chain of URLs.
@@ -253,7 +255,9 @@ def _is_refusal(error: BaseException) -> bool:
 def _may_pass(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
-        return status in _PASSING or status >= 500
+        return status in _PASSING or (status >= 500 and status != _NOT_OFFERED)
+    if isinstance(error, OSError) and error.errno == errno.ENOSYS:  # s3fs makes this of 501
+        return False
     return not (isinstance(error, _FINAL) or _redirects_on(error))
 
 

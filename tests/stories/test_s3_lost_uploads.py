@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import ema_ckpt
+from ema_ckpt.storage.remote import Patience
 from tests.s3_server import Proxy, Request
 from tests.stories import test_object_targets
 from tests.stories.test_object_targets import (
@@ -121,13 +123,16 @@ def test_a_save_whose_upload_was_begun_twice(
     assert len(objects("s3://bucket")) == (0 if has_failed else 3)
 
 
+@pytest.mark.parametrize("answer", ["refuse", "lack", "invalid"])
 def test_who_may_not_list_uploads_writes_all_the_same(
+    answer: str,
     proxy: Proxy,
     source: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Many a policy lacks `s3:ListBucketMultipartUploads`."""
-    proxy.rule = lambda r: "refuse" if r.method == "GET" and "uploads" in r.query else None
+    """Many a policy lacks `s3:ListBucketMultipartUploads`, and many a store the request itself."""
+    proxy.rule = lambda r: answer if r.method == "GET" and "uploads" in r.query else None
+    started = time.monotonic()
     ema_ckpt.reshard(source, "s3://bucket/runs/step_1", 2, max_memory=MEMORY)
     ema_ckpt.save("s3://bucket/runs/step_2", model=torch.nn.Linear(5, 5))
     assert not [name for name in objects("s3://bucket/runs") if name.endswith(".note")]
@@ -145,6 +150,41 @@ def test_who_may_not_list_uploads_writes_all_the_same(
     proxy.rule = lambda request: None
     assert ema_ckpt.verify("s3://bucket/runs/step_3").status == "sound"
     assert uploads() == [], "by the ids in the note"
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("answer", ["refuse", "lack"])
+def test_what_cannot_list_parts_sends_them_again(
+    answer: str,
+    proxy: Proxy,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = "s3://bucket/runs/one.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr("ema_ckpt.writing.part_files.PartFiles.publish_early", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ema_ckpt.consolidate(source, url, resume=True, max_memory=MEMORY)
+    assert len(uploads()) == 1
+    proxy.rule = lambda r: answer if r.method == "GET" and "uploadId" in r.query else None
+    ema_ckpt.consolidate(source, url, resume=True, max_memory=MEMORY)
+    assert any("all of it is sent again" in message for message in caplog.messages)
+    assert ema_ckpt.verify(url).status == "sound"
+    assert uploads() == []
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "resharded"])
+def test_blanks_before_the_answer_to_a_completion_are_none_of_it(
+    name: str, proxy: Proxy, source: Path
+) -> None:
+    """Stores send some to keep the connection while they put a large object together."""
+    url = f"s3://bucket/runs/{name}"
+    proxy.rule = lambda r: "blanks" if is_completion(r) else None
+    WRITERS[name](source, url, max_memory=MEMORY)
+    ids = [r.query["uploadId"][0] for r in proxy.requests if is_completion(r)]
+    assert ids and len(ids) == len(set(ids)), "each is asked for once"
+    assert ema_ckpt.verify(url).status == "sound"
 
 
 def _interrupted(_: object) -> None:
@@ -207,3 +247,17 @@ def test_a_version_of_an_object_is_neither_read_nor_written(
             with pytest.raises(ema_ckpt.UsageError, match="one version"):
                 read(url)
     assert objects("s3://bucket") == before
+
+
+def test_a_completion_whose_answers_nobody_understands_counts_by_what_is_there(
+    proxy: Proxy, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = Patience((0.1, 0.1), 5.0)
+    monkeypatch.setattr(
+        "ema_ckpt.storage.object_store.ObjectStore.request.__defaults__", (patience,)
+    )
+    proxy.rule = lambda r: "garble" if is_completion(r) else None
+    url = "s3://bucket/runs/one.safetensors"
+    ema_ckpt.consolidate(source, url, max_memory=MEMORY)
+    assert ema_ckpt.verify(url).status == "sound"
+    assert uploads() == []
