@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ema_ckpt.core.arguments import whole_number
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.text import parse_size
 
@@ -18,9 +19,9 @@ def parse_workers(threads: int | None) -> int:
     """Return the number of workers, by default one for each usable processor, at most eight.
 
     Raises:
-        UsageError: `usage` below 1.
+        UsageError: `usage` below 1, and for what is no whole number.
     """
-    if threads is not None and threads < 1:
+    if threads is not None and whole_number(threads, "--threads") < 1:
         raise UsageError("usage", f"--threads {threads}: expected 1 or more")
     return threads or min(_usable_processors(), _MAX_WORKERS)
 
@@ -33,8 +34,9 @@ def check_ranks(count: int, what: str) -> int:
     """Return a number of ranks, given or derived, if a checkpoint can have so many.
 
     Raises:
-        UsageError: `usage` below 1 and above 2^20.
+        UsageError: `usage` below 1 and above 2^20, and for what is no whole number.
     """
+    count = whole_number(count, what)
     if not 1 <= count <= MAX_RANKS:
         raise UsageError("usage", f"{what} {count}: expected 1 to {MAX_RANKS} ranks")
     return count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from ema_ckpt.core.arguments import one_text
 from ema_ckpt.core.display import NAME_LENGTH, shortened
 from ema_ckpt.core.errors import UsageError
 
@@ -27,15 +28,18 @@ def path_text(path: object) -> str:
     return text
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: str | float) -> int:
     """Parse a size: a number of bytes, or with a unit, as `5GB` (1000³) or `16MiB` (1024²).
 
     Raises:
         UsageError: `usage` if `text` is no size, or less than one byte.
     """
+    if isinstance(text, float) and text.is_integer():
+        text = int(text)  # as from Python, where 5e9 is one
     if isinstance(text, int):
         nbytes = text
     else:
+        text = one_text(text, "a size")
         stripped = text.strip()
         digits = stripped.rstrip("abgikmtABGIKMT ")
         scale = _UNITS.get(stripped[len(digits) :].strip().lower())

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Unpack
 
+from ema_ckpt.core.arguments import texts
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import check_ranks
@@ -115,7 +116,7 @@ def _transfer(
     with opened(path, workers=options.threads) as opened_catalog:
         values = dequantize(opened_catalog, options)
         rules, expand_ties = options.rules, options.expand_ties
-        named = [tree] if isinstance(tree, str) else [*tree]
+        named = [*texts(tree, "--tree")]
         ruled = rule_all(rules, listed(values.catalog, rules, expand_ties=expand_ties), named)
         if options.selection.keep_prefixes or not strip:
             ruled.refuse_mixed_prefixes()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from ema_ckpt.analysis.weighted_sum import WeightedSum
+from ema_ckpt.core.arguments import number, numbers, texts
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import check_ranks
@@ -95,11 +96,15 @@ def synthesize(
     """
     started = time.perf_counter()
     options = WriteOptions.parse(args)
-    choice = StepChoice(last, from_step, to_step, stride)
+    choice = StepChoice.parse(last, from_step, to_step, stride)
     if isinstance(snapshots, (str, os.PathLike)):
         if not choice.is_run:
             raise UsageError("usage", f"{os.fspath(snapshots)}: one path; give a list of snapshots")
         snapshots = [snapshots]
+    snapshots = list(snapshots)
+    sigma_rel = number(sigma_rel, "--sigma-rel")
+    weights, steps = numbers(weights, "--weights"), numbers(steps, "--steps")
+    sigma_rels = numbers(sigma_rels, "--sigma-rels")
     output = _output_of(out, to, world_size, parse_size(max_shard_size))
     if not snapshots:
         raise UsageError("usage", "no snapshots are given")
@@ -111,7 +116,7 @@ def synthesize(
     sizes = {"to": to, "world_size": world_size, "max_shard_size": max_shard_size}
     flags = suggested_options({**profile, **picked, **sizes, **args}, synthesize.__kwdefaults__)
     command = suggested_command("synthesize", *snapshots, out)
-    names = (tree,) if isinstance(tree, str) else tree
+    names = texts(tree, "--tree")
     opened_snapshots = open_snapshots(paths, names, (command, flags), options)
     try:
         if scheme is not None and len(paths) == 1 and not choice.is_run:

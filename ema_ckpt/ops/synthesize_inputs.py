@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ema_ckpt.analysis.merge_weights import merge_weights
 from ema_ckpt.analysis.phema import Profile, mismatch, solve
 from ema_ckpt.analysis.weighted_sum import Part
+from ema_ckpt.core.arguments import whole_number
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, UsageError, about
@@ -59,6 +60,16 @@ class StepChoice(NamedTuple):
     from_step: int | None
     to_step: int | None
     stride: int
+
+    @classmethod
+    def parse(cls, last: object, from_step: object, to_step: object, stride: object) -> StepChoice:
+        """Check the arguments of a call. Raises UsageError `usage` for what is no whole number."""
+
+        def number(value: object, flag: str) -> int | None:
+            return None if value is None else whole_number(value, flag)
+
+        first, end = number(from_step, "--from"), number(to_step, "--to")
+        return cls(number(last, "--last"), first, end, whole_number(stride, "--stride"))
 
     @property
     def is_run(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
+from ema_ckpt.core.arguments import texts
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import UsageError
@@ -128,18 +129,21 @@ def options(
     """Check the options of a command or caller; `rename` is `OLD=NEW` texts or a mapping.
 
     Raises:
-        UsageError: `usage` for a rename without `=` or an unknown dtype.
+        UsageError: `usage` for a rename without `=`, an unknown dtype, and what is no text.
     """
-    rules = rename.items() if isinstance(rename, Mapping) else map(parse_rename, _many(rename))
-    match, exclude, keep_dtype = (tuple(_many(globs)) for globs in (match, exclude, keep_dtype))
+    rules: Iterable[tuple[str, str]]
+    if isinstance(rename, Mapping):
+        rules = zip(texts(rename, "--rename"), texts(rename.values(), "--rename"), strict=True)
+    else:
+        rules = map(parse_rename, texts(rename, "--rename"))
     return SelectionOptions(
-        match, exclude, tuple(rules), cast_target(dtype), keep_dtype, keep_prefixes
+        texts(match, "--match"),
+        texts(exclude, "--exclude"),
+        tuple(rules),
+        cast_target(dtype),
+        texts(keep_dtype, "--keep-dtype"),
+        keep_prefixes,
     )
-
-
-def _many(values: Iterable[str]) -> Iterable[str]:
-    # A lone string is one glob, not a sequence of letters.
-    return (values,) if isinstance(values, str) else values
 
 
 def missing_weights(ema: Tree, live: Tree) -> dict[str, Tensor]:
@@ -195,7 +199,7 @@ def select_all(
     where = catalog.resolved
     rows = list(_full_rows(catalog, trees, strip=strip and not chosen.keep_prefixes))
     candidates = rows
-    names = tuple(_many(only))
+    names = texts(only, "--tree")
     if names:
         picked = chain.from_iterable(find_trees(trees, name, where) for name in names)
         wanted = set(map(id, chain.from_iterable(tree.entries for tree in picked)))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
+from ema_ckpt.core.arguments import one_text
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
 from ema_ckpt.core.errors import EmaCkptError, UsageError
 from ema_ckpt.core.names import (
@@ -308,7 +309,7 @@ def find_tree(trees: Sequence[Tree], name: str, where: str = "the checkpoint") -
         UsageError: `unknown-tree`, listing the trees there are, the nearest name first;
             `ambiguous-tree` if `name` fits several.
     """
-    matching = find_trees(trees, name, where)
+    matching = find_trees(trees, one_text(name, "--tree"), where)
     if len(matching) > 1:
         names = shown([tree.name for tree in matching])
         message = f"{where}: {name!r} may mean {names}; name one of them with --tree"
