@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -356,10 +357,16 @@ def _refuse_disorder(scheme: str, snapshots: Sequence[Snapshot]) -> None:
     for one, other in pairwise(snapshots):
         step, after = _step_of(one.catalog), _step_of(other.catalog)
         is_one_run = parent_of(one.catalog.path) == parent_of(other.catalog.path)
-        if is_one_run and step is not None and after is not None and step > after:
+        is_later = step is not None and after is not None and step > after
+        if is_one_run and is_later and _numbers_in(one) > _numbers_in(other):
             problem = f"--scheme {scheme} weighs from the oldest to the newest, and step {step}"
             remedy = "name them in the order of their numbers, or name the run, with --last N"
             raise UsageError("usage", f"{problem} is named before step {after}; {remedy}")
+
+
+def _numbers_in(snapshot: Snapshot) -> list[int]:
+    """Return all numbers in a name: steps that begin anew in each epoch are in order by both."""
+    return list(map(int, re.findall(r"[0-9]+", base_name(snapshot.catalog.path))))
 
 
 def _check_count(flag: str, values: Sequence[float], snapshots: Sequence[Snapshot]) -> None:

@@ -126,6 +126,17 @@ def test_steps_as_a_shell_sorts_them_are_refused(run: Path, tmp_path: Path) -> N
     ema_ckpt.synthesize(paths, out, scheme="ema:0.5", overwrite=True)
 
 
+def test_steps_that_begin_anew_in_each_epoch_are_in_order(run: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("epoch_1_step_900", "epoch_2_step_100")]
+    for path in paths:
+        shutil.copytree(run / "step_600", path)
+    out = tmp_path / "o.safetensors"
+    ema_ckpt.synthesize(paths, out, scheme="ema:0.9")
+    paths[0] = paths[0].rename(tmp_path / "step_900")
+    with pytest.raises(EmaCkptError, match="step 900 is named before step 100"):
+        ema_ckpt.synthesize(paths, out, scheme="ema:0.9", overwrite=True)
+
+
 def test_a_step_that_is_not_complete_is_named(run: Path, tmp_path: Path) -> None:
     (run / "step_500" / ".metadata").unlink()
     result = ema_ckpt.synthesize(run, tmp_path / "o.safetensors", last=2)
