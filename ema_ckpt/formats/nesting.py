@@ -86,7 +86,7 @@ class _Flattener:
     def open_container(self, path: Path, value: Any) -> Parts | None:
         self._spend(len(path))
         self._spend_name(path)
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and not self._is_object(value):
             for key in value:
                 self._spend_text(key)
             return ((self._text(path, key, value), item) for key, item in value.items())
@@ -96,6 +96,12 @@ class _Flattener:
             return enumerate(value)
         self._check_leaf(value)
         return None
+
+    def _is_object(self, value: dict[object, object]) -> bool:
+        """Whether text cannot stand for a key, and no tensor is in the dict that needs a name."""
+        if all(isinstance(key, str) or _is_plain_key(key) for key in value):
+            return False
+        return not any(map(self._is_tensor, _inside(value, (list, tuple, dict))))
 
     def _spend(self, depth: int) -> None:
         """Count one container or leaf."""

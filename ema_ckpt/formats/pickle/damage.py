@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ema_ckpt.core.errors import EmaCkptError, SourceError
+from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 
 
 class ShortcutMissedError(Exception):
@@ -31,3 +31,9 @@ def own_errors(data: bytes, where: str) -> Iterator[None]:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         problem = f"damaged pickle ({error})"
     raise SourceError("unreadable", f"{where}: {problem}", file=where)
+
+
+def refused_call(module: str, name: str) -> UnsafeError:
+    """Return the error of a call that is not made."""
+    problem = f"unpickling would call {module}.{name}"
+    return UnsafeError("unsafe-pickle", f"{problem}, which is not on the list of harmless globals")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 from ema_ckpt.core.errors import SourceError, UnsafeError
-from ema_ckpt.formats.pickle.damage import ShortcutMissedError, own_errors
+from ema_ckpt.formats.pickle.damage import ShortcutMissedError, own_errors, refused_call
 from ema_ckpt.formats.pickle.effort import Effort
 from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
@@ -182,18 +182,17 @@ class Machine:
 
     def call(self, function: object, args: object, calls: bool) -> None:
         """Push the result of a call (`calls`: REDUCE and its like), or a new instance (NEWOBJ)."""
+        if isinstance(function, Opaque):
+            raise refused_call(function.module, function.name)
         if not isinstance(function, Global) or type(args) is not tuple:
             raise ValueError("something that is no global is called")
         if function.make is not None:
             self.effort.check_args(args)
             self.stack.append(function.make(*args))
         elif function.is_executor or (calls and self.strict):
-            raise UnsafeError(
-                "unsafe-pickle",
-                f"unpickling would call {function.module}.{function.name}, "
-                "which is not on the list of harmless globals",
-            )
+            raise refused_call(function.module, function.name)
         else:
+            calls = calls and not function.is_plain_class
             self.stack.append(Opaque(function.module, function.name, args, calls))
 
 
@@ -295,10 +294,10 @@ def _call(machine: Machine, calls: bool) -> None:
 
 
 def _newobj_ex(machine: Machine) -> None:
-    keywords = machine.stack.pop()
-    if keywords:
-        raise SourceError("unsupported", "a pickled object is made with keyword arguments")
-    _call(machine, False)
+    keywords, args, function = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    if keywords and isinstance(function, Global) and function.make is not None:
+        raise SourceError("unsupported", f"{function!r} is called with arguments by name")
+    machine.call(function, (*args, keywords) if type(args) is tuple else args, calls=False)
 
 
 def _inst(machine: Machine) -> None:

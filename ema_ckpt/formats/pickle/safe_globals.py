@@ -56,10 +56,19 @@ _HARMLESS_NAMES = _full_names("""
     numpy.random._pickle.__randomstate_ctor
     numpy.random.bit_generator.__pyx_unpickle_SeedSequence
 """)
+# Classes whose instances are pickled as a call of the class.
+_PLAIN_CLASSES = _full_names("""
+    collections.deque collections.Counter collections.ChainMap types.SimpleNamespace
+    torch._C.Generator
+    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct
+""")
 _SAFE_BUILTINS = _words("""
     set frozenset list dict tuple int long float complex bool str unicode bytes bytearray
     memoryview slice range xrange iter reversed enumerate zip object NoneType Ellipsis
     NotImplemented type StopIteration KeyboardInterrupt
+""")
+_SAFE_BUILTINS |= _words("""
+    abs all any callable chr divmod hash isinstance issubclass len max min ord repr round sorted sum
 """)
 _SAFE_BUILTIN_ENDS = ("Error", "Exception", "Warning")
 
@@ -118,16 +127,25 @@ class Opaque(Replacement):
         return f"<opaque {self.module}.{self.name}>"
 
 
+def method_of(instance: Opaque, name: str) -> Opaque | None:
+    """Return what stands for a method of an instance; None if its name is that of an executor."""
+    full = f"{instance.name}.{name}"
+    if is_executor(instance.module, full):
+        return None
+    return Opaque(instance.module, full, (instance,), called=False)
+
+
 class Global:
     """A global as the pickle names it. `make` replaces it; None if the global is not listed."""
 
-    __slots__ = ("is_executor", "make", "module", "name", "shortcut")
+    __slots__ = ("is_executor", "is_plain_class", "make", "module", "name", "shortcut")
 
     def __init__(self, module: str, name: str, make: Maker | None) -> None:
         self.module = module
         self.name = name
         self.make = make
         self.is_executor = is_executor(module, name)
+        self.is_plain_class = (module, name) in _PLAIN_CLASSES
         self.shortcut: Callable[[Any], None] | None = None
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from ema_ckpt.core.errors import SourceError, UnsafeError
 from ema_ckpt.formats.pickle.keys import check_keys
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.numpy_numbers import NUMBER_GLOBALS
-from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque
+from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, method_of
 from ema_ckpt.formats.pickle.typed_values import Device, Layout, PathText, Size
 
 Ints = tuple[int, ...]
@@ -190,7 +190,7 @@ def _joined(separator: str, parts: tuple[object, ...]) -> str:
 
 
 def _path(*parts: object) -> PathText:
-    return PathText(_joined("/", parts).replace("//", "/"))
+    return PathText(_joined("/", parts).replace("//", "/") or ".")  # `Path(".")` has no parts
 
 
 def _bytes(data: object = b"", encoding: object = "latin-1") -> bytes:
@@ -222,10 +222,11 @@ def _layout(name: object) -> object:
     return Layout(str(name))
 
 
-def attribute(*args: object) -> Global:
+def attribute(*args: object) -> Global | Opaque:
     """Name what lies in a class, as pickles do by `getattr(Class, "name")`; nothing is looked up.
 
     Protocol 2 names a class in a class so, and early versions of Python 3.11 the member of an enum.
+    Every protocol names the method of an object so, which is opaque as the object is.
 
     Raises:
         UnsafeError: `unsafe-pickle` for the attribute of anything else.
@@ -235,6 +236,8 @@ def attribute(*args: object) -> Global:
             named = Global(owner.module, f"{owner.name}.{name}", None)
             named.is_executor = True  # it may be a method: a call of it is refused
             return named
+        case (Opaque() as instance, str() as name) if method := method_of(instance, name):
+            return method
     problem = "unpickling would call builtins.getattr, and not for what lies in a class"
     raise UnsafeError("unsafe-pickle", problem)
 

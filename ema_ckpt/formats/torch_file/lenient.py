@@ -21,6 +21,7 @@ from ema_ckpt.formats.pickle.safe_globals import (
     Opaque,
     executor_within,
     is_executor,
+    method_of,
     opaque_within,
     parts_of,
     within,
@@ -108,6 +109,8 @@ class LenientGlobals:
         match args:
             case (Global() as outer, str() as attribute):
                 inner = Global(outer.module, f"{outer.name}.{attribute}", None)
+            case (Opaque() as instance, str() as name) if method := method_of(instance, name):
+                return method
             case _:
                 return self._unsafe(named, args)
         if is_executor(inner.module, inner.name):
