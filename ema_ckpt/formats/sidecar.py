@@ -414,8 +414,8 @@ def _encode(value: Any) -> object:
     if kind in (list, *_SEQUENCES.values()):
         items = [_encode(item) for item in value]
         return items if kind is list else {f"${kind.__name__.lower()}": items}
-    if kind in (bytes, bytearray):
-        return {f"${kind.__name__}": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, bytes | bytearray):
+        return {f"${kind.__mro__[-2].__name__}": base64.b64encode(value).decode("ascii")}
     if isinstance(value, dict):
         return _encode_dict(value)
     if isinstance(value, Global) and (value.module, value.name) in _TORCH_DTYPES:

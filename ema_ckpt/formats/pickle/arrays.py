@@ -11,7 +11,7 @@ from reprlib import repr as brief  # bounded: a hostile value may nest without e
 
 from ema_ckpt.core.box import are_sizes, row_major_strides
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.formats.pickle.machine import LocatedByteArray, LocatedBytes
+from ema_ckpt.formats.pickle.byte_values import LocatedByteArray, LocatedBytes
 from ema_ckpt.formats.pickle.numpy_numbers import NumpyDType, under_both_names
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque
 from ema_ckpt.formats.pickle.tensors import StorageRef, TensorRef

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 from ema_ckpt.core.errors import SourceError, UnsafeError
+from ema_ckpt.formats.pickle.byte_values import LocatedByteArray, LocatedBytes, text_or_bytes
 from ema_ckpt.formats.pickle.damage import ShortcutMissedError, own_errors, refused_call
 from ema_ckpt.formats.pickle.effort import Effort
 from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
@@ -23,18 +24,6 @@ from ema_ckpt.formats.pickle.several import MARK, Several, guarded
 Allowed = Mapping[tuple[str, str], Maker]
 _STOP = ord(".")
 _unpack_u4 = struct.Struct("<I").unpack_from
-
-
-class LocatedBytes(bytes):
-    """Bytes that lie as they are at `position` of the pickle."""
-
-    position: int
-
-
-class LocatedByteArray(bytearray):
-    """As `LocatedBytes`, from the opcode of bytearrays."""
-
-    position: int
 
 
 class Machine:
@@ -228,7 +217,7 @@ def _text(size: Callable[[Machine], int]) -> Callable[[Machine], None]:
     return op
 
 
-def _bytes(size: Callable[[Machine], int]) -> Read:
+def _bytes(size: Callable[[Machine], int]) -> Callable[[Machine], bytes]:
     def read(machine: Machine) -> bytes:
         nbytes = size(machine)
         if not machine.locates:
@@ -238,6 +227,11 @@ def _bytes(size: Callable[[Machine], int]) -> Read:
         return data
 
     return read
+
+
+def _old_text(size: Callable[[Machine], int]) -> Read:
+    read = _bytes(size)
+    return lambda machine: text_or_bytes(read(machine))
 
 
 def _byte_array(machine: Machine) -> bytearray:
@@ -408,8 +402,8 @@ _OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"B": _push(_bytes(_U4)),
     b"\x8e": _push(_bytes(_U8)),
     b"\x96": _push(_byte_array),
-    b"T": _push(_bytes(_I4)),
-    b"U": _push(_bytes(_U1)),
+    b"T": _push(_old_text(_I4)),
+    b"U": _push(_old_text(_U1)),
     b"S": _push(_quoted_line),
     b"V": _push(lambda m: m.read_line("raw-unicode-escape")),
     b"]": lambda m: m.stack.append([]),

@@ -47,6 +47,8 @@ class NumpyDType(Opaque):
 
 def _number(dtype: object, data: object = b"") -> object:
     """Return the same value as a plain number."""
+    if isinstance(data, str):  # of Python 2, where the bytes happen to be text
+        data = data.encode()
     if not isinstance(dtype, NumpyDType) or not isinstance(data, bytes):
         return Opaque("numpy", "number", (dtype, data), called=False)
     code = _FORMATS.get(dtype.code) if isinstance(dtype.code, str) else None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ema_ckpt.core.dtypes import DTYPE_NAMES
+from ema_ckpt.formats.pickle.byte_values import LocatedByteArray, LocatedBytes
 from ema_ckpt.formats.pickle.limits import check_expanded_size
 from ema_ckpt.formats.pickle.safe_globals import Global
 from ema_ckpt.formats.pickle.tensors import TensorRef
@@ -318,6 +319,8 @@ _WRITERS = _Writers(
         str: PickleWriter._str,
         bytes: PickleWriter._bytes,
         bytearray: lambda w, v, depth: w._call(Call("builtins", "bytearray", (bytes(v),)), depth),
+        LocatedBytes: PickleWriter._bytes,
+        LocatedByteArray: lambda w, v, d: w._call(Call("builtins", "bytearray", (bytes(v),)), d),
         complex: lambda w, v, depth: w._call(Call("builtins", "complex", (v.real, v.imag)), depth),
         set: lambda w, v, depth: w._call(Call("builtins", "set", (list(v),)), depth),
         Device: lambda w, v, depth: w._call(Call("torch", "device", (str(v),)), depth),

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import SourceError
 from ema_ckpt.formats.pickle.arrays import ARRAY_GLOBALS, Array
-from ema_ckpt.formats.pickle.machine import LocatedBytes, load_at
+from ema_ckpt.formats.pickle.byte_values import LocatedBytes
+from ema_ckpt.formats.pickle.machine import load_at
 from ema_ckpt.formats.pickle.safe_globals import Global, Opaque, within
 from ema_ckpt.formats.pickle.tensors import TENSOR_GLOBALS, StorageRef, Storages, TensorRef
 from ema_ckpt.formats.torch_file.lenient import LenientGlobals, Unreadable
