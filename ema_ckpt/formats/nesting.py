@@ -56,8 +56,9 @@ def flatten(
             bytes, and 160 MB more, may long texts take that are referred to again.
 
     Raises:
-        SourceError: `unsupported` beyond the budget or a depth of 100, for a key of an odd type, or
-            for a tensor that no path leads to; `name-collision` for two keys that read the same.
+        SourceError: `unsupported` beyond the budget or a depth of 100, for a key of an odd type
+            above a tensor, or for a tensor that no path leads to; `name-collision` for two keys
+            that read the same.
     """
     flattener = _Flattener(is_tensor, budget)
     leaves = list(walk(root, flattener.open_container))

@@ -174,7 +174,13 @@ class _Reader:
         return StorageRef(key, storage.dtype, storage.numel)
 
     def storage(self, storages: Storages, pid: object) -> object:
-        """Return the storage of a persistent id, which has a sixth part: the view that it is."""
+        """Return what a persistent id means: a storage, or the class of a module with its source.
+
+        That of a storage has a sixth part: the view that it is.
+        """
+        match pid:
+            case ("module", Global() as kind, *_):
+                return kind
         if not isinstance(pid, tuple) or len(pid) != 6 or pid[0] != "storage" or pid[5] is not None:
             return Opaque("torch", "persistent", (pid,), called=False)
         storage = storages.add(pid[:5])

@@ -237,3 +237,24 @@ def test_plain_values_have_no_checksum_in_it(tmp_path: Path, names: list[str]) -
     assert (found.status, found.problems) == ("unproven", ())
     torch.save({"step": 7}, tmp_path / names[0], _use_new_zipfile_serialization=False)
     assert ema_ckpt.verify(tmp_path).status == "unproven"
+
+
+class Net(torch.nn.Module):
+    """A module of its own, whose source the form before 1.6 keeps beside its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+
+
+def test_a_whole_module_in_the_form_before_1_6_is_opaque(tmp_path: Path) -> None:
+    net = Net()
+    state = {"model": net, "ema": net.state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert b"module" in (tmp_path / "old.pt").read_bytes()
+    assert ema_ckpt.verify(tmp_path / "old.pt").status == "unproven"
+    (warning,) = ema_ckpt.inspect(tmp_path / "old.pt").warnings
+    assert (warning.code, "'model'" in warning.message) == ("opaque", True)
+    ema_ckpt.consolidate(tmp_path / "old.pt", tmp_path / "ema.pt")
+    found = torch.load(tmp_path / "ema.pt")
+    assert all(torch.equal(found[name], tensor) for name, tensor in net.state_dict().items())
