@@ -115,6 +115,17 @@ def test_names_and_undefined_numbers_do_no_harm(tmp_path: Path) -> None:
     assert "1 name only in b" in text
 
 
+def test_names_that_are_no_text_are_escaped_in_charts_too(tmp_path: Path) -> None:
+    names = ["\ud800.0.w", "\u202e.1.w", "\x1b[2J.2.w"]
+    for file, more in (("a.pt", 0.0), ("b.pt", 0.5)):
+        torch.save({name: torch.ones(2) + more for name in names}, tmp_path / file)
+    diff(tmp_path / "a.pt", tmp_path / "b.pt", html=tmp_path / "p.html")
+    text = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "\\ud800.0.w" in text
+    assert "\u202e" not in text
+    assert "\x1b" not in text
+
+
 def test_nothing_to_compare_is_a_page_too(tmp_path: Path) -> None:
     save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
     save_file({"y": torch.ones(2)}, tmp_path / "b.safetensors")

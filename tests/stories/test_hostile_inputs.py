@@ -217,6 +217,12 @@ def many_dimensions(metadata: Metadata) -> None:
     entry.chunks[:] = [ChunkStorageMetadata(torch.Size([0] * 60_001), entry.size)]
 
 
+def many_dimensions_of_many_pieces(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["model.w"]
+    entry.size, corner = torch.Size([1] * 100_000), torch.Size([0] * 100_000)
+    entry.chunks[:] = [ChunkStorageMetadata(corner, entry.size) for _ in range(10_000)]
+
+
 def many_containers(metadata: Metadata) -> None:
     metadata.planner_data["model.w"] = ("model", *[0] * 300_000)
 
@@ -228,6 +234,7 @@ def many_containers(metadata: Metadata) -> None:
         (one_piece_many_times, "listed over and over"),
         (one_piece_of_one_tensor, "listed over and over"),
         (many_dimensions, "impossible shape"),
+        (many_dimensions_of_many_pieces, "over and over"),
         (many_containers, "nested more than 100 deep"),
     ],
 )
@@ -242,6 +249,21 @@ def test_metadata_of_a_megabyte_is_refused_soon(
     assert problem in ended.stdout + ended.stderr
     assert len(ended.stdout + ended.stderr) < 2000
     assert time.monotonic() - began < 30
+
+
+def test_paths_through_one_long_key_take_its_memory_once(tmp_path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        key = "x" * 500_000
+        for number in range(10_000):
+            name = f"w{number}"
+            metadata.state_dict_metadata[name] = metadata.state_dict_metadata["model.w"]
+            metadata.planner_data[name] = (key, name)
+
+    source = rewritten(tmp_path / "source", change)
+    ended = command("verify", source, preexec_fn=limit_memory)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "damaged" in ended.stdout
 
 
 @pytest.mark.parametrize("sizes", [[0, *[2**40] * 60_000], [2**40] * 60_000])

@@ -168,6 +168,7 @@ _ALLOWED: dict[tuple[str, str], Maker] = {
 }
 _CLASSES = Classes(_Tensor, _Properties, _Chunk, _Index, _Info)
 _CHUNK_NBYTES = 16  # at least, in the file: torch writes an instance of each, of 18 bytes or more
+_MAX_DIMS = 1000
 _GIVEN_BACK_FROM_NBYTES = 64 << 20  # of the file; what is freed for a smaller one is little
 _COLUMNS_FROM_NBYTES = 1 << 20  # of the file; below that numpy takes longer to load than it saves
 
@@ -362,6 +363,8 @@ def _tensor(entry: object, name: str, where: str, columns: ChunkColumns | None) 
     except SourceError as error:
         raise about(error, tensor=name, file=where) from None
     shape = _ints(size)
+    if len(shape) > _MAX_DIMS:  # each piece could refer to the same offsets
+        raise ValueError(f"{name!r} has the impossible shape of {len(shape)} dimensions")
     if columns is None:
         return TensorEntry(dtype, shape, _boxes(chunks, name, len(shape), where))
     rows = [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import chain
 
+from ema_ckpt.core.display import inert
 from ema_ckpt.core.text import counted
 from ema_ckpt.ops.results.diff import DiffTensor
 
@@ -73,7 +74,7 @@ def histogram(tensors: Sequence[DiffTensor]) -> str:
         left, right = x(low + index / 4), x(low + (index + 1) / 4)
         top = y(len(names))
         more = " …" if len(names) > 5 else ""
-        about = escape(f"{counted(len(names), 'tensor')}: {', '.join(names[:5])}{more}")
+        about = escape(inert(f"{counted(len(names), 'tensor')}: {', '.join(names[:5])}{more}"))
         parts.append(
             f'<rect class="bar" x="{left + 1}" y="{top}" width="{max(right - left - 2, 1):.1f}" '
             f'height="{y(0) - top:.1f}"><title>{about}</title></rect>'
@@ -97,7 +98,7 @@ def depth_chart(lines: Sequence[Curve]) -> str:
     marks = [(layer, str(layer)) for layer in range(first, last + 1, step)]
     parts = [*_axes(x, marks, y, _decades(low, high), "layer", "relative L2")]
     for number, curve in enumerate(lines):
-        label = escape(curve.label)
+        label = escape(inert(curve.label))
         places = [(layer, value, x(layer), y(math.log10(value))) for layer, value in curve.points]
         path = " ".join(f"{across},{up}" for _, _, across, up in places)
         line = f'<polyline class="line s{number}" points="{path}">'
