@@ -209,7 +209,11 @@ class ObjectDirectory:
             counted = _Counted(stream)
             for item in in_order(items):
                 offset = counted.position
-                crc, is_contiguous = _computed_crc(item, write_item(item, counted))
+                try:
+                    host = write_item(item, counted)
+                except RuntimeError as error:  # of torch, as it ends an archive all the same
+                    raise counted.failure or error from error.__cause__
+                crc, is_contiguous = _computed_crc(item, host)
                 nbytes = counted.position - offset
                 written.append(WrittenItem(item, name, offset, nbytes, crc, is_contiguous))
             stream.complete()
@@ -349,12 +353,17 @@ class _Counted:
 
     def __init__(self, stream: ObjectStream) -> None:
         self.position = 0
+        self.failure: EmaCkptError | None = None
         self._stream = stream
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
-        for start in range(0, len(view), _PIECE_NBYTES):
-            self._stream.write(view[start : start + _PIECE_NBYTES])
+        try:
+            for start in range(0, len(view), _PIECE_NBYTES):
+                self._stream.write(view[start : start + _PIECE_NBYTES])
+        except EmaCkptError as error:
+            self.failure = self.failure or error
+            raise
         self.position += len(view)
         return len(view)
 

@@ -7,6 +7,7 @@ import uuid
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile
 from torch import nn
 
 import ema_ckpt
@@ -125,3 +126,20 @@ def test_the_parts_of_a_rank_are_large_enough_for_ten_thousand(count: int) -> No
     nbytes = part_nbytes(items)
     assert 10**12 / 10_000 < nbytes < 10**12 / 9_800
     assert part_nbytes([Item("w", None, b"short")]) == 16 << 20
+
+
+def test_a_store_that_fails_in_the_middle_is_what_the_error_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch ends the archive all the same, and fails in its own words at that."""
+
+    usual = MemoryFile.write
+
+    def failing(file: MemoryFile, data: bytes) -> int:
+        if ".distcp" in file.path and file.tell() > 0:
+            raise OSError("reduce your request rate")
+        return int(usual(file, data))
+
+    monkeypatch.setattr(MemoryFile, "write", failing)
+    with pytest.raises(ema_ckpt.AccessError, match="reduce your request rate"):
+        save(f"memory://{uuid.uuid4().hex}/step_1", model=nn.Linear(2, 2))
