@@ -76,15 +76,31 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
         raise UsageError("usage", f"{text}: is a chain of URLs; name the last one alone")
     if not is_file_name(text):
         raise UsageError("usage", f"{text!r} is not a path to write to")
+    current = _current_directory(text)
     path = Path(os.path.realpath(text))
-    current = Path(os.path.realpath(os.getcwd()))
-    if path == current or path in current.parents or not path.name:
+    if path in current or not path.name:
         reason = "refusing to replace the current directory or one above it; name a new path"
         raise UsageError("usage", f"{text}: {reason}")
     if os.path.ismount(path) or str(path) in _mount_points():
         reason = "is a mount point and cannot be replaced; name a path inside it"
         raise UsageError("usage", f"{text}: {reason}")
     return path
+
+
+def _current_directory(target: str) -> Sequence[Path]:
+    """Return the current directory and those above it; none if it was deleted, as a job's may be.
+
+    Raises:
+        UsageError: `usage` if it was deleted and the target lies in it.
+    """
+    try:
+        current = Path(os.path.realpath(os.getcwd()))
+    except FileNotFoundError:
+        if os.path.isabs(target):
+            return ()
+        message = f"{target}: the current directory was deleted; name a full path"
+        raise UsageError("usage", message) from None
+    return (current, *current.parents)
 
 
 def check_place(path: Path, sources: Iterable[str | os.PathLike[str]]) -> None:

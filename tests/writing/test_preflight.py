@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from ema_ckpt.core.errors import EmaCkptError, TargetError, UsageError
-from ema_ckpt.writing.preflight import OverwritePolicy, check_replaceable, foreign_entries
+from ema_ckpt.writing.preflight import (
+    OverwritePolicy,
+    check_replaceable,
+    foreign_entries,
+    resolve_target,
+)
 from ema_ckpt.writing.staging import check_target, stage
 from tests.staged_writer import REPO, make_old, read_target, snapshot, write_new
 
@@ -282,3 +287,14 @@ def test_a_directory_with_a_mount_point_in_it_is_not_replaced(tmp_path: Path, ki
     if kind == "directory":
         assert (elsewhere / "precious").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["hf", "volume"]
+
+
+def test_a_deleted_current_directory_stops_only_relative_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert resolve_target(str(tmp_path / "target")) == tmp_path / "target"
+    with pytest.raises(UsageError, match="the current directory was deleted"):
+        resolve_target("target")
