@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import subprocess
 import time
 from typing import Any
 
+_FIRST, _END = 10_000, 32_768  # below the ports that Linux gives to connections
+
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on, and that no connection is given until it is used."""
+    while True:
+        port = random.SystemRandom().randrange(_FIRST, _END)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for_server(process: subprocess.Popen[Any], port: int, seconds: float = 60) -> None:
