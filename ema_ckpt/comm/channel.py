@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ from ema_ckpt.core.errors import CollectiveError, EmaCkptError
 _GROUP_TIMEOUT = timedelta(hours=2)
 # Ranks connect right after they have met: whoever is not there by then has died in between.
 _CONNECT_TIMEOUT = timedelta(minutes=2)
+_RETURN_SECONDS = 15.0  # in which ranks that have met come to connect anew
 
 _channels: dict[str, tuple[object, Channel]] = {}  # by purpose, with the default group at that time
 _connected: WeakSet[Channel] = WeakSet()
@@ -195,9 +197,29 @@ def open_channel(purpose: str, meeting: int) -> Channel:
             return channel
     store = dist.distributed_c10d._get_default_store()
     place = f"{purpose}/{meeting}"  # apart from what an earlier one has left
+    if channel is not None and group is world:
+        _await_return(PrefixStore(f"ema_ckpt/{place}", store))
     channel = connect_channel(place, store, dist.get_rank(), dist.get_world_size())
     _channels[purpose] = (world, channel)
     return channel
+
+
+def _await_return(store: Store) -> None:
+    """Wait until all ranks have come to connect anew: one of them may have died instead.
+
+    Raises:
+        CollectiveError: `rank-failed`.
+    """
+    deadline = time.monotonic() + _RETURN_SECONDS
+    try:
+        present = store.add("returned", 1)
+        while present < dist.get_world_size():
+            if time.monotonic() > deadline:
+                raise lost_rank()
+            time.sleep(0.02)
+            present = store.add("returned", 0)
+    except RuntimeError as error:  # rank 0, which keeps the store, has died
+        raise lost_rank() from error
 
 
 def connect_channel(

@@ -161,6 +161,25 @@ def test_a_rank_that_dies_is_noticed_at_once() -> None:
     assert time.monotonic() - started < 20
 
 
+def _one_is_lost_after_the_meeting() -> float:
+    channel._RETURN_SECONDS = 2.0
+    ours = open_channel("test", meet("exchange", 20))
+    ours.exchange(0)
+    meeting = meet("exchange", 20)
+    if dist.get_rank() == 1:
+        ours.close()  # as its end would
+        return 0.0
+    started = time.monotonic()
+    with pytest.raises(CollectiveError, match="another rank ended"):
+        open_channel("test", meeting)
+    return time.monotonic() - started
+
+
+def test_a_rank_that_is_lost_between_meeting_and_exchange_is_not_waited_for_long() -> None:
+    seconds, _ = run(2, _one_is_lost_after_the_meeting, timeout=60)
+    assert 1 < seconds < 20
+
+
 def _one_dies_at_the_door() -> float:
     meet("save", 20)
     if dist.get_rank() == 1:
