@@ -25,6 +25,7 @@ from ema_ckpt.storage.remote import (
 from ema_ckpt.storage.stage_names import stage_name
 
 AnswerT = TypeVar("AnswerT")
+_HTTP = ("http://", "https://")
 
 
 class ObjectStore:
@@ -36,10 +37,13 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         """Open the file system of `url`. Raises as `open_filesystem`, and UsageError for HTTP."""
+        refusal = f"{url}: HTTP can only be read; name a store or a local path"
+        if url.startswith(_HTTP):  # whether the packages that read it are installed or not
+            raise UsageError("usage", refusal)
         self.url = url
         self.filesystem, self.base = open_filesystem(url)
         if is_http(self.filesystem):
-            raise UsageError("usage", f"{url}: HTTP can only be read; name a store or a local path")
+            raise UsageError("usage", refusal)
         self._shows_unfinished: bool | None = None
 
     def path(self, name: str) -> str:
