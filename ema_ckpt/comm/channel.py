@@ -191,13 +191,12 @@ def open_channel(purpose: str, meeting: int) -> Channel:
         return Channel(None)
     world = dist.group.WORLD
     group, channel = _channels.get(purpose, (None, None))
+    store = dist.distributed_c10d._get_default_store()
+    place = f"{purpose}/{meeting}"  # apart from what an earlier one has left
     if channel is not None and group is world:
         with contextlib.suppress(CollectiveError):  # it is closed, here or elsewhere
             channel.greet()
             return channel
-    store = dist.distributed_c10d._get_default_store()
-    place = f"{purpose}/{meeting}"  # apart from what an earlier one has left
-    if channel is not None and group is world:
         _await_return(PrefixStore(f"ema_ckpt/{place}", store))
     channel = connect_channel(place, store, dist.get_rank(), dist.get_world_size())
     _channels[purpose] = (world, channel)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.storage.remote import (
+    HTTP,
     ask,
     join_url,
     last_component,
@@ -22,7 +23,6 @@ from ema_ckpt.storage.remote_folders import is_remote_folder, list_remote
 from ema_ckpt.storage.stage_names import is_stage_name
 from ema_ckpt.storage.stamp import Stamp
 
-_HTTP = ("http://", "https://")
 _UNKNOWN = Stamp("?")
 _Listed = tuple[dict[str, Stamp], Stamp | None]
 
@@ -173,7 +173,7 @@ def stamps_of(root: str, files: Iterable[str]) -> dict[str, Stamp]:
         if not is_url(place):
             stamps[file] = _local_stamp(place)
             continue
-        if place.startswith(_HTTP):
+        if place.startswith(HTTP):
             stamps[file] = _stamp_alone(place)
             continue
         folder = parent_of(place)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.storage.directories import join
 from ema_ckpt.storage.remote import (
+    HTTP,
     ONCE,
     UPLOAD_PATIENCE,
     Patience,
@@ -25,7 +26,6 @@ from ema_ckpt.storage.remote import (
 from ema_ckpt.storage.stage_names import stage_name
 
 AnswerT = TypeVar("AnswerT")
-_HTTP = ("http://", "https://")
 
 
 class ObjectStore:
@@ -38,7 +38,7 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         """Open the file system of `url`. Raises as `open_filesystem`, and UsageError for HTTP."""
         refusal = f"{url}: HTTP can only be read; name a store or a local path"
-        if url.startswith(_HTTP):  # whether the packages that read it are installed or not
+        if url.startswith(HTTP):  # whether the packages that read it are installed or not
             raise UsageError("usage", refusal)
         self.url = url
         self.filesystem, self.base = open_filesystem(url)

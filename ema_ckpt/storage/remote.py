@@ -26,6 +26,7 @@ AnswerT = TypeVar("AnswerT")
 _STAMP_FIELDS = tuple(
     "ETag etag md5Hash generation LastModified Last-Modified mtime created".split()
 )
+HTTP = ("http://", "https://")
 _ABSENT = (404, 410)
 _OF_GATEWAYS = (502, 504)  # answered before what is behind them
 _CLIENTS = ("aiohttp", "botocore", "requests", "urllib3", "httpx", "httpcore")
@@ -98,7 +99,7 @@ def stamp_of(info: Mapping[str, object]) -> str:
 
 
 def _is_address(url: str) -> bool:
-    return "http://" in url or "https://" in url
+    return any(scheme in url for scheme in HTTP)
 
 
 def split_query(url: str) -> tuple[str, str]:
