@@ -17,13 +17,7 @@ def whole_number(value: object, what: str) -> int:
 
 def number(value: object, what: str) -> float | None:
     """Return a number, also of a tensor, or None. Raises UsageError `usage` for anything else."""
-    if value is None:
-        return None
-    if isinstance(value, (str, bytes)) or not (
-        hasattr(value, "__float__") or hasattr(value, "__index__")
-    ):
-        _refuse(value, what, "a number")
-    return float(value)  # type: ignore[arg-type]
+    return None if value is None else _number(value, what)
 
 
 def numbers(values: object, what: str) -> list[float] | None:
@@ -32,8 +26,15 @@ def numbers(values: object, what: str) -> list[float] | None:
         return None
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         _refuse(values, what, "a list of numbers")
-    found = [number(value, what) for value in values]
-    return [value for value in found if value is not None]
+    return [_number(value, what) for value in values]
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, (str, bytes)) or not (
+        hasattr(value, "__float__") or hasattr(value, "__index__")
+    ):
+        _refuse(value, what, "a number")
+    return float(value)  # type: ignore[arg-type]
 
 
 def one_text(value: object, what: str) -> str:

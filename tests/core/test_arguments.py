@@ -41,6 +41,7 @@ def pair(tmp_path: Path) -> list[Path]:
         lambda a, b, out: ema_ckpt.consolidate(a, out, max_memory=[1]),
         lambda a, b, out: ema_ckpt.consolidate(a, out, max_shard_size=2.5),
         lambda a, b, out: ema_ckpt.synthesize([a, b], out, weights=0.5),
+        lambda a, b, out: ema_ckpt.synthesize([a, b], out, weights=[0.5, None, 0.5]),
         lambda a, b, out: ema_ckpt.synthesize([a, b], out, weights="0.5,0.5"),
         lambda a, b, out: ema_ckpt.synthesize([a, b], out, weights=["0.5", "0.5"]),
         lambda a, b, out: ema_ckpt.synthesize([a, b], out, sigma_rel="0.1"),
