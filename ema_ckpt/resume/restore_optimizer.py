@@ -15,8 +15,8 @@ from torch.optim import Adafactor, Optimizer
 
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.catalog import Tensor
-from ema_ckpt.core.names import LIVE, MOMENTS, OPTIMIZER
-from ema_ckpt.core.text import shown
+from ema_ckpt.core.names import EMA, LIVE, MOMENTS, OPTIMIZER
+from ema_ckpt.core.text import counted, shown
 from ema_ckpt.ema.model.shards import Shard
 from ema_ckpt.ema.optimizer_offload.optimizer import handle_of
 from ema_ckpt.resume import optimizer_state
@@ -24,6 +24,7 @@ from ema_ckpt.resume.checkpoint_reader import torch_dtype
 from ema_ckpt.resume.optimizer_state import StagedState, optimizer_tree, stepped_groups
 from ema_ckpt.resume.restore_phases import PartRestorer
 from ema_ckpt.resume.stored_optimizer import LiveGroup, StoredOptimizer, name_state
+from ema_ckpt.state_dicts.ema_config import read_ema_config
 
 State = dict[str, dict[str, Any]]  # per fqn and state name
 # Options of any kind of optimizer: its parameters, and what schedulers add.
@@ -73,6 +74,13 @@ def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
     if not isinstance(value, StagedState) or value.shape != shape:
         return False
     return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def _keeps_moments(optimizer: Optimizer) -> bool:
+    """Whether a step of one of torch's optimizers leaves state."""
+    if isinstance(optimizer, optim.SGD):
+        return any(group["momentum"] for group in optimizer.param_groups)
+    return isinstance(optimizer, tuple(_MOMENTS))
 
 
 @dataclass(eq=False)
@@ -188,6 +196,7 @@ class OptimizerRestorer(PartRestorer):
                 parts = dict(zip(boxes, self.source.reader.read(entry, boxes), strict=True))
                 values[name] = StagedState(entry.shape, dtype, parts)
         self.warn_of_mixed_steps()
+        self.warn_of_no_state()
         if cast:
             names = shown(list(cast))
             warning = f"the optimizer's state of {names} is cast as their weights are"
@@ -234,6 +243,22 @@ class OptimizerRestorer(PartRestorer):
                     f" {names[0]!r}, and one flat parameter holds them: the run does not go on as"
                     " it was; wrap with use_orig_params=True"
                 )
+
+    def warn_of_no_state(self) -> None:
+        """Warn where averages were updated, and no parameter has the state that a step leaves.
+
+        Without averages a checkpoint cannot tell that from a save before the first step.
+        """
+        if self.source.state or not any(map(_keeps_moments, self.optimizers)):
+            return
+        trees = self.reader.by_role[EMA].values()
+        updates = [read_ema_config(self.reader.catalog, tree).num_updates for tree in trees]
+        count = max(filter(None, updates), default=0)
+        if count > 0:
+            self.findings.warnings.append(
+                f"it holds no state of the optimizer after {counted(count, 'update')} of the"
+                " averages: the optimizer's moments start anew"
+            )
 
     def pair_groups(self, saved: list[dict[str, Any]]) -> None:
         """Bring the saved groups into the order of the live ones with the same parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ema_ckpt import restore, save
+from ema_ckpt import ShardedEMA, restore, save
 from ema_ckpt.core.errors import SourceError, UsageError
 from tests.resume.training import Net, Run, refused, same, stepped
 
@@ -54,6 +55,28 @@ def test_a_moment_that_one_parameter_lacks_is_noticed(tmp_path: Path, kind: Any)
         restore(tmp_path / "torn.pt", model=model, optimizer=fresh)
     assert caught.value.code == "incomplete"
     assert str(fresh.state_dict()) == before
+
+
+@pytest.mark.parametrize(("kind", "options", "updates", "warns"), [
+    (torch.optim.AdamW, {}, 1, True),
+    (torch.optim.SGD, {"momentum": 0.9}, 1, True),
+    (torch.optim.SGD, {}, 1, False),
+    (torch.optim.AdamW, {}, 0, False),
+])  # fmt: skip
+def test_an_optimizer_without_state_beside_updated_averages_is_told(
+    tmp_path: Path, kind: Any, options: dict[str, Any], updates: int, warns: bool
+) -> None:
+    model = Net()
+    ema = ShardedEMA(model, decay=0.9)
+    for _ in range(updates):
+        ema.update()
+    optimizer = kind(model.parameters(), lr=1e-3, **options)
+    path = save(tmp_path / "c", model=model, ema=ema, optimizer=optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = restore(path, model=model, ema=ema, optimizer=optimizer)
+    said = [w for w in report.warnings if "no state of the optimizer after 1 update" in w]
+    assert len(said) == len(report.warnings) == len(caught) == warns
 
 
 def test_an_optimizer_whose_state_differs_by_shape(tmp_path: Path) -> None:
