@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ import torch
 
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.display import displayed
-from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.core.errors import EmaCkptError, TargetError
 from ema_ckpt.ema.model.tensor_kinds import on_host
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.formats.sidecar import SIDECAR
@@ -85,8 +85,8 @@ class SavePlace(Protocol):
         """Write a small file; the last one that is put makes the directory a checkpoint."""
         ...
 
-    def publish(self, files: Sequence[str]) -> Path | str:
-        """Make the target appear, which has these files; return it."""
+    def publish(self, files: Mapping[str, int]) -> Path | str:
+        """Make the target appear, which has these files of at least so many bytes; return it."""
         ...
 
     def give_up(self, rank: int, ranks: int, error: BaseException) -> None:
@@ -104,6 +104,7 @@ class SharedDirectory:
         self._stack = ExitStack()
         self._staged: Staged | None = None
         self._root = target
+        self._small: dict[str, int] = {}  # sizes of what was put
 
     def begin(self, nbytes: int, ranks: int) -> str:
         _ = ranks
@@ -146,16 +147,28 @@ class SharedDirectory:
 
     def put(self, name: str, data: bytes) -> None:
         (self._root / name).write_bytes(data)
+        self._small[name] = len(data)
 
-    def publish(self, files: Sequence[str]) -> Path:
-        _ = files
+    def publish(self, files: Mapping[str, int]) -> Path:
         if self._staged is None:
             raise EmaCkptError("internal", "publish() before begin()")
+        self._refuse_losses({**files, **self._small})
         self._staged.publish()
         self._stack.close()
         for warning in self._staged.warnings:
             logging.getLogger("ema_ckpt").warning(displayed(warning.message))
         return self._staged.target
+
+    def _refuse_losses(self, files: Mapping[str, int]) -> None:
+        """Check that what all ranks wrote is still there: its stage is in everybody's reach."""
+        for name, nbytes in files.items():
+            try:
+                is_lost = os.stat(self._root / name).st_size < nbytes
+            except FileNotFoundError:
+                is_lost = True
+            if is_lost:
+                reason = f"something removed or shortened {name!r} in its stage meanwhile"
+                raise TargetError("not-found", f"{self._target}: cannot be written: {reason}")
 
     def give_up(self, rank: int, ranks: int, error: BaseException) -> None:
         _ = rank, ranks
@@ -222,7 +235,7 @@ class ObjectDirectory:
     def put(self, name: str, data: bytes) -> None:
         self._small[name] = data
 
-    def publish(self, files: Sequence[str]) -> str:
+    def publish(self, files: Mapping[str, int]) -> str:
         names = [*files, *self._small]
         order = self._destination.publish_order(
             self._request._replace(files=dict.fromkeys(names, 0))

@@ -62,7 +62,10 @@ def write(
             return None
         rows = list(chain.from_iterable(map(json.loads, gathered)))
         _write_metadata(place, plan.listing, rows)
-        made = str(place.publish(sorted({row[5] for row in rows})))
+        ends: dict[str, int] = defaultdict(int)
+        for *_, file, offset, nbytes in rows:
+            ends[file] = max(ends[file], offset + nbytes)
+        made = str(place.publish(dict(sorted(ends.items()))))
         is_complete = True
         return made
 

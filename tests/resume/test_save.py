@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 
 from ema_ckpt import save
 from ema_ckpt.core.errors import TargetError, UsageError
+from ema_ckpt.resume.save_place import SharedDirectory
 from tests.resume.training import Run, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -67,6 +70,31 @@ def test_targets(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(TargetError) as caught:
         run.save(tmp_path / "mine", overwrite=True)
     assert caught.value.code == "foreign-files"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 100)])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "ema_ckpt.json", ".metadata"])
+def test_a_file_of_the_stage_is_lost(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    damage: Callable[[Path], None],
+) -> None:
+    path = run.save(tmp_path / "c")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    publish = SharedDirectory.publish
+
+    def clean(place: SharedDirectory, files: Mapping[str, int]) -> Path:
+        (stage,) = tmp_path.glob(".c.ema-ckpt-*")
+        damage(stage / "c" / name)
+        return publish(place, files)
+
+    monkeypatch.setattr(SharedDirectory, "publish", clean)
+    with pytest.raises(TargetError, match=f"something removed or shortened '{name}'"):
+        run.save(path, overwrite=True)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
