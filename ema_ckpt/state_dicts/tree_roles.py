@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -50,9 +51,27 @@ def group_entries(catalog: Catalog) -> list[Group]:
     else:
         groups = group_by_name(catalog)
     groups = separate_algorithms(catalog, groups)
-    groups = list(chain.from_iterable(map(without_online_model, groups)))
+    groups = _joined(chain.from_iterable(map(without_online_model, groups)))
     _assign_roles(groups)
     return groups
+
+
+def _joined(groups: Iterable[Group]) -> list[Group]:
+    """Put groups of one name together.
+
+    Names at the top may place entries where a dictionary is too: `optimizer.state.w.exp_avg`.
+    """
+    joined: dict[str, Group] = {}
+    for group in groups:
+        first = joined.get(group.name)
+        if first is None:
+            joined[group.name] = group
+            continue
+        both = replace(first, tensors=dict(first.tensors), objects=dict(first.objects))
+        for name, item in group.items():
+            both.add(name, item)
+        joined[group.name] = both
+    return list(joined.values())
 
 
 def _refuse_collisions(catalog: Catalog) -> None:

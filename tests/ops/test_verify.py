@@ -857,3 +857,19 @@ def test_what_is_unproven_is_named(tmp_path: Path) -> None:
     result = verify(tmp_path / "w.safetensors")
     assert result.status == "unproven"
     assert "'a', 'b'" in result.warnings[-1].message
+
+
+def test_a_place_that_holds_a_plain_value_is_no_tensors(tmp_path: Path) -> None:
+    folder = save_dcp(tmp_path / "c", {"w": torch.ones(4), "step": 1})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    places = metadata.storage_data
+    step = next(place for index, place in places.items() if index.fqn == "step")
+    metadata.storage_data = {i: step if i.fqn == "w" else place for i, place in places.items()}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    for quick in (False, True):
+        found = verify(folder, quick=quick)
+        assert found.status == "damaged"
+        assert [(p.code, p.tensor) for p in found.problems] == [("index-mismatch", "w")]
+    with pytest.raises(EmaCkptError) as caught:
+        ema_ckpt.convert(folder, tmp_path / "out.pt")
+    assert caught.value.code == "index-mismatch"

@@ -118,3 +118,21 @@ def test_buffers_in_a_file_of_one_state_dict() -> None:
 )
 def test_buffers_that_do_not_pair_one_to_one_stay(odd: dict) -> None:
     assert list(trees_of({"a.w": W, "b": B, "ema_b": B, **odd})) == ["state_dict"]
+
+
+@pytest.mark.parametrize(
+    "state_dict",
+    [
+        {"a.w": W, "ema": {"a.w": W, "a.b": B}, "ema.c.w": B, "c.w": B},
+        {"m": {"a.w": W, "a.b": B, "c.w": B, "ema": {"a.w": W, "a.b": B}, "ema.c.w": B}},
+        {"m": {"a.w": W}, "optimizer": {"state": {"0": {"exp_avg": W}}}, "optimizer.state.1.exp_avg": B},
+    ],
+)  # fmt: skip
+def test_a_tree_in_a_dictionary_and_in_names_is_one(state_dict: dict) -> None:
+    """Nothing that one of the two forms holds is lost to the other."""
+    catalog = catalog_of(state_dict)
+    trees = list_trees(catalog)
+    in_trees = sorted(item.name for tree in trees for item in tree.entries)
+    assert in_trees == sorted(tensor.name for tensor in catalog.tensors)
+    trained = [tree for tree in trees if tree.role in ("ema", "optimizer")]
+    assert [len(tree.weights) for tree in trained] == [3 if trained[0].role == "ema" else 2]

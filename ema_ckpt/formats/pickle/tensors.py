@@ -328,8 +328,8 @@ def load_tensor(data: bytes, where: str) -> TensorRef:
 
     Raises:
         UnsafeError: `unsafe-pickle` if anything unlisted would be called.
-        SourceError: `unsupported` for subclasses that wrap other tensors, `unreadable` for anything
-            else.
+        SourceError: `unsupported` for subclasses that wrap other tensors, `index-mismatch` for a
+            plain value, `unreadable` for anything else.
     """
     try:
         value = load_value(data, where, strict=True)
@@ -337,8 +337,11 @@ def load_tensor(data: bytes, where: str) -> TensorRef:
         raise _torchao_refusal(data, where) or refused from None
     if isinstance(value, TensorRef):
         return value
-    kind = repr(value) if isinstance(value, Opaque) else f"a {type(value).__name__}"
-    raise SourceError("unsupported", f"{where}: expected a tensor, found {kind}", file=where)
+    if isinstance(value, Opaque):
+        code, kind = "unsupported", repr(value)
+    else:  # of a class that is known, and so of another entry
+        code, kind = "index-mismatch", f"a {type(value).__name__}"
+    raise SourceError(code, f"{where}: expected a tensor, found {kind}", file=where)
 
 
 def _torchao_refusal(data: bytes, where: str) -> SourceError | None:
