@@ -210,6 +210,12 @@ class ItemChecker:
         def on_error(error: EmaCkptError, nbytes: int) -> None:
             self._found.failures.append(Failure(number, error, nbytes))
 
+        try:
+            if self._items_reader is not None:
+                self._items_reader.refuse_encoded(chunk.file, chunk.offset)
+        except SourceError as error:  # an empty chunk, whose payload needs no reading
+            on_error(about(error, tensor=owner, file=chunk.file), chunk.nbytes)
+            return
         yield from archive_records(
             self._source, chunk.file, chunk.offset, chunk.nbytes, lambda _: owner, False, on_error
         )

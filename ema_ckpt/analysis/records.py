@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ema_ckpt.core.catalog import Catalog, Chunk, Files, Payload, Tensor
+from ema_ckpt.core.catalog import Catalog, Chunk, Files, ItemReader, Object, Payload, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.formats.torch_zip.reader import read_archive
 
@@ -117,7 +117,21 @@ class RecordList:
                 continue
             if key not in self._listed:
                 self._listed.add(key)
-                yield from self._archive_records(*key, item.nbytes, item.name, True)
+                if not self._is_encoded(item):
+                    yield from self._archive_records(*key, item.nbytes, item.name, True)
+
+    def _is_encoded(self, item: Object) -> bool:
+        """Whether an object's bytes are no archive as they are; note so."""
+        reader = self.catalog.reader
+        if not isinstance(reader, ItemReader):
+            return False
+        try:
+            reader.refuse_encoded(item.file, item.offset)
+        except SourceError as error:
+            failed = about(error, tensor=item.name, file=item.file, kind="object")
+            self._on_error(failed, item.nbytes)
+            return True
+        return False
 
     def file_records(self) -> Iterator[StoredRecord]:
         """Yield the records of files that are archives as a whole."""

@@ -310,6 +310,10 @@ class ItemReader(Protocol):
         """
         ...
 
+    def refuse_encoded(self, file: str, offset: int) -> None:
+        """Raise SourceError `unsupported` if the bytes of an item are no archive as they are."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Catalog:

@@ -139,6 +139,11 @@ class JoinedReader:
         payload = reader.recognise(kind, part.inner_name(file), offset, item)
         return None if payload is None else payload._replace(file=file)
 
+    def refuse_encoded(self, file: str, offset: int) -> None:
+        part = self.item_files.get(file)
+        if part is not None and isinstance(part.catalog.reader, ItemReader):
+            part.catalog.reader.refuse_encoded(part.inner_name(file), offset)
+
     def load(self, item: Object) -> object:
         part, original = self.objects[item.name]
         if original.file == _CONFIG:

@@ -331,6 +331,12 @@ class _Reader:
         payload = Payload(file, start, model.nbytes, model.strides, model.start, match.crc)
         return self._as_recorded(payload, file, offset)
 
+    def refuse_encoded(self, file: str, offset: int) -> None:
+        transform = self._transformed.get((file, offset))
+        if transform:
+            message = f"{file}: written through the extension {transform}; save without it"
+            raise SourceError("unsupported", message)
+
     def _as_recorded(self, payload: Payload, file: str, offset: int) -> Payload:
         """Return the payload with the CRC-32 recorded beside the item at `offset`, if one was."""
         recorded = self._crcs.get((file, offset)) if self._crcs else None
@@ -380,10 +386,7 @@ class _Reader:
     def _archive(self, file: str, offset: int, nbytes: int) -> Archive:
         if not file:
             raise SourceError("incomplete", f"{METADATA_NAME}: no file holds it")
-        transform = self._transformed.get((file, offset))
-        if transform:
-            message = f"{file}: written through the extension {transform}; save without it"
-            raise SourceError("unsupported", message)
+        self.refuse_encoded(file, offset)
         end, size = offset + nbytes, self._source.size(file)
         if end > size:
             message = f"{file}: expected at least {end} bytes, found {size}: the file is truncated"

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import ema_ckpt
@@ -219,6 +220,20 @@ def test_another_serialization_is_unproven_whatever_it_holds(tmp_path: Path, thr
         with pytest.raises(SourceError, match="SAFETENSORS") as caught:
             ema_ckpt.convert(path, tmp_path / "out.pt", match=[name])
         assert caught.value.code == "unsupported"
+
+
+def test_a_compressed_checkpoint_is_unproven_whatever_it_holds(tmp_path: Path) -> None:
+    state = {"w": torch.ones(6), "empty": torch.empty(0, 3), "step": 3, "l": [1, (2, 3)]}
+    for folder in (tmp_path / "run", tmp_path / "joined" / "model", tmp_path / "joined" / "ema"):
+        dcp.save(state, storage_writer=FileSystemWriter(folder, _extensions=[ZStandard()]))
+    for path in (tmp_path / "run", tmp_path / "joined"):
+        found = ema_ckpt.verify(path)
+        assert (found.status, found.problems) == ("unproven", ())
+        assert {"step", "l", "w", "empty"} <= {
+            name for name in state if any(repr(name)[1:-1] in w.message for w in found.warnings)
+        }
+        quick = ema_ckpt.verify(path, quick=True)
+        assert quick.problems == ()
 
 
 @pytest.mark.parametrize(
