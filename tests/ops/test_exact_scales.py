@@ -74,7 +74,29 @@ def not_understood() -> tuple[Tensors, set[str]]:
     return tensors, {f"{UP}.weight.absmax", f"{UP}.weight.quant_map", "down.weight_scale_2"}
 
 
-SCHEMES = [fp8, int8, int4, nvfp4, not_understood]
+def hqq() -> tuple[Tensors, set[str]]:
+    """As `HQQLinear.state_dict()` has them; no `config.json` tells what they are."""
+    exact = {f"{UP}.scale": torch.rand(64, 1) + 0.1, f"{UP}.zero": torch.rand(64, 1)}
+    codes = {f"{UP}.W_q": torch.arange(32 * 64).reshape(32, 64).to(torch.uint8)}
+    return {**codes, **exact, f"{UP}.nbits": torch.tensor(4)}, set(exact)
+
+
+def quanto() -> tuple[Tensors, set[str]]:
+    """optimum-quanto: eight bits, and four bits, whose codes lie a level below."""
+    exact = {
+        f"{UP}.weight._scale": torch.rand(64, 1) + 0.1,
+        "down.weight._scale": torch.rand(64, 1) + 0.1,
+        "down.weight._shift": torch.rand(64, 1),
+        "down.input_scale": torch.tensor(0.123456),
+    }
+    codes = {
+        f"{UP}.weight._data": torch.arange(64, dtype=torch.int8).reshape(8, 8),
+        "down.weight._data._data": torch.arange(64, dtype=torch.uint8).reshape(8, 8),
+    }
+    return {**codes, **exact}, set(exact)
+
+
+SCHEMES = [fp8, int8, int4, nvfp4, not_understood, hqq, quanto]
 Make = Callable[[], tuple[Tensors, set[str]]]
 
 
@@ -253,6 +275,16 @@ def test_every_verb_that_looks_names_what_is_missing(make: Make, lost: str, tmp_
         assert repr(codes) in told[0]
         assert f"{UP}.{lost}" in told[0]
         assert "bare-codes" not in [one.code for one in look(whole).warnings]
+
+
+def test_codes_of_bitsandbytes_do_not_lack_their_scales(tmp_path: Path) -> None:
+    tensors = {
+        f"{UP}.weight": torch.ones(4, 4, dtype=torch.int8),
+        f"{UP}.SCB": torch.ones(4),
+        f"{UP}.weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    source = saved(tensors, tmp_path / "source")
+    assert "bare-codes" not in [one.code for one in ema_ckpt.inspect(source).warnings]
 
 
 @pytest.mark.parametrize(

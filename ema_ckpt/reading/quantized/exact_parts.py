@@ -8,7 +8,7 @@ from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.reading.quantized.recognise import Recognised, is_scale_of_weight, recognise
 
 # What other schemes have beside their codes, too: scales of scales, tables of codes, zero points.
-_PART = re.compile("scale|zero|absmax|quant_map|code|SCB")
+_PART = re.compile("scale|zero|_shift|absmax|quant_map|code|SCB")
 _OF_CACHE = re.compile("[kqv]_scale")
 
 
@@ -30,6 +30,8 @@ def exact_parts(catalog: Catalog, *, dequantized: bool = False) -> frozenset[str
     for tensor in catalog.tensors:
         if is_scale_of_weight(tensor.name):
             layers.add(_layer(tensor.name))
+    # Scales of activations lie beside a weight whose parts are a level below.
+    layers |= {_layer(layer) for layer in layers if layer.endswith(".weight")}
     for tensor in catalog.tensors if layers else ():
         leaf = tensor.name.rpartition(".")[2]
         if _OF_CACHE.fullmatch(leaf) or _is_beside(tensor.name, layers, found.is_known):

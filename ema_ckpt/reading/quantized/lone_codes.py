@@ -15,6 +15,7 @@ from ema_ckpt.reading.quantized.recognise import (
     outside_optimizers,
     weight_name,
 )
+from ema_ckpt.reading.quantized.schemes import FOREIGN
 from ema_ckpt.reading.quantized.torchao import described_in_header
 
 
@@ -90,6 +91,9 @@ def _is_weight(name: str) -> bool:
 
 def _lacking(tensor: Tensor, stored: Mapping[str, Tensor]) -> Iterator[LoneCodes]:
     """Yield a tensor if it is codes without scales, or without another part that they need."""
+    layer = tensor.name.rpartition(".")[0]
+    if any(layer + ending in stored for ending in FOREIGN):
+        return
     schemes = fitting_schemes(tensor)
     for scheme in schemes:
         weight = weight_name(scheme, tensor.name)

@@ -276,6 +276,8 @@ FOREIGN = {
     ".SCB": "bitsandbytes (int8)",
     ".absmax": "bitsandbytes (4 bits)",
     ".weight_format": "bitsandbytes (int8)",
+    ".W_q": "HQQ",
+    ".weight._scale": "optimum-quanto",
 }
 """Endings of names of other schemes' parts, which nobody here understands."""
 
