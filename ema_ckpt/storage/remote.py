@@ -35,8 +35,7 @@ _PASSING = (408, 425, 429)  # and every status from 500 on but one
 _NOT_OFFERED = 501
 # A slash that an address has inside a component, as those of some stores' objects have.
 _INNER_SLASH = re.compile("(%2F)", re.IGNORECASE)
-# fsspec would end it at `::`, as one of a chain of URLs.
-_NUMERIC_HOST = re.compile(r"(https?)://[^/?#\[]*\[")
+_CHAINED = re.compile("::[A-Za-z0-9+_]{2,}://")
 _FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, EmaCkptError)
 
 
@@ -67,16 +66,12 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     Raises:
         SourceError: `missing-extra` if fsspec or the URL's own package is not installed.
         AccessError: `unreadable` if the file system cannot be set up.
-        UsageError: `usage` if the URL names one version of an object.
+        UsageError: `usage` if the URL is a chain of several, or names one version of an object.
     """
+    if not url.startswith(HTTP) and _CHAINED.search(url):
+        raise UsageError("usage", f"{url}: is a chain of URLs; name the last one alone")
     try:
-        import fsspec
-
-        numeric = _NUMERIC_HOST.match(url)
-        if numeric is None:
-            filesystem, path = fsspec.core.url_to_fs(url)
-        else:
-            filesystem, path = fsspec.filesystem(numeric[1]), url
+        filesystem, path = _split_url(url)
         if is_s3(filesystem):
             check_answers(filesystem, path)
     except (ImportError, ValueError) as error:
@@ -90,6 +85,24 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         raise UsageError("usage", f"{url}: {reason}; copy it under a name of its own")
     filesystem.invalidate_cache()  # another process may have written there since
     return filesystem, str(path).rstrip("/")
+
+
+def _split_url(url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a URL, and the path in it.
+
+    fsspec takes `::` for the link between the URLs of a chain. In a single one it is part of a name
+    or of a numeric host; fsspec would leave out what follows, and find another file.
+    """
+    import fsspec
+
+    if "::" not in url:
+        filesystem, path = fsspec.core.url_to_fs(url)
+        return filesystem, str(path)
+    scheme = url.partition("://")[0]
+    kind = fsspec.get_filesystem_class(scheme)
+    path = str(kind._strip_protocol(url))
+    root = "" if path.startswith(kind.root_marker) else kind.root_marker  # that of memory lacks it
+    return fsspec.filesystem(scheme, **kind._get_kwargs_from_urls(url)), root + path
 
 
 def stamp_of(info: Mapping[str, object]) -> str:

@@ -40,7 +40,17 @@ def value(path: object, out: Path) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    ["a#1.st", "b?1.st", "%2e.st", "g%41.st", "c d.st", "e+f.st", "100%.st", "\u00e9.st"],
+    [
+        "a#1.st",
+        "b?1.st",
+        "%2e.st",
+        "g%41.st",
+        "c d.st",
+        "e+f.st",
+        "100%.st",
+        "\u00e9.st",
+        "a::b.st",
+    ],
 )
 def test_a_file_is_read_under_its_own_name(server: Server, tmp_path: Path, name: str) -> None:
     write(tmp_path / "c" / name, 1.0, shard=name)

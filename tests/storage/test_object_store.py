@@ -25,7 +25,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     s3fs.S3FileSystem.clear_instance_cache()
     other = s3fs.S3FileSystem(skip_instance_cache=True)  # another process, as it were
-    other.mkdir("bucket")
+    other.makedirs("bucket", exist_ok=True)
     yield other
     s3fs.S3FileSystem.clear_instance_cache()
     running.stop()
@@ -46,3 +46,24 @@ def test_listings_and_sizes_are_those_of_now(store: object, fixtures: Path) -> N
     put("fsdp2-w8", 2)
     assert ema_ckpt.inspect("s3://bucket/runs").world_size == 8
     assert ema_ckpt.verify("s3://bucket/runs").status == "sound"
+
+
+def test_two_colons_are_letters_of_a_key(store: object, fixtures: Path) -> None:
+    """fsspec ends a URL there, so that `--overwrite` deleted the objects of another checkpoint."""
+    store.mkdir("colons")
+    source = fixtures / "dcp" / "fsdp2-w2"
+    ema_ckpt.reshard(source, "s3://colons/run", 2)
+    before = {path: store.cat_file(path) for path in store.find("colons")}
+    ema_ckpt.consolidate(source, "s3://colons/run::v2", overwrite=True)
+    ema_ckpt.consolidate(source, "s3://colons/run::v2", overwrite=True)
+    ema_ckpt.consolidate(source, "s3://colons/run::v3.pt")
+    ema_ckpt.reshard(source, "s3://colons/runs::a/step_1", 2)
+    assert ema_ckpt.latest("s3://colons/runs::a") == "s3://colons/runs::a/step_1"
+    assert {ema_ckpt.verify(f"s3://colons/run::v{n}").status for n in (2, "3.pt")} == {"sound"}
+    store.invalidate_cache()
+    found = store.find("colons")
+    assert {path: store.cat_file(path) for path in found if path in before} == before
+    assert {path.split("/")[1] for path in found} == {"run", "run::v2", "run::v3.pt", "runs::a"}
+    with pytest.raises(ema_ckpt.EmaCkptError) as caught:
+        ema_ckpt.inspect("s3://colons/run::v4")
+    assert caught.value.code == "not-found"

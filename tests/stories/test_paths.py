@@ -69,7 +69,10 @@ def test_a_url_that_lost_a_slash_makes_no_directory_named_after_its_scheme(
     assert os.listdir(tmp_path) == ["run"]
 
 
-@pytest.mark.parametrize("chain", ["simplecache::memory://bucket/out", "a::b::s3://bucket/out.pt"])
+CHAINS = ["simplecache::memory://bucket/out", "a::b::s3://bucket/out.pt", "zip://a::file:///b.zip"]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
 def test_a_chain_of_urls_is_no_local_path(
     chain: str, fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +89,35 @@ def test_a_chain_of_urls_is_no_local_path(
         with pytest.raises(EmaCkptError, match="chain of URLs"):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_colons_are_letters_of_a_name_behind_a_url(fixtures: Path) -> None:
+    """fsspec ends a URL there, so that another checkpoint was read, and replaced."""
+    source, model = fixtures / "dcp" / "fsdp2-w2", torch.nn.Linear(2, 2)
+    run = "memory://two-colons/run"
+    ema_ckpt.save(run, model=model)
+    ema_ckpt.consolidate(source, "memory://two-colons/run.pt")
+    for absent in ("::v2", "::v2::", "::zip", "::v2.pt", ".pt::v2"):
+        assert ema_ckpt.latest(run + absent) is None
+        with pytest.raises(EmaCkptError) as caught:
+            ema_ckpt.verify(run + absent)
+        assert caught.value.code == "not-found"
+    for out in ("::v2", "::v3.pt", ".pt::v4.pt"):
+        ema_ckpt.consolidate(source, run + out, overwrite=True)
+        assert ema_ckpt.verify(run + out).resolved == run + out
+    ema_ckpt.save(f"{run}::v5/step_1", model=torch.nn.Linear(3, 3), overwrite=True)
+    assert ema_ckpt.latest(f"{run}::v5") == f"{run}::v5/step_1"
+    with ema_ckpt.open(run) as kept, ema_ckpt.open(f"{run}::v5") as other:
+        assert torch.equal(kept["model.weight"], model.weight)
+        assert other["model.weight"].shape == (3, 3)
+    assert ema_ckpt.diff("memory://two-colons/run.pt", f"{run}::v3.pt").summary.changed == 0
+
+
+def test_two_colons_are_letters_of_a_local_name(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/a::b"
+    ema_ckpt.save(f"{url}/step_1", model=torch.nn.Linear(2, 2))
+    assert ema_ckpt.latest(url) == f"{url}/step_1"
+    assert ema_ckpt.verify(tmp_path / "a::b").status == ema_ckpt.verify(url).status == "sound"
 
 
 @pytest.mark.parametrize("link", ["file", "directory"])
