@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +70,7 @@ def locate_checkpoint(path: str) -> Location:
     is_directory = is_folder(path)
     if is_directory is None:
         return locate_pattern(path) or _interrupted_switch(path)
+    _refuse_pipe(path)
     depth = Depth()
     if step_order(base_name(path)) is not None:
         location = locate_step(path, partial(_in_root, depth=depth))
@@ -85,6 +87,19 @@ def locate_checkpoint(path: str) -> Location:
     listed = dict.fromkeys((*location.left_out, *neighbours_of(location)))
     below = [item._replace(path=item.path.removeprefix(path).lstrip("/")) for item in listed]
     return location._replace(left_out=tuple(below))
+
+
+def _refuse_pipe(path: str) -> None:
+    """Raise SourceError `not-a-checkpoint` for what is neither a file nor a directory."""
+    if is_url(path):
+        return
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # opening it tells what is wrong
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        reason = "is a pipe, a socket or a device, and no checkpoint; save it as a file first"
+        raise SourceError("not-a-checkpoint", f"{path}: {reason}")
 
 
 def _in_root(root: str, depth: Depth) -> Location | None:

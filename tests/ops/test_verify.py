@@ -594,10 +594,11 @@ def test_exit_codes_and_json(name: str, code: int, status: str, fixtures: Path) 
     )
 
 
-@pytest.mark.parametrize("what", ["absent", "nothing", "text.txt"])
+@pytest.mark.parametrize("what", ["absent", "nothing", "text.txt", "pipe"])
 def test_no_checkpoint_is_trouble(what: str, tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     (tmp_path / "text.txt").write_text("hello")
+    os.mkfifo(tmp_path / "pipe")
     ended = run(tmp_path / what, "--json")
     assert ended.returncode == 2
     assert json.loads(ended.stdout)["error"]["code"] in ("not-found", "not-a-checkpoint")
