@@ -102,6 +102,7 @@ def verify(
     for catalog, is_whole in report.open():
         try:
             with unchanged(catalog) as states:
+                report.states.append(states)
                 if quick:
                     audit = audit_structure(catalog)
                 else:
@@ -195,6 +196,7 @@ class _Report:
         self.quick = quick
         self.is_gate = is_gate or quick
         self.files: set[str] = set()  # all that belong to the checkpoint, relative to `root`
+        self.states: list[FileStates] = []  # of the files when they were opened
         self.manifest: ManifestResult | None = None
         self.problems: dict[Problem, None] = {}
         self.warnings: list[Diagnostic] = []
@@ -286,14 +288,15 @@ class _Report:
         from ema_ckpt.ops.verify_manifest import compare_manifest, files_of, write_manifest
 
         files = files_of(self.resolved, self.root, self.files, manifest)
+        states = [*self.states, FileStates.now(files.root, self.resolved, files.names)]
         if manifest.exists():
-            hashed = compare_manifest(files, manifest, workers, progress)
+            hashed = compare_manifest(files, manifest, workers, progress, states)
         elif self.problems:
             message = f"{manifest}: not written, because the checkpoint is damaged"
             self.warnings.append(Diagnostic("unchecked", message))
             return
         else:
-            hashed = write_manifest(files, manifest, workers, progress)
+            hashed = write_manifest(files, manifest, workers, progress, states)
         self.manifest = hashed.result
         self.problems |= dict.fromkeys(hashed.problems)
         self.warnings += hashed.warnings

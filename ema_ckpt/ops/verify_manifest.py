@@ -13,6 +13,7 @@ from ema_ckpt.core.errors import SourceError, TargetError, UsageError
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.ops.draft_file import draft_beside
 from ema_ckpt.ops.results.verify import ManifestResult
+from ema_ckpt.reading.unchanged import FileStates
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.storage.directories import is_folder, join, walk_files
@@ -72,15 +73,21 @@ def files_of(resolved: str, root: str, names: Iterable[str], manifest: Path) -> 
 
 
 def write_manifest(
-    files: FilesToHash, manifest: Path, workers: Workers, progress: Callable[[int], None] | None
+    files: FilesToHash,
+    manifest: Path,
+    workers: Workers,
+    progress: Callable[[int], None] | None,
+    states: Iterable[FileStates],
 ) -> HashedFiles:
-    """Write the manifest.
+    """Write the manifest, if the files are still those of which `states` were taken.
 
     Raises:
         TargetError: `usage` if it cannot be written, `target-exists` if it is there by now.
-        SourceError: of a file that cannot be read.
+        SourceError: of a file that cannot be read; `source-changed`.
     """
     sizes, digests = _hash(files, files.names, workers, progress)
+    is_suspicious = any(isinstance(found, SourceError) for found in digests.values())
+    _refuse_changes(states, suspicious=is_suspicious)
     sums: dict[str, str] = {}
     for name, found in digests.items():
         if isinstance(found, SourceError):
@@ -103,13 +110,23 @@ def _publish(manifest: Path, content: bytes) -> None:
         raise TargetError("usage", message) from None
 
 
+def _refuse_changes(states: Iterable[FileStates], *, suspicious: bool) -> None:
+    for one in states:
+        one.refuse_changes(suspicious=suspicious)
+
+
 def compare_manifest(
-    files: FilesToHash, manifest: Path, workers: Workers, progress: Callable[[int], None] | None
+    files: FilesToHash,
+    manifest: Path,
+    workers: Workers,
+    progress: Callable[[int], None] | None,
+    states: Iterable[FileStates],
 ) -> HashedFiles:
     """Compare the files with the manifest; what is missing, differs or is not listed is said.
 
     Raises:
-        SourceError: `unreadable` for a manifest that sha256sum would not read.
+        SourceError: `unreadable` for a manifest that sha256sum would not read; `source-changed` for
+            files that are no longer those of which `states` were taken.
         UnsafeError: `unsafe-path` for a name in it that leaves the checkpoint.
     """
     listed = _read(manifest)
@@ -131,6 +148,7 @@ def compare_manifest(
         else:
             values = f"expected SHA-256 {listed[name]} as in {manifest}, found {found}"
             problems.append(Problem("checksum", None, name, f"{name}: {values}; {_OTHER_COPY}"))
+    _refuse_changes(states, suspicious=bool(problems))
     extra = [name for name in files.names if name not in listed]
     nbytes = sum(sizes.values())
     result = ManifestResult(str(manifest), False, len(matching), nbytes, tuple(extra))

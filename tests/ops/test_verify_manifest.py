@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 import ema_ckpt
 from ema_ckpt import EmaCkptError, SourceError, TargetError, UsageError, verify
+from ema_ckpt.ops import verify_manifest
 from tests.checkpoints import save_dcp
 
 REPO = Path(__file__).parents[2]
@@ -245,6 +247,40 @@ def test_a_damaged_checkpoint_gets_no_manifest(checkpoint: Path, tmp_path: Path)
     assert (found.status, found.manifest) == ("damaged", None)
     assert any("sums: not written" in w.message for w in found.warnings)
     assert not (tmp_path / "sums").exists()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_that_changes_while_it_is_hashed(
+    moment: str,
+    name: str,
+    is_there: bool,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sums = tmp_path / "sums"
+    if is_there:
+        verify(checkpoint, manifest=sums)
+    hash_files = verify_manifest.hash_files
+
+    def change() -> None:
+        (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:-1] + b"?")
+
+    def hash_changed(*arguments: Any) -> Any:
+        if moment == "before":
+            change()
+        found = hash_files(*arguments)
+        if moment == "after":
+            change()
+        return found
+
+    monkeypatch.setattr(verify_manifest, "hash_files", hash_changed)
+    with pytest.raises(SourceError, match=f"'{name}' changed while being read") as caught:
+        verify(checkpoint, manifest=sums)
+    assert caught.value.code == "source-changed"
+    assert sums.exists() == is_there
 
 
 def test_steps_and_rank_files(fixtures: Path, tmp_path: Path) -> None:
