@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ema_ckpt import restore, save
@@ -96,6 +96,47 @@ def test_a_model_that_is_sharded_inside_gets_its_live_weights_back(
     dtype: torch.dtype, wrapped: bool
 ) -> None:
     run(2, _sharded_inside, dtype, wrapped)
+
+
+def _inside_summoned(use_orig_params: bool, parent: str) -> None:
+    def wrapped() -> FullyShardedDataParallel:
+        torch.manual_seed(0)
+        return FullyShardedDataParallel(
+            nn.Linear(5, 3), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
+
+    model, other = wrapped(), wrapped()
+    ema = ShardedEMA(model, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    ema.update()
+    live, path = _held(model, ema), Path(parent, "step")
+    with FullyShardedDataParallel.summon_full_params(model):
+        save(path, model=model, ema=ema)  # of the shards
+        calls: list[Any] = [
+            ema.swap().__enter__,
+            lambda: ema.copy_to(model),
+            lambda: restore(path, model=model, ema=ema),
+        ]
+        for call in calls:
+            with pytest.raises(StateError, match=r"inside summon_full_params\(\)"):
+                call()
+    assert _held(model, ema) == live
+    ema.copy_to(other)
+    average = ema.full_state_dict()
+    with ema.swap(), FullyShardedDataParallel.summon_full_params(model):
+        for name, value in average.items():
+            shown = model.module.get_parameter(name)
+            assert torch.equal(shown, value)
+    assert _held(model, ema) == live
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_what_is_summoned_and_written_back_is_left_alone(
+    use_orig_params: bool, tmp_path: Path
+) -> None:
+    run(2, _inside_summoned, use_orig_params, str(tmp_path))
 
 
 def _module_under_extra(parent: str) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils, fully_shard
-from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleTrainingState
 from torch.distributed.tensor.parallel import ddp
 
 from tests.distributed.launcher import run
@@ -65,7 +65,10 @@ def look_at_fsdp1() -> list[str]:
         (model, ["_handle", "process_group"]),
         (
             model._handle,
-            ["flat_param", "uses_sharded_strategy", "reshard", "post_reshard", "_prefetched"],
+            [
+                *("flat_param", "uses_sharded_strategy", "reshard", "post_reshard", "_prefetched"),
+                "_training_state",
+            ],
         ),
         (flat, [*tables, "_param_extensions", "_params", "_local_shard", "_full_param_padded"]),
         (flat._param_infos[0], ["module", "param_name"]),
@@ -88,6 +91,7 @@ def test_names_of_fsdp1() -> None:
     assert "_full_prec_full_param_padded" in inspect.getsource(
         FlatParamHandle.init_flat_param_attributes
     )
+    assert hasattr(HandleTrainingState, "SUMMON_FULL_PARAMS")
     assert "state._inter_node_pg = " in inspect.getsource(_init_utils)
 
 

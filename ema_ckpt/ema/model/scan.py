@@ -71,10 +71,16 @@ def reshard(model: nn.Module) -> None:
     Without it a swap right after a forward is lost: roots, and all modules with
     `reshard_after_forward=False` or `SHARD_GRAD_OP`, stay unsharded after a forward without
     backward. Runs no collective.
+
+    Raises:
+        StateError: inside FSDP1's `summon_full_params`, which writes its memory back at its end.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     _refuse_other_than_module(model)
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            _refuse_summoned(module._handle)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _fsdp2_groups(module):
@@ -325,6 +331,15 @@ def _fsdp1_replica(fsdp: Any) -> ReplicaGroup | None:
         return _replica(fsdp.process_group)
     inter_node = getattr(fsdp, "_inter_node_pg", None)
     return None if inter_node is None else _replica(inter_node)
+
+
+def _refuse_summoned(handle: Any) -> None:
+    if handle is not None and handle._training_state.name == "SUMMON_FULL_PARAMS":
+        raise StateError(
+            "usage",
+            "inside summon_full_params() of FSDP, which writes the parameters that it has gathered"
+            " back into the shards at its end: leave it first; it may stand inside swap()",
+        )
 
 
 def _reshard_flat(handle: Any) -> None:
