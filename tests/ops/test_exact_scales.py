@@ -96,7 +96,14 @@ def quanto() -> tuple[Tensors, set[str]]:
     return {**codes, **exact}, set(exact)
 
 
-SCHEMES = [fp8, int8, int4, nvfp4, not_understood, hqq, quanto]
+def mlx() -> tuple[Tensors, set[str]]:
+    """As MLX has them: words of codes, and a scale and an offset for each group of a row."""
+    exact = {f"{UP}.scales": torch.rand(8, 2).half() + 0.1, f"{UP}.biases": torch.rand(8, 2).half()}
+    words = torch.arange(8 * 16).reshape(8, 16).to(torch.uint32)
+    return {f"{UP}.weight": words, **exact}, set(exact)
+
+
+SCHEMES = [fp8, int8, int4, nvfp4, not_understood, hqq, quanto, mlx]
 Make = Callable[[], tuple[Tensors, set[str]]]
 
 

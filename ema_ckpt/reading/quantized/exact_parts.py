@@ -8,7 +8,7 @@ from ema_ckpt.core.catalog import Catalog
 from ema_ckpt.reading.quantized.recognise import Recognised, is_scale_of_weight, recognise
 
 # What other schemes have beside their codes, too: scales of scales, tables of codes, zero points.
-_PART = re.compile("scale|zero|_shift|absmax|quant_map|code|SCB")
+_PART = re.compile("scale|zero|_shift|biases|absmax|quant_map|code|SCB")
 _OF_CACHE = re.compile("[kqv]_scale")
 
 

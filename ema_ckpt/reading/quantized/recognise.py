@@ -165,6 +165,8 @@ class _Search:
         """Refuse a tensor that is part of something that is not understood, or not whole."""
         name = tensor.name
         foreign = [kind for ending, kind in FOREIGN.items() if name.endswith(ending)]
+        if self._are_words_with_scales(tensor):
+            foreign = ["MLX"]
         if foreign:
             reason = f"quantised by {foreign[0]}, which is not understood"
             self._refuse(tensor, "unsupported", reason)
@@ -182,6 +184,11 @@ class _Search:
         elif self._may_be_codes(tensor):
             reason = f"quantised by {self._config.method!r}, which is not understood"
             self._refuse(tensor, "unsupported", reason)
+
+    def _are_words_with_scales(self, tensor: Tensor) -> bool:
+        layer, _, leaf = tensor.name.rpartition(".")
+        is_weight = (leaf, tensor.dtype.name) == ("weight", "uint32")
+        return is_weight and f"{layer}.scales" in self._stored
 
     def _may_be_codes(self, tensor: Tensor) -> bool:
         """Whether a method that is not understood may have made these integers."""
