@@ -130,7 +130,10 @@ class SharedDirectory:
             with open(self._root / name, "wb") as stream:
                 for item in in_order(items):
                     offset = stream.tell()
-                    write_item(item, stream)
+                    try:
+                        write_item(item, stream)
+                    except RuntimeError as error:  # of torch, as it ends an archive all the same
+                        raise _refused_write(error) from error.__cause__
                     places.append((item, offset, stream.tell() - offset))
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -332,6 +335,12 @@ def write_item(item: Item, stream: Any) -> torch.Tensor | None:
         host = host.clone()  # torch.save writes whole storages
     torch.save(host, stream)
     return host
+
+
+def _refused_write(error: RuntimeError) -> Exception:
+    """Return what the disk answered, of which torch's error says nothing."""
+    cause = error.__context__
+    return cause if isinstance(cause, OSError) else error
 
 
 def _stored_crc(

@@ -84,6 +84,11 @@ def _failures(parent: str) -> dict[str, Any]:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     found["unwritable"] = message_of(CollectiveError, lambda: save(root / "a", **everything))
+    # In the midst of a tensor torch ends its archive all the same, and raises an error of its own.
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    large = {"zeros": torch.zeros(100_000)} if rank == 1 else {}
+    found["full"] = message_of(CollectiveError, lambda: save(root / "a", model=model, extra=large))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if rank == 1 and os.geteuid() == 0:
         os.seteuid(65534)
@@ -146,6 +151,8 @@ def test_failures_reach_all_ranks_with_their_cause(tmp_path: Path) -> None:
         assert found["unwritable"].startswith(
             "rank-failed: save: rank 1: OSError: [Errno 27] File too large"
         )
+        assert found["full"].startswith("rank-failed: save: rank 1: OSError: [Errno 27] File too")
+        assert "__1_0.distcp" in found["full"]
         later = (
             "PermissionError: [Errno 13] Permission denied"
             if os.getuid() == 0
