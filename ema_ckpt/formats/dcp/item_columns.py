@@ -152,6 +152,7 @@ class ItemColumns(Mapping[Key, ItemPlace]):
         boxes.finish()
         self._boxes = boxes
         self._stored: StoredChunks | None = None
+        self._strays: Numbers | None = None
         self.transforms: dict[int, tuple[str, ...]] = {}
         self._texts, self._tuples = reader.numbered.texts, reader.numbered.tuples
         parts, count = [_NO_ITEMS], 0
@@ -213,7 +214,7 @@ class ItemColumns(Mapping[Key, ItemPlace]):
     def chunks_of(self, _name: str, entry: TensorEntry) -> tuple[Chunk, ...]:
         """Return the chunks of a tensor with their places; those that are nowhere have no file."""
         if self._stored is None:
-            rows = self._find(self._keys_of_boxes())
+            rows = self._rows_of_boxes()
             self._stored = StoredChunks(self._boxes, self._texts, self._columns, rows)
         return self._stored.of(entry.chunks)
 
@@ -238,10 +239,18 @@ class ItemColumns(Mapping[Key, ItemPlace]):
 
     def strays(self, _entries: Entries) -> Iterator[tuple[Key, ItemPlace]]:
         """Return the items of which no chunk has the name and the offsets."""
-        expected = np.unique(self._keys_of_boxes())
-        is_stray = np.isin(self._sorted_keys, expected, invert=True)
-        for row in np.sort(self._order[is_stray]).tolist():
+        if self._strays is None:
+            self._rows_of_boxes()
+        for row in self._strays.tolist() if self._strays is not None else ():
             yield self._key(row), self._place(row)
+
+    def _rows_of_boxes(self) -> Numbers:
+        """Return the row of each chunk, or -1; keep the rows that are no chunk's."""
+        rows = self._find(self._keys_of_boxes())
+        is_stray = np.ones(len(self), bool)
+        is_stray[rows[rows >= 0]] = False
+        self._strays = np.flatnonzero(is_stray)
+        return rows
 
     def _keys_of_boxes(self) -> Numbers:
         """Return the key of each chunk; of one that is nowhere it is no item's."""

@@ -85,7 +85,7 @@ def open_dcp(
             tensors.append(_tensor(name, entry_path, listing, required))
     problems = list(_wrong_paths(parts))
     if not lenient:
-        refuse_problems(problems)
+        refuse_problems([*problems, *_without_entry(parts)])
     content, warnings = _read_sidecar(source, names, parts, required, problems if lenient else None)
     recorded = tuple(content.digests)
     ranks = _ranks_in(required, _DATA_FILE)
@@ -131,6 +131,12 @@ def _wrong_paths(parts: Iterable[Metadata]) -> Iterator[Problem]:
             if joined != name and joined in part.entries:
                 problem = f"planner_data places {name!r} at {joined!r}, where another entry is"
                 yield Problem("index-mismatch", name, METADATA_NAME, f"{METADATA_NAME}: {problem}")
+
+
+def _without_entry(parts: Sequence[Metadata]) -> Iterator[Problem]:
+    """Find what is stored and no entry tells of: it would be left out without a word."""
+    for name, message in find_mismatches(parts, ()):
+        yield Problem("index-mismatch", name, METADATA_NAME, message)
 
 
 def _mismatches(

@@ -374,6 +374,27 @@ def test_an_entry_at_the_name_of_another_is_refused(tmp_path: Path) -> None:
     assert (found.status, {p.code for p in found.problems}) == ("damaged", {"index-mismatch"})
 
 
+@pytest.mark.parametrize("columns_from", [0, 1 << 20])
+@pytest.mark.parametrize("lost", ["entry", "chunk"])
+def test_what_is_stored_and_no_entry_tells_of_is_not_left_out(
+    lost: str, columns_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ema_ckpt.formats.dcp.metadata._COLUMNS_FROM_NBYTES", columns_from)
+    source = save_dcp(tmp_path / "c", {"model": {"v": torch.ones(2), "w": torch.zeros(0, 2)}})
+    metadata = FileSystemReader(source).read_metadata()
+    entries = metadata.state_dict_metadata
+    if lost == "entry":
+        del entries["model.v"], metadata.planner_data["model.v"]
+    else:
+        entries["model.w"].chunks.clear()
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert ema_ckpt.verify(source).status == "damaged"
+    for verb in (ema_ckpt.consolidate, ema_ckpt.convert):
+        with pytest.raises(SourceError, match="storage_data has a place") as caught:
+            verb(source, tmp_path / "out.pt")
+        assert caught.value.code == "index-mismatch"
+
+
 def test_a_name_and_its_path_that_differ_by_a_bit_are_refused_by_every_verb(tmp_path: Path) -> None:
     source = save_dcp(tmp_path / "c", {"model": {"v": torch.ones(2), "w": torch.zeros(2)}})
     data = (source / ".metadata").read_bytes()
