@@ -363,6 +363,19 @@ def test_the_state_dict_of_one_ema_may_be_the_whole_checkpoint(nested: bool) -> 
     assert (ema.name, list(ema.weights)) == ("", ["w"])
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_state_dict_of_torchs_averaged_model_is_known_by_its_count(nested: bool) -> None:
+    averaged = {"n_averaged": INT, "module.a.w": W, "module.n": INT}
+    ema = only_ema(averaged, nested=nested)
+    assert (ema.name, list(ema.weights), list(ema.settings)) == ("", ["a.w", "n"], ["n_averaged"])
+    assert roles({"state_dict": averaged, "epoch": INT}) == {"state_dict": "ema", "": "other"}
+    both = {"model": {"a.w": W}, "swa_model": averaged}
+    assert roles(both) == {"model": "live", "swa_model": "ema"}
+    # A buffer of a model may have that name too.
+    assert roles({"a.w": W, "n_averaged": INT}) == {"": "live"}
+    assert roles({"module.a.w": W, "n_averaged": W}) == {"": "live"}
+
+
 def test_lightning_averages_lie_under_state_dict() -> None:
     tree = {
         "state_dict": {"w": W},
