@@ -282,6 +282,10 @@ class ObjectDirectory:
         _ = error
         if self._is_published or not self._has_begun:
             return
+        if self._destination.is_silent():
+            if self._note is not None:
+                self._note.end()
+            return
         if rank:
             self._store.delete([self._file(rank)])
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -21,11 +22,13 @@ from ema_ckpt.storage.remote import (
     Patience,
     ask,
     is_http,
+    is_unanswered,
     open_filesystem,
 )
 from ema_ckpt.storage.stage_names import stage_name
 
 AnswerT = TypeVar("AnswerT")
+_SILENT_SECONDS = 30.0
 
 
 class ObjectStore:
@@ -105,6 +108,26 @@ class ObjectStore:
                 ask(partial(self.filesystem.rm_file, self.path(name)), place, place)
         self.filesystem.invalidate_cache()
 
+    def answers(self) -> bool:
+        """Whether the store says anything within half a minute, be it that nothing is there.
+
+        Where it does not, every request that is to delete something would wait for many minutes.
+        """
+        is_heard, has_ended = False, threading.Event()
+
+        def question() -> None:
+            nonlocal is_heard
+            try:
+                self.filesystem.invalidate_cache()
+                self.filesystem.info(self.base or "/")
+                is_heard = True
+            except Exception as error:  # noqa: BLE001  # a refusal is an answer
+                is_heard = not is_unanswered(error)
+            has_ended.set()
+
+        threading.Thread(target=question, name="ema_ckpt-probe", daemon=True).start()
+        return has_ended.wait(_SILENT_SECONDS) and is_heard
+
     def stream(self, name: str, part_nbytes: int = 0) -> ObjectStream:
         """Begin an object that is written from its start to its end, in parts of so many bytes."""
         return ObjectStream(self, name, part_nbytes)
@@ -170,9 +193,11 @@ class ObjectStream:
         if not self._is_open:
             return
         self._is_open = False
-        with contextlib.suppress(Exception):
-            self._file.discard()
-        if self._temporary:
+        is_answered = self._store.answers()
+        if is_answered:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+        if self._temporary and is_answered:
             self._store.delete([self._temporary])
         else:
             self._file.closed = True  # or its end would be sent when it is collected

@@ -48,7 +48,7 @@ class Patience(NamedTuple):
 
 _READ_PATIENCE = Patience((0.3, 1.0, 3.0), 5.0)  # a file system may try again itself
 # A part may take long to send, and a store that is asked too often says so for minutes.
-UPLOAD_PATIENCE = Patience((0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0), 600.0)
+UPLOAD_PATIENCE = Patience((0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0), 300.0)
 ONCE = Patience((), 0.0)
 
 

@@ -317,6 +317,10 @@ class ObjectDestination:
         error: BaseException,
     ) -> None:
         """Delete what was written, and then the note; say what could not be deleted."""
+        if self.is_silent():
+            files.close()
+            note.end()
+            return
         is_lost = False
         with contextlib.suppress(EmaCkptError):
             is_lost = note.is_lost()
@@ -329,6 +333,16 @@ class ObjectDestination:
             text = f"{self.url}: left behind, some of it could not be deleted: {failure}"
             if failure is not error:
                 logging.getLogger("ema_ckpt").warning(displayed(text))
+
+    def is_silent(self) -> bool:
+        """Whether the store does not answer, so that what was written stays; it is told then."""
+        if self._inside.answers():
+            return False
+        reason = (
+            "left behind, for the store does not answer; the next run that writes it deletes it"
+        )
+        logging.getLogger("ema_ckpt").warning(displayed(f"{self.url}: {reason}"))
+        return True
 
     def _clear_lost(self, lost: LostUploads) -> Iterator[Diagnostic]:
         """Abort what was begun in vain; the target is in place whether that works or not."""
