@@ -18,12 +18,14 @@ _SHOWN = 10
 
 def check_averages(catalog: Catalog, trees: Sequence[Tree]) -> Iterator[Diagnostic]:
     """Warn of every EMA that never moved, is still a copy, or does not fit its live tree."""
+    by_name = {tree.name: tree for tree in trees}
     for tree in of_role(trees, EMA):
         # Whoever reads the settings for their own sake reports what is wrong with them.
         with suppress(SourceError, UsageError):
             yield from find_stalled(catalog, tree)
             yield from find_copy(catalog, tree)
-        live = live_of(trees, tree)
+        partner = by_name.get(tree.partner or "")
+        live = live_of(trees if partner is None else [partner], tree)
         if live is not None:
             yield from find_misfits(tree, live)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate
 
 from ema_ckpt.core.arguments import one_text
 from ema_ckpt.core.catalog import Catalog, Object, Tensor
@@ -111,6 +111,7 @@ def list_trees(catalog: Catalog) -> tuple[Tree, ...]:
     groups = {group.name: group for group in group_entries(catalog)}
     trees = {name: _plain_tree(group, catalog.digests) for name, group in groups.items()}
     others = of_role(trees.values(), LIVE, OPTIMIZER, OTHER)
+    partners = _Partners(others)
     # Parameters that an optimizer's state lists: `state.<fqn>.exp_avg`.
     trained: set[str] = set()
     for optimizer in of_role(others, OPTIMIZER):
@@ -121,7 +122,7 @@ def list_trees(catalog: Catalog) -> tuple[Tree, ...]:
         if group.beside is None and last in _LISTS_OF_AVERAGES:
             # An EMA's state dict saved as the whole file has its settings beside the list.
             group.beside = groups.get(parent)
-        trees[name] = _average_tree(group, others, trained)
+        trees[name] = _average_tree(group, partners, trained)
     return tuple(trees.values())
 
 
@@ -148,8 +149,8 @@ def _plain_tree(group: Group, digests: Mapping[str, int]) -> Tree:
     return replace(tree, named=named, settings=settings, layout=AVERAGED_MODEL)
 
 
-def _average_tree(group: Group, others: Sequence[Tree], trained: Collection[str]) -> Tree:
-    partner = _live_partner(group, others)
+def _average_tree(group: Group, partners: _Partners, trained: Collection[str]) -> Tree:
+    partner = _live_partner(group, partners)
     live = partner or Tree("", LIVE)
     found = _with_buffers(group, live)
     averages = name_averages(group.name, found, live.named, trained, ordered=live.ordered)
@@ -196,22 +197,37 @@ def _settings(group: Group, averages: Mapping[str, Tensor]) -> dict[str, Tensor 
     return settings
 
 
-def _live_partner(group: Group, others: Sequence[Tree]) -> Tree | None:
+class _Partners:
+    """The trees that averages may belong to, by name; the live ones in stored order."""
+
+    def __init__(self, trees: Iterable[Tree]) -> None:
+        kept = [tree for tree in of_role(trees, LIVE, EMA, OTHER) if tree.tensors]
+        self.by_name = {tree.name: tree for tree in kept}
+        self.lives = of_role(kept, LIVE)
+
+    def around(self, path: str) -> Iterator[Tree]:
+        """Yield the live trees that something called `path` may lie in, the outermost first."""
+        for name in ("", *accumulate(path.split(".")[:-1], "{}.{}".format)):
+            tree = self.by_name.get(name)
+            if tree is not None and tree.role == LIVE:
+                yield tree
+
+
+def _live_partner(group: Group, partners: _Partners) -> Tree | None:
     """Find the live tree of an EMA: by name, by name inside another tree, else the only one."""
-    candidates = {tree.name: tree for tree in of_role(others, LIVE, EMA, OTHER) if tree.tensors}
     names = [*live_partners(group.name), f"{group.name}.online_model"]
     if group.partner:
         names = [group.partner]
-    exact = candidates.keys() & set(names) - {group.name}
+    exact = partners.by_name.keys() & set(names) - {group.name}
     if exact:
-        return candidates[min(exact, key=names.index)]
+        return partners.by_name[min(exact, key=names.index)]
     averaged = group.averages.tensors
-    lives = of_role(candidates.values(), LIVE)
-    for name, tree in product(names, lives):
-        part = _cut(tree, name)
-        if part and matches(averaged, part.named) and not matches(averaged, tree.named):
-            return part
-    return lives[0] if len(lives) == 1 else None
+    for name in names:
+        for tree in partners.around(name):
+            part = _cut(tree, name)
+            if part and matches(averaged, part.named) and not matches(averaged, tree.named):
+                return part
+    return partners.lives[0] if len(partners.lives) == 1 else None
 
 
 def live_of(trees: Sequence[Tree], ema: Tree) -> Tree | None:
@@ -271,7 +287,7 @@ def _part_of(tree: Tree, part: Tree, trees: Sequence[Tree]) -> Tree:
     for other in of_role(trees, LIVE, OPTIMIZER, OTHER):
         if other is not tree:
             others.append(other)
-    return _average_tree(group, others, ())
+    return _average_tree(group, _Partners(others), ())
 
 
 def _part_of_average(tree: Tree, part: Tree) -> Tree:

@@ -373,12 +373,12 @@ def test_twenty_thousand_tensors_take_no_time() -> None:
     catalog = catalog_of(tree)
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         known = list_trees(catalog)
         select_tree(
             default_tree(known),
             options(match=["*.w"], exclude=["layers.1.*"], dtype="bf16", rename=["layers=blocks"]),
         )
         select_all(catalog, known, options(exclude=["model.*.7?.w"]))
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 1.0  # about 0.12 s on two idle cores

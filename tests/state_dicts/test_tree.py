@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -912,3 +913,18 @@ def test_whatever_is_named_is_found_or_refused_by_name(tree: dict, data: st.Data
             or part.name.startswith(f"{name}.")
             or part.name.endswith(f".{name}")
         )
+
+
+def test_twenty_thousand_averages_are_paired_in_linear_time() -> None:
+    def seconds(count: int) -> float:
+        pairs = {f"x{n}{end}": {"w": W} for n in range(count) for end in ("", "_ema")}
+        alone = {f"y{n}_ema": {"w": W} for n in range(count)}
+        catalog = catalog_of({**pairs, **alone})
+        start = time.process_time()
+        assert sum(tree.partner is not None for tree in list_trees(catalog)) == count
+        return time.process_time() - start
+
+    seconds(100)
+    assert seconds(8000) < 40 * min(
+        seconds(800), seconds(800)
+    )  # 10 times as many; 100 if quadratic
