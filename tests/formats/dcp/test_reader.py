@@ -223,6 +223,7 @@ def test_another_serialization_is_unproven_whatever_it_holds(tmp_path: Path, thr
 
 
 def test_a_compressed_checkpoint_is_unproven_whatever_it_holds(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
     state = {"w": torch.ones(6), "empty": torch.empty(0, 3), "step": 3, "l": [1, (2, 3)]}
     for folder in (tmp_path / "run", tmp_path / "joined" / "model", tmp_path / "joined" / "ema"):
         dcp.save(state, storage_writer=FileSystemWriter(folder, _extensions=[ZStandard()]))
