@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ema_ckpt.state_dicts.selection import Selection, SelectionOptions
     from ema_ckpt.writing.options import WriteOptions
 
-_ACTIVATIONS = "scale of what a layer takes or gives; its weight is no longer quantised"
+_COMPANION = "tells of a quantised layer, whose weight is written as plain values"
 
 
 class Dequantized(NamedTuple):
@@ -104,7 +104,7 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
     refused = tuple([_refused(tensor, found) for tensor in catalog.tensors])
     is_remote = is_url(catalog.source.root)
     changed = with_values(
-        _without(replace(catalog, tensors=refused), found.activations),
+        _without(replace(catalog, tensors=refused), found.companions),
         found.tensors,
         options.dequantize,
         verify=options.verify,
@@ -113,7 +113,7 @@ def dequantize(catalog: Catalog, options: WriteOptions, *, required: bool = True
     )
     made_by = catalog.made_by + _made_by(found.tensors, options.dequantize.name)
     changed = replace(changed, made_by=made_by)
-    skipped = [Skipped.tensor(tensor, tensor.name, _ACTIVATIONS) for tensor in found.activations]
+    skipped = [Skipped.tensor(tensor, tensor.name, _COMPANION) for tensor in found.companions]
     return Dequantized(changed, found.tensors, tuple(skipped), edited is not None, True)
 
 
@@ -213,7 +213,7 @@ def with_real_values(catalog: Catalog) -> Dequantized:
     found = recognise(catalog, lenient=True)
     if not found.tensors:
         return Dequantized(catalog, refused=found.refused)
-    changed = with_values(_without(catalog, found.activations), found.tensors, by_name("float32"))
+    changed = with_values(_without(catalog, found.companions), found.tensors, by_name("float32"))
     return Dequantized(changed, found.tensors, refused=found.refused)
 
 

@@ -21,6 +21,7 @@ from ema_ckpt.core.errors import SourceError
 from ema_ckpt.reading.box_reader import BoxReader, locate_box
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.quantized.codes import Memory
+from ema_ckpt.reading.quantized.comfy import HEADER_KEY
 from ema_ckpt.reading.quantized.computation import Computation
 from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 from ema_ckpt.reading.quantized.tied import shared_storage, ties_of_values
@@ -208,7 +209,7 @@ def with_values(
     files = ComputedWeights(
         catalog, by_file, dtype, verify=verify, replaced=replaced, kept_nbytes=kept_nbytes
     )
-    told = header_keys(catalog.header_text) if weights else set()
+    told = {HEADER_KEY, *header_keys(catalog.header_text)} if weights else set()
     tensors = []
     for tensor in catalog.tensors:
         if tensor.name in by_place:

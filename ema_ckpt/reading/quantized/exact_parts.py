@@ -55,7 +55,7 @@ def _is_beside(name: str, layers: set[str], is_known: bool) -> bool:
 
 def _understood(found: Recognised) -> set[str]:
     parts = {part.name for weight in found.tensors for part in weight.parts.values()}
-    return parts.union(part.name for part in found.activations)
+    return parts.union(part.name for part in found.companions)
 
 
 def _layer(name: str) -> str:

@@ -9,10 +9,13 @@ from ema_ckpt.core.catalog import Catalog, Diagnostic, Path, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.core.names import OPTIMIZER
 from ema_ckpt.reading.box_reader import BoxReader, locate
+from ema_ckpt.reading.quantized.comfy import DESCRIPTION, LayerFormats
 from ema_ckpt.reading.quantized.quantization_config import QuantizationConfig, read_config
 from ema_ckpt.reading.quantized.schemes import (
     ACTIVATIONS,
     FOREIGN,
+    FURTHER_SCALES,
+    SCALED_FP8,
     SCHEMES,
     Found,
     QuantizedTensor,
@@ -40,13 +43,14 @@ class Recognised(NamedTuple):
     Attributes:
         tensors: those whose values can be computed.
         refused: why others cannot, by the stored name of their codes.
-        activations: stored scales of what layers take and give, which go with their weights.
+        companions: what has no meaning without the codes: scales of what layers take and give,
+            and descriptions.
         is_known: False if `config.json` names a method that is not understood.
     """
 
     tensors: tuple[QuantizedTensor, ...] = ()
     refused: Mapping[str, Diagnostic] = {}
-    activations: tuple[Tensor, ...] = ()
+    companions: tuple[Tensor, ...] = ()
     is_known: bool = True
 
 
@@ -71,8 +75,8 @@ def recognise(catalog: Catalog, *, lenient: bool = False) -> Recognised:
         search.look_at_description(name, description)
     for tensor in stored.values():
         search.look_at(tensor)
-    activations = tuple(search.activations_of(search.tensors))
-    return Recognised(tuple(search.tensors), search.refused, activations, config.is_known)
+    companions = tuple(search.companions_of(search.tensors))
+    return Recognised(tuple(search.tensors), search.refused, companions, config.is_known)
 
 
 def outside_optimizers(catalog: Catalog) -> dict[str, Tensor]:
@@ -125,6 +129,7 @@ class _Search:
         self._catalog = catalog
         self._stored = stored
         self._config = config
+        self._formats = LayerFormats(catalog, stored)
         self._taken: set[str] = set()
         self._scaled = set[str]()  # layers with floats beside the codes of an unknown method
         if not config.is_known:
@@ -137,7 +142,10 @@ class _Search:
             return
         subclass = described_in_subclass(tensor)
         fitting = fitting_schemes(tensor)
-        if subclass is not None:
+        problem = self._formats.problem(tensor.name)
+        if problem is not None:
+            self._refuse(tensor, "unsupported", problem)
+        elif subclass is not None:
             self._add_described(tensor.name, tensor, subclass)
         elif not self._add_scaled(tensor, fitting):
             self._doubt(tensor, fitting)
@@ -164,11 +172,9 @@ class _Search:
     def _doubt(self, tensor: Tensor, fitting: list[Scheme]) -> None:
         """Refuse a tensor that is part of something that is not understood, or not whole."""
         name = tensor.name
-        foreign = [kind for ending, kind in FOREIGN.items() if name.endswith(ending)]
-        if self._are_words_with_scales(tensor):
-            foreign = ["MLX"]
-        if foreign:
-            reason = f"quantised by {foreign[0]}, which is not understood"
+        foreign = self._foreign_kind(tensor)
+        if foreign is not None:
+            reason = f"quantised by {foreign}, which is not understood"
             self._refuse(tensor, "unsupported", reason)
         elif is_scale_of_weight(name):
             self._look_for_weight(tensor)
@@ -185,10 +191,17 @@ class _Search:
             reason = f"quantised by {self._config.method!r}, which is not understood"
             self._refuse(tensor, "unsupported", reason)
 
-    def _are_words_with_scales(self, tensor: Tensor) -> bool:
+    def _foreign_kind(self, tensor: Tensor) -> str | None:
+        """Name the scheme that a tensor shows by its name, or by what lies beside a weight."""
+        for ending, kind in FOREIGN.items():
+            if tensor.name.endswith(ending):
+                return kind
         layer, _, leaf = tensor.name.rpartition(".")
-        is_weight = (leaf, tensor.dtype.name) == ("weight", "uint32")
-        return is_weight and f"{layer}.scales" in self._stored
+        if leaf != "weight":
+            return None
+        if tensor.dtype.name == "uint32" and f"{layer}.scales" in self._stored:
+            return "MLX"
+        return FOREIGN[SCALED_FP8] if layer + SCALED_FP8 in self._stored else None
 
     def _may_be_codes(self, tensor: Tensor) -> bool:
         """Whether a method that is not understood may have made these integers."""
@@ -229,6 +242,10 @@ class _Search:
         for role, ending in {**scheme.needed, **scheme.further}.items():
             if weight + ending in self._stored:
                 parts[role] = self._stored[weight + ending]
+        layer, dot, _ = weight.rpartition(".")
+        for ending, reason in FURTHER_SCALES.items():
+            if f"{layer}{dot}{ending}" in self._stored:
+                raise SourceError("unsupported", f"{reason}: {f'{layer}{dot}{ending}'!r}")
         if weight != codes.name and weight in self._stored:
             raise SourceError("name-collision", f"{weight!r} is there as well")
         for part in parts.values():
@@ -242,11 +259,11 @@ class _Search:
     def _refuse(self, tensor: Tensor, code: str, reason: str) -> None:
         self.refused[tensor.name] = Diagnostic(code, reason)
 
-    def activations_of(self, tensors: list[QuantizedTensor]) -> Iterator[Tensor]:
-        """Yield the scales of what the layers of these weights take and give."""
+    def companions_of(self, tensors: list[QuantizedTensor]) -> Iterator[Tensor]:
+        """Yield what tells of the layers of these weights and is none of their parts."""
         layers = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in tensors)
         for layer in layers:
-            for ending in ACTIVATIONS:
+            for ending in (*ACTIVATIONS, DESCRIPTION):
                 tensor = self._stored.get(f"{layer}.{ending}" if layer else ending)
                 if tensor is not None:
                     yield tensor

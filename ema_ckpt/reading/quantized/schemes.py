@@ -271,6 +271,7 @@ SCHEMES = (
 )
 """What is recognised by names. torchao's weights are told by their class, see `torchao.py`."""
 
+SCALED_FP8 = ".scale_weight"
 FOREIGN = {
     ".qweight": "GPTQ or AWQ",
     ".SCB": "bitsandbytes (int8)",
@@ -278,8 +279,16 @@ FOREIGN = {
     ".weight_format": "bitsandbytes (int8)",
     ".W_q": "HQQ",
     ".weight._scale": "optimum-quanto",
+    ".weight_scale_2": "ModelOpt or ComfyUI (NVFP4)",
+    SCALED_FP8: "ComfyUI (scaled_fp8)",
 }
 """Endings of names of other schemes' parts, which nobody here understands."""
+
+FURTHER_SCALES = {
+    "weight_scale_2": "its scales have scales",
+    "pre_quant_scale": "what it takes is scaled, and its columns with it",
+}
+"""Names beside a weight of what changes its values, and why they cannot be computed."""
 
 ACTIVATIONS = tuple(
     f"{which}{part}"
