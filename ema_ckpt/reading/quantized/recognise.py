@@ -233,19 +233,13 @@ class _Search:
 
     def _weight(self, scheme: Scheme, weight: str, codes: Tensor) -> QuantizedTensor:
         parts = {"codes": codes, "scale": self._stored[weight + scheme.scale]}
-        for ending, reason in scheme.refused.items():
-            if weight + ending in self._stored:
-                raise SourceError("unsupported", f"{reason}: {weight + ending!r}")
+        self._refuse_further_parts(scheme, weight)
         for ending in scheme.needed.values():
             if weight + ending not in self._stored:
                 raise SourceError("incomplete", f"{weight + ending!r} is missing")
         for role, ending in {**scheme.needed, **scheme.further}.items():
             if weight + ending in self._stored:
                 parts[role] = self._stored[weight + ending]
-        layer, dot, _ = weight.rpartition(".")
-        for ending, reason in FURTHER_SCALES.items():
-            if f"{layer}{dot}{ending}" in self._stored:
-                raise SourceError("unsupported", f"{reason}: {f'{layer}{dot}{ending}'!r}")
         if weight != codes.name and weight in self._stored:
             raise SourceError("name-collision", f"{weight!r} is there as well")
         for part in parts.values():
@@ -255,6 +249,15 @@ class _Search:
         layout = scheme.layout(Found(parts, self._config, shape))
         path = _weight_path(codes, scheme.ending, weight)
         return QuantizedTensor(weight, path, scheme.name, parts, layout, codes.name)
+
+    def _refuse_further_parts(self, scheme: Scheme, weight: str) -> None:
+        """Raise SourceError `unsupported` if something beside a weight changes its values."""
+        layer, dot, _ = weight.rpartition(".")
+        parts = {weight + ending: reason for ending, reason in scheme.refused.items()}
+        parts |= {f"{layer}{dot}{name}": reason for name, reason in FURTHER_SCALES.items()}
+        for name, reason in parts.items():
+            if name in self._stored:
+                raise SourceError("unsupported", f"{reason}: {name!r}")
 
     def _refuse(self, tensor: Tensor, code: str, reason: str) -> None:
         self.refused[tensor.name] = Diagnostic(code, reason)
