@@ -18,6 +18,7 @@ from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers
 from ema_ckpt.storage.directories import is_folder, join, walk_files
 from ema_ckpt.storage.files import is_url, local_path, open_files, safe_name
+from ema_ckpt.writing.switch import put
 
 _MAX_NBYTES = 1 << 30
 _OTHER_COPY = "copy the file again, or use another copy of the checkpoint"
@@ -98,10 +99,10 @@ def write_manifest(
 
 
 def _publish(manifest: Path, content: bytes) -> None:
-    """Write beside the place and link it there, so that nobody reads half and none is replaced."""
+    """Write beside the place and move it there, so that nobody reads half and none is replaced."""
     try:
         with draft_beside(manifest, content) as draft:
-            os.link(draft, manifest)
+            put(draft, manifest)
     except FileExistsError:
         message = f"--manifest {manifest}: another process wrote it meanwhile; run again"
         raise TargetError("target-exists", message) from None

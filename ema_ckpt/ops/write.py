@@ -32,7 +32,7 @@ from ema_ckpt.writing.engine import run
 from ema_ckpt.writing.journal import Journal
 from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.output_files import OutputFiles
-from ema_ckpt.writing.preflight import resolve_target
+from ema_ckpt.writing.preflight import look_again, resolve_target
 from ema_ckpt.writing.run_state import Outcome
 
 # Without --resume a run this short is done anew rather than continued. Deleting a journal that has
@@ -419,6 +419,7 @@ def _write_share(
         message = f"{job.catalog.resolved}: not the same to all processes ({hint})"
         raise SourceError("source-changed", message)
     root = Path(stage_path)
+    look_again(root.parent.parent)
     if not root.parent.exists():
         hint = "all must share the file system"
         message = f"{root.parent}: made by the first process, not there for this one; {hint}"

@@ -37,7 +37,7 @@ from ema_ckpt.resume.save_async import (
 from ema_ckpt.resume.save_plan import entries_of, plan_save
 from ema_ckpt.resume.save_write import write
 from ema_ckpt.storage.files import local_path
-from ema_ckpt.writing.preflight import resolve_target
+from ema_ckpt.writing.preflight import look_again, resolve_target, unresolved
 
 _CALL = "save"
 
@@ -153,14 +153,20 @@ def save(
 def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path | str:
     """Resolve the path to write to, the same on all ranks; rank 0 makes its parent."""
 
-    def resolve() -> Path | str:
-        place = local_path(path_text(path))
-        return path_text(path) if place is None else resolve_target(place)
+    def resolve() -> tuple[str, Path | str]:
+        given = path_text(path)
+        local = local_path(given)
+        if local is None:
+            return given, given
+        # What rank 0 makes is not looked for elsewhere before it is there.
+        return unresolved(local), Path() if ranks.rank else resolve_target(local)
 
-    target = run_on_all_ranks(ranks, _CALL, resolve)
-    targets = sorted(set(ranks.exchange(str(target))))
-    if len(targets) > 1:
-        raise UsageError("usage", f"save: the ranks name different targets: {shown(targets)}")
+    place, target = run_on_all_ranks(ranks, _CALL, resolve)
+    places = sorted(set(ranks.exchange(place)))
+    if len(places) > 1:
+        raise UsageError("usage", f"save: the ranks name different targets: {shown(places)}")
+    if isinstance(target, Path):
+        target = Path(ranks.broadcast_json(str(target)))
 
     def make_parent() -> None:
         if ranks.rank or isinstance(target, str):
@@ -172,6 +178,8 @@ def _agree_on_target(path: str | os.PathLike[str], ranks: Channel) -> Path | str
             raise TargetError("not-found", message, file=str(target.parent)) from error
 
     run_on_all_ranks(ranks, _CALL, make_parent)
+    if isinstance(target, Path) and ranks.rank:
+        look_again(target.parent)
     return target
 
 

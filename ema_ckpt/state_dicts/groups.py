@@ -125,8 +125,6 @@ class Group:
         names = self.names()
         if "num_updates" in names and any(name.startswith("weights.") for name in names):
             return True
-        if self.is_averaged_model:
-            return True
         own = {n: t for n, t in self.tensors.items() if not n.startswith("param_groups.")}
         weights = floating_among(own)
         states = inside(weights, "state.")
@@ -134,7 +132,7 @@ class Group:
 
     @property
     def is_averaged_model(self) -> bool:
-        """Whether this is the state dict of torch's `AveragedModel`: a module beside a count."""
+        """Whether this has the form of torch's `AveragedModel`: a module beside a count."""
         count = self.tensors.get("n_averaged")
         names = first_components(self.tensors)
         return count is not None and not count.shape and names == {"module", "n_averaged"}

@@ -99,6 +99,11 @@ def _assign_roles(groups: Sequence[Group]) -> None:
         is_averaged = group.role == EMA and live.role is None
         if is_averaged and live.has_weight:
             live.role = LIVE
+    if any(group.role == LIVE for group in groups):
+        for group in groups:
+            # Alone it is what a run has for its weights.
+            if group.role is None and group.is_averaged_model:
+                group.role = EMA
     unnamed = _unnamed_live(groups)
     if unnamed is not None:
         unnamed.role = LIVE

@@ -52,7 +52,7 @@ class Carried:
         A later run has to know that too, if this one is killed in between.
         """
         self._new_inode = os.lstat(new).st_ino
-        with contextlib.suppress(OSError), open(new.with_name(NEW), "w", encoding="ascii") as note:
+        with contextlib.suppress(OSError), open(new.with_name(NEW), "w", encoding="utf-8") as note:
             note.write(str(self._new_inode))
 
     def old_in(self, stage: Path, target: Path) -> Path | None:

@@ -170,7 +170,8 @@ def check_identity(stage: Path, target: Path, identity: Mapping[str, str]) -> bo
         TargetError: `resume-mismatch` if it was begun from another source or with other options.
     """
     recorded = recorded_identity(stage)
-    if recorded is None:
+    # `save` records nothing, and is not continued.
+    if recorded is None or (identity and not recorded):
         return False
     check_recorded(recorded, str(target), identity)
     return True

@@ -87,6 +87,34 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
     return path
 
 
+def unresolved(target: str) -> str:
+    """Return the full path of `target` without looking it up, in a directory that is resolved.
+
+    A client of a network file system remembers for up to a minute that a name was not there. Where
+    one process makes `target` for several hosts, the others must not ask for it before.
+    """
+    parent, name = os.path.split(os.path.abspath(target))
+    return os.path.join(os.path.realpath(parent), name)
+
+
+def look_again(directory: Path) -> None:
+    """Have this host see a directory that another one has just made, and may be remembered absent.
+
+    To make it is what no client answers from memory. Where that succeeds the file system is
+    another one, and what was made is removed.
+    """
+    missing = [path for path in (directory, *directory.parents) if not path.is_dir()]
+    for path in reversed(missing):
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            continue
+        except OSError:
+            return
+        os.rmdir(path)
+        return
+
+
 def _current_directory(target: str) -> Sequence[Path]:
     """Return the current directory and those above it; none if it was deleted, as a job's may be.
 

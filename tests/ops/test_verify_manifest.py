@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -281,6 +282,20 @@ def test_a_file_that_changes_while_it_is_hashed(
         verify(checkpoint, manifest=sums)
     assert caught.value.code == "source-changed"
     assert sums.exists() == is_there
+
+
+def test_a_file_system_without_links(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as exFAT answers
+
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr("ema_ckpt.writing.switch.renameat2", lambda *_: False)
+    manifest = tmp_path / "sums"
+    assert verify(checkpoint, manifest=manifest).manifest.written
+    assert verify(checkpoint, manifest=manifest).status == "sound"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".draft")]
 
 
 def test_steps_and_rank_files(fixtures: Path, tmp_path: Path) -> None:

@@ -364,17 +364,21 @@ def test_the_state_dict_of_one_ema_may_be_the_whole_checkpoint(nested: bool) -> 
     assert (ema.name, list(ema.weights)) == ("", ["w"])
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_the_state_dict_of_torchs_averaged_model_is_known_by_its_count(nested: bool) -> None:
+def test_torchs_averaged_model_beside_live_weights_is_known_by_its_count() -> None:
     averaged = {"n_averaged": INT, "module.a.w": W, "module.n": INT}
-    ema = only_ema(averaged, nested=nested)
-    assert (ema.name, list(ema.weights), list(ema.settings)) == ("", ["a.w", "n"], ["n_averaged"])
-    assert roles({"state_dict": averaged, "epoch": INT}) == {"state_dict": "ema", "": "other"}
     both = {"model": {"a.w": W}, "swa_model": averaged}
     assert roles(both) == {"model": "live", "swa_model": "ema"}
-    # A buffer of a model may have that name too.
-    assert roles({"a.w": W, "n_averaged": INT}) == {"": "live"}
-    assert roles({"module.a.w": W, "n_averaged": W}) == {"": "live"}
+    found = list_trees(catalog_of(both))
+    assert (list(found[1].weights), list(found[1].settings)) == (["a.w", "n"], ["n_averaged"])
+    assert live_of(found, found[1]) is found[0]
+    # Alone it may be the model of a run, and so it is under a name of live weights.
+    assert roles(averaged) == {"": "live"}
+    assert roles({"swa_model": averaged}) == {"swa_model": "live"}
+    assert roles({"model": averaged, "optimizer": {"state": {"0": {"exp_avg": W}}}}) == {
+        "model": "live",
+        "optimizer": "optimizer",
+    }
+    assert roles({"model": {"a.w": W}, "x": {"module.a.w": W, "n_averaged": W}})["x"] == "other"
 
 
 def test_lightning_averages_lie_under_state_dict() -> None:

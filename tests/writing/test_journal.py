@@ -195,6 +195,13 @@ class TestResume:
         with self.resumed(target) as staged:
             assert len(staged.journal.completed()) == 4
 
+    def test_what_save_has_left_is_begun_anew(self, tmp_path: Path) -> None:
+        target = tmp_path / "out"
+        with pytest.raises(KeyboardInterrupt), stage(target, is_directory=True):
+            raise KeyboardInterrupt
+        with self.resumed(target) as staged:
+            assert not staged.journal.completed()
+
     @pytest.mark.parametrize("differing", ["source", "plan"])
     def test_mismatch(self, tmp_path: Path, differing: str) -> None:
         target = tmp_path / "out"

@@ -324,7 +324,10 @@ def _set_items(machine: Machine, items: list[object]) -> None:
     if isinstance(target, dict):
         keys, values = items[::2], items[1::2]
         machine.effort.check_keys(keys)
+        count = len(target) + len(keys)
         target.update(zip(keys, values, strict=True))
+        if len(target) < count:  # no dict has that; a changed bit makes one name another
+            raise ValueError("a dict is given one key twice")
     elif isinstance(target, Opaque):
         target.entries.extend(items)
     else:

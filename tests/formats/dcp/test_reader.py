@@ -428,3 +428,17 @@ def test_two_names_in_a_tree_that_are_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         ema_ckpt.consolidate(source, tmp_path / "out.safetensors")
     assert caught.value.code == "name-collision"
+
+
+@pytest.mark.parametrize("count", [4, 40_000])
+def test_a_name_that_is_given_twice_is_damage(tmp_path: Path, count: int) -> None:
+    """A name is pickled once, so that one bit changes it in every table."""
+    dcp.save({f"layers.{i}.w": torch.zeros(1) for i in range(count)}, checkpoint_id=tmp_path)
+    path = tmp_path / ".metadata"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"layers.0.w") + len("layers.")] ^= 1
+    path.write_bytes(data)
+    found = ema_ckpt.verify(tmp_path, quick=True)
+    assert [problem.code for problem in found.problems] == ["unreadable"]
+    with pytest.raises(SourceError, match="one key twice"):
+        ema_ckpt.consolidate(tmp_path, tmp_path / "out.safetensors")
