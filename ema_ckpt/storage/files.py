@@ -8,10 +8,10 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import AccessError, RefusedError, SourceError, UnsafeError
@@ -20,6 +20,7 @@ from ema_ckpt.storage.remote import (
     ReplacedError,
     ShortAnswerError,
     ask,
+    in_turn,
     is_http,
     join_url,
     open_filesystem,
@@ -33,6 +34,7 @@ from ema_ckpt.storage.stamp import Stamp
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
+AnswerT = TypeVar("AnswerT")
 _URL = re.compile(r"(?!\++:)(?:[^\W_]|\+){2,}://")
 _CHAINED_URL = re.compile(r"(?:[A-Za-z0-9+_-]+::)+[A-Za-z0-9+]{2,}:/")
 _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
@@ -345,11 +347,14 @@ class RemoteFiles:
     def _path(self, name: str) -> str:
         return join_url(self._place, _below(name))
 
+    def _ask(self, question: Callable[[], AnswerT], name: str) -> AnswerT:
+        return ask(in_turn(self._filesystem, question), name, self.root)
+
     def size(self, name: str) -> int:
         if name not in self._sizes:
             path = self._path(name)
             try:
-                info = ask(lambda: self._filesystem.info(path), name, self.root)
+                info = self._ask(lambda: self._filesystem.info(path), name)
             except FileNotFoundError:
                 reason = _removed if self._is_being_removed() else _missing
                 raise reason(name, self.root) from None
@@ -374,7 +379,7 @@ class RemoteFiles:
         if self._sizes and size:
             return size
         try:
-            said = ask(lambda: size_in_answer(self._filesystem, path), name, self.root)
+            said = self._ask(lambda: size_in_answer(self._filesystem, path), name)
         except FileNotFoundError:
             raise _removed(name, self.root) from None
         if said.nbytes is None or said.nbytes == size:
@@ -392,7 +397,7 @@ class RemoteFiles:
             return b""
         path = self._path(name)
         try:
-            return ask(lambda: self._fetch(path, size, offset, nbytes), name, self.root)
+            return self._ask(lambda: self._fetch(path, size, offset, nbytes), name)
         except FileNotFoundError:
             raise _removed(name, self.root) from None
         except ReplacedError:
@@ -405,7 +410,7 @@ class RemoteFiles:
             return False
         path = self._path(known)
         try:
-            ask(lambda: self._filesystem.info(path), known, self.root)
+            self._ask(lambda: self._filesystem.info(path), known)
         except FileNotFoundError:
             return True
         return False

@@ -21,9 +21,11 @@ from ema_ckpt.storage.remote import (
     UPLOAD_PATIENCE,
     Patience,
     ask,
+    in_turn,
     is_http,
     is_unanswered,
     open_filesystem,
+    turn,
 )
 from ema_ckpt.storage.stage_names import stage_name
 
@@ -65,7 +67,7 @@ class ObjectStore:
         """
         place = join(self.url, name)
         try:
-            return ask(action, place, place, patience)
+            return ask(in_turn(self.filesystem, action), place, place, patience)
         except FileNotFoundError as error:
             cause = next(iter(str(error.__cause__).splitlines()), "")
             message = f"{place}: cannot be written: not found: {cause}"
@@ -73,6 +75,11 @@ class ObjectStore:
         except NotImplementedError as error:
             message = f"{place}: this file system cannot be written to"
             raise TargetError("unsupported", message) from error
+
+    def _ask(self, question: Callable[[], AnswerT], name: str) -> AnswerT:
+        """Ask with the patience of reading. Raises as `remote.ask`."""
+        place = join(self.url, name)
+        return ask(in_turn(self.filesystem, question), place, place)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small object at once."""
@@ -87,25 +94,21 @@ class ObjectStore:
 
     def read(self, name: str) -> bytes | None:
         """Read a small object; None if it is not there."""
-        place = join(self.url, name)
         try:
-            return ask(lambda: bytes(self.filesystem.cat_file(self.path(name))), place, place)
+            return self._ask(lambda: bytes(self.filesystem.cat_file(self.path(name))), name)
         except FileNotFoundError:
             return None
 
     def read_head(self, name: str) -> bytes:
         """Read the first two bytes of an object."""
-        place = join(self.url, name)
-        return bytes(
-            ask(lambda: self.filesystem.cat_file(self.path(name), start=0, end=2), place, place)
-        )
+        path = self.path(name)
+        return self._ask(lambda: bytes(self.filesystem.cat_file(path, start=0, end=2)), name)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that are not there count as deleted."""
         for name in names:
-            place = join(self.url, name)
             with contextlib.suppress(FileNotFoundError):
-                ask(partial(self.filesystem.rm_file, self.path(name)), place, place)
+                self._ask(partial(self.filesystem.rm_file, self.path(name)), name)
         self.filesystem.invalidate_cache()
 
     def answers(self) -> bool:
@@ -118,8 +121,9 @@ class ObjectStore:
         def question() -> None:
             nonlocal is_heard
             try:
-                self.filesystem.invalidate_cache()
-                self.filesystem.info(self.base or "/")
+                with turn(self.filesystem):
+                    self.filesystem.invalidate_cache()
+                    self.filesystem.info(self.base or "/")
                 is_heard = True
             except Exception as error:  # noqa: BLE001  # a refusal is an answer
                 is_heard = not is_unanswered(error)
@@ -146,8 +150,9 @@ class ObjectStore:
                 return True  # a file system with directories, and this one is to be made yet
             self._shows_unfinished = not isinstance(probe, AbstractBufferedFile)
             if self._shows_unfinished:
-                probe.close()
-                self.filesystem.rm_file(path)
+                with turn(self.filesystem):
+                    probe.close()
+                    self.filesystem.rm_file(path)
             else:
                 probe.closed = True  # nothing is sent
         return self._shows_unfinished
@@ -195,7 +200,7 @@ class ObjectStream:
         self._is_open = False
         is_answered = self._store.answers()
         if is_answered:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), turn(self._store.filesystem):
                 self._file.discard()
         if self._temporary and is_answered:
             self._store.delete([self._temporary])

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ema_ckpt.core.display import masked
@@ -26,6 +28,8 @@ AnswerT = TypeVar("AnswerT")
 _STAMP_FIELDS = tuple(
     "ETag etag md5Hash generation LastModified Last-Modified mtime created".split()
 )
+# Protocols that threads may speak side by side through one file system, though it is not async.
+_SHARED = {"file", "local", "memory", "hf"}
 HTTP = ("http://", "https://")
 _ABSENT = (404, 410)
 _OF_GATEWAYS = (502, 504)  # answered before what is behind them
@@ -83,7 +87,8 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     if type(filesystem)._get_kwargs_from_urls(url).get("version_aware"):
         reason = "names one version of an object, which is neither read nor written"
         raise UsageError("usage", f"{url}: {reason}; copy it under a name of its own")
-    filesystem.invalidate_cache()  # another process may have written there since
+    with turn(filesystem):
+        filesystem.invalidate_cache()  # another process may have written there since
     return filesystem, str(path).rstrip("/")
 
 
@@ -103,6 +108,30 @@ def _split_url(url: str) -> tuple[AbstractFileSystem, str]:
     path = str(kind._strip_protocol(url))
     root = "" if path.startswith(kind.root_marker) else kind.root_marker  # that of memory lacks it
     return fsspec.filesystem(scheme, **kind._get_kwargs_from_urls(url)), root + path
+
+
+def turn(filesystem: AbstractFileSystem) -> AbstractContextManager[object]:
+    """Return what one thread at a time holds while it uses `filesystem`.
+
+    Some have one connection (sftp, ftp), whose answers belong to whoever asked last. The lock is
+    the instance's own, for fsspec gives the same instance for many URLs.
+    """
+    protocol = filesystem.protocol
+    protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+    if getattr(filesystem, "async_impl", False) or protocols & _SHARED:
+        return nullcontext()
+    lock: threading.RLock = vars(filesystem).setdefault("_ema_ckpt_turn", threading.RLock())
+    return lock
+
+
+def in_turn(filesystem: AbstractFileSystem, action: Callable[[], AnswerT]) -> Callable[[], AnswerT]:
+    """Return `action` as one that waits for the turn of its thread at `filesystem`."""
+
+    def act() -> AnswerT:
+        with turn(filesystem):
+            return action()
+
+    return act
 
 
 def stamp_of(info: Mapping[str, object]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.core.errors import AccessError, SourceError
-from ema_ckpt.storage.remote import ask, is_http, join_url, last_component, unescaped
+from ema_ckpt.storage.remote import ask, in_turn, is_http, join_url, last_component, unescaped
 from ema_ckpt.storage.s3_answers import has_objects, is_s3
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def is_remote_folder(filesystem: AbstractFileSystem, path: str, url: str) -> boo
         AccessError: `unreadable` if the server refuses to tell.
     """
     try:
-        info = ask(lambda: filesystem.info(path or "/"), url, url)
+        info = ask(in_turn(filesystem, lambda: filesystem.info(path or "/")), url, url)
     except FileNotFoundError:
         return _has_objects(filesystem, path, url) or None
     # HTTP has no directories: a page with links stands for one.
@@ -56,7 +56,7 @@ def list_remote(filesystem: AbstractFileSystem, path: str, url: str) -> RemoteNa
     # A page's links are relative to it only if its own address ends in a slash.
     place = join_url(path, "") if is_http(filesystem) else path or "/"
     try:
-        items = ask(lambda: filesystem.ls(place, detail=True), url, url)
+        items = ask(in_turn(filesystem, lambda: filesystem.ls(place, detail=True)), url, url)
     except FileNotFoundError:
         if is_http(filesystem):  # its files may be there all the same
             message = f"{url}: the server does not list what is there"

@@ -1,0 +1,103 @@
+"""A store with one connection that threads may not share, as those of sftp and ftp are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import ema_ckpt
+from ema_ckpt.storage.files import open_files
+from ema_ckpt.storage.object_store import ObjectStore
+
+DCP = "dcp/fsdp2-w4"
+
+
+class OneConnection(MemoryFileSystem):
+    """Notes each time that a second thread comes in before the first one has its answer."""
+
+    protocol = "oneconn"
+    collisions: ClassVar[list[str]] = []
+    users: ClassVar[set[int]] = set()
+    asked_by: ClassVar[dict[int, int]] = {}  # threads that asked for bytes
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("oneconn://", "memory://", 1))
+
+
+def alone(name: str) -> Callable[..., Any]:
+    inner = getattr(MemoryFileSystem, name)
+
+    def method(self: OneConnection, *args: Any, **options: Any) -> Any:
+        me = threading.get_ident()
+        if self.users - {me}:
+            self.collisions.append(name)
+        is_first = me not in self.users
+        self.users.add(me)
+        if name == "cat_file":
+            self.asked_by[me] = self.asked_by.get(me, 0) + 1
+        try:
+            time.sleep(0.002)
+            return inner(self, *args, **options)
+        finally:
+            if is_first:
+                self.users.discard(me)
+
+    return method
+
+
+for _name in ("info", "ls", "cat_file", "rm_file", "open", "mv", "makedirs"):
+    setattr(OneConnection, _name, alone(_name))
+
+
+@pytest.fixture
+def store(fixtures: Path) -> Iterator[str]:
+    fsspec.register_implementation("oneconn", OneConnection, clobber=True)
+    plain = MemoryFileSystem()
+    for file in (fixtures / DCP).iterdir():
+        if file.is_file():
+            plain.pipe_file(f"/one/run/{file.name}", file.read_bytes())
+    OneConnection.collisions.clear()
+    OneConnection.asked_by.clear()
+    yield "oneconn://one"
+    plain.rm("/one", recursive=True)
+    OneConnection.clear_instance_cache()
+
+
+def test_threads_ask_one_at_a_time(store: str) -> None:
+    """Two threads that read from one sftp connection take each other's answers, and wait for ever."""
+    source = open_files(f"{store}/run")
+    names = [name for name in source.listing() if name.endswith(".distcp")]
+    other = ObjectStore(store)  # the same instance writes meanwhile
+
+    def use(number: int) -> int:
+        name = names[number % len(names)]
+        with other.stream(f"out/{number}") as stream:
+            stream.write(source.read(name, number, 100))
+            stream.complete()
+        assert other.read(f"out/{number}") == source.read(name, number, 100)
+        other.delete([f"out/{number}"])
+        return source.size(name)
+
+    with ThreadPoolExecutor(4) as pool:
+        sizes = list(pool.map(use, range(24)))
+    assert all(sizes)
+    assert len(OneConnection.asked_by) > 1
+    assert not OneConnection.collisions
+
+
+@pytest.mark.parametrize("verb", ["verify", "consolidate"])
+def test_verbs_with_threads_ask_one_at_a_time(store: str, verb: str, tmp_path: Path) -> None:
+    out = () if verb == "verify" else (f"{store}/out.safetensors",)
+    getattr(ema_ckpt, verb)(f"{store}/run", *out, threads=4)
+    assert not OneConnection.collisions
+    if out:
+        assert ema_ckpt.verify(*out).status == "sound"
