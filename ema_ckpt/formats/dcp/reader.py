@@ -33,7 +33,7 @@ from ema_ckpt.formats import sidecar
 from ema_ckpt.formats.dcp.consistency import find_mismatches, path_mismatches, unknown_entries
 from ema_ckpt.formats.dcp.items import TensorEntry
 from ema_ckpt.formats.dcp.metadata import Metadata, parse
-from ema_ckpt.formats.dcp.metadata_values import ItemPlace
+from ema_ckpt.formats.dcp.metadata_values import ItemPlace, differ_by_one_bit
 from ema_ckpt.formats.pickle.safe_globals import executor_within
 from ema_ckpt.formats.pickle.tensors import TensorRef, load_tensor, load_value
 from ema_ckpt.formats.sidecar import Sidecar
@@ -168,7 +168,7 @@ def required_files(parts: Iterable[Metadata]) -> dict[str, int]:
 def _read_sidecar(
     source: Files,
     names: Sequence[str],
-    parts: Iterable[Metadata],
+    parts: Sequence[Metadata],
     files: Iterable[str],
     problems: list[Problem] | None,
 ) -> tuple[Sidecar, list[Diagnostic]]:
@@ -183,9 +183,32 @@ def _read_sidecar(
         raise
     for name, part in zip(names, parts, strict=True):
         if content.is_stale(name, part.crc):
+            damaged = list(_damaged_names(content, parts))
+            if problems is None:
+                refuse_problems(damaged)
+            else:
+                problems += damaged
             return Sidecar(), [sidecar.stale(name)]
     is_related = not content.files or {METADATA_NAME, *files} & set(content.files)
     return content if is_related else Sidecar(), []
+
+
+def _damaged_names(content: Sidecar, parts: Sequence[Metadata]) -> Iterator[Problem]:
+    """Find the one name that differs by one bit from the one recorded: no other program does it."""
+    stored = set[str]()
+    for part in parts:
+        stored.update(part.entries, part.opaque)
+    lost = sorted(content.digests.keys() - stored)
+    if len(lost) != 1:
+        return
+    added = stored - content.digests.keys()
+    like = [name for name in added if differ_by_one_bit(name, lost[0])]
+    if len(like) == 1:
+        message = (
+            f"{METADATA_NAME}: {like[0]!r} is recorded as {lost[0]!r}: one bit was damaged; take"
+        )
+        message += f" the file from its source, or delete {sidecar.SIDECAR} if it is another save"
+        yield Problem("index-mismatch", like[0], METADATA_NAME, message)
 
 
 def read_metadata(source: Files, names: Sequence[str]) -> list[Metadata]:
