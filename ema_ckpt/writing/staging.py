@@ -321,6 +321,11 @@ class _Claim:
         """Whether all in a stage is a writer's; says so where it is not."""
         if not os.path.exists(left):  # its switch has just been ended
             return False
+        # In a directory that all may write to, a stage may be anybody's, checksums and all.
+        trusted = (os.geteuid(), os.stat(left.parent).st_uid)
+        is_foreign = os.lstat(left).st_uid not in trusted
+        if not self._has_no("another user made it" if is_foreign else None, left):
+            return False
         stranger = find_stranger(left, self._target.name, files, is_directory=is_directory)
         return self._has_no(stranger and f"no writer made {stranger!r} in it", left)
 

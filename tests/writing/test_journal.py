@@ -323,3 +323,20 @@ def test_a_short_run_leaves_no_journal_on_the_disk(tmp_path: Path) -> None:
     journal.close()
     assert recorded_identity(tmp_path) == {"plan": "1"}
     assert len((tmp_path / JOURNAL).read_text().splitlines()) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes what another user owns")
+@pytest.mark.parametrize("owner_of_parent", [0, 12345])
+def test_a_stage_of_another_user_is_not_continued(tmp_path: Path, owner_of_parent: int) -> None:
+    """Where all may write, its content and the checksums in its journal are of whoever made it."""
+    run = TestResume()
+    target = tmp_path / "out"
+    run.interrupted(target)
+    os.chown(run.left(target), 12345, 12345)
+    os.chown(tmp_path, owner_of_parent, owner_of_parent)
+    with run.resumed(target) as staged:
+        assert bool(staged.journal.completed()) == (owner_of_parent == 12345)
+        told = [warning.message for warning in staged.warnings]
+    assert any("another user made it; starting anew" in text for text in told) == (
+        not owner_of_parent
+    )

@@ -204,10 +204,9 @@ def _damaged_names(content: Sidecar, parts: Sequence[Metadata]) -> Iterator[Prob
     added = stored - content.digests.keys()
     like = [name for name in added if differ_by_one_bit(name, lost[0])]
     if len(like) == 1:
-        message = (
-            f"{METADATA_NAME}: {like[0]!r} is recorded as {lost[0]!r}: one bit was damaged; take"
-        )
-        message += f" the file from its source, or delete {sidecar.SIDECAR} if it is another save"
+        names = f"{like[0]!r} is recorded as {lost[0]!r}"
+        remedy = f"take the file from its source, or delete {sidecar.SIDECAR} if it is another save"
+        message = f"{METADATA_NAME}: {names}: one bit was damaged; {remedy}"
         yield Problem("index-mismatch", like[0], METADATA_NAME, message)
 
 

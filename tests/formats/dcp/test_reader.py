@@ -455,5 +455,5 @@ def test_one_bit_in_a_name_of_our_own_is_damage(tmp_path: Path) -> None:
     assert [(p.code, p.tensor) for p in found.problems][:1] == [
         ("index-mismatch", "model.Down.bias")
     ]
-    with pytest.raises(SourceError, match="recorded as 'model.down.bias'"):
+    with pytest.raises(SourceError, match=r"Down\.bias"):
         ema_ckpt.consolidate(tmp_path / "c", tmp_path / "out.safetensors")
