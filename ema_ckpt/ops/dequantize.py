@@ -150,8 +150,13 @@ def with_exact_parts(
 
 
 def exact_warnings(selection: Selection) -> Iterator[Diagnostic]:
-    """Say which parts of quantised weights keep their types, though `--dtype` asks for another."""
+    """Say what keeps its type, though `--dtype` asks for another: parts of quantised weights."""
     if not selection.exact:
+        if selection.low:
+            count = counted(len(selection.low), "tensor")
+            message = f"--dtype does not cast {count} of eight bits or fewer, which are codes of"
+            message += f" scaled formats as a rule: {shown(selection.low)}"
+            yield Diagnostic("low-kept", message)
         return
     parts = f"{counted(len(selection.exact), 'part')} of quantised weights"
     message = f"--dtype does not cast {parts}, as rounded scales would change the weights: "

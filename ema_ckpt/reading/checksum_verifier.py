@@ -91,6 +91,8 @@ class ChecksumVerifier:
         self._lock = threading.Lock()
         # Storages read in part: tensor, payload, intervals and how many bytes these have.
         self._open: dict[tuple[str, int], tuple[str, Payload, list[Interval], int]] = {}
+        # Bytes from which on it is worth looking whether the intervals tile the storage.
+        self._due: dict[tuple[str, int], int] = {}
 
     def record(self, tensor: str, payload: Payload, start: int, nbytes: int, crc: int) -> None:
         """Record the CRC-32 of `nbytes` bytes from `start`, relative to the storage.
@@ -109,10 +111,13 @@ class ChecksumVerifier:
             _, _, intervals, total = self._open.get(key, (tensor, payload, [], 0))
             intervals.append((start, nbytes, crc))
             self._open[key] = (tensor, payload, intervals, total + nbytes)
-            complete = total + nbytes >= payload.nbytes
+            complete = total + nbytes >= self._due.get(key, payload.nbytes)
+            if complete:  # where views overlap, they never do
+                self._due[key] = 2 * (total + nbytes)
         if complete and self._compare(tensor, payload, intervals):
             with self._lock:
                 self._open.pop(key, None)
+                self._due.pop(key, None)
 
     def require_full_read(self, tensor: str, payload: Payload) -> None:
         """Mark a storage whose ranges cannot be joined into one CRC; `finish` reads it in full."""
@@ -136,12 +141,14 @@ class ChecksumVerifier:
                 if crc != payload.crc:
                     raise mismatch(tensor, payload, crc)
         self._open.clear()
+        self._due.clear()
         if self._computed is not None:
             self._computed.finish_state()
 
     def reset(self) -> None:
         """Forget what was read."""
         self._open.clear()
+        self._due.clear()
         if self._computed is not None:
             self._computed.reset_state()
 

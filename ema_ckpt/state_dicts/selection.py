@@ -67,6 +67,7 @@ class Selection:
         renamed: the new name of everything whose name changed, by its name before.
         filled: names in `entries` that come from the live tree because the EMA lacks them.
         exact: names in `entries` that would have been cast, but are parts of quantised weights.
+        low: names in `entries` that were to be cast, and have eight bits or fewer.
     """
 
     entries: tuple[OutputTensor, ...] = ()
@@ -74,6 +75,7 @@ class Selection:
     renamed: Mapping[str, str] = field(default_factory=dict)
     filled: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
+    low: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -340,7 +342,8 @@ def _write(
             tensors.append(OutputTensor(row.name, row.path, row.source, row.source.dtype))
     renamed = {row.before: row.name for row in kept if row.before != row.name}
     uncast = tuple([row.name for row in exact])
-    return Selection(tuple(tensors), tuple(objects), renamed, exact=uncast)
+    low = [row.name for row in kept if row.dtype is not None and _is_low(row.source)]
+    return Selection(tuple(tensors), tuple(objects), renamed, exact=uncast, low=tuple(low))
 
 
 def _set_casts(
@@ -358,6 +361,10 @@ def _set_casts(
             row.dtype = None
             exact.append(row)
     return exact
+
+
+def _is_low(source: Tensor | Object) -> bool:
+    return isinstance(source, Tensor) and source.dtype.kind == "low"
 
 
 def _is_cast(row: _Row) -> bool:

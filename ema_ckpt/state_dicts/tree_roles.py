@@ -99,11 +99,7 @@ def _assign_roles(groups: Sequence[Group]) -> None:
         is_averaged = group.role == EMA and live.role is None
         if is_averaged and live.has_weight:
             live.role = LIVE
-    if any(group.role == LIVE for group in groups):
-        for group in groups:
-            # Alone it is what a run has for its weights.
-            if group.role is None and group.is_averaged_model:
-                group.role = EMA
+    _read_averaged_models(groups)
     unnamed = _unnamed_live(groups)
     if unnamed is not None:
         unnamed.role = LIVE
@@ -122,6 +118,15 @@ def _read_exchanged(group: Group, form: ExchangedForm, by_name: Mapping[str, Gro
     average.role, group.role = EMA, LIVE
     average.partner, group.partner = group.name, average.name
     average.beside = by_name.get(f"{parent}{dot}{form.settings}")
+
+
+def _read_averaged_models(groups: Sequence[Group]) -> None:
+    """Know torch's `AveragedModel` beside live weights; alone it is what a run has for these."""
+    if LIVE not in {group.role for group in groups}:
+        return
+    for group in groups:
+        if group.role is None and group.is_averaged_model:
+            group.role = EMA
 
 
 def _unnamed_live(groups: Sequence[Group]) -> Group | None:

@@ -107,3 +107,33 @@ def test_the_form_before_descriptions_is_refused_by_name(tmp_path: Path) -> None
     with pytest.raises(ema_ckpt.EmaCkptError, match="ComfyUI \\(scaled_fp8\\)") as refused:
         ema_ckpt.consolidate(tmp_path / "a.safetensors", tmp_path / "out.pt", dequantize="bf16")
     assert refused.value.code == "unsupported"
+
+
+@pytest.mark.parametrize("name", [
+    "W_q", "SCB", "absmax", "weight_scale", "weight_scale_2", "scale_weight", "qweight",
+])  # fmt: skip
+def test_plain_floats_of_such_names_are_no_codes(tmp_path: Path, name: str) -> None:
+    tensors = {
+        f"a.{name}": torch.randn(4),
+        "a.weight": torch.randn(4, 4),
+        "a.scale": torch.randn(4),
+    }
+    source, out = tmp_path / "a.safetensors", tmp_path / "out.safetensors"
+    save_file(tensors, source)
+    result = ema_ckpt.consolidate(source, out, dtype="bf16")
+    assert {tensor.dtype for tensor in load_file(out).values()} == {torch.bfloat16}
+    assert not [one.code for one in result.warnings if one.code != "unchecked"]
+    ema_ckpt.synthesize([source, source], tmp_path / "sum.safetensors", weights=[0.5, 0.5])
+    with pytest.raises(ema_ckpt.UsageError, match="no quantised weight"):
+        ema_ckpt.consolidate(source, tmp_path / "no.pt", dequantize="bf16")
+
+
+def test_a_cast_says_that_it_leaves_eight_bits_alone(tmp_path: Path) -> None:
+    source = tmp_path / "a.safetensors"
+    save_file(
+        {"a.weight": torch.randn(4, 4).to(torch.float8_e4m3fn), "a.bias": torch.ones(4)}, source
+    )
+    result = ema_ckpt.consolidate(source, tmp_path / "out.safetensors", dtype="bf16")
+    assert [one.code for one in result.warnings].count("low-kept") == 1
+    kept = ema_ckpt.consolidate(source, tmp_path / "same.safetensors", dtype="bf16", keep_dtype=["*weight"])  # fmt: skip
+    assert "low-kept" not in [one.code for one in kept.warnings]

@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 
 from ema_ckpt.core.catalog import Catalog
-from ema_ckpt.reading.quantized.recognise import Recognised, is_scale_of_weight, recognise
+from ema_ckpt.reading.quantized.recognise import (
+    Recognised,
+    coded_layers,
+    is_scale_of_weight,
+    recognise,
+)
 
 # What other schemes have beside their codes, too: scales of scales, tables of codes, zero points.
 _PART = re.compile("scale|zero|_shift|biases|absmax|quant_map|code|SCB")
@@ -27,9 +32,8 @@ def exact_parts(catalog: Catalog, *, dequantized: bool = False) -> frozenset[str
     if not dequantized:
         names.update(_understood(found))
         layers.update(_layer(weight.place) for weight in found.tensors)
-    for tensor in catalog.tensors:
-        if is_scale_of_weight(tensor.name):
-            layers.add(_layer(tensor.name))
+    scaled = {_layer(tensor.name) for tensor in catalog.tensors if is_scale_of_weight(tensor.name)}
+    layers |= scaled & coded_layers(catalog.tensors)
     # Scales of activations lie beside a weight whose parts are a level below.
     layers |= {_layer(layer) for layer in layers if layer.endswith(".weight")}
     for tensor in catalog.tensors if layers else ():

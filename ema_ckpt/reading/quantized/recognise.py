@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Path, Tensor
@@ -100,6 +100,15 @@ def _is_short_integer(tensor: Tensor) -> bool:
     return tensor.dtype.kind == "int" and tensor.dtype.itemsize < 8
 
 
+def coded_layers(tensors: Iterable[Tensor]) -> set[str]:
+    """Return where codes may lie: what holds short integers or floats of eight bits, and these."""
+    layers = set[str]()
+    for tensor in tensors:
+        if tensor.dtype.kind == "low" or _is_short_integer(tensor):
+            layers.update((tensor.name, tensor.name.rpartition(".")[0]))
+    return layers
+
+
 def fitting_schemes(tensor: Tensor) -> list[Scheme]:
     """List the schemes whose codes a tensor may be, by its name and type."""
     of_type = [scheme for scheme in SCHEMES if tensor.dtype.name in scheme.dtypes]
@@ -130,6 +139,7 @@ class _Search:
         self._stored = stored
         self._config = config
         self._formats = LayerFormats(catalog, stored)
+        self._coded = coded_layers(stored.values())
         self._taken: set[str] = set()
         self._scaled = set[str]()  # layers with floats beside the codes of an unknown method
         if not config.is_known:
@@ -193,15 +203,16 @@ class _Search:
 
     def _foreign_kind(self, tensor: Tensor) -> str | None:
         """Name the scheme that a tensor shows by its name, or by what lies beside a weight."""
-        for ending, kind in FOREIGN.items():
-            if tensor.name.endswith(ending):
-                return kind
         layer, _, leaf = tensor.name.rpartition(".")
+        for ending, kind in FOREIGN.items():
+            if tensor.name.endswith(ending) and layer in self._coded:
+                return kind
         if leaf != "weight":
             return None
         if tensor.dtype.name == "uint32" and f"{layer}.scales" in self._stored:
             return "MLX"
-        return FOREIGN[SCALED_FP8] if layer + SCALED_FP8 in self._stored else None
+        is_scaled = tensor.dtype.kind == "low" and layer + SCALED_FP8 in self._stored
+        return FOREIGN[SCALED_FP8] if is_scaled else None
 
     def _may_be_codes(self, tensor: Tensor) -> bool:
         """Whether a method that is not understood may have made these integers."""
