@@ -40,6 +40,8 @@ _NOT_OFFERED = 501
 # A slash that an address has inside a component, as those of some stores' objects have.
 _INNER_SLASH = re.compile("(%2F)", re.IGNORECASE)
 _CHAINED = re.compile("::[A-Za-z0-9+_]{2,}://")
+# Where two slashes stand for one, or for what the server takes them for.
+_FOLDED = tuple("file local sftp ssh ftp smb hdfs webhdfs".split())
 _FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, EmaCkptError)
 
 
@@ -70,10 +72,12 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     Raises:
         SourceError: `missing-extra` if fsspec or the URL's own package is not installed.
         AccessError: `unreadable` if the file system cannot be set up.
-        UsageError: `usage` if the URL is a chain of several, or names one version of an object.
+        UsageError: `usage` if the URL is a chain of several, has an empty component, or names one
+            version of an object.
     """
     if not url.startswith(HTTP) and _CHAINED.search(url):
         raise UsageError("usage", f"{url}: is a chain of URLs; name the last one alone")
+    refuse_empty_component(url)
     try:
         filesystem, path = _split_url(url)
         if is_s3(filesystem):
@@ -90,6 +94,20 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     with turn(filesystem):
         filesystem.invalidate_cache()  # another process may have written there since
     return filesystem, str(path).rstrip("/")
+
+
+def refuse_empty_component(url: str) -> None:
+    """Refuse `//` in the URL of a store, where it is part of an object's name.
+
+    Directories and names beside it are found by their components, which would name another object.
+
+    Raises:
+        UsageError: `usage`.
+    """
+    scheme, _, place = url.partition("://")
+    if "//" in place and scheme not in _FOLDED and not scheme.endswith(("http", "https")):
+        reason = "'//' in it would name another object than '/' does; write one slash"
+        raise UsageError("usage", f"{url}: {reason}, or copy what lies there")
 
 
 def _split_url(url: str) -> tuple[AbstractFileSystem, str]:

@@ -32,7 +32,7 @@ from ema_ckpt.storage.directories import Folder, base_name, is_folder, join, lis
 from ema_ckpt.storage.files import is_url
 from ema_ckpt.storage.multipart import check_bucket, has_multipart
 from ema_ckpt.storage.object_store import ObjectStore
-from ema_ckpt.storage.remote import open_filesystem
+from ema_ckpt.storage.remote import open_filesystem, refuse_empty_component
 from ema_ckpt.storage.stage_names import is_stage_name
 from ema_ckpt.writing.destination import Draft, WriteRequest
 from ema_ckpt.writing.leftovers import Leftovers, LostUploads
@@ -60,6 +60,7 @@ class ObjectDestination:
         if not self.name or parent_of(self.url).endswith(":/"):
             raise UsageError("usage", f"{url}: name a place inside the bucket")
         self._inside = ObjectStore(self.url)
+        refuse_empty_component(url)  # at its end
 
     def __str__(self) -> str:
         return self.url

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
@@ -89,6 +90,52 @@ def test_a_chain_of_urls_is_no_local_path(
         with pytest.raises(EmaCkptError, match="chain of URLs"):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+EMPTY = [
+    "memory://empty/w//x.safetensors",
+    "memory://empty/w//x.pt",
+    "memory://empty/w//step_1",
+    "memory://empty//step_1/",
+    "memory://empty/step_1//",
+    "s3://bucket/w//x.safetensors",
+    "s3://bucket//d",
+]
+
+
+@pytest.mark.parametrize("url", EMPTY)
+def test_an_empty_component_of_a_url_is_refused_and_nothing_is_written(
+    url: str, fixtures: Path
+) -> None:
+    """It is part of an object's name; without it another object was read, and replaced."""
+    source = fixtures / "dcp" / "fsdp2-w2"
+    calls: list[Callable[[], object]] = [
+        lambda: ema_ckpt.consolidate(source, url, overwrite=True),
+        lambda: ema_ckpt.consolidate(source, url, dry_run=True),
+        lambda: ema_ckpt.reshard(source, url, 2, overwrite=True),
+        lambda: ema_ckpt.save(url, model=torch.nn.Linear(2, 2)),
+        lambda: ema_ckpt.restore(url, model=torch.nn.Linear(2, 2)),
+        lambda: ema_ckpt.inspect(url),
+        lambda: ema_ckpt.verify(url),
+        lambda: ema_ckpt.latest(url),
+        lambda: ema_ckpt.open(url),
+    ]
+    for call in calls:
+        with pytest.raises(EmaCkptError, match="'//'") as caught:
+            call()
+        assert caught.value.code == "usage"
+    filesystem, _ = fsspec.core.url_to_fs("memory://empty")
+    assert not filesystem.exists("memory://empty")
+
+
+def test_a_slash_behind_a_directory_url_and_those_of_its_root_are_no_empty_component(
+    fixtures: Path, tmp_path: Path
+) -> None:
+    source = fixtures / "dcp" / "fsdp2-w2"
+    for url in ("memory://one-slash/run/", "memory:///one-slash/run", f"file://{tmp_path}//run/"):
+        ema_ckpt.reshard(source, url, 2, overwrite=True)
+        assert ema_ckpt.verify(url).status == "sound"
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_two_colons_are_letters_of_a_name_behind_a_url(fixtures: Path) -> None:
