@@ -282,28 +282,34 @@ class ObjectDirectory:
         _ = error
         if self._is_published or not self._has_begun:
             return
-        if self._destination.is_silent():
+        try:
+            if not self._destination.is_silent():
+                self._delete_written(rank, ranks)
+        finally:
             if self._note is not None:
-                self._note.end()
-            return
+                self._note.end()  # whatever is left: the next run deletes it
+
+    def _delete_written(self, rank: int, ranks: int) -> None:
         if rank:
             self._store.delete([self._file(rank)])
             return
-        files = [self._file(one) for one in range(ranks)]
         with suppress(EmaCkptError):
             if self._note is not None and self._note.is_lost():  # they are another run's by now
-                self._note.end()
                 return
         if self._order is not None:
-            written = [*files, *self._attempted]
+            written = [*map(self._file, range(ranks)), *self._attempted]
             self._order.delete_written(self._store, written, is_open=self._is_open)
         self._end()
 
     def _end(self) -> None:
         """Abort the uploads that nobody will go on with, and delete the note."""
-        clear_uploads(self._store, self._order.names.values() if self._order else (), "")
-        if self._note is not None:
-            self._note.delete()
+        try:
+            clear_uploads(self._store, self._order.names.values() if self._order else (), "")
+            if self._note is not None:
+                self._note.delete()
+        finally:
+            if self._note is not None:
+                self._note.end()
 
 
 def place_of(target: Path | str, overwrite: bool) -> SavePlace:

@@ -174,8 +174,12 @@ class ObjectDestination:
         if left is not None:  # nobody else has begun any of these
             lost = lost._replace(others=frozenset())
         note = self.note(order, request, sizes.nbytes)
-        if left is not None:
-            self.leftovers.forget(left[0])
+        try:
+            if left is not None:
+                self.leftovers.forget(left[0])
+        except BaseException:
+            note.end()
+            raise
         return _Begun(order, old, options, sizes, note, left[1] if left else None, lost)
 
     def _refuse_changes(self, own: str = "") -> None:
@@ -334,6 +338,8 @@ class ObjectDestination:
             text = f"{self.url}: left behind, some of it could not be deleted: {failure}"
             if failure is not error:
                 logging.getLogger("ema_ckpt").warning(displayed(text))
+        finally:
+            note.end()  # whatever is left: the next run deletes it
 
     def is_silent(self) -> bool:
         """Whether the store does not answer, so that what was written stays; it is told then."""

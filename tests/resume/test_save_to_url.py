@@ -62,6 +62,22 @@ def test_a_save_to_a_url_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPat
     assert filesystem.find(base) == []
 
 
+def test_a_save_whose_clean_up_fails_as_well_is_over_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = f"memory://{uuid.uuid4().hex}/runs/step_1"
+    filesystem, base = fsspec.core.url_to_fs(url)
+    with monkeypatch.context() as patch:
+        refuse_marker(filesystem, patch, is_last=True)
+        with pytest.raises(ema_ckpt.AccessError, match="not now"):
+            save(url, model=nn.Linear(2, 2))
+    parent = base.rpartition("/")[0]
+    assert any(path.endswith(".note") for path in filesystem.find(parent)), "it is left"
+    save(url, model=nn.Linear(2, 2))
+    assert not [path for path in filesystem.find(parent) if ".ema-ckpt-" in path]
+    assert ema_ckpt.verify(url).status == "sound"
+
+
 def test_an_overwriting_save_that_fails_at_the_marker_leaves_the_old_checkpoint_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

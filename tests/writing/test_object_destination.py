@@ -473,6 +473,21 @@ def test_a_run_that_was_taken_for_dead_neither_publishes_nor_deletes(
     assert ema_ckpt.verify(url).status == "sound"
 
 
+def test_a_run_whose_clean_up_fails_as_well_is_over_all_the_same(
+    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{store}/out"
+    filesystem, _ = fsspec.core.url_to_fs(url)
+    with monkeypatch.context() as patch:
+        refuse_marker(filesystem, patch, is_last=True)
+        with pytest.raises(ema_ckpt.AccessError, match="refused"):
+            WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
+    assert any(name.endswith(".note") for name in objects(store)), "it could not be deleted"
+    WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
+    assert not [name for name in objects(store) if ".ema-ckpt-" in name]
+    assert ema_ckpt.verify(url).status == "sound"
+
+
 def test_what_a_killed_run_left_under_temporary_names_is_in_nobodys_way(
     store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
