@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
 AnswerT = TypeVar("AnswerT")
-# What file systems call the checksum, the version or the time of an object.
+# What file systems call the checksum, the version or the time of an object. The last five are those
+# of the Hub's repositories and its buckets, of GitHub, FTP and WebHDFS.
 _STAMP_FIELDS = tuple(
-    "ETag etag md5Hash generation LastModified Last-Modified mtime created".split()
+    "ETag etag md5Hash generation LastModified Last-Modified mtime created "
+    "blob_id xet_hash sha modify modificationTime".split()
 )
 # Protocols that threads may speak side by side through one file system, though it is not async.
 _SHARED = {"file", "local", "memory", "hf"}
