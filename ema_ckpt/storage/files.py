@@ -341,6 +341,7 @@ class RemoteFiles:
         self._sizes: dict[str, int] = {}
         self.seen: dict[str, Stamp] = {}
         self._tags: dict[str, str] = {}  # entity tags, by path
+        self._said: dict[str, dict[str, str]] = {}  # as HttpFile.said, by path
         self._is_concurrent = bool(getattr(filesystem, "async_impl", False))
         self._s3 = S3Ranges(filesystem) if is_s3(filesystem) else None
 
@@ -417,7 +418,7 @@ class RemoteFiles:
 
     def _fetch(self, path: str, size: int, offset: int, nbytes: int) -> bytes:
         if is_http(self._filesystem):
-            file = HttpFile(path, size, self._tags.get(path, ""))
+            file = HttpFile(path, size, self._tags.get(path, ""), self._said.setdefault(path, {}))
             data = read_range(self._filesystem, file, offset, offset + nbytes)
         elif self._s3 is not None:
             data = self._s3.read(path, offset, offset + nbytes)

@@ -1,7 +1,8 @@
 """Ranges of files behind HTTP: an answer is believed only if it says that it is what was asked for.
 
 RFC 9110: a part has status 206 (15.3.7) and says in `Content-Range` (14.4) which bytes it holds; of
-two parts with different entity tags (8.8.3) the file was replaced in between.
+two parts with different entity tags (8.8.3) the file was replaced in between. Where there is no
+strong tag, weak ones and `Last-Modified` (8.8.2) tell as much as servers know.
 """
 
 from __future__ import annotations
@@ -17,14 +18,23 @@ if TYPE_CHECKING:
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 _PLAIN = ("", "identity")
+_VALIDATORS = ("ETag", "Last-Modified")
+_WEAK = "W/"
 
 
 class HttpFile(NamedTuple):
-    """A file as the server first described it; `tag` is its strong entity tag, or empty."""
+    """A file as the server first described it.
+
+    Attributes:
+        tag: its strong entity tag, or empty.
+        said: what else tells it from others, as in the first answer that had bytes of it. What
+            HEAD has does not count: programs make weak tags of what they send, there of nothing.
+    """
 
     url: str
     size: int
     tag: str
+    said: dict[str, str]
 
 
 class SaidSize(NamedTuple):
@@ -41,7 +51,7 @@ class NoRangesError(ValueError):
 def strong_tag(info: dict[str, Any]) -> str:
     """Entity tag among what a server said of a file, unless there is none or it is weak."""
     tag = str(info.get("ETag") or "")
-    return "" if tag.startswith("W/") else tag
+    return "" if tag.startswith(_WEAK) else tag
 
 
 def read_range(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int) -> bytes:
@@ -102,10 +112,20 @@ async def _ask(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int
 
 
 def _check(status: int, headers: Any, file: HttpFile, start: int, stop: int) -> None:
-    """Compare the head of an answer with the question."""
+    """Compare the head of an answer with the question, and with those of former answers."""
     tag = strong_tag(headers)
     if tag and file.tag and tag != file.tag:
         raise ReplacedError
+    _check_range(status, headers, file, start, stop)
+    if tag and file.tag:
+        return
+    for field in _VALIDATORS:
+        now = headers.get(field, "").removeprefix(_WEAK)
+        if now and file.said.setdefault(field, now) != now:
+            raise ReplacedError
+
+
+def _check_range(status: int, headers: Any, file: HttpFile, start: int, stop: int) -> None:
     encoding = headers.get("Content-Encoding", "")
     if encoding.lower() not in _PLAIN:
         raise ShortAnswerError(f"the server sent {encoding!r} data, which was not asked for")

@@ -21,6 +21,7 @@ class Server(ThreadingHTTPServer):
         lists_hidden: whether its pages list names that begin with a dot, as those of nginx and Apache do not.
         honours_ranges: whether it sends the range that is asked for, or the whole file.
         sends_tags, sends_times: whether it sends entity tags, and the times of files.
+        weakens_tags: whether the tags are weak ones.
         requests: "METHOD path" of every request, in order.
     """
 
@@ -32,7 +33,7 @@ class Server(ThreadingHTTPServer):
         self.root = root
         self.fault: Callable[[Handler], bool] = lambda handler: False
         self.honours_ranges = self.lists_hidden = self.sends_tags = True
-        self.sends_times = False
+        self.sends_times = self.weakens_tags = False
         self.requests: list[str] = []
 
     def url(self, name: str = "", user: str = "") -> str:
@@ -69,7 +70,8 @@ class Handler(BaseHTTPRequestHandler):
         data, span = path.read_bytes(), _RANGE.fullmatch(self.headers.get("Range", ""))
         headers = {}
         if self.server.sends_tags:
-            headers["ETag"] = f'"{zlib.crc32(data):08x}"'
+            weak = "W/" if self.server.weakens_tags else ""
+            headers["ETag"] = f'{weak}"{zlib.crc32(data):08x}"'
         if self.server.sends_times:  # finer than a second, so that a test need not wait for one
             headers["Last-Modified"] = str(path.stat().st_mtime_ns)
         if span is None or not self.server.honours_ranges:

@@ -214,6 +214,56 @@ def test_a_replaced_file_of_another_length_is_a_change(server: Server) -> None:
             assert caught.value.code == ("source-changed" if is_known else "unreadable")
 
 
+def test_what_is_open_is_one_file_by_whatever_the_server_says_of_it(server: Server) -> None:
+    """Old and new tensors came from one handle where there was a time alone, or a weak tag."""
+    path = server.root / "a"
+    for tells in ("time", "weak tag", "both", "tag of GET"):
+        server.sends_tags, server.sends_times = tells != "time", tells in ("time", "both")
+        server.weakens_tags = tells in ("weak tag", "both")
+        if tells == "tag of GET":
+            server.fault = _head_without_tag
+        path.write_bytes(DATA)
+        source = open_files(server.url())
+        assert source.read("a", 0, 5) == source.read("a", 0, 5) == DATA[:5]
+        path.write_bytes(DATA[::-1])
+        for _ in range(2):
+            with pytest.raises(AccessError, match="was replaced") as caught:
+                source.read("a", 10, 5)
+            assert caught.value.code == "source-changed"
+        assert open_files(server.url()).read("a", 10, 5) == DATA[::-1][10:15]
+
+
+def _head_without_tag(handler: Handler) -> bool:
+    if handler.command != "HEAD":
+        return False
+    handler.answer(200, DATA, "application/octet-stream", {"Accept-Ranges": "bytes"})
+    return True
+
+
+def test_a_weak_tag_of_head_alone_or_of_an_error_page_is_no_change(server: Server) -> None:
+    """Programs make tags of what they send; that of HEAD is of nothing, that of a page of a page."""
+
+    def fault(handler: Handler) -> bool:
+        nonlocal errors
+        headers = {"ETag": 'W/"page"', "Last-Modified": "now"}
+        if handler.command == "HEAD":
+            handler.answer(200, DATA, "application/octet-stream", headers)
+            return True
+        if errors:
+            errors -= 1
+            handler.answer(503, b"busy", "text/html", headers)
+            return True
+        return False
+
+    errors = 1
+    server.fault, server.weakens_tags, server.sends_times = fault, True, True
+    source = open_files(server.url())
+    assert source.size("a") == len(DATA)
+    for start in (0, 10):
+        errors = 1
+        assert source.read("a", start, 5) == DATA[start : start + 5]
+
+
 def test_redirects_are_followed_and_loops_are_not(checkpoints: Server, fixtures: Path) -> None:
     def moved(handler: Handler) -> bool:
         if handler.path.startswith("/there/"):
