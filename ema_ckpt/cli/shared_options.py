@@ -151,7 +151,8 @@ def writer(function: Callable[..., Any]) -> Callable[..., Any]:
     match = "Write only matching names; `*` crosses dots. Repeatable."
     threads = "Maximum number of workers. Default: usable CPUs, at most 8."
     dequantize = "Write weights with scales beside them as the values they stand for."
-    dtype, dtypes = "Cast floating-point weights of more than eight bits. Default: keep.", "keep|fp32|bf16|fp16"
+    dtype = "Cast floating-point weights of more than eight bits. Default: keep."
+    dtypes = "keep|fp32|bf16|fp16"
     resume = "Keep the partial result if this run fails, and continue one that is there."
     options: list[Decorator] = [
         option("--match", multiple=True, metavar="GLOB", help=match),

@@ -67,7 +67,8 @@ class Selection:
         renamed: the new name of everything whose name changed, by its name before.
         filled: names in `entries` that come from the live tree because the EMA lacks them.
         exact: names in `entries` that would have been cast, but are parts of quantised weights.
-        low: names in `entries` that were to be cast, and have eight bits or fewer.
+        low: names in `entries` that were to be cast, and have eight bits or fewer, if no tensor
+            is a part of a quantised weight.
     """
 
     entries: tuple[OutputTensor, ...] = ()
@@ -342,7 +343,9 @@ def _write(
             tensors.append(OutputTensor(row.name, row.path, row.source, row.source.dtype))
     renamed = {row.before: row.name for row in kept if row.before != row.name}
     uncast = tuple([row.name for row in exact])
-    low = [row.name for row in kept if row.dtype is not None and _is_low(row.source)]
+    low: list[str] = []
+    if not chosen.exact:  # else they are the codes that the exact parts belong to
+        low = [row.name for row in kept if row.dtype is not None and _is_low(row.source)]
     return Selection(tuple(tensors), tuple(objects), renamed, exact=uncast, low=tuple(low))
 
 

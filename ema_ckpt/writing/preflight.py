@@ -103,7 +103,7 @@ def look_again(directory: Path) -> None:
     To make it is what no client answers from memory. Where that succeeds the file system is
     another one, and what was made is removed.
     """
-    missing = [path for path in (directory, *directory.parents) if not path.is_dir()]
+    missing = [path for path in (directory, *directory.parents) if not os.path.isdir(path)]
     for path in reversed(missing):
         try:
             os.mkdir(path)

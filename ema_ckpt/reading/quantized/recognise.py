@@ -105,7 +105,10 @@ def coded_layers(tensors: Iterable[Tensor]) -> set[str]:
     layers = set[str]()
     for tensor in tensors:
         if tensor.dtype.kind == "low" or _is_short_integer(tensor):
-            layers.update((tensor.name, tensor.name.rpartition(".")[0]))
+            layer, _, leaf = tensor.name.rpartition(".")
+            layers.update((tensor.name, layer))
+            if leaf.startswith("_"):  # an attribute of what lies in the layer
+                layers.add(layer.rpartition(".")[0])
     return layers
 
 
