@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TypeVar
 
-from ema_ckpt.core.display import displayed
+from ema_ckpt.core.display import displayed, masked
 
 
 class EmaCkptError(Exception):
@@ -25,7 +25,8 @@ class EmaCkptError(Exception):
     Attributes:
         code: a stable word such as `missing-file`, the same in `--json` output.
         tensor: the full stored name of the tensor concerned, if it is about one.
-        file: the file concerned, relative to the checkpoint, if it is about one.
+        file: the file concerned, relative to the checkpoint, if it is about one; a URL is without
+            its credentials.
 
     The message is one printable line of bounded length, without credentials of URLs.
     """
@@ -36,7 +37,7 @@ class EmaCkptError(Exception):
         super().__init__(displayed(message))
         self.code = code
         self.tensor = tensor
-        self.file = file
+        self.file = None if file is None else masked(file)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between ranks; the default would call __init__ with the message alone.
@@ -103,7 +104,7 @@ def about(
     message = str(error)
     if tensor is not None and repr(tensor) not in message:
         message = f"{kind} {tensor!r}: {message}"
-    if file is not None and file not in message:
+    if file is not None and masked(file) not in message:
         message = f"{file}: {message}"
     if label:
         message = f"{label}: {message}"

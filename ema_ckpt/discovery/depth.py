@@ -20,7 +20,17 @@ PART_LEVELS = 2  # a step's part may be a pair
 
 
 class TooDeepError(SourceError):
-    """Steps or parts lie in one another, deeper than is followed."""
+    """Steps or parts lie in one another, deeper than is followed.
+
+    Attributes:
+        place: `file` as it can be opened, with the credentials of a URL.
+    """
+
+    def __init__(
+        self, code: str, message: str, *, tensor: str | None = None, file: str | None = None
+    ) -> None:
+        super().__init__(code, message, tensor=tensor, file=file)
+        self.place = file
 
 
 @dataclass(frozen=True, slots=True)

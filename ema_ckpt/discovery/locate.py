@@ -112,7 +112,7 @@ def _in_root(root: str, depth: Depth) -> Location | None:
         return _in_directory(folder, depth)
     except TooDeepError as error:
         search = _in_children(folder, _LEVELS_BELOW, depth)
-        search.broken.insert(0, (error.file or root, error))
+        search.broken.insert(0, (error.place or root, error))
         return search.only(folder)
 
 

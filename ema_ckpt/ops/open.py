@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.coverage import prove
-from ema_ckpt.core.display import displayed
+from ema_ckpt.core.display import displayed, masked
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.nearest_names import nearest
 from ema_ckpt.core.text import counted, shown
@@ -73,7 +73,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Directory or file of the checkpoint."""
+        """Directory or file of the checkpoint, with the credentials of a URL: it can be opened."""
         return self._catalog.resolved
 
     @property
@@ -104,7 +104,7 @@ class Checkpoint:
         more = f" and {len(trees) - _SHOWN_TREES} more" if len(trees) > _SHOWN_TREES else ""
         names = ", ".join(trees[:_SHOWN_TREES]) + more
         count = counted(len(self), "tensor")
-        return f"<Checkpoint {self.path!r}: {self._catalog.format}, {count}, trees {names}>"
+        return f"<Checkpoint {masked(self.path)!r}: {self._catalog.format}, {count}, trees {names}>"
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name

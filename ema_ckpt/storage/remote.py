@@ -68,6 +68,17 @@ class ReplacedError(Exception):
     """A server has another file than the one that was asked for first."""
 
 
+class MaskedError(Exception):
+    """Stands for what a library raised, where the text of that has credentials of a URL.
+
+    An error that nobody catches is printed with its causes.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{masked(str(error))} ({type(error).__name__})")
+        self.is_unanswered = is_unanswered(error)
+
+
 def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     """Return the fsspec file system of a URL, and the path in it. What it listed before is dropped.
 
@@ -87,8 +98,8 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     except (ImportError, ValueError) as error:
         message = f"{url}: {error}; install the fsspec package for this URL"
         raise SourceError("missing-extra", message) from None
-    except Exception as error:
-        raise AccessError("unreadable", f"{url}: {describe_failure(error)}") from error
+    except Exception as error:  # noqa: BLE001  # it is raised as another one
+        raise AccessError("unreadable", f"{url}: {describe_failure(error)}") from _shown(error)
     # The directory that the object lies in has no versions, so that the newest one would be read.
     if type(filesystem)._get_kwargs_from_urls(url).get("version_aware"):
         reason = "names one version of an object, which is neither read nor written"
@@ -242,7 +253,7 @@ def ask(
             if isinstance(cause, ReplacedError):
                 raise
             if _is_absent(cause):
-                raise FileNotFoundError(what) from error
+                raise FileNotFoundError(masked(what)) from _shown(error)
             seconds = time.monotonic() - started
             is_last = tries > len(patience.delays) or seconds > patience.seconds
             if is_last or not _may_pass(cause):
@@ -250,8 +261,25 @@ def ask(
                 where = "" if what == url else f" (in {url})"
                 message = f"{what}: {describe_failure(cause)}{where}{asked}"
                 kind = RefusedError if _is_refusal(cause) else AccessError
-                raise kind("unreadable", message, file=masked(what)) from error
+                raise kind("unreadable", message, file=what) from _shown(error)
         time.sleep(patience.delays[tries - 1])
+
+
+def _shown(error: Exception) -> BaseException:
+    """Return the error, and those that are printed with it, as they may be printed."""
+    chain = list[BaseException]()
+    pending: BaseException | None = error
+    while pending is not None and pending not in chain:
+        chain.append(pending)
+        context = None if pending.__suppress_context__ else pending.__context__
+        pending = pending.__cause__ or context
+    if all(masked(str(one)) == str(one) for one in chain):
+        return error
+    shown: BaseException | None = None
+    for one in reversed(chain):
+        stand_in = MaskedError(one).with_traceback(one.__traceback__)
+        stand_in.__cause__, shown = shown, stand_in
+    return shown or error
 
 
 def describe_failure(error: BaseException) -> str:
@@ -277,6 +305,8 @@ def is_unanswered(error: BaseException) -> bool:
     """
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, MaskedError):
+            return cause.is_unanswered
         if not isinstance(cause, Exception) or isinstance(cause, TimeoutError | ConnectionError):
             return True
         response = getattr(cause, "response", None)

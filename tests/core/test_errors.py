@@ -30,3 +30,16 @@ def test_errors_travel_between_processes() -> None:
     error = pickle.loads(pickle.dumps(SourceError("hole", "message", tensor="w", file="f")))
     assert type(error) is SourceError
     assert (str(error), error.code, error.tensor, error.file) == ("message", "hole", "w", "f")
+
+
+def test_a_file_of_an_error_is_without_credentials_of_its_url() -> None:
+    url = "https://me:secret@host/a.pt?X-Signature=abc"
+    for error in (
+        SourceError("not-found", "gone", file=url),
+        about(SourceError("x", "m"), file=url),
+    ):
+        assert error.file == "https://***@host/a.pt?X-Signature=***"
+        again = pickle.loads(pickle.dumps(error))
+        assert again.file == error.file
+    assert str(about(about(SourceError("x", "m"), file=url), file=url)).count("host") == 1
+    assert SourceError("x", "m", file="model/a=b?c=d.pt").file == "model/a=b?c=d.pt"

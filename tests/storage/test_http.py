@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -525,3 +526,46 @@ def test_one_rank_is_told_from_a_folder_before_its_file_is_opened(
         running.fault = refuses_later
         assert ema_ckpt.inspect(running.url("ema_rank0.pt")).tensors
     assert was_read
+
+
+SECRETS = re.compile("alice|secret")
+
+
+@pytest.mark.parametrize("status", [404, 403, 500])
+def test_no_error_shows_credentials_however_it_is_printed(
+    status: int, checkpoints: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Uncaught, an error is printed with those that it follows from, as the HTTP client raised them."""
+
+    def fails(handler: Handler) -> bool:
+        handler.send_response(status)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+        return True
+
+    checkpoints.fault = fails
+    for name in (ONE_FILE, DCP):
+        url = checkpoints.url(f"{name}?token=secret", user="alice:secret@")
+        calls: list[Callable[[], object]] = [
+            lambda: ema_ckpt.open(url),
+            lambda: ema_ckpt.verify(url),
+            lambda: ema_ckpt.inspect(url),
+            lambda: ema_ckpt.diff(url, url),
+            lambda: list_folder(url),
+        ]
+        for call in calls:
+            with pytest.raises(ema_ckpt.EmaCkptError) as caught:
+                call()
+            printed = "".join(traceback.format_exception(caught.value))
+            assert not SECRETS.search(re.sub('(?m)^    .*|"secret"', "", printed)), printed
+            assert not SECRETS.search(f"{caught.value.file} {caught.value!r}")
+    assert not SECRETS.search(caplog.text)
+
+
+def test_no_repr_shows_credentials(checkpoints: Server) -> None:
+    url = checkpoints.url(f"{ONE_FILE}?token=secret", user="alice:secret@")
+    with ema_ckpt.open(url) as opened:
+        assert not SECRETS.search(repr(opened))
+        assert "dtypes.safetensors" in repr(opened)
+        assert opened.path == url, "it can be opened again"
+    assert not SECRETS.search(repr(ema_ckpt.inspect(url)))
