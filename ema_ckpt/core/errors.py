@@ -37,7 +37,7 @@ class EmaCkptError(Exception):
         super().__init__(displayed(message))
         self.code = code
         self.tensor = tensor
-        self.file = None if file is None else masked(file)
+        self.file: str | None = None if file is None else masked(file)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between ranks; the default would call __init__ with the message alone.
