@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,8 @@ _PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|os\.fork|launcher|resume_runs|fork_programs|staged_writer"
     r"|tests\.stories)\b"
 )
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @cache
@@ -59,6 +62,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_other = any(map(item.get_closest_marker, ("slow", "thorough", "integration")))
         if not is_other and not _is_not_quick(item.path):
             item.add_marker("quick")
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """The command line, called in this process, keeps its handlers; they would stay for the tests that follow."""
+    kept = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    yield
+    for signum, handler in kept.items():
+        if signal.getsignal(signum) is not handler:
+            signal.signal(signum, handler)
 
 
 @pytest.fixture(scope="session")
