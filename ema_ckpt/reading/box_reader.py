@@ -95,6 +95,13 @@ def locate(
     return locate_box(catalog.source, tensor, payloads, chunks, whole(tensor.shape))
 
 
+def read_whole(catalog: Catalog, tensor: Tensor) -> memoryview:
+    """Read all bytes of a small tensor, in row-major order. Raises as `BoxReader.read`."""
+    data = memoryview(bytearray(tensor.nbytes))
+    BoxReader(max(len(data), 1)).read(locate(catalog, tensor), data)
+    return data
+
+
 def locate_box(
     source: Files, tensor: Tensor, payloads: Sequence[Payload], chunks: Sequence[int], box: Box
 ) -> LocatedBox:

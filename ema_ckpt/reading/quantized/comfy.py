@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.core.text import shown
-from ema_ckpt.reading.box_reader import BoxReader, locate
+from ema_ckpt.reading.box_reader import read_whole
 
 DESCRIPTION = "comfy_quant"
 HEADER_KEY = "_quantization_metadata"
@@ -53,12 +53,10 @@ class LayerFormats:
     def _read(self, tensor: Tensor) -> object:
         if tensor.dtype.itemsize != 1 or tensor.nbytes > _MAX_NBYTES:
             return None
-        data = memoryview(bytearray(tensor.nbytes))
         try:
-            BoxReader(max(len(data), 1)).read(locate(self._catalog, tensor), data)
+            return _parsed(bytes(read_whole(self._catalog, tensor)))
         except EmaCkptError:
             return None
-        return _parsed(bytes(data))
 
 
 def _layers(text: str) -> Mapping[str, object]:

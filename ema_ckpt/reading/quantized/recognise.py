@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Path, Tensor
 from ema_ckpt.core.errors import EmaCkptError, SourceError, about
 from ema_ckpt.core.names import OPTIMIZER
-from ema_ckpt.reading.box_reader import BoxReader, locate
+from ema_ckpt.reading.box_reader import read_whole
 from ema_ckpt.reading.quantized.comfy import DESCRIPTION, LayerFormats
 from ema_ckpt.reading.quantized.quantization_config import QuantizationConfig, read_config
 from ema_ckpt.reading.quantized.schemes import (
@@ -317,8 +317,7 @@ def _integers(catalog: Catalog, tensor: Tensor) -> Ints:
         message = f"{tensor.name!r} is {tensor.dtype.name} {list(tensor.shape)}, not a shape"
         raise SourceError("unsupported", message)
     try:
-        data = memoryview(bytearray(tensor.nbytes))
-        BoxReader(len(data)).read(locate(catalog, tensor), data)
+        data = read_whole(catalog, tensor)
     except SourceError as error:
         raise about(error, tensor=tensor.name) from None
     sizes = np.frombuffer(data, tensor.dtype.numpy).tolist()
