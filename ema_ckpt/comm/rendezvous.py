@@ -38,6 +38,11 @@ class _Waiting(threading.local):
 
 _waiting = _Waiting()
 
+# Held for a collective call of all ranks. Of two that threads make at once the second waits for the
+# first: each would take messages meant for the other, and wait for ever. A signal handler that
+# calls in the midst of a call is in the same thread, and does not wait for what it has interrupted.
+one_call_at_a_time = threading.RLock()
+
 
 def meet(
     call: str,

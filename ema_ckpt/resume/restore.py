@@ -15,7 +15,7 @@ from torch import nn
 
 from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
-from ema_ckpt.comm.rendezvous import failure_of, meet
+from ema_ckpt.comm.rendezvous import failure_of, meet, one_call_at_a_time
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.text import path_text, shown
@@ -87,7 +87,7 @@ def restore(
             the checkpoint.
         StateError: inside `swap()`.
     """
-    with leaving_together("save", after_background_save):
+    with one_call_at_a_time, leaving_together("save", after_background_save):
         meeting = meet(
             _CALL,
             timeout,

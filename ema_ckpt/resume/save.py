@@ -12,7 +12,7 @@ from torch import nn
 
 from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
-from ema_ckpt.comm.rendezvous import failure_of, meet
+from ema_ckpt.comm.rendezvous import failure_of, meet, one_call_at_a_time
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import path_text, shown
@@ -118,7 +118,7 @@ def save(
         UsageError: `unsupported`: an object that `restore` would refuse, or an optimizer that hides
             its state.
     """
-    with leaving_together("save", after_background_save):
+    with one_call_at_a_time, leaving_together("save", after_background_save):
         meeting = meet(_CALL, timeout, failure=failure_of(lambda: path_text(path)))
         wait_for_background_save()
         ranks = open_channel("save", meeting)

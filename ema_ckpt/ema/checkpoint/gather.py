@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
 from ema_ckpt.comm.collective import run_on_all_ranks
-from ema_ckpt.comm.rendezvous import meet
+from ema_ckpt.comm.rendezvous import meet, one_call_at_a_time
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.checkpoint.agreement import checksum, compare_values, find_unproven
@@ -46,7 +46,7 @@ def gather_full(call: str, read: Callable[[], FullState], timeout: float) -> dic
         StateError: `name-collision`: one name has different shapes or values on ranks that are no
             declared replicas; `hole`: the pieces of all ranks do not make a tensor whole.
     """
-    with leaving_together("gather"):
+    with one_call_at_a_time, leaving_together("gather"):
         channel = open_channel("gather", meet(call, timeout))
         state = run_on_all_ranks(channel, call, read)
         firsts = _first_names(state.values, channel)
