@@ -28,6 +28,7 @@ from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,
     StepChoice,
+    amplified_rounding,
     copied_integers,
     describe_terms,
     log_sum,
@@ -157,6 +158,7 @@ def _write(
     renamed, rules = ruled.changed_names(selection)
     refuse_quantized(selection.entries, snapshots, catalog.made_from)
     refuse_unsummable(selection.entries)
+    warnings += amplified_rounding(snapshots, factors)
     warnings += [*copied_integers(selection.entries, snapshots[-1]), *ruled.warnings]
     skipped = dict.fromkeys(ruled.skipped)
     for snapshot in snapshots:

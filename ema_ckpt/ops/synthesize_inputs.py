@@ -34,6 +34,8 @@ from ema_ckpt.storage.directories import base_name, parent_of
 from ema_ckpt.writing.options import WriteOptions
 
 _POOR_MISMATCH = 0.05
+_VISIBLE_ROUNDING = 0.01  # of a value
+_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +269,26 @@ def copied_integers(tensors: Iterable[OutputTensor], newest: Snapshot) -> list[D
     come = "comes" if len(names) == 1 else "come"
     message = f"{shown(names)} cannot be averaged and {come} from {newest.label} alone"
     return [Diagnostic("not-averaged", message)]
+
+
+def amplified_rounding(snapshots: Sequence[Snapshot], weights: Sequence[float]) -> list[Diagnostic]:
+    """Warn if weights that nearly cancel make the rounding of stored values visible in the sum."""
+    errors: dict[str, float] = {}
+    for snapshot, weight in zip(snapshots, weights, strict=True):
+        stored = {tensor.dtype.part.name for tensor in snapshot.tree.weights.values()}
+        name = max(stored & _ROUNDOFF.keys(), key=_ROUNDOFF.__getitem__, default=None)
+        if name is not None:
+            errors[name] = math.hypot(errors.get(name, 0.0), weight * _ROUNDOFF[name])
+    error = math.hypot(*errors.values())
+    if error < _VISIBLE_ROUNDING:
+        return []
+    largest = max(map(abs, weights))
+    message = (
+        f"the largest weight is {largest:.3g}, which amplifies the rounding of "
+        f"{max(errors, key=errors.__getitem__)} in the snapshots to {error:.2g} of a value; take "
+        "snapshots that are less alike, or fewer"
+    )
+    return [Diagnostic("rounding-amplified", message)]
 
 
 def describe_terms(

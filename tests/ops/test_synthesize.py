@@ -321,6 +321,44 @@ def test_a_profile_out_of_reach_is_told(pair: list[Path], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("dtype", "other_width", "is_told"),
+    [
+        ("float32", 0.05 + 1e-8, True),
+        ("bfloat16", 0.0501, True),
+        ("bfloat16", 0.1, False),
+        ("float64", 0.05 + 1e-8, False),
+    ],
+)
+def test_rounding_that_weights_of_opposite_signs_make_visible_is_told(
+    dtype: str, other_width: float, is_told: bool, tmp_path: Path
+) -> None:
+    kind = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(0)
+    exact = [1 + torch.rand(5000, dtype=torch.float64, generator=generator)] * 2
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path, value, shift in zip(paths, exact, (0.0, 3e-3), strict=True):
+        save_file({"w": (value + shift).to(kind)}, path)
+    written = synthesize(
+        paths,
+        tmp_path / "o.safetensors",
+        sigma_rel=0.052,
+        sigma_rels=[0.05, other_width],
+        steps=[1000, 1000],
+    )
+    told = [w.message for w in written.warnings if w.code == "rounding-amplified"]
+    weights = [snapshot.weight for snapshot in written.snapshots]
+    expected = weights[0] * exact[0] + weights[1] * (exact[1] + 3e-3)
+    result = load_file(tmp_path / "o.safetensors")["w"].double()
+    relative = float(((result - expected) / exact[0]).square().mean().sqrt())
+    assert bool(told) is is_told
+    if is_told:
+        figure = float(told[0].split(" to ")[1].split(" of ")[0])
+        assert figure / 10 < relative < figure
+    else:
+        assert relative < 0.01
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({}, "one of --sigma-rel"),
