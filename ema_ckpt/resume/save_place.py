@@ -15,7 +15,7 @@ import torch
 
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.display import displayed
-from ema_ckpt.core.errors import EmaCkptError, TargetError
+from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.ema.model.tensor_kinds import on_host
 from ema_ckpt.formats.dcp.reader import METADATA_NAME
 from ema_ckpt.formats.sidecar import SIDECAR
@@ -155,23 +155,12 @@ class SharedDirectory:
     def publish(self, files: Mapping[str, int]) -> Path:
         if self._staged is None:
             raise EmaCkptError("internal", "publish() before begin()")
-        self._refuse_losses({**files, **self._small})
+        self._staged.expected = {**files, **self._small}
         self._staged.publish()
         self._stack.close()
         for warning in self._staged.warnings:
             logging.getLogger("ema_ckpt").warning(displayed(warning.message))
         return self._staged.target
-
-    def _refuse_losses(self, files: Mapping[str, int]) -> None:
-        """Check that what all ranks wrote is still there: its stage is in everybody's reach."""
-        for name, nbytes in files.items():
-            try:
-                is_lost = os.stat(self._root / name).st_size < nbytes
-            except FileNotFoundError:
-                is_lost = True
-            if is_lost:
-                reason = f"something removed or shortened {name!r} in its stage meanwhile"
-                raise TargetError("not-found", f"{self._target}: cannot be written: {reason}")
 
     def give_up(self, rank: int, ranks: int, error: BaseException) -> None:
         _ = rank, ranks

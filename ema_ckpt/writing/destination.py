@@ -144,6 +144,7 @@ class LocalDestination:
             try:
                 yield Draft(outputs, options, staged.journal, staged.path, staged.warnings)
                 outputs.refuse_losses()
+                staged.expected = request.files
             finally:
                 with staged.journal.ends_on_failure():
                     outputs.close()

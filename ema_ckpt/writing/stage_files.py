@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 
+from ema_ckpt.core.errors import TargetError
 from ema_ckpt.storage.files import close_read, is_gone
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK
 from ema_ckpt.writing.switch import empty_cache
@@ -77,6 +78,25 @@ def find_lost(stage: Path) -> str | None:
             except OSError as error:
                 return f"the disk could not store {name!r}: {error.strerror}"
     return None
+
+
+def refuse_losses(payload: Path, files: Mapping[str, int], target: Path) -> None:
+    """Check that files of at least so many bytes still have their names: anybody may reach them.
+
+    Args:
+        payload: the directory that they are in, or with the name "" the file itself.
+
+    Raises:
+        TargetError: `not-found`: something removed or shortened one.
+    """
+    for name, nbytes in files.items():
+        try:
+            is_lost = os.lstat(payload / name).st_size < nbytes
+        except FileNotFoundError:
+            is_lost = True
+        if is_lost:
+            reason = f"something removed or shortened {name or payload.name!r} in its stage"
+            raise TargetError("not-found", f"{target}: cannot be written: {reason} meanwhile")
 
 
 def allocated(root: Path) -> int:

@@ -42,6 +42,7 @@ from ema_ckpt.writing.stage_files import (
     find_lost,
     find_stranger,
     open_directory,
+    refuse_losses,
 )
 from ema_ckpt.writing.stage_locks import lock_parent, lock_stage
 from ema_ckpt.writing.switch import (
@@ -69,6 +70,7 @@ class Staged:
         resumed: this is the stage of an interrupted run; `journal` lists its finished ranges.
         published: the target is in place. warnings: failures that did no harm to it.
         carried: foreign files of the old directory that the new one has.
+        expected: files that the target has to have, of at least so many bytes.
     """
 
     target: Path
@@ -81,6 +83,7 @@ class Staged:
     published: bool = False
     warnings: list[Diagnostic] = field(default_factory=list)
     carried: Carried = field(default_factory=Carried)
+    expected: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -125,6 +128,8 @@ class Staged:
     def _switch(self) -> None:
         """Rename to the target, or exchange with it if it exists at that moment."""
         foreign = check_replaceable(self.target, self.policy)
+        # Here and not before all was made durable: that may take minutes.
+        refuse_losses(self.path, self.expected, self.target)
         if not is_there(self.target):
             self._discard_journal()
             put(self.path, self.target, plain=self.plain_rename)
@@ -134,6 +139,7 @@ class Staged:
             self.carried.carry(foreign, self.target, self.path)
             if self.fsync:
                 fsync_tree(self.path, has_links=True)
+            refuse_losses(self.path, self.expected, self.target)
         self._discard_journal()
         self.carried.note_new(self.path)
         exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)

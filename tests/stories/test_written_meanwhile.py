@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import ema_ckpt
 from ema_ckpt.runtime import executor
+from ema_ckpt.writing.switch import fsync_tree
 from tests.checkpoints import ema, save_dcp, weights
 from tests.resume.training import Run, same
 
@@ -212,5 +213,29 @@ def test_a_file_that_vanishes_from_the_stage_is_missed(
 
     at_first_job(clean)
     with pytest.raises(ema_ckpt.TargetError, match="from its stage meanwhile"):
+        VERBS[verb](run, tmp_path)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("verb", ["consolidate", "reshard"])
+def test_a_file_that_vanishes_after_it_was_made_durable_is_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str, is_cut: bool
+) -> None:
+    """Of many gigabytes that takes minutes, and the old target would be deleted for an incomplete one."""
+    run = step(tmp_path / "run", 0.5)
+
+    def sync_and_clean(path: Path, **options: bool) -> None:
+        fsync_tree(path, **options)
+        file = max(
+            (p for p in path.parent.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+        )
+        if is_cut:
+            os.truncate(file, 10)
+        else:
+            file.unlink()
+
+    monkeypatch.setattr("ema_ckpt.writing.staging.fsync_tree", sync_and_clean)
+    with pytest.raises(ema_ckpt.TargetError, match="removed or shortened"):
         VERBS[verb](run, tmp_path)
     assert os.listdir(tmp_path) == ["run"]
