@@ -23,7 +23,7 @@ from ema_ckpt.core.catalog import Diagnostic
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError, TargetError, about
 from ema_ckpt.storage.files import close_read, is_gone, is_there
-from ema_ckpt.storage.stage_names import JOURNAL, interrupted_switch, stage_path, stages_of
+from ema_ckpt.storage.stage_names import JOURNAL, OLD, interrupted_switch, stage_path, stages_of
 from ema_ckpt.writing.foreign_files import Carried, rescue
 from ema_ckpt.writing.journal import Journal, check_identity
 from ema_ckpt.writing.preflight import (
@@ -387,7 +387,8 @@ class _Claim:
     def _clear(self, root: Path) -> None:
         with contextlib.suppress(OSError):
             finish(root, self._target)
-        if interrupted_switch(root) and not os.path.lexists(self._target):
+        is_missing = not os.path.lexists(self._target)
+        if interrupted_switch(root) and (is_missing or os.path.lexists(root / OLD)):
             return  # the old target and the new one are both in it, and nowhere else
         # A journal is there until the switch begins: without one there is nothing to go on from.
         if self._resume and os.path.exists(root / JOURNAL):

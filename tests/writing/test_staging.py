@@ -446,6 +446,35 @@ def test_killed_at_random_moments(tmp_path: Path, plain: bool) -> None:
     assert os.listdir(tmp_path) == ["step_10"]
 
 
+def test_name_taken_in_the_midst_of_a_plain_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old target and the new one are kept, where the error says."""
+    target = tmp_path / "step_10"
+    for number in range(2):
+        (tmp_path / f"{number}.distcp").write_text(str(number))
+    target.mkdir()
+    (tmp_path / "0.distcp").rename(target / "0.distcp")
+    rename = os.rename
+
+    def rename_and_take(old: Path, new: Path) -> None:
+        rename(old, new)
+        if Path(old) == target:
+            target.mkdir()
+            (target / "notes").write_text("somebody else's")
+
+    monkeypatch.setattr(os, "rename", rename_and_take)
+    with (
+        pytest.raises(TargetError, match="complete in"),
+        stage(target, is_directory=True, overwrite=True, plain_rename=True) as staged,
+    ):
+        rename(tmp_path / "1.distcp", staged.path / "1.distcp")
+    assert os.listdir(target) == ["notes"]
+    (left,) = stages_of(target)
+    assert (left / ".ema-ckpt.old" / "0.distcp").read_text() == "0"
+    assert (left / "step_10" / "1.distcp").read_text() == "1"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_terminated_at_random_moments(tmp_path: Path, number: signal.Signals) -> None:
     """Twenty times a signal that becomes an exception: nothing is left, the target is the old or the new one."""
