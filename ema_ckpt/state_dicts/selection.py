@@ -38,7 +38,6 @@ from ema_ckpt.state_dicts.tree import Tree, find_trees
 Path = tuple[str | int, ...]
 
 _CASTS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_SUGGESTED_FROM = 4000
 _WILDCARDS = frozenset("*?[")
 
 
@@ -320,7 +319,7 @@ def refuse_idle(flag: str, globs: Sequence[str], names: Sequence[str], where: st
     idle = _Globs(globs).idle(names) if globs else []
     if not idle:
         return
-    near = nearest(idle[0], names) if len(names) <= _SUGGESTED_FROM else names
+    near = nearest(idle[0], names)
     hint = f"names there are like {shown(near[:3])}" if near else "it holds nothing"
     message = f"{flag} {shown(idle)} fits none of {counted(len(names), 'name')} of {where}; {hint}"
     raise UsageError("empty-selection", message)
