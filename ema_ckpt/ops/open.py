@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
@@ -19,10 +21,12 @@ from ema_ckpt.ops.results.inspect import TreeEntry
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.quantized.exact_parts import exact_parts
+from ema_ckpt.reading.unchanged import FileStates
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.selection import cast_target
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, list_trees
+from ema_ckpt.storage.files import local_path
 
 if TYPE_CHECKING:
     import os
@@ -31,6 +35,10 @@ if TYPE_CHECKING:
 
 _BLOCK_NBYTES = 4 << 20
 _SHOWN_TREES = 5
+
+
+# A block in which some files of the checkpoint are read: those that were opened, or an error.
+_Guard = Callable[[Iterable[str]], AbstractContextManager[None]]
 
 
 class _Objects(Mapping[str, object]):
@@ -42,8 +50,9 @@ class _Objects(Mapping[str, object]):
         UnsafeError: `unsafe-pickle` from a look-up, if unpickling the value would call anything.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, same: _Guard) -> None:
         self._catalog = catalog
+        self._same = same
         self._items = {item.name: item for item in catalog.objects}
 
     def __getitem__(self, name: str) -> object:
@@ -51,7 +60,8 @@ class _Objects(Mapping[str, object]):
         if item is None:
             near = shown(nearest(name, self._items)[:3])
             raise KeyError(f"no object {name!r}; names there are like {near}")
-        return self._catalog.reader.load(item)
+        with self._same([item.file]):
+            return self._catalog.reader.load(item)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
@@ -66,9 +76,13 @@ class _Objects(Mapping[str, object]):
 class Checkpoint:
     """Checkpoint opened for reading: whole tensors on the CPU, checked against stored checksums."""
 
-    def __init__(self, catalog: Catalog, trees: Sequence[Tree]) -> None:
+    def __init__(
+        self, catalog: Catalog, trees: Sequence[Tree], states: FileStates | None = None
+    ) -> None:
+        """Args: `states`: of its files when it was opened; None: they are not compared."""
         self._catalog = catalog
         self._trees = trees
+        self._same = _guard(catalog, states)
         self._by_name = {tensor.name: tensor for tensor in catalog.tensors}
 
     @property
@@ -88,7 +102,7 @@ class Checkpoint:
         Raises:
             UnsafeError: `unsafe-pickle` from a look-up, if unpickling it would call anything.
         """
-        return _Objects(self._catalog)
+        return _Objects(self._catalog, self._same)
 
     def keys(self, tree: str | None = None) -> list[str]:
         """Full stored names, of one tree or of all, in order. Raises UsageError `unknown-tree`."""
@@ -114,7 +128,7 @@ class Checkpoint:
 
         Raises:
             KeyError: if there is none.
-            SourceError: `hole overlap checksum truncated-file …`.
+            SourceError: `hole overlap checksum truncated-file source-changed …`.
             UsageError: `missing-extra` without torch.
         """
         tensor = self._by_name.get(name)
@@ -174,9 +188,10 @@ class Checkpoint:
         if not tensor.numel:
             return torch.empty(tensor.shape, dtype=dtype)
         data = bytearray(tensor.nbytes)
-        verifier = ChecksumVerifier(self._catalog.source, enabled=True)
-        BoxReader(_BLOCK_NBYTES, verifier).read(locate(self._catalog, tensor), memoryview(data))
-        verifier.finish()
+        with self._same(chunk.file for chunk in tensor.chunks):
+            verifier = ChecksumVerifier(self._catalog.source, enabled=True)
+            BoxReader(_BLOCK_NBYTES, verifier).read(locate(self._catalog, tensor), memoryview(data))
+            verifier.finish()
         return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
 
     def close(self) -> None:
@@ -188,6 +203,12 @@ class Checkpoint:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+def _guard(catalog: Catalog, states: FileStates | None) -> _Guard:
+    if states is None:
+        return lambda _: nullcontext()
+    return partial(states.same, catalog.source)
 
 
 def _log_spared(names: Sequence[str]) -> None:
@@ -227,4 +248,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     for warning in (*catalog.warnings, *find_hidden(trees)):
         if warning.code == "left-out":
             logging.getLogger("ema_ckpt").warning(displayed(warning.message))
-    return Checkpoint(catalog, trees)
+    # What is behind a URL is compared with each answer instead.
+    states = None
+    if local_path(catalog.source.root) is not None:
+        states = FileStates.opened(catalog)
+        states.refuse_changes()  # since the metadata was read
+    return Checkpoint(catalog, trees, states)

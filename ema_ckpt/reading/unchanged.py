@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ema_ckpt.core.catalog import Catalog
+from ema_ckpt.core.catalog import Catalog, Files
 from ema_ckpt.core.errors import AccessError, SourceError
 from ema_ckpt.core.text import shown
 from ema_ckpt.storage.directories import stamps_of
@@ -50,9 +50,36 @@ class FileStates(NamedTuple):
             SourceError: `source-changed`, naming those that are other ones now, or gone.
             AccessError: `unreadable`: it cannot be told any more.
         """
-        now = stamps_of(self.root, self.stamps)
+        self._compare(stamps_of(self.root, self.stamps), suspicious=suspicious)
+
+    @contextmanager
+    def same(self, source: Files, files: Iterable[str]) -> Iterator[None]:
+        """Read some of the files in the block, after which more may be read.
+
+        One that stays open is whole though another one has its name by now. Raises as
+        `refuse_changes`.
+        """
+        try:
+            yield
+        except SourceError:
+            self.refuse_changes(suspicious=True)
+            raise
+        known = [file for file in files if file in self.stamps]
+        if not isinstance(source, LocalFiles):
+            self._compare(stamps_of(self.root, known))
+            return
+        now = {}
+        for file in known:
+            try:
+                now[file] = source.stamp(file)
+            except OSError as error:
+                now[file] = Stamp("?", failure=error.strerror or str(error))
+        self._compare(now)
+
+    def _compare(self, now: Mapping[str, Stamp], *, suspicious: bool = False) -> None:
         changed = []
-        for file, before in self.stamps.items():
+        for file in now:
+            before = self.stamps[file]
             if before.failure:
                 continue
             if now[file].failure:

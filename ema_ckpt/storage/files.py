@@ -252,6 +252,17 @@ class LocalFiles:
         self.seen.setdefault(name, Stamp.of(status))
         return fd, status.st_size
 
+    def stamp(self, name: str) -> Stamp:
+        """Return the present state of a file: of the one that was opened, if it stays open.
+
+        Raises:
+            OSError: there is none, or it cannot be told.
+        """
+        opened = self._open.get(name)
+        return Stamp.of(
+            os.stat(os.path.join(self.root, name)) if opened is None else os.fstat(opened[0])
+        )
+
     def _is_being_removed(self) -> bool:
         """Whether something that was there before is gone: the directory, or a file in it."""
         known = islice(chain(self._open, self._sizes), _MOST_ASKED)

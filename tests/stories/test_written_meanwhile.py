@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, ItemsView, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ema_ckpt
@@ -239,3 +241,58 @@ def test_a_file_that_vanishes_after_it_was_made_durable_is_missed(
     with pytest.raises(ema_ckpt.TargetError, match="removed or shortened"):
         VERBS[verb](run, tmp_path)
     assert os.listdir(tmp_path) == ["run"]
+
+
+def in_files(path: Path, value: float) -> Path:
+    """Two tensors and an object, each in a file of its own."""
+    state = {"model": {name: torch.full((8, 8), value) for name in "ab"}, "step": str(value)}
+    writer = dcp.FileSystemWriter(path, single_file_per_rank=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it saves without a process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("how", ["renamed", "in place"])
+def test_a_handle_never_has_tensors_of_two_checkpoints(tmp_path: Path, how: str) -> None:
+    old, new = in_files(tmp_path / "old", 1.0), in_files(tmp_path / "new", 2.0)
+    with ema_ckpt.open(old) as handle:
+        assert handle["model.a"].unique().tolist() == [1.0]
+        if how == "renamed":
+            old.rename(tmp_path / "older")
+            new.rename(old)
+        else:
+            for file in new.iterdir():
+                (old / file.name).write_bytes(file.read_bytes())
+        for read in (lambda: handle["model.b"], handle.state_dict, lambda: handle.objects["step"]):
+            with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
+                read()
+            assert caught.value.code == "source-changed"
+    with ema_ckpt.open(old) as handle:
+        assert handle["model.b"].unique().tolist() == [2.0]
+        assert handle.objects["step"] == "2.0"
+
+
+def test_a_handle_of_what_was_replaced_tells_of_no_damage(tmp_path: Path) -> None:
+    """Its checksums are those of the old one, and the bytes are the new one's."""
+    sources = [step(tmp_path / name, seed) for name, seed in (("run", 0.5), ("later", 8.5))]
+    old, new = (ema_ckpt.reshard(source, f"{source}-2", 2).target for source in sources)
+    with ema_ckpt.open(old) as handle:
+        shutil.rmtree(old)
+        os.rename(new, old)
+        with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
+            handle.state_dict("model")
+        assert caught.value.code == "source-changed"
+
+
+def test_a_file_that_stays_open_is_read_to_its_end(tmp_path: Path) -> None:
+    """It is whole, though it was deleted, or another one has its name by now."""
+    path = tmp_path / "one.safetensors"
+    save_file({"a": torch.ones(8), "b": torch.ones(8)}, path)
+    save_file({"a": torch.zeros(8), "b": torch.zeros(8)}, tmp_path / "two.safetensors")
+    with ema_ckpt.open(path) as handle:
+        assert handle["a"].tolist() == [1.0] * 8
+        os.replace(tmp_path / "two.safetensors", path)
+        assert handle["b"].tolist() == [1.0] * 8
+        path.unlink()
+        assert handle["a"].tolist() == [1.0] * 8
