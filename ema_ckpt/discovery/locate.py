@@ -227,6 +227,8 @@ def _interrupted_switch(path: str) -> Location:
     """Read a target whose writer crashed between two renames from its stage."""
     stage = None if is_url(path) or not path else find_interrupted_switch(path)
     if stage is None:
+        if not is_url(path) and os.path.exists(path):  # its switch has just ended
+            return locate_checkpoint(path)
         hint = ""
         if why := _no_path(path):
             hint = f" ({why})"

@@ -296,3 +296,17 @@ def test_a_file_that_stays_open_is_read_to_its_end(tmp_path: Path) -> None:
         assert handle["b"].tolist() == [1.0] * 8
         path.unlink()
         assert handle["a"].tolist() == [1.0] * 8
+
+
+def test_a_switch_in_two_steps_that_ends_while_a_reader_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system cannot exchange two names, as NFS, the target is missing for a moment."""
+    run = step(tmp_path / "run", 0.5)
+    run.rename(tmp_path / "new")
+
+    def end_switch(path: str) -> None:
+        (tmp_path / "new").rename(path)
+
+    monkeypatch.setattr("ema_ckpt.discovery.locate.find_interrupted_switch", end_switch)
+    assert not ema_ckpt.verify(run).problems
