@@ -31,6 +31,8 @@ from ema_ckpt.storage.stage_names import JOURNAL, stage_path
 _CHECKPOINT_FILES = (
     ".metadata __*.metadata *.distcp *.safetensors *.index.json *.index.*.json ema_ckpt.json"
 ).split()
+# What NFS and FUSE call a file that was deleted while a process of this host had it open.
+_DELETED_FILES = (f".nfs{'[0-9a-f]' * 24}", f".fuse_hidden{'[0-9a-f]' * 16}")
 _TORCH_FILES = tuple(f"*{suffix}" for suffix in TORCH_SUFFIXES)
 # Torch files by name, but never weights: a weights directory that replaces the old one keeps them.
 _TRAINING_FILES = (
@@ -343,6 +345,8 @@ def _is_checkpoint_file(path: Path, place: Path | None = None) -> bool:
     """Check a file, which was at `place` before it was moved."""
     place = place or path
     mode, leads_to = os.lstat(path).st_mode, path
+    if stat.S_ISREG(mode) and _matches(path.name, _DELETED_FILES):
+        return True
     if stat.S_ISLNK(mode) and not path.is_file():
         leads_to = place.parent / os.readlink(path)
     if not (stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and leads_to.is_file())):

@@ -164,6 +164,19 @@ class TestRefusals:
         (tmp_path / "thesis.txt").write_text("mine")
         self.refused(tmp_path / "thesis.txt", "foreign-files", overwrite=True)
 
+    def test_what_was_deleted_while_it_was_open_is_nobodys(self, tmp_path: Path) -> None:
+        """NFS and FUSE keep it under such a name until it is closed."""
+        target = tmp_path / "out"
+        make_old(target, is_directory=True)
+        (target / ".nfs000000000005031200000e6a").write_text("old")
+        (target / ".fuse_hidden0000000500000003").write_text("old")
+        with stage(target, is_directory=True, overwrite=True) as staged:
+            write_new(staged)
+        assert read_target(target) == "new"
+        assert os.listdir(tmp_path) == ["out"]
+        (target / ".nfsettings").write_text("mine")
+        self.refused(target, "foreign-files", overwrite=True)
+
     def test_no_space(self, tmp_path: Path) -> None:
         error = self.refused(tmp_path / "out", "no-space", nbytes=1 << 60)
         assert f"{1 << 60:,}" in str(error)
