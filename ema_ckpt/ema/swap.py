@@ -20,7 +20,7 @@ from ema_ckpt.core.text import shown
 from ema_ckpt.ema.attach import Attachment
 from ema_ckpt.ema.checkpoint.local_shards_tensor import box_of, box_views
 from ema_ckpt.ema.checkpoint.replicas import ReplicaGather, meet_replicas
-from ema_ckpt.ema.model.scan import reshard, scan_model
+from ema_ckpt.ema.model.scan import keep_after_summon, reshard, scan_model
 from ema_ckpt.ema.model.shards import ModelShards, Shadow, Shard, TrackedShard
 from ema_ckpt.ema.plain_mode import PlainMode
 from ema_ckpt.ema.schedules import NEVER_MOVES, Constant
@@ -120,6 +120,7 @@ def _leave(ema: AveragedModel, exchanged: _Exchanged) -> None:
             # go where it has its weights now, in whatever dtype.
             _put_back(ema._averages, backups, {})
             state = _describe_model(_hand_over(ema))
+            keep_after_summon(ema.model)
             if isinstance(error, EmaCkptError):
                 raise about(error, remedy=state) from None
             error.add_note(state)

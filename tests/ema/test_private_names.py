@@ -67,7 +67,7 @@ def look_at_fsdp1() -> list[str]:
             model._handle,
             [
                 *("flat_param", "uses_sharded_strategy", "reshard", "post_reshard", "_prefetched"),
-                "_training_state",
+                *("_training_state", "_get_unpadded_shard", "rank", "world_size"),
             ],
         ),
         (flat, [*tables, "_param_extensions", "_params", "_local_shard", "_full_param_padded"]),

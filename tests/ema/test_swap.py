@@ -269,6 +269,22 @@ def test_what_was_tied_must_stay_tied() -> None:
     ema.update()
 
 
+def test_a_further_name_of_a_tied_tensor_is_followed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied = model[1].weight = model[0].weight
+    ema = ShardedEMA(model, 0.5)
+    model[1].weight = nn.Parameter(tied.detach() + 1)
+    calls: list[Callable[[], object]] = [ema.update, ema.state_dict, ema.full_state_dict]
+    for call in calls:
+        with pytest.raises(StateError, match=r"were one tensor.*tie them again"):
+            call()
+    model[1].weight = tied
+    ema.update()
+    del model[1].weight
+    ema.update()
+    assert list(ema.full_state_dict()) == list(model.state_dict())
+
+
 def test_a_forward_in_training_mode_inside_leaves_the_averages_of_buffers() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     ema = ShardedEMA(model, 0.5, buffers="average")

@@ -46,6 +46,7 @@ def scan_model(model: nn.Module) -> ModelShards:
     parameters: dict[Hashable, TrackedShard] = {}
     buffers: dict[Hashable, TrackedShard] = {}
     names: dict[Hashable, list[str]] = {}
+    links: list[ModuleLink] = []
     modules = list(_walk(model, "", None))
     for prefix, module, ddp in modules:
         for identity, tracked in chain(
@@ -53,8 +54,10 @@ def scan_model(model: nn.Module) -> ModelShards:
         ):
             names.setdefault(identity, []).append(tracked.shard.fqn)
             kind = parameters if tracked.shard.is_parameter else buffers
-            kind.setdefault(identity, tracked)
-    links: list[ModuleLink] = []
+            first = kind.setdefault(identity, tracked)
+            if first is not tracked and tracked.shard.is_parameter:
+                # Another name of a tied tensor, which another tensor may get later.
+                links.append((tracked.container, tracked.key, tracked.expected))
     for _, module, _ in modules:
         links += [(module._modules, name, child) for name, child in module._modules.items()]
     return ModelShards(
@@ -91,6 +94,18 @@ def reshard(model: nn.Module) -> None:
         elif isinstance(module, FullyShardedDataParallel):
             _reshard_flat(module._handle)
     torch.clear_autocast_cache()
+
+
+def keep_after_summon(model: nn.Module) -> None:
+    """Have FSDP1's `summon_full_params`, if it goes on, write back what the shards hold now."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for module in model.modules():
+        handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
+        if _is_summoned(handle) and handle.uses_sharded_strategy:
+            flat = handle.flat_param
+            part, _ = handle._get_unpadded_shard(flat, handle.rank, handle.world_size)
+            part.detach().copy_(flat._local_shard[: part.numel()])
 
 
 def is_state_init() -> bool:
@@ -333,8 +348,12 @@ def _fsdp1_replica(fsdp: Any) -> ReplicaGroup | None:
     return None if inter_node is None else _replica(inter_node)
 
 
+def _is_summoned(handle: Any) -> bool:
+    return handle is not None and handle._training_state.name == "SUMMON_FULL_PARAMS"
+
+
 def _refuse_summoned(handle: Any) -> None:
-    if handle is not None and handle._training_state.name == "SUMMON_FULL_PARAMS":
+    if _is_summoned(handle):
         raise StateError(
             "usage",
             "inside summon_full_params() of FSDP, which writes the parameters that it has gathered"

@@ -95,7 +95,8 @@ class ModelShards:
     buffers: tuple[TrackedShard, ...]
     # (canonical prefix, module) in the order of `model.state_dict()`, as often as it is registered
     modules: tuple[tuple[str, nn.Module], ...]
-    module_links: tuple[ModuleLink, ...]  # (children of the parent, name, child)
+    # (children of the parent, name, child), and further names of tied parameters
+    module_links: tuple[ModuleLink, ...]
 
     @property
     def tensors(self) -> tuple[TrackedShard, ...]:
