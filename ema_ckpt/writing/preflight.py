@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -113,8 +114,21 @@ def look_again(directory: Path) -> None:
             continue
         except OSError:
             return
-        os.rmdir(path)
+        _remove_soon(path)
         return
+
+
+def _remove_soon(directory: Path) -> None:
+    """Remove an empty directory, in which other processes of this host may look at the moment."""
+    for _ in range(50):
+        try:
+            os.rmdir(directory)
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _current_directory(target: str) -> Sequence[Path]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ema_ckpt.writing.preflight import (
     OverwritePolicy,
     check_replaceable,
     foreign_entries,
+    look_again,
     resolve_target,
 )
 from ema_ckpt.writing.staging import check_target, stage
@@ -311,3 +313,21 @@ def test_a_deleted_current_directory_stops_only_relative_targets(
     assert resolve_target(str(tmp_path / "target")) == tmp_path / "target"
     with pytest.raises(UsageError, match="the current directory was deleted"):
         resolve_target("target")
+
+
+def test_processes_that_look_for_a_directory_at_once_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a second host that does not share the file system."""
+    others, make = [], os.mkdir
+
+    def mkdir(path: Path) -> None:
+        make(path)
+        make(path / "run")  # another process has found this one there, and looks further
+        others.append(threading.Timer(0.05, os.rmdir, [path / "run"]))
+        others[-1].start()
+
+    monkeypatch.setattr("ema_ckpt.writing.preflight.os.mkdir", mkdir)
+    look_again(tmp_path / "runs" / "run")
+    others[0].join()
+    assert not list(tmp_path.iterdir())
