@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import isnan
 from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
 
+from ema_ckpt.comm.channel import mark_told
 from ema_ckpt.comm.collective import describe_error, merge_errors
-from ema_ckpt.core.errors import CollectiveError, UsageError
+from ema_ckpt.core.errors import CollectiveError, StateError, UsageError
 from ema_ckpt.core.text import format_ranks
 
 _LONGEST_WAIT = 10**7  # seconds
@@ -38,10 +39,35 @@ class _Waiting(threading.local):
 
 _waiting = _Waiting()
 
-# Held for a collective call of all ranks. Of two that threads make at once the second waits for the
-# first: each would take messages meant for the other, and wait for ever. A signal handler that
-# calls in the midst of a call is in the same thread, and does not wait for what it has interrupted.
-one_call_at_a_time = threading.RLock()
+_turn = threading.RLock()
+_under_way: list[str] = []  # the purposes of the collective calls of the thread that has the turn
+
+
+@contextmanager
+def one_call_at_a_time(call: str, purpose: str) -> Iterator[None]:
+    """Hold the turn for a collective call of all ranks, which uses the channel for `purpose`.
+
+    Of two that threads make at once the second waits for the first: each would take messages meant
+    for the other, and wait for ever.
+
+    Raises:
+        StateError: `usage`: this thread is in the midst of such a call already, which a signal
+            handler has interrupted. One that still waits for the other ranks gives up instead.
+    """
+    with _turn:
+        waiting = {meeting.depth for meeting in _waiting.meetings}
+        is_shared = dist.is_initialized() and dist.get_world_size() > 1
+        for depth, other in enumerate(_under_way, 1):
+            if other == purpose and depth not in waiting and is_shared:
+                reason = "a signal handler sets a flag, and the training loop saves"
+                error = StateError("usage", f"{call} in the midst of a collective call: {reason}")
+                mark_told(error, is_told=False)
+                raise error
+        _under_way.append(purpose)
+        try:
+            yield
+        finally:
+            _under_way.pop()
 
 
 def meet(
@@ -148,6 +174,7 @@ class _Meeting:
         )
         self._store = dist.distributed_c10d._get_default_store()
         self._began = time.monotonic()
+        self.depth = len(_under_way)
         self._known: dict[str, Any] | None = None
 
     def arrive(self, call: str, failure: Exception | None) -> None:

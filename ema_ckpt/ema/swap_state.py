@@ -14,7 +14,7 @@ from ema_ckpt.ema.model.shards import TrackedShard
 # Ids of the tensors that hold averages, and of the dictionaries in which they are registered. The
 # managers inside their blocks keep them alive.
 _swapped: set[int] = set()
-_marking = threading.Lock()
+_marking = threading.RLock()  # a signal handler may ask while it is held
 
 
 def refuse_inside(model: nn.Module, call: str) -> None:

@@ -87,7 +87,10 @@ def restore(
             the checkpoint.
         StateError: inside `swap()`.
     """
-    with one_call_at_a_time, leaving_together("save", after_background_save):
+    with (
+        one_call_at_a_time(_CALL, "save"),
+        leaving_together("save", after_background_save),
+    ):
         meeting = meet(
             _CALL,
             timeout,

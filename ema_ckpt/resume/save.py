@@ -118,7 +118,10 @@ def save(
         UsageError: `unsupported`: an object that `restore` would refuse, or an optimizer that hides
             its state.
     """
-    with one_call_at_a_time, leaving_together("save", after_background_save):
+    with (
+        one_call_at_a_time(_CALL, "save"),
+        leaving_together("save", after_background_save),
+    ):
         meeting = meet(_CALL, timeout, failure=failure_of(lambda: path_text(path)))
         wait_for_background_save()
         ranks = open_channel("save", meeting)

@@ -46,7 +46,7 @@ def gather_full(call: str, read: Callable[[], FullState], timeout: float) -> dic
         StateError: `name-collision`: one name has different shapes or values on ranks that are no
             declared replicas; `hole`: the pieces of all ranks do not make a tensor whole.
     """
-    with one_call_at_a_time, leaving_together("gather"):
+    with one_call_at_a_time(call, "gather"), leaving_together("gather"):
         channel = open_channel("gather", meet(call, timeout))
         state = run_on_all_ranks(channel, call, read)
         firsts = _first_names(state.values, channel)

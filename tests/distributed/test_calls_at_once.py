@@ -1,7 +1,8 @@
-"""Threads of one process that call `save` at once take turns; in different orders on the ranks they fail, and never hang."""
+"""Calls of two threads, or of a signal handler and what it interrupts, take turns or fail, and never hang."""
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -70,3 +71,49 @@ def test_threads_in_different_orders_fail(tmp_path: Path) -> None:
         assert "different targets" in outcome["a"]
         assert "different targets" in outcome["b"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after"]
+
+
+class _Interrupted:
+    """A part of `extra` that rank 0 is asked for when a signal comes, in the midst of a save."""
+
+    def state_dict(self) -> dict[str, int]:
+        if dist.get_rank() == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        return {"steps": 1}
+
+
+def _save_in_a_handler(root: str, is_caught: bool) -> list[str]:
+    model = _sharded(1)
+    outcomes: list[str] = []
+
+    def save_at_signal(*_: object) -> None:
+        try:
+            save(Path(root) / "in_handler", model=model, timeout=20)
+        except EmaCkptError as error:
+            outcomes.append(f"{error.code}: {error}")
+            if not is_caught:
+                raise
+
+    signal.signal(signal.SIGUSR1, save_at_signal)
+    try:
+        save(Path(root) / "outer", model=model, extra={"part": _Interrupted()}, timeout=20)
+        outcomes.append("saved")
+    except EmaCkptError as error:
+        outcomes.append(f"{error.code}: {error}")
+    save(Path(root) / "after", model=model)
+    return outcomes
+
+
+@pytest.mark.parametrize("is_caught", [True, False])
+def test_a_handler_in_the_midst_of_a_save_is_refused(is_caught: bool, tmp_path: Path) -> None:
+    own, other = run(2, _save_in_a_handler, str(tmp_path), is_caught)
+    assert own[0].startswith("usage: save in the midst of a collective call")
+    found = sorted(path.name for path in tmp_path.iterdir())
+    if is_caught:
+        assert (own[1:], other) == (["saved"], ["saved"])
+        assert found == ["after", "outer"]
+    else:
+        assert len(own) == 2
+        assert "in the midst" in own[1]
+        assert "in the midst" in other[0]
+        assert found == ["after"]
