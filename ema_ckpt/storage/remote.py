@@ -14,7 +14,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ema_ckpt.core.display import masked
 from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError, UsageError
@@ -58,6 +58,10 @@ _READ_PATIENCE = Patience((0.3, 1.0, 3.0), 5.0)  # a file system may try again i
 # A part may take long to send, and a store that is asked too often says so for minutes.
 UPLOAD_PATIENCE = Patience((0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0), 300.0)
 ONCE = Patience((), 0.0)
+# Of a request over HTTP: until there is a connection, without a byte, and in all, as in aiohttp.
+_CONNECT_SECONDS, _HTTP_SILENCE_SECONDS, _HTTP_SECONDS = 30.0, 60.0, 300.0
+# In all, as sending a part is silence too. gcsfs tries again after any other failure.
+_GOOGLE_SECONDS = 300.0
 
 
 class ShortAnswerError(Exception):
@@ -104,9 +108,29 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     if type(filesystem)._get_kwargs_from_urls(url).get("version_aware"):
         reason = "names one version of an object, which is neither read nor written"
         raise UsageError("usage", f"{url}: {reason}; copy it under a name of its own")
+    _limit_silence(filesystem)
     with turn(filesystem):
         filesystem.invalidate_cache()  # another process may have written there since
     return filesystem, str(path).rstrip("/")
+
+
+def _limit_silence(filesystem: Any) -> None:
+    """Have requests end where a server falls silent, unless somebody has set timeouts.
+
+    A connection that has broken without a word is never closed. gcsfs waits for ever; aiohttp as
+    long as for all of a long answer, and fsspec asks twice how long a file is.
+    """
+    if is_http(filesystem):
+        if "timeout" not in {*filesystem.kwargs, *filesystem.client_kwargs}:
+            filesystem.kwargs["timeout"] = _timeout(_HTTP_SILENCE_SECONDS, _HTTP_SECONDS)
+    elif getattr(filesystem, "requests_timeout", 0) is None:
+        filesystem.requests_timeout = _timeout(None, _GOOGLE_SECONDS)
+
+
+def _timeout(silence: float | None, total: float) -> object:
+    from aiohttp import ClientTimeout
+
+    return ClientTimeout(total=total, sock_connect=_CONNECT_SECONDS, sock_read=silence)
 
 
 def refuse_empty_component(url: str) -> None:

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -335,6 +337,57 @@ def test_a_file_that_vanishes_meanwhile_is_a_change_and_no_damage(server: Server
     with pytest.raises(AccessError) as caught:
         source.read("a", 0, 10)
     assert caught.value.code == "source-changed"
+
+
+@pytest.mark.parametrize("asked", ["HEAD", "GET", "body"])
+def test_a_server_that_falls_silent_is_given_up(
+    asked: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten minutes went by without a word where a connection had broken and nobody had closed it."""
+    http = pytest.importorskip("fsspec.implementations.http").HTTPFileSystem
+    monkeypatch.setattr(remote, "_HTTP_SILENCE_SECONDS", 0.3)
+    http.clear_instance_cache()
+    is_over = threading.Event()
+
+    def fault(handler: Handler) -> bool:
+        if asked != "HEAD" and (handler.command == "HEAD" or "Range" not in handler.headers):
+            return False
+        if asked == "body":
+            handler.send_response(206)
+            handler.send_header("Content-Length", "20")
+            handler.send_header("Content-Range", f"bytes 300-319/{len(DATA)}")
+            handler.end_headers()
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+        is_over.wait(30)
+        handler.close_connection = True
+        return True
+
+    try:
+        source = open_files(server.url())
+        if asked == "body":
+            assert source.size("a") == len(DATA)
+        server.fault = fault
+        begin = time.monotonic()
+        with pytest.raises(AccessError) as caught:
+            source.read("a", 300, 20)
+        assert time.monotonic() - begin < 10
+        assert caught.value.code == "unreadable"
+    finally:
+        is_over.set()
+        http.clear_instance_cache()
+
+
+@pytest.mark.parametrize("options", [{"client_kwargs": {"timeout": 1}}, {"timeout": 1}])
+def test_timeouts_that_somebody_has_set_stay(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = pytest.importorskip("fsspec.implementations.http").HTTPFileSystem
+    monkeypatch.setitem(pytest.importorskip("fsspec.config").conf, "http", options)
+    assert remote.open_filesystem("http://host/a")[0].kwargs.get("timeout") == options.get(
+        "timeout"
+    )
+    http.clear_instance_cache()
 
 
 def test_a_host_that_refuses_connections(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ema_ckpt
+from ema_ckpt.storage import remote
 from tests.checkpoints import digests_of_files, save_dcp
 from tests.local_ports import free_port, wait_for_server
 from tests.resume.training import Run, same
@@ -148,6 +149,20 @@ def test_a_flaky_store_only_takes_longer(proxy: Proxy, store: object, source: Pa
         tmp_path / "b.safetensors"
     )
     assert asked > 25
+
+
+def test_a_store_that_falls_silent_is_given_up(
+    proxy: Proxy, store: object, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client waits for ever where a connection has broken and nobody has closed it."""
+    monkeypatch.setattr(remote, "_GOOGLE_SECONDS", 3.0)
+    ema_ckpt.reshard(source, f"{RUNS}/step_1", 2)
+    proxy.rule = lambda request: "stall" if "/download/" in request.path else None
+    with pytest.raises(ema_ckpt.EmaCkptError) as caught:
+        ema_ckpt.verify(f"{RUNS}/step_1")
+    proxy.rule = lambda request: None
+    proxy.release()
+    assert caught.value.code == "unreadable"
 
 
 def test_an_object_replaced_meanwhile_is_a_change(proxy: Proxy, store: object, tmp_path: Path) -> None:  # fmt: skip
