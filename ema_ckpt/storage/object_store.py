@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from ema_ckpt.core.errors import TargetError, UsageError
+from ema_ckpt.core.errors import AccessError, TargetError, UsageError
 from ema_ckpt.storage.directories import join
 from ema_ckpt.storage.remote import (
     HTTP,
@@ -104,6 +104,16 @@ class ObjectStore:
         path = self.path(name)
         return self._ask(lambda: bytes(self.filesystem.cat_file(path, start=0, end=2)), name)
 
+    def refuse_length(self, name: str, nbytes: int) -> None:
+        """Refuse an object that has not `nbytes`, if the store tells. Raises AccessError."""
+        path, there = self.path(name), None
+        self.filesystem.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError, AccessError):
+            there = self._ask(lambda: self.filesystem.info(path), name).get("size")
+        if isinstance(there, int) and there != nbytes:
+            message = f"has {there} bytes, though {nbytes} were sent; write it again"
+            raise AccessError("unreadable", f"{join(self.url, name)}: {message}")
+
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that are not there count as deleted."""
         for name in names:
@@ -169,6 +179,7 @@ class ObjectStream:
         self._name = name
         self._temporary = ""
         self._is_open = False
+        self._nbytes = 0
         options = {"block_size": part_nbytes} if part_nbytes else {}
         if store.shows_unfinished():
             self._temporary = _temporary_name(name)
@@ -182,11 +193,18 @@ class ObjectStream:
     def write(self, data: memoryview | bytes | bytearray) -> int:
         """Append bytes. What fails halfway cannot be tried again here; the client's own does."""
         self._store.request(lambda: self._file.write(data), self._name, ONCE)
+        self._nbytes += len(data)
         return len(data)
 
     def complete(self) -> None:
-        """Make the object appear."""
+        """Make the object appear.
+
+        Raises:
+            AccessError: `unreadable`: the store has another number of bytes than it was sent. A
+                piece that was sent again because its answer was lost may be there twice.
+        """
         self._store.request(self._file.close, self._name, ONCE)
+        self._store.refuse_length(self._temporary or self._name, self._nbytes)
         if self._temporary:
             paths = self._store.path(self._temporary), self._store.path(self._name)
             self._store.request(lambda: self._store.filesystem.mv(*paths), self._name, ONCE)

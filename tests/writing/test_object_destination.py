@@ -559,3 +559,40 @@ def test_a_note_whose_writing_was_interrupted_is_no_other_run(
             ema_ckpt.consolidate(fixtures / "dcp/fsdp2-w2", f"{store}/one.pt")
     ema_ckpt.consolidate(fixtures / "dcp/fsdp2-w2", f"{store}/one.pt")
     assert list(objects(store)) == ["one.pt"]
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "resharded"])
+def test_a_piece_that_a_store_has_twice_is_no_success(
+    name: str, store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the answer to a piece is lost, the client sends it again, and not every store notices."""
+    url, source = f"{store}/runs/{name}", fixtures / "dcp" / "fsdp2-w4"
+    write = ema_ckpt.consolidate if name == "one.safetensors" else partial(_resharded, 3)
+    write(source, url)
+    before = objects(f"{store}/runs")
+    memory = type(fsspec.filesystem("memory").open(f"{store}/file", "wb"))
+    usual, is_sent = memory.write, []
+
+    def write_twice(self: Any, data: Any) -> int:
+        if not is_sent and len(data) > 40:
+            is_sent.append(usual(self, data))
+        return int(usual(self, data))
+
+    for overwrite in (False, True):
+        is_sent.clear()
+        other = url if overwrite else f"{store}/runs/other-{name}"
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "write", write_twice)
+            # The note is the first thing that is written: it is left out.
+            patch.setattr(NoteFile, "_write", lambda self: None)
+            patch.setattr(NoteFile, "refuse_loss", lambda self: None)
+            with pytest.raises(ema_ckpt.EmaCkptError) as caught:
+                write(source, other, overwrite=overwrite)
+        assert is_sent
+        assert caught.value.code == "unreadable"
+        assert "were sent; write it again" in str(caught.value)
+        assert objects(f"{store}/runs") == before
+
+
+def _resharded(world_size: int, source: Path, url: str, **options: bool) -> None:
+    ema_ckpt.reshard(source, url, world_size, **options)
