@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ema_ckpt.storage.remote import ReplacedError
+from ema_ckpt.storage.remote import ReplacedError, ShortAnswerError
 from ema_ckpt.storage.s3_answers import ForeignAnswerError, payer
 
 if TYPE_CHECKING:
     from fsspec.asyn import AsyncFileSystem
+
+_BODY_SECONDS = 300.0  # the client's own limit begins anew with every byte
 
 
 class S3Ranges:
@@ -29,6 +31,7 @@ class S3Ranges:
 
         Raises:
             ReplacedError: it is another one than before.
+            ShortAnswerError: more bytes are sent than were asked for; they are not read.
             ForeignAnswerError: the answer is none of S3.
             Exception: what s3fs raises for other answers, and for none.
         """
@@ -51,15 +54,20 @@ class S3Ranges:
         return list(await asyncio.gather(*questions, return_exceptions=True))
 
     async def _ask(self, path: str, start: int, stop: int) -> bytes:
+        import asyncio
+
         bucket, key, version = self._filesystem.split_path(path)
         place = {"Bucket": bucket, "Key": key} | ({"VersionId": version} if version else {})
         place |= payer(self._filesystem)
         answer: Mapping[str, Any] = await self._filesystem._call_s3(
             "get_object", **place, Range=f"bytes={start}-{stop - 1}"
         )
-        body = answer["Body"]
+        body, said = answer["Body"], answer.get("ContentLength", stop - start)
         try:
-            data: bytes = await body.read()
+            if said > stop - start:  # as of a server that sends the whole object for any range
+                raise ShortAnswerError(f"the server sends {said} bytes for {stop - start}")
+            async with asyncio.timeout(_BODY_SECONDS):
+                data: bytes = await body.read()
         finally:
             body.close()
         self._compare(path, str(answer.get("ETag") or "").strip('"'), len(data) == stop - start)
