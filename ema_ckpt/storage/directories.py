@@ -6,6 +6,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError
@@ -13,6 +14,7 @@ from ema_ckpt.storage.files import is_url
 from ema_ckpt.storage.remote import (
     HTTP,
     ask,
+    in_turn,
     join_url,
     last_component,
     open_filesystem,
@@ -113,7 +115,8 @@ def modified_at(path: str) -> float | None:
     try:
         if is_url(path):
             filesystem, base = open_filesystem(path)
-            return float(ask(lambda: filesystem.modified(base), path, path).timestamp())
+            question = partial(filesystem.modified, base)
+            return float(ask(in_turn(filesystem, question), path, path).timestamp())
         return os.stat(path).st_mtime
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -203,7 +206,8 @@ def _remote_stamps(folder: str) -> _Listed:
     """
     try:
         filesystem, base = open_filesystem(folder)
-        items = ask(lambda: filesystem.ls(base, detail=True), folder, folder)
+        question = partial(filesystem.ls, base, detail=True)
+        items = ask(in_turn(filesystem, question), folder, folder)
     except FileNotFoundError:
         return {}, _UNKNOWN
     except RefusedError:
@@ -217,7 +221,8 @@ def _stamp_alone(url: str) -> Stamp:
     """Stamp of one file: no listing says anything of it, as the page of a web server does not."""
     try:
         filesystem, base = open_filesystem(url)
-        return Stamp(stamp_of(ask(lambda: filesystem.info(base), url, url)))
+        question = partial(filesystem.info, base)
+        return Stamp(stamp_of(ask(in_turn(filesystem, question), url, url)))
     except FileNotFoundError:
         return _UNKNOWN
     except EmaCkptError as error:

@@ -14,6 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ema_ckpt
+from ema_ckpt.storage.directories import modified_at, stamps_of
 from ema_ckpt.storage.files import open_files
 from ema_ckpt.storage.object_store import ObjectStore
 
@@ -54,7 +55,7 @@ def alone(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("info", "ls", "cat_file", "rm_file", "open", "mv", "makedirs"):
+for _name in ("info", "ls", "cat_file", "rm_file", "open", "mv", "makedirs", "modified"):
     setattr(OneConnection, _name, alone(_name))
 
 
@@ -88,8 +89,11 @@ def test_threads_ask_one_at_a_time(store: str) -> None:
         return source.size(name)
 
     with ThreadPoolExecutor(4) as pool:
-        sizes = list(pool.map(use, range(24)))
-    assert all(sizes)
+        sizes = pool.map(use, range(24))
+        for name in names:  # fsspec gives the same instance to the thread that made it
+            assert not stamps_of(f"{store}/run", [name])[name].failure
+            assert modified_at(f"{store}/run/{name}") is not None
+        assert all(sizes)
     assert len(OneConnection.asked_by) > 1
     assert not OneConnection.collisions
 
