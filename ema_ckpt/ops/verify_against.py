@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -173,6 +174,33 @@ class _OriginDigests:
         self.results.clear()
 
 
+class _Group(NamedTuple):
+    """Tensors of one shape and type, and of one digest once they are looked for."""
+
+    tensors: list[Tensor]
+    by_digest: dict[int | None, deque[Tensor]]
+
+
+class _Spare:
+    """The tensors that only the source has; those that were renamed are taken out."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self.named = named
+        self.taken: set[int] = set()  # ids of tensors
+        self.groups: dict[tuple[object, str], _Group] = {}
+        for tensor in {id(tensor): tensor for tensor in named.values()}.values():
+            group = self.groups.setdefault(self.key_of(tensor), _Group([], {}))
+            group.tensors.append(tensor)
+
+    @staticmethod
+    def key_of(tensor: Tensor) -> tuple[object, str]:
+        return tuple(tensor.shape), tensor.dtype.name
+
+    def left(self) -> dict[str, Tensor]:
+        """Return those that were not taken, by name."""
+        return {name: tensor for name, tensor in self.named.items() if id(tensor) not in self.taken}
+
+
 class _Comparison:
     """Comparison of an audited checkpoint with its source."""
 
@@ -191,7 +219,9 @@ class _Comparison:
     def run(self, progress: Callable[[int], None] | None) -> None:
         """Try each naming until one matches every tensor; else report by the best."""
         tried: list[tuple[int, _Naming, list[str], list[str]]] = []
-        for naming in self.namings():
+        for matched, naming in self.namings():
+            if tried and len(self.tensors) - matched >= min(tried, key=itemgetter(0))[0]:
+                break  # neither this one nor those after it can be better
             jobs = []
             for name, tensor in self.tensors.items():
                 other = naming.counterpart(name)
@@ -210,8 +240,11 @@ class _Comparison:
         _, naming, missing, differing = min(tried, key=itemgetter(0))
         self.report(naming, missing, differing)
 
-    def namings(self) -> Sequence[_Naming]:
-        """Return full names, and each tree under the names inside it, the likeliest first."""
+    def namings(self) -> Sequence[tuple[int, _Naming]]:
+        """Return full names, and each tree under the names inside it, the likeliest first.
+
+        With each the number of tensors that it matches.
+        """
         full = {}
         for tree in self.origin_trees:
             skip = len(tree.name) + 1 if tree.name else 0
@@ -223,11 +256,15 @@ class _Comparison:
             names = _names_inside(with_tied_names(self.origin, tree))
             plain = {canonical(name): tensor for name, tensor in names.items()}
             namings.append(_Naming(f", tree {tree.name!r}", plain | names))
-        return sorted(namings, key=self.matches, reverse=True)
-
-    def matches(self, naming: _Naming) -> int:
-        """Count the tensors that a naming matches."""
-        return sum(naming.counterpart(name) is not None for name in self.tensors)
+        matching: dict[str, set[str]] = {}  # names here by what a naming may call them
+        for name in self.tensors:
+            for key in (name, canonical(name)):
+                matching.setdefault(key, set()).add(name)
+        counts = []
+        for naming in namings:
+            matched = [matching[key] for key in naming.tensors if key in matching]
+            counts.append((len(set().union(*matched)), naming))
+        return sorted(counts, key=itemgetter(0), reverse=True)
 
     def is_equal(self, name: str, naming: _Naming) -> bool:
         """Check whether shape and digest equal those in the source."""
@@ -258,7 +295,7 @@ class _Comparison:
         """Report what is missing or differs, and what the source has more."""
         where = f"{self.origin.resolved}{naming.label}"
         used = {id(naming.counterpart(name)) for name in self.tensors}
-        spare = {name: tensor for name, tensor in naming.tensors.items() if id(tensor) not in used}
+        spare = _Spare({n: other for n, other in naming.tensors.items() if id(other) not in used})
         missing = [name for name in missing if not self.take_renamed(self.tensors[name], spare)]
         for name in self.tensors.keys() - {*missing, *differing}:
             self.audit.mark_checked(self.audit.payloads_of(self.tensors[name]) or ())
@@ -267,7 +304,7 @@ class _Comparison:
             self.audit.report("index-mismatch", message, name)
         for name in differing:
             self.report_difference(self.tensors[name], naming, where)
-        self.report_spare(spare, naming, where, missing)
+        self.report_spare(spare.left(), naming, where, missing)
 
     def report_difference(self, tensor: Tensor, naming: _Naming, where: str) -> None:
         """Report a tensor that differs; one that is not read at all is not proven, and no more."""
@@ -295,19 +332,23 @@ class _Comparison:
             message += self.hint if missing else ""
             self.audit.report("incomplete", message, lost[0])
 
-    def take_renamed(self, tensor: Tensor, spare: dict[str, Tensor]) -> bool:
-        """Remove a tensor of equal bytes from `spare`; return whether there is one."""
-        fitting = [
-            name
-            for name, other in spare.items()
-            if (other.shape, other.dtype) == (tensor.shape, tensor.dtype)
-        ]
-        digest = self.digest(tensor) if fitting else None
-        for name in fitting:
-            if self.origin_digest(spare[name], tensor.dtype) == digest:
-                del spare[name]
-                return True
-        return False
+    def take_renamed(self, tensor: Tensor, spare: _Spare) -> bool:
+        """Take a tensor of equal bytes out of `spare`; return whether there is one."""
+        group = spare.groups.get(_Spare.key_of(tensor))
+        digest = self.digest(tensor) if group is not None else None
+        if group is None or digest is None:
+            return False
+        if not group.by_digest:
+            jobs = [_Digest(other, tensor.dtype) for other in group.tensors]
+            self.origin_digests.compute(jobs, self.threads)
+            for other in group.tensors:
+                found = self.origin_digest(other, tensor.dtype)
+                group.by_digest.setdefault(found, deque()).append(other)
+        equal = group.by_digest.get(digest)
+        if not equal:
+            return False
+        spare.taken.add(id(equal.popleft()))
+        return True
 
     def left_out_whole_trees(self, spare: Mapping[str, Tensor]) -> bool:
         """Check whether the spare tensors are those of whole trees, as `--tree` leaves them out."""
