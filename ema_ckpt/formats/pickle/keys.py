@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 
 from ema_ckpt.core.collisions import Collisions
@@ -11,6 +12,7 @@ from ema_ckpt.formats.pickle.typed_values import TypedText
 
 _MAX_INNER = 64  # items of a tuple in a key
 _NESTING = (tuple, frozenset)
+_PLAIN = (str, bytes, int, float, type(None))
 _UNFORESEEN = (str, bytes, Replacement)  # nobody can choose their hashes
 Nesting = tuple[object, ...] | frozenset[object]
 _MERSENNE = (1 << 61) - 1  # Python's hashes of numbers are remainders by this prime
@@ -30,6 +32,16 @@ def check_keys(collisions: Collisions, keys: list[object]) -> None:
         _check_nesting([key for key in keys if isinstance(key, _NESTING)])
     if not all(issubclass(kind, _UNFORESEEN) for kind in kinds):
         collisions.check_all([key for key in keys if _has_known_hash(key)])
+
+
+def repeated_key(keys: Iterable[object]) -> Exception:
+    """Return the error of a dict that is given one of `keys` twice, which no dict is.
+
+    A changed bit makes one name another. Tensors are keys by identity, which is not kept here.
+    """
+    if all(isinstance(key, _PLAIN) for key in keys):
+        return ValueError("a dict is given one key twice")
+    return SourceError("unsupported", "two keys of a dict, such as tensors, cannot be told apart")
 
 
 def _check_texts(keys: list[object]) -> None:

@@ -17,6 +17,7 @@ from ema_ckpt.core.errors import SourceError, UnsafeError
 from ema_ckpt.formats.pickle.byte_values import LocatedByteArray, LocatedBytes, text_or_bytes
 from ema_ckpt.formats.pickle.damage import ShortcutMissedError, own_errors, refused_call
 from ema_ckpt.formats.pickle.effort import Effort
+from ema_ckpt.formats.pickle.keys import repeated_key
 from ema_ckpt.formats.pickle.memo import UNBUILT, Memo
 from ema_ckpt.formats.pickle.safe_globals import Global, Maker, Opaque, Replacement
 from ema_ckpt.formats.pickle.several import MARK, Several, guarded
@@ -326,8 +327,8 @@ def _set_items(machine: Machine, items: list[object]) -> None:
         machine.effort.check_keys(keys)
         count = len(target) + len(keys)
         target.update(zip(keys, values, strict=True))
-        if len(target) < count:  # no dict has that; a changed bit makes one name another
-            raise ValueError("a dict is given one key twice")
+        if len(target) < count:
+            raise repeated_key(target)
     elif isinstance(target, Opaque):
         target.entries.extend(items)
     else:

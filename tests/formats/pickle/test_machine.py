@@ -13,6 +13,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Opaque, is_executor
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
+from ema_ckpt.ops.verify import verify
 
 SCALARS = (
     st.none()
@@ -212,6 +214,15 @@ def test_keys_that_take_forever_to_hash_are_refused() -> None:
     body += b"K\x01s."
     with pytest.raises(SourceError, match="nested tuple"):
         loads(bytes(body), PLAIN_GLOBALS, where="t")
+
+
+def test_tensors_of_equal_place_as_keys_are_refused_not_damaged(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    path = tmp_path / "a.pt"
+    torch.save({"model": {"w": weight}, "by_tensor": {weight: 1, weight.detach(): 2}}, path)
+    with pytest.raises(SourceError, match="cannot be told apart") as caught:
+        verify(path)
+    assert caught.value.code == "unsupported"
 
 
 def test_every_opcode_is_read_or_refused() -> None:
