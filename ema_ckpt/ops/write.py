@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ema_ckpt import __version__
 from ema_ckpt.comm.launched import CommandGroup, current_group
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Nesting, Object
 from ema_ckpt.core.errors import CollectiveError, SourceError, TargetError, UsageError
@@ -455,7 +456,10 @@ def _overflows(plan: WritePlan, outcome: Outcome | None) -> Iterator[Diagnostic]
 
 
 def identity_of(job: PlannedWrite, stamps: Mapping[str, Stamp]) -> dict[str, str]:
-    """Digests of source and plan; an interrupted run is continued only if both are the same."""
+    """Digests of source and plan; an interrupted run is continued only if both are the same.
+
+    So is the version of this package: another one may compute other values.
+    """
     source, plan = hashlib.sha256(), hashlib.sha256()
     for file, stamp in stamps.items():
         # A target made of two sources would look sound, so that any change of a file counts here,
@@ -468,4 +472,8 @@ def identity_of(job: PlannedWrite, stamps: Mapping[str, Stamp]) -> dict[str, str
         names = f"{tensor.name}\0{tensor.source.name}\0{tensor.dtype.name}"
         line = f"{names}\0{item.file}\0{item.offset}\0{item.box}\n"
         plan.update(line.encode("utf-8", "surrogatepass"))
-    return {"source": source.hexdigest(), "plan": plan.hexdigest()}
+    return {
+        "source": source.hexdigest(),
+        "plan": plan.hexdigest(),
+        "version of ema_ckpt": __version__,
+    }

@@ -182,11 +182,12 @@ def check_recorded(recorded: Mapping[str, str], target: str, identity: Mapping[s
     keys = sorted({*recorded, *identity})
     differing = [key for key in keys if recorded.get(key) != identity.get(key)]
     if differing:
-        remedy = "repeat the original command, or leave out --resume to start anew"
-        cause = "options are the same, the metadata of the source"
-        if "source" in differing:
-            cause = "source is the same, its files, their times or permissions"
-        remedy = f"if the {cause} changed; {remedy}"
+        remedy = "leave out --resume to start anew"
+        if not differing[0].startswith("version"):
+            cause = "options are the same, the metadata of the source"
+            if "source" in differing:
+                cause = "source is the same, its files, their times or permissions"
+            remedy = f"if the {cause} changed; repeat the original command, or {remedy}"
         message = f"{target}: the interrupted run differs in its {' and '.join(differing)}"
         raise TargetError("resume-mismatch", f"{message}; {remedy}", file=target)
 

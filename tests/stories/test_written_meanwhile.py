@@ -133,12 +133,12 @@ def test_a_further_name_and_other_permissions_are_no_change(
     VERBS[verb](run, tmp_path)
 
 
-def test_a_run_is_not_resumed_from_other_files_of_the_same_times(tmp_path: Path) -> None:
-    def big(path: Path, value: float) -> Path:
-        return save_dcp(path, {"model": {f"w{i}": torch.full((300_000,), value) for i in range(8)}})
+def large(path: Path, value: float) -> Path:
+    return save_dcp(path, {"model": {f"w{i}": torch.full((300_000,), value) for i in range(8)}})
 
-    run, later = big(tmp_path / "run", 0.5), big(tmp_path / "later", 8.5)
-    out = tmp_path / "out.safetensors"
+
+def interrupted(run: Path, out: Path) -> Callable[[], object]:
+    """Consolidate with `resume` until some tensors are written; return what goes on from there."""
 
     def consolidate() -> object:
         return ema_ckpt.consolidate(run, out, threads=1, resume=True)
@@ -156,13 +156,34 @@ def test_a_run_is_not_resumed_from_other_files_of_the_same_times(tmp_path: Path)
             consolidate()
     finally:
         executor.on_job = None
+    return consolidate
+
+
+def test_a_run_is_not_resumed_from_other_files_of_the_same_times(tmp_path: Path) -> None:
+    run, later = large(tmp_path / "run", 0.5), large(tmp_path / "later", 8.5)
+    out = tmp_path / "out.safetensors"
+    go_on = interrupted(run, out)
     put_in_place(later / "__0_0.distcp", run / "__0_0.distcp", renamed=True)
     with pytest.raises(ema_ckpt.EmaCkptError, match="differs in its source") as caught:
-        consolidate()
+        go_on()
     assert caught.value.code == "resume-mismatch"
     ema_ckpt.consolidate(run, out, threads=1)
     opened = ema_ckpt.open(out)
     assert all(set(opened[name].tolist()) == {8.5} for name in opened)
+
+
+def test_a_run_is_not_resumed_by_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = large(tmp_path / "run", 0.5), tmp_path / "out.safetensors"
+    go_on = interrupted(run, out)
+    with monkeypatch.context() as patch:
+        patch.setattr("ema_ckpt.ops.write.__version__", "0.0.1")
+        with pytest.raises(ema_ckpt.EmaCkptError, match="differs in its version") as caught:
+            go_on()
+    assert caught.value.code == "resume-mismatch"
+    go_on()
+    assert ema_ckpt.verify(out).status == "sound"
 
 
 class Watched(dict[str, object]):
