@@ -99,6 +99,40 @@ def refuse_losses(payload: Path, files: Mapping[str, int], target: Path) -> None
             raise TargetError("not-found", f"{target}: cannot be written: {reason} meanwhile")
 
 
+def close_as(root: Path, target: Path) -> None:
+    """Keep those out of a stage who cannot read the target that it is to replace.
+
+    Raises:
+        OSError: the target is gone, or its permissions cannot be told.
+    """
+    mode = stat.S_IMODE(os.lstat(root).st_mode)
+    read = os.lstat(target).st_mode
+    closed = (0 if read & stat.S_IRGRP else stat.S_IRWXG) | (
+        0 if read & stat.S_IROTH else stat.S_IRWXO
+    )
+    if mode & closed:
+        os.chmod(root, mode & ~closed)
+
+
+def take_permissions(new: Path, target: Path) -> str | None:
+    """Give what replaces a target of its kind the target's permissions, as a copy over it has.
+
+    Returns:
+        Why that cannot be, as on a file system where they are fixed.
+
+    Raises:
+        FileNotFoundError: the target is gone.
+    """
+    mode, own = os.lstat(target).st_mode, os.lstat(new).st_mode
+    if mode == own or stat.S_IFMT(mode) != stat.S_IFMT(own):
+        return None
+    try:
+        os.chmod(new, stat.S_IMODE(mode))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
 def allocated(root: Path) -> int:
     """Bytes that the files below `root` occupy on the disk."""
     nbytes = 0

@@ -38,11 +38,13 @@ from ema_ckpt.writing.preflight import (
 )
 from ema_ckpt.writing.stage_files import (
     allocated,
+    close_as,
     delete_stage,
     find_lost,
     find_stranger,
     open_directory,
     refuse_losses,
+    take_permissions,
 )
 from ema_ckpt.writing.stage_locks import lock_parent, lock_stage
 from ema_ckpt.writing.switch import (
@@ -142,7 +144,14 @@ class Staged:
             refuse_losses(self.path, self.expected, self.target)
         self._discard_journal()
         self.carried.note_new(self.path)
+        self._take_permissions()
         exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)
+
+    def _take_permissions(self) -> None:
+        failure = take_permissions(self.path, self.target)
+        if failure is not None:
+            message = f"{self.target}: does not have the permissions of the one it replaced"
+            self.warnings.append(Diagnostic("permissions", f"{message}: {failure}"))
 
     def _discard_journal(self) -> None:
         """Delete the journal: a stage that may come to hold the old target is never resumed."""
@@ -345,6 +354,9 @@ class _Claim:
         if self._root is None:
             self._root = stage_path(self._target, os.urandom(4).hex())
             self._root.mkdir()
+            if self._had_target:
+                with contextlib.suppress(OSError):  # said at the switch, if it still is there
+                    close_as(self._root, self._target)
             self._locks = lock_stage(self._root, self._target)
         self._spare += [open_directory(self._root) for _ in range(_SPARE_FILES)]
         if is_directory:

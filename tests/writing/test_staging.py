@@ -153,6 +153,38 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
         assert (tmp_path / f"d{mask}" / "model.safetensors").stat().st_mode & 0o777 == file_mode
 
 
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("is_directory", [True, False])
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o777])
+def test_what_replaces_a_target_has_its_permissions(
+    tmp_path: Path, mode: int, is_directory: bool, plain: bool
+) -> None:
+    target = tmp_path / ("target" if is_directory else "target.safetensors")
+    make_old(target, is_directory=is_directory)
+    target.chmod(mode)
+    with stage(target, is_directory=is_directory, overwrite=True, plain_rename=plain) as staged:
+        write_new(staged)
+        assert staged.root.stat().st_mode & 0o777 == mode & 0o755  # by the umask at most
+    assert target.stat().st_mode & 0o777 == mode
+    assert staged.warnings == []
+
+
+def test_permissions_that_cannot_be_given_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    make_old(target, is_directory=True)
+    target.chmod(0o700)
+
+    def refuse(path: object, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with stage(target, is_directory=True, overwrite=True) as staged:
+        write_new(staged)
+        monkeypatch.setattr(os, "chmod", refuse)
+    assert [warning.code for warning in staged.warnings] == ["permissions"]
+
+
 @pytest.mark.parametrize("fsync", [True, False])
 def test_everything_is_flushed_before_the_switch(tmp_path: Path, fsync: bool) -> None:
     calls: list[str] = []
