@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,13 +182,31 @@ class _Group(NamedTuple):
 
 
 class _Spare:
-    """The tensors that only the source has; those that were renamed are taken out."""
+    """The tensors and tied names that only the source has; those that were renamed are taken out.
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
-        self.named = named
+    A tensor that a naming lists under several names may have been written under each of them.
+    """
+
+    def __init__(self, naming: _Naming, names: Iterable[str]) -> None:
+        self.named = naming.tensors
         self.taken: set[int] = set()  # ids of tensors
+        free: dict[int, set[str]] = {}  # names of each that are not in the other checkpoint
+        for name, tensor in naming.tensors.items():
+            free.setdefault(id(tensor), set()).add(canonical(name))
+        for name in names:
+            tensor = naming.counterpart(name)
+            if tensor is not None:
+                self.taken.add(id(tensor))
+                free[id(tensor)].discard(canonical(name))
         self.groups: dict[tuple[object, str], _Group] = {}
-        for tensor in {id(tensor): tensor for tensor in named.values()}.values():
+        listed = {id(tensor): tensor for tensor in naming.tensors.values()}
+        whole = [tensor for key, tensor in listed.items() if key not in self.taken]
+        further = [
+            tensor
+            for key, tensor in listed.items()
+            for _ in range(len(free[key]) - (key not in self.taken))
+        ]
+        for tensor in [*whole, *further]:
             group = self.groups.setdefault(self.key_of(tensor), _Group([], {}))
             group.tensors.append(tensor)
 
@@ -294,8 +312,7 @@ class _Comparison:
     def report(self, naming: _Naming, missing: list[str], differing: list[str]) -> None:
         """Report what is missing or differs, and what the source has more."""
         where = f"{self.origin.resolved}{naming.label}"
-        used = {id(naming.counterpart(name)) for name in self.tensors}
-        spare = _Spare({n: other for n, other in naming.tensors.items() if id(other) not in used})
+        spare = _Spare(naming, self.tensors)
         missing = [name for name in missing if not self.take_renamed(self.tensors[name], spare)]
         for name in self.tensors.keys() - {*missing, *differing}:
             self.audit.mark_checked(self.audit.payloads_of(self.tensors[name]) or ())

@@ -524,6 +524,31 @@ def test_renamed_tensors_are_found_by_their_bytes(tmp_path: Path) -> None:
     assert verify(tmp_path / "r.safetensors", against=source).status == "sound"
 
 
+@pytest.mark.parametrize("renames", [["emb=tok", "head=lm"], ["head=lm"], ["emb=tok"]])
+def test_a_tied_average_is_found_under_each_of_its_new_names(
+    renames: list[str], tmp_path: Path
+) -> None:
+    model = torch.nn.ModuleDict(
+        {n: torch.nn.Linear(3, 3, bias=False) for n in ("emb", "mid", "head")}
+    )
+    model["head"].weight = model["emb"].weight
+    averages = ema_ckpt.ShardedEMA(model, 0.9)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1)
+    state = {"model": model.state_dict(), "ema": averages.state_dict()}
+    torch.save(state, tmp_path / "c.pt")
+    out = tmp_path / "r.safetensors"
+    ema_ckpt.consolidate(tmp_path / "c.pt", out, rename=renames, expand_ties=True)
+    copied = load_file(tmp_path / "r.safetensors")
+    assert len(copied) == 3
+    assert verify(tmp_path / "r.safetensors", against=tmp_path / "c.pt").status == "sound"
+    copied["more.weight"] = copied["mid.weight"].clone()
+    save_file(copied, tmp_path / "more.safetensors")
+    found = verify(tmp_path / "more.safetensors", against=tmp_path / "c.pt")
+    assert [(p.code, p.tensor) for p in found.problems] == [("index-mismatch", "more.weight")]
+
+
 @pytest.mark.parametrize("change", ["value", "lost", "extra", "shape"])
 def test_a_wrong_conversion_is_refuted(change: str, tmp_path: Path) -> None:
     source = dcp_at(tmp_path / "c")
