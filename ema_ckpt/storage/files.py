@@ -41,6 +41,8 @@ _MANGLED_URL = re.compile(r"[A-Za-z0-9+]{2,}:/[^/]")
 _UNSAFE_NAME = re.compile(r"\0|(?:^|/)\.{0,2}(?:/|\Z)")
 # A long read of a remote file is a window of so long ranges, asked for at the same time.
 _RANGE_NBYTES = 2 << 20
+_MOST_NBYTES = 64 << 20  # of such a window
+_HTTP_NBYTES = 16 << 20  # of one request over HTTP
 # What a name says that no file can have, or none that lies there.
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _MOST_ASKED = 16  # files that are looked for again where one is missing
@@ -440,6 +442,12 @@ class RemoteFiles:
         return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """A long buffer is filled piece by piece: the answer to one request has to end in time."""
+        most = _HTTP_NBYTES if is_http(self._filesystem) else _MOST_NBYTES
+        for start in range(0, len(buffer) or 1, most):
+            self._read_piece(name, offset + start, buffer[start : start + most])
+
+    def _read_piece(self, name: str, offset: int, buffer: memoryview) -> None:
         nbytes = len(buffer)
         if nbytes < 2 * _RANGE_NBYTES or is_http(self._filesystem) or not self._is_concurrent:
             buffer[:] = self.read(name, offset, nbytes)

@@ -108,23 +108,28 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     if type(filesystem)._get_kwargs_from_urls(url).get("version_aware"):
         reason = "names one version of an object, which is neither read nor written"
         raise UsageError("usage", f"{url}: {reason}; copy it under a name of its own")
-    _limit_silence(filesystem)
     with turn(filesystem):
         filesystem.invalidate_cache()  # another process may have written there since
     return filesystem, str(path).rstrip("/")
 
 
-def _limit_silence(filesystem: Any) -> None:
-    """Have requests end where a server falls silent, unless somebody has set timeouts.
+def _limits(kind: Any) -> dict[str, object]:
+    """Options by which requests end where a server falls silent, unless timeouts are configured.
 
     A connection that has broken without a word is never closed. gcsfs waits for ever; aiohttp as
-    long as for all of a long answer, and fsspec asks twice how long a file is.
+    long as for all of a long answer, and fsspec asks twice how long a file is. With options of its
+    own an instance is ours: what else this process reads and writes there may take longer.
     """
-    if is_http(filesystem):
-        if "timeout" not in {*filesystem.kwargs, *filesystem.client_kwargs}:
-            filesystem.kwargs["timeout"] = _timeout(_HTTP_SILENCE_SECONDS, _HTTP_SECONDS)
-    elif getattr(filesystem, "requests_timeout", 0) is None:
-        filesystem.requests_timeout = _timeout(None, _GOOGLE_SECONDS)
+    import fsspec
+
+    if not is_http(kind) and "gs" not in kind.protocol:
+        return {}
+    said = fsspec.config.apply_config(kind, {})
+    if not is_http(kind):
+        is_set = said.get("requests_timeout") is not None
+        return {} if is_set else {"requests_timeout": _timeout(None, _GOOGLE_SECONDS)}
+    is_set = "timeout" in {*said, *(said.get("client_kwargs") or {})}
+    return {} if is_set else {"timeout": _timeout(_HTTP_SILENCE_SECONDS, _HTTP_SECONDS)}
 
 
 def _timeout(silence: float | None, total: float) -> object:
@@ -155,14 +160,15 @@ def _split_url(url: str) -> tuple[AbstractFileSystem, str]:
     """
     import fsspec
 
-    if "::" not in url:
-        filesystem, path = fsspec.core.url_to_fs(url)
-        return filesystem, str(path)
     scheme = url.partition("://")[0]
     kind = fsspec.get_filesystem_class(scheme)
+    limits = _limits(kind)
+    if "::" not in url:
+        filesystem, path = fsspec.core.url_to_fs(url, **limits)
+        return filesystem, str(path)
     path = str(kind._strip_protocol(url))
     root = "" if path.startswith(kind.root_marker) else kind.root_marker  # that of memory lacks it
-    return fsspec.filesystem(scheme, **kind._get_kwargs_from_urls(url)), root + path
+    return fsspec.filesystem(scheme, **kind._get_kwargs_from_urls(url), **limits), root + path
 
 
 def turn(filesystem: AbstractFileSystem) -> AbstractContextManager[object]:

@@ -19,7 +19,7 @@ import pytest
 
 import ema_ckpt
 from ema_ckpt.core.errors import AccessError, SourceError
-from ema_ckpt.storage import remote
+from ema_ckpt.storage import files, remote
 from ema_ckpt.storage.directories import base_name, join, list_folder, parent_of
 from ema_ckpt.storage.files import open_files
 from tests.storage.http_server import Handler, Server, serving
@@ -388,6 +388,32 @@ def test_timeouts_that_somebody_has_set_stay(
         "timeout"
     )
     http.clear_instance_cache()
+
+
+def test_what_else_this_process_reads_from_the_web_keeps_its_own_timeouts(server: Server) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    others = fsspec.filesystem("http")
+    assert open_files(server.url()).size("a") == len(DATA)
+    assert "timeout" not in others.kwargs
+    assert "timeout" in remote.open_filesystem(server.url())[0].kwargs
+
+
+def test_a_long_read_is_many_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of a gigabyte does not come over a slow line within the time that one answer has."""
+    monkeypatch.setattr(files, "_HTTP_NBYTES", 1000)
+    ranges: list[str] = []
+
+    def fault(handler: Handler) -> bool:
+        ranges.append(handler.headers.get("Range", ""))
+        return False
+
+    source = open_files(server.url())
+    assert source.size("a") == len(DATA)
+    server.fault = fault
+    buffer = bytearray(2500)
+    source.read_into("a", 300, memoryview(buffer))
+    assert buffer == DATA[300:2800]
+    assert ranges == ["bytes=300-1299", "bytes=1300-2299", "bytes=2300-2799"]
 
 
 def test_a_host_that_refuses_connections(tmp_path: Path) -> None:

@@ -165,6 +165,13 @@ def test_a_store_that_falls_silent_is_given_up(
     assert caught.value.code == "unreadable"
 
 
+def test_what_else_this_process_does_there_takes_as_long_as_it_takes(store: object) -> None:
+    others = gcsfs.GCSFileSystem()
+    assert ema_ckpt.latest(RUNS) is None
+    assert others.requests_timeout is None
+    assert remote.open_filesystem(RUNS)[0].requests_timeout is not None
+
+
 def test_an_object_replaced_meanwhile_is_a_change(proxy: Proxy, store: object, tmp_path: Path) -> None:  # fmt: skip
     weights = {f"layers.{i}.w": torch.randn(500, 1000) for i in range(4)}
     for name in ("old", "new"):
