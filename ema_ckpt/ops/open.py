@@ -76,13 +76,10 @@ class _Objects(Mapping[str, object]):
 class Checkpoint:
     """Checkpoint opened for reading: whole tensors on the CPU, checked against stored checksums."""
 
-    def __init__(
-        self, catalog: Catalog, trees: Sequence[Tree], states: FileStates | None = None
-    ) -> None:
-        """Args: `states`: of its files when it was opened; None: they are not compared."""
+    def __init__(self, catalog: Catalog, trees: Sequence[Tree]) -> None:
         self._catalog = catalog
         self._trees = trees
-        self._same = _guard(catalog, states)
+        self._same = _guard(catalog)
         self._by_name = {tensor.name: tensor for tensor in catalog.tensors}
 
     @property
@@ -205,9 +202,15 @@ class Checkpoint:
         self.close()
 
 
-def _guard(catalog: Catalog, states: FileStates | None) -> _Guard:
-    if states is None:
+def _guard(catalog: Catalog) -> _Guard:
+    """Compare local files with what they were when they were opened.
+
+    What is behind a URL is compared with each answer instead.
+    """
+    if local_path(catalog.source.root) is None:
         return lambda _: nullcontext()
+    states = FileStates.opened(catalog)
+    states.refuse_changes()  # since the metadata was read
     return partial(states.same, catalog.source)
 
 
@@ -248,9 +251,4 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     for warning in (*catalog.warnings, *find_hidden(trees)):
         if warning.code == "left-out":
             logging.getLogger("ema_ckpt").warning(displayed(warning.message))
-    # What is behind a URL is compared with each answer instead.
-    states = None
-    if local_path(catalog.source.root) is not None:
-        states = FileStates.opened(catalog)
-        states.refuse_changes()  # since the metadata was read
-    return Checkpoint(catalog, trees, states)
+    return Checkpoint(catalog, trees)
