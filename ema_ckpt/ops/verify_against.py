@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import as_written
 from ema_ckpt.ops.rule_changes import RuledSource, listed, rule_all
+from ema_ckpt.ops.spare_tensors import Naming, Spare
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster, import_all
 from ema_ckpt.reading.digests import compute_digest, recorded_digest
@@ -82,17 +83,6 @@ def _warn_of_optimizers(audit: Audit, origin: Catalog, ruled: RuledSource, carri
         message = f"tree {tree.name!r} of {origin.resolved} is not compared: "
         message += f"{audit.catalog.resolved} has no optimizer state; `convert` says why, and "
         audit.warn("left-out", f"{message}without --rules copies it as it is")
-
-
-class _Naming(NamedTuple):
-    """One way to name the source's tensors; `label` is for messages."""
-
-    label: str
-    tensors: Mapping[str, Tensor]
-
-    def counterpart(self, name: str) -> Tensor | None:
-        """Return the source's tensor of that name, with or without wrapper prefixes."""
-        return self.tensors.get(name) or self.tensors.get(canonical(name))
 
 
 class _Digest(NamedTuple):
@@ -174,51 +164,6 @@ class _OriginDigests:
         self.results.clear()
 
 
-class _Group(NamedTuple):
-    """Tensors of one shape and type, and of one digest once they are looked for."""
-
-    tensors: list[Tensor]
-    by_digest: dict[int | None, deque[Tensor]]
-
-
-class _Spare:
-    """The tensors and tied names that only the source has; those that were renamed are taken out.
-
-    A tensor that a naming lists under several names may have been written under each of them.
-    """
-
-    def __init__(self, naming: _Naming, names: Iterable[str]) -> None:
-        self.named = naming.tensors
-        self.taken: set[int] = set()  # ids of tensors
-        free: dict[int, set[str]] = {}  # names of each that are not in the other checkpoint
-        for name, tensor in naming.tensors.items():
-            free.setdefault(id(tensor), set()).add(canonical(name))
-        for name in names:
-            tensor = naming.counterpart(name)
-            if tensor is not None:
-                self.taken.add(id(tensor))
-                free[id(tensor)].discard(canonical(name))
-        self.groups: dict[tuple[object, str], _Group] = {}
-        listed = {id(tensor): tensor for tensor in naming.tensors.values()}
-        whole = [tensor for key, tensor in listed.items() if key not in self.taken]
-        further = [
-            tensor
-            for key, tensor in listed.items()
-            for _ in range(len(free[key]) - (key not in self.taken))
-        ]
-        for tensor in [*whole, *further]:
-            group = self.groups.setdefault(self.key_of(tensor), _Group([], {}))
-            group.tensors.append(tensor)
-
-    @staticmethod
-    def key_of(tensor: Tensor) -> tuple[object, str]:
-        return tuple(tensor.shape), tensor.dtype.name
-
-    def left(self) -> dict[str, Tensor]:
-        """Return those that were not taken, by name."""
-        return {name: tensor for name, tensor in self.named.items() if id(tensor) not in self.taken}
-
-
 class _Comparison:
     """Comparison of an audited checkpoint with its source."""
 
@@ -235,11 +180,19 @@ class _Comparison:
         self.origin_digests = _OriginDigests(origin)
 
     def run(self, progress: Callable[[int], None] | None) -> None:
-        """Try each naming until one matches every tensor; else report by the best."""
-        tried: list[tuple[int, _Naming, list[str], list[str]]] = []
+        """Try each naming until one matches every tensor; else report by the best.
+
+        Where names do not decide, as all were changed, it is one whose tensors are all found by
+        their bytes.
+        """
+        tried: list[tuple[int, Naming, list[str], list[str]]] = []
         for matched, naming in self.namings():
-            if tried and len(self.tensors) - matched >= min(tried, key=itemgetter(0))[0]:
+            fewest = len(self.tensors) - matched
+            best = min(tried, key=itemgetter(0))[0] if tried else fewest + 1
+            if fewest > best:
                 break  # neither this one nor those after it can be better
+            if fewest == best and len(naming.tensors) < len(self.tensors):
+                continue  # nor can it hold all
             jobs = []
             for name, tensor in self.tensors.items():
                 other = naming.counterpart(name)
@@ -256,9 +209,12 @@ class _Comparison:
             if not missing and not differing:
                 break
         _, naming, missing, differing = min(tried, key=itemgetter(0))
+        if missing:
+            whole = [n for _, n, lost, other in tried if not other and self.holds_all(n, lost)]
+            naming = whole[0] if whole else naming
         self.report(naming, missing, differing)
 
-    def namings(self) -> Sequence[tuple[int, _Naming]]:
+    def namings(self) -> Sequence[tuple[int, Naming]]:
         """Return full names, and each tree under the names inside it, the likeliest first.
 
         With each the number of tensors that it matches.
@@ -269,11 +225,11 @@ class _Comparison:
             for tensor in tree.tensors:  # writers strip wrapper prefixes inside the tree only
                 full[tensor.name[:skip] + canonical(tensor.name[skip:])] = tensor
         full |= {tensor.name: tensor for tensor in self.origin.tensors}
-        namings = [_Naming("", full)]
+        namings = [Naming("", full)]
         for tree in self.origin_trees:
             names = _names_inside(with_tied_names(self.origin, tree))
             plain = {canonical(name): tensor for name, tensor in names.items()}
-            namings.append(_Naming(f", tree {tree.name!r}", plain | names))
+            namings.append(Naming(f", tree {tree.name!r}", plain | names))
         matching: dict[str, set[str]] = {}  # names here by what a naming may call them
         for name in self.tensors:
             for key in (name, canonical(name)):
@@ -284,7 +240,7 @@ class _Comparison:
             counts.append((len(set().union(*matched)), naming))
         return sorted(counts, key=itemgetter(0), reverse=True)
 
-    def is_equal(self, name: str, naming: _Naming) -> bool:
+    def is_equal(self, name: str, naming: Naming) -> bool:
         """Check whether shape and digest equal those in the source."""
         tensor, other = self.tensors[name], naming.counterpart(name)
         if other is None or other.shape != tensor.shape:
@@ -309,11 +265,11 @@ class _Comparison:
 
     # Report.
 
-    def report(self, naming: _Naming, missing: list[str], differing: list[str]) -> None:
+    def report(self, naming: Naming, missing: list[str], differing: list[str]) -> None:
         """Report what is missing or differs, and what the source has more."""
         where = f"{self.origin.resolved}{naming.label}"
-        spare = _Spare(naming, self.tensors)
-        missing = [name for name in missing if not self.take_renamed(self.tensors[name], spare)]
+        spare = Spare(naming, self.tensors, self.digests_of)
+        missing = self.take_renamed(missing, spare)
         for name in self.tensors.keys() - {*missing, *differing}:
             self.audit.mark_checked(self.audit.payloads_of(self.tensors[name]) or ())
         for name in missing:
@@ -323,7 +279,7 @@ class _Comparison:
             self.report_difference(self.tensors[name], naming, where)
         self.report_spare(spare.left(), naming, where, missing)
 
-    def report_difference(self, tensor: Tensor, naming: _Naming, where: str) -> None:
+    def report_difference(self, tensor: Tensor, naming: Naming, where: str) -> None:
         """Report a tensor that differs; one that is not read at all is not proven, and no more."""
         if self.digest(tensor) is None and tensor.name not in self.audit.damaged:
             self.audit.unchecked[tensor.name, -1] = 1  # the audit has said why
@@ -335,37 +291,64 @@ class _Comparison:
         self.audit.report("checksum", f"{message} in {where}", tensor.name, tensor.first_file)
 
     def report_spare(
-        self, spare: Mapping[str, Tensor], naming: _Naming, where: str, missing: Collection[str]
+        self, spare: Mapping[str, Tensor], naming: Naming, where: str, missing: Collection[str]
     ) -> None:
-        """Report tensors that only the source has, other than tied names and whole trees.
+        """Report tensors that only the source has.
 
         If the source lacks some too (`missing`), rules may have made them, and a hint says so.
         """
-        ties = {*_tied_names(self.audit.catalog), *_tied_names(self.origin)}
-        names = {id(tensor): name for name, tensor in spare.items()}  # of each tensor one
-        lost = [name for name in names.values() if name not in ties]
-        if lost and (naming.label or not self.left_out_whole_trees(spare)):
+        lost = self.lost(spare, naming)
+        if lost:
             message = f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}"
             message += self.hint if missing else ""
             self.audit.report("incomplete", message, lost[0])
 
-    def take_renamed(self, tensor: Tensor, spare: _Spare) -> bool:
-        """Take a tensor of equal bytes out of `spare`; return whether there is one."""
-        group = spare.groups.get(_Spare.key_of(tensor))
-        digest = self.digest(tensor) if group is not None else None
-        if group is None or digest is None:
+    def lost(self, spare: Mapping[str, Tensor], naming: Naming) -> list[str]:
+        """List tensors that only the source has, other than tied names and whole trees."""
+        names = {id(tensor): name for name, tensor in spare.items()}  # of each tensor one
+        lost = [name for name in names.values() if name not in self.ties]
+        if lost and not naming.label and self.left_out_whole_trees(spare):
+            return []
+        return lost
+
+    @cached_property
+    def ties(self) -> set[str]:
+        """Tied names of both sides."""
+        return {*_tied_names(self.audit.catalog), *_tied_names(self.origin)}
+
+    def take_renamed(self, missing: Sequence[str], spare: Spare) -> list[str]:
+        """Take tensors of equal bytes, or of equal ones after a cast, out of `spare`.
+
+        Returns:
+            the names of those for which there is none.
+        """
+        for cast in (False, True):
+            still = []
+            for name in missing:
+                tensor = self.tensors[name]
+                digest = self.digest(tensor) if spare.may_have(tensor) else None
+                if digest is None or not spare.take(tensor, digest, cast=cast):
+                    still.append(name)
+            missing = still
+        return list(missing)
+
+    def digests_of(self, tensors: Sequence[Tensor], dtype: DType) -> list[int | None]:
+        """Return the digests of a source's tensors, after the cast to `dtype`."""
+        self.look_at(tensors, dtype)
+        return [self.origin_digest(tensor, dtype) for tensor in tensors]
+
+    def look_at(self, tensors: Sequence[Tensor], dtype: DType) -> list[int | None]:
+        """Return what `digests_of` does, and report no damage."""
+        jobs = [_Digest(tensor, dtype) for tensor in tensors]
+        self.origin_digests.compute(jobs, self.threads)
+        return [self.origin_digests.results[job.key][0] for job in jobs]
+
+    def holds_all(self, naming: Naming, missing: Sequence[str]) -> bool:
+        """Check whether all tensors that a naming does not have by name were renamed."""
+        spare = Spare(naming, self.tensors, self.look_at)
+        if not all(spare.may_have(self.tensors[name]) for name in missing):
             return False
-        if not group.by_digest:
-            jobs = [_Digest(other, tensor.dtype) for other in group.tensors]
-            self.origin_digests.compute(jobs, self.threads)
-            for other in group.tensors:
-                found = self.origin_digest(other, tensor.dtype)
-                group.by_digest.setdefault(found, deque()).append(other)
-        equal = group.by_digest.get(digest)
-        if not equal:
-            return False
-        spare.taken.add(id(equal.popleft()))
-        return True
+        return not self.take_renamed(missing, spare) and not self.lost(spare.left(), naming)
 
     def left_out_whole_trees(self, spare: Mapping[str, Tensor]) -> bool:
         """Check whether the spare tensors are those of whole trees, as `--tree` leaves them out."""

@@ -549,6 +549,33 @@ def test_a_tied_average_is_found_under_each_of_its_new_names(
     assert [(p.code, p.tensor) for p in found.problems] == [("index-mismatch", "more.weight")]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tree": "model"}, {"dtype": "bf16"}, {"tree": "model", "dtype": "bf16"}],
+    ids=["average", "live", "cast", "live-cast"],
+)
+def test_a_tree_whose_names_were_all_changed_is_found_by_its_bytes(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    weights = {f"net.{i}.{part}": torch.randn(3, 2) for i in range(3) for part in "ab"}
+    live = {name: tensor + 1 for name, tensor in weights.items()}
+    moments = {i: {"exp_avg": tensor * 2} for i, tensor in enumerate(weights.values())}
+    optimizer = {"state": moments, "param_groups": [{"params": list(moments)}]}
+    torch.save({"model": live, "ema": weights, "optimizer": optimizer}, tmp_path / "c.pt")
+    out = tmp_path / "r.safetensors"
+    ema_ckpt.consolidate(tmp_path / "c.pt", out, rename=["net.="], **options)
+    assert verify(out, against=tmp_path / "c.pt").status == "sound"
+
+    copied = load_file(out)
+    save_file(copied | {"1.a": copied["1.a"] + 7}, tmp_path / "changed.safetensors")
+    found = verify(tmp_path / "changed.safetensors", against=tmp_path / "c.pt")
+    assert ("index-mismatch", "1.a") in [(p.code, p.tensor) for p in found.problems]
+    del copied["1.a"]
+    save_file(copied, tmp_path / "lost.safetensors")
+    found = verify(tmp_path / "lost.safetensors", against=tmp_path / "c.pt")
+    assert [p.code for p in found.problems] == ["incomplete"]
+
+
 @pytest.mark.parametrize("change", ["value", "lost", "extra", "shape"])
 def test_a_wrong_conversion_is_refuted(change: str, tmp_path: Path) -> None:
     source = dcp_at(tmp_path / "c")
