@@ -164,6 +164,18 @@ class _OriginDigests:
         self.results.clear()
 
 
+class _Match(NamedTuple):
+    """What is wrong by one naming: names that it does not have, and whose bytes are others."""
+
+    naming: Naming
+    missing: list[str]
+    differing: list[str]
+
+    @property
+    def problems(self) -> int:
+        return len(self.missing) + len(self.differing)
+
+
 class _Comparison:
     """Comparison of an audited checkpoint with its source."""
 
@@ -185,34 +197,37 @@ class _Comparison:
         Where names do not decide, as all were changed, it is one whose tensors are all found by
         their bytes.
         """
-        tried: list[tuple[int, Naming, list[str], list[str]]] = []
+        tried: list[_Match] = []
         for matched, naming in self.namings():
             fewest = len(self.tensors) - matched
-            best = min(tried, key=itemgetter(0))[0] if tried else fewest + 1
+            best = min(match.problems for match in tried) if tried else fewest + 1
             if fewest > best:
                 break  # neither this one nor those after it can be better
             if fewest == best and len(naming.tensors) < len(self.tensors):
                 continue  # nor can it hold all
-            jobs = []
-            for name, tensor in self.tensors.items():
-                other = naming.counterpart(name)
-                if other is not None and other.shape == tensor.shape:
-                    jobs.append(_Digest(other, tensor.dtype))
-            self.origin_digests.compute(jobs, self.threads, progress)
-            missing, differing = [], []
-            for name in self.tensors:
-                if naming.counterpart(name) is None:
-                    missing.append(name)
-                elif not self.is_equal(name, naming):
-                    differing.append(name)
-            tried.append((len(missing) + len(differing), naming, missing, differing))
-            if not missing and not differing:
+            tried.append(self.match(naming, progress))
+            if not tried[-1].problems:
                 break
-        _, naming, missing, differing = min(tried, key=itemgetter(0))
-        if missing:
-            whole = [n for _, n, lost, other in tried if not other and self.holds_all(n, lost)]
-            naming = whole[0] if whole else naming
-        self.report(naming, missing, differing)
+        best_match = min(tried, key=lambda match: match.problems)
+        if best_match.missing:
+            best_match = next(filter(self.holds_all, tried), best_match)
+        self.report(*best_match)
+
+    def match(self, naming: Naming, progress: Callable[[int], None] | None) -> _Match:
+        """Compare the tensors with those that have their names."""
+        jobs = []
+        for name, tensor in self.tensors.items():
+            other = naming.counterpart(name)
+            if other is not None and other.shape == tensor.shape:
+                jobs.append(_Digest(other, tensor.dtype))
+        self.origin_digests.compute(jobs, self.threads, progress)
+        missing, differing = [], []
+        for name in self.tensors:
+            if naming.counterpart(name) is None:
+                missing.append(name)
+            elif not self.is_equal(name, naming):
+                differing.append(name)
+        return _Match(naming, missing, differing)
 
     def namings(self) -> Sequence[tuple[int, Naming]]:
         """Return full names, and each tree under the names inside it, the likeliest first.
@@ -343,10 +358,11 @@ class _Comparison:
         self.origin_digests.compute(jobs, self.threads)
         return [self.origin_digests.results[job.key][0] for job in jobs]
 
-    def holds_all(self, naming: Naming, missing: Sequence[str]) -> bool:
+    def holds_all(self, match: _Match) -> bool:
         """Check whether all tensors that a naming does not have by name were renamed."""
+        naming, missing, differing = match
         spare = Spare(naming, self.tensors, self.look_at)
-        if not all(spare.may_have(self.tensors[name]) for name in missing):
+        if differing or not all(spare.may_have(self.tensors[name]) for name in missing):
             return False
         return not self.take_renamed(missing, spare) and not self.lost(spare.left(), naming)
 
