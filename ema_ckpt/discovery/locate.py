@@ -53,6 +53,7 @@ _PUBLISHED_WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_|pytorch_|adapter_)?model(?:\.[^.]+)?\.safetensors"
 )
 _LEVELS_BELOW = 2
+_LISTINGS = 5  # of a run whose steps come and go meanwhile
 _MOST_TOLD = 10  # steps, each in a line of the log
 
 
@@ -165,7 +166,33 @@ def latest_step(path: str) -> str | None:
     """
     if not is_folder(path):
         return _itself(path)
-    folder = list_directory(path)
+    for _ in range(_LISTINGS):
+        folder = list_directory(path)
+        try:
+            found = _latest_in(folder, path)
+        except SourceError:
+            if not _has_other_steps(folder):
+                raise
+        else:
+            if found is not None or not _has_other_steps(folder):
+                return found
+    return _latest_in(list_directory(path), path)
+
+
+def _has_other_steps(folder: Folder) -> bool:
+    """Whether steps came or went since `folder` was listed, as where each replaces the one before.
+
+    Those that were listed may have been deleted before they were looked into.
+    """
+    before = _step_names(folder)
+    return bool(before) and _step_names(list_directory(folder.root)) != before
+
+
+def _step_names(folder: Folder) -> set[str]:
+    return {name for name in (*folder.folders, *folder.files) if step_order(name) is not None}
+
+
+def _latest_in(folder: Folder, path: str) -> str | None:
     location = locate_directory(folder)
     if location is not None and not _may_be_misplaced(location):
         check_complete(location)

@@ -10,6 +10,7 @@ import pytest
 
 from ema_ckpt import inspect, latest, reshard
 from ema_ckpt.core.errors import EmaCkptError
+from ema_ckpt.discovery import locate
 from tests.checkpoints import dcp_at, safetensors_at, torch_at, touch
 from tests.resume.training import Run
 
@@ -48,6 +49,27 @@ def test_a_checkpoint_is_its_own_latest(tmp_path: Path) -> None:
     with pytest.raises(EmaCkptError, match="__1_0"):
         latest(on_three)
     assert latest(on_three, incomplete="ignore") is None
+
+
+@pytest.mark.parametrize("incomplete", ["raise", "ignore"])
+def test_a_step_that_replaces_the_one_before_it_is_found(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incomplete: str
+) -> None:
+    """As where a run keeps one step: what was listed is deleted before it is looked into."""
+    parent = tmp_path / "run"
+    run.save(parent / "step_1")
+    run.save(tmp_path / "next")
+    usual = locate.list_directory
+
+    def list_and_replace(path: str) -> locate.Folder:
+        folder = usual(path)
+        if path == str(parent) and (tmp_path / "next").exists():
+            (tmp_path / "next").rename(parent / "step_2")
+            shutil.rmtree(parent / "step_1")
+        return folder
+
+    monkeypatch.setattr(locate, "list_directory", list_and_replace)
+    assert latest(parent, incomplete) == parent / "step_2"
 
 
 def test_what_is_neither_checkpoint_nor_run_has_no_latest(tmp_path: Path) -> None:
