@@ -34,6 +34,7 @@ from ema_ckpt.ops.write import (
     plan_for,
     refuse_emptiness,
 )
+from ema_ckpt.reading.unchanged import told_from_damage
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
@@ -74,7 +75,7 @@ def consolidate(
     started = time.perf_counter()
     options = WriteOptions.parse(args)
     output = _output_of(out, parse_size(max_shard_size), basename)
-    with opened(path, workers=options.threads) as opened_catalog:
+    with opened(path, workers=options.threads) as opened_catalog, told_from_damage(opened_catalog):
         values = dequantize(opened_catalog, options)
         catalog = listed(values.catalog, options.rules, expand_ties=options.expand_ties)
         trees = list_trees(catalog)

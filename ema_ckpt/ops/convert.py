@@ -34,6 +34,7 @@ from ema_ckpt.ops.write import (
     plan_for,
     refuse_emptiness,
 )
+from ema_ckpt.reading.unchanged import told_from_damage
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import select_all
 from ema_ckpt.state_dicts.tree import Tree, of_role
@@ -113,7 +114,7 @@ def _transfer(
 ) -> WriteResult:
     """Write all trees, or those of `tree`; `strip` drops wrapper prefixes."""
     started = time.perf_counter()
-    with opened(path, workers=options.threads) as opened_catalog:
+    with opened(path, workers=options.threads) as opened_catalog, told_from_damage(opened_catalog):
         values = dequantize(opened_catalog, options)
         rules, expand_ties = options.rules, options.expand_ties
         named = [*texts(tree, "--tree")]

@@ -22,6 +22,7 @@ from ema_ckpt.ops.results.inspect import (
 from ema_ckpt.ops.results.quantized import QuantizedEntry, described
 from ema_ckpt.reading.quantized.lone_codes import warn_of_lone_codes
 from ema_ckpt.reading.quantized.recognise import recognise
+from ema_ckpt.reading.unchanged import told_from_damage
 from ema_ckpt.state_dicts.ema_config import read_ema_config
 from ema_ckpt.state_dicts.ema_health import check_averages
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
@@ -56,7 +57,7 @@ def inspect_with_values(
     path: str | os.PathLike[str], tree: str | None, match: Sequence[str], most_objects: int
 ) -> tuple[InspectResult, dict[str, object]]:
     """Describe a checkpoint as `inspect` does; also read the values of its first objects."""
-    with opened(path, lenient=True) as catalog:
+    with opened(path, lenient=True) as catalog, told_from_damage(catalog):
         if any(problem.code == "index-mismatch" for problem in catalog.problems):
             refuse_problems(catalog.problems)
         trees = list_trees(catalog)

@@ -109,3 +109,18 @@ def unchanged(catalog: Catalog, before: FileStates | None = None) -> Iterator[Fi
         before.refuse_changes(suspicious=True)
         raise
     before.refuse_changes()
+
+
+@contextmanager
+def told_from_damage(catalog: Catalog) -> Iterator[None]:
+    """Use a checkpoint in the block: what is wrong with files that changed meanwhile is no damage.
+
+    Raises:
+        SourceError: `source-changed` in place of another one.
+    """
+    try:
+        yield
+    except SourceError as error:
+        if error.code != "source-changed":
+            FileStates.opened(catalog).refuse_changes(suspicious=True)
+        raise

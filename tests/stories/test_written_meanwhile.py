@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable, ItemsView, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ema_ckpt
+from ema_ckpt.ops import convert
 from ema_ckpt.runtime import executor
 from ema_ckpt.writing.switch import fsync_tree
 from tests.checkpoints import ema, save_dcp, weights
@@ -262,6 +264,28 @@ def test_a_file_that_vanishes_after_it_was_made_durable_is_missed(
     with pytest.raises(ema_ckpt.TargetError, match="removed or shortened"):
         VERBS[verb](run, tmp_path)
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_checkpoint_replaced_while_its_copy_is_planned_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects are read to plan: those of the next save, by the checksums of the one before it."""
+    training = Run()
+    training.train(0, 1)
+    run = training.save(tmp_path / "run")
+    training.train(1, 30)
+    new = training.save(tmp_path / "new")
+    rule = convert.rule_all
+
+    def replace_and_rule(*args: Any, **options: Any) -> Any:
+        run.rename(tmp_path / "old")
+        new.rename(run)
+        return rule(*args, **options)
+
+    monkeypatch.setattr(convert, "rule_all", replace_and_rule)
+    with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
+        ema_ckpt.reshard(run, tmp_path / "two", 2)
+    assert caught.value.code == "source-changed"
 
 
 def in_files(path: Path, value: float) -> Path:
