@@ -24,6 +24,8 @@ from ema_ckpt.storage.remote import (
     is_http,
     join_url,
     open_filesystem,
+    read_part,
+    reads_whole,
     stamp_of,
 )
 from ema_ckpt.storage.remote_folders import list_remote
@@ -355,7 +357,8 @@ class RemoteFiles:
         self.seen: dict[str, Stamp] = {}
         self._tags: dict[str, str] = {}  # entity tags, by path
         self._said: dict[str, dict[str, str]] = {}  # as HttpFile.said, by path
-        self._is_concurrent = bool(getattr(filesystem, "async_impl", False))
+        is_async = bool(getattr(filesystem, "async_impl", False))
+        self._is_concurrent = is_async and not reads_whole(filesystem)
         self._s3 = S3Ranges(filesystem) if is_s3(filesystem) else None
 
     def _path(self, name: str) -> str:
@@ -436,7 +439,7 @@ class RemoteFiles:
         elif self._s3 is not None:
             data = self._s3.read(path, offset, offset + nbytes)
         else:
-            data = bytes(self._filesystem.cat_file(path, start=offset, end=offset + nbytes))
+            data = read_part(self._filesystem, path, offset, offset + nbytes)
         if len(data) != nbytes:
             raise ShortAnswerError(f"the server sent {len(data)} of {nbytes} bytes at {offset}")
         return data

@@ -25,6 +25,7 @@ from ema_ckpt.storage.remote import (
     is_http,
     is_unanswered,
     open_filesystem,
+    read_part,
     turn,
 )
 from ema_ckpt.storage.stage_names import stage_name
@@ -102,7 +103,7 @@ class ObjectStore:
     def read_head(self, name: str) -> bytes:
         """Read the first two bytes of an object."""
         path = self.path(name)
-        return self._ask(lambda: bytes(self.filesystem.cat_file(path, start=0, end=2)), name)
+        return self._ask(lambda: read_part(self.filesystem, path, 0, 2), name)
 
     def refuse_length(self, name: str, nbytes: int) -> None:
         """Refuse an object that has not `nbytes`, if the store tells. Raises AccessError."""

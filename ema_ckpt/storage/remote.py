@@ -8,6 +8,7 @@ nothing of the checkpoint.
 from __future__ import annotations
 
 import errno
+import inspect
 import re
 import threading
 import time
@@ -193,6 +194,27 @@ def in_turn(filesystem: AbstractFileSystem, action: Callable[[], AnswerT]) -> Ca
             return action()
 
     return act
+
+
+def reads_whole(filesystem: Any) -> bool:
+    """Whether its client reads a whole file, whatever part is asked for, as the one of sshfs."""
+    method = getattr(filesystem, "_cat_file", filesystem.cat_file)
+    parameters = inspect.signature(method).parameters
+    takes_more = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    return "end" not in parameters and not takes_more
+
+
+def read_part(filesystem: AbstractFileSystem, path: str, start: int, stop: int) -> bytes:
+    """Read bytes `start` to `stop` of a file; fewer if it is shorter."""
+    if not reads_whole(filesystem):
+        return bytes(filesystem.cat_file(path, start=start, end=stop))
+    parts = list[bytes]()
+    with filesystem.open(path, "rb") as file:
+        file.seek(start)
+        while start < stop and (part := file.read(stop - start)):
+            parts.append(part)
+            start += len(part)
+    return b"".join(parts)
 
 
 def stamp_of(info: Mapping[str, object]) -> str:

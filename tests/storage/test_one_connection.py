@@ -105,3 +105,29 @@ def test_verbs_with_threads_ask_one_at_a_time(store: str, verb: str, tmp_path: P
     assert not OneConnection.collisions
     if out:
         assert ema_ckpt.verify(*out).status == "sound"
+
+
+class WholeFiles(MemoryFileSystem):
+    """Reads a whole file whatever part is asked for, as the client of sshfs does."""
+
+    protocol = "wholefiles"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("wholefiles://", "memory://", 1))
+
+    def cat_file(self, path: str, **options: Any) -> bytes:
+        return bytes(super().cat_file(path))
+
+
+def test_a_client_that_knows_no_ranges_reads_them_from_an_open_file(store: str) -> None:
+    """Each range was the whole file, which was asked for four times and then refused."""
+    fsspec.register_implementation("wholefiles", WholeFiles, clobber=True)
+    source = open_files("wholefiles://one/run")
+    name = next(name for name in source.listing() if name.endswith(".distcp"))
+    whole = MemoryFileSystem().cat_file(f"/one/run/{name}")
+    assert source.read(name, 5, 100) == whole[5:105]
+    assert ema_ckpt.verify("wholefiles://one/run").status == "sound"
+    ema_ckpt.reshard("wholefiles://one/run", "wholefiles://one/copy", 2)
+    ema_ckpt.reshard("wholefiles://one/run", "wholefiles://one/copy", 3, overwrite=True)
+    assert ema_ckpt.verify("wholefiles://one/copy").status == "sound"
