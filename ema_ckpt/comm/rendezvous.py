@@ -7,6 +7,7 @@ its group unusable, a store does not.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ _LONGEST_WAIT = 10**7  # seconds
 # A rank asks whether a meeting is over after this part of the time that it has waited.
 _PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.001, 1.0
 
+_SUCCESS: dict[str, Any] = {}  # the outcome of a meeting to which all have come
+
 _attempts: dict[tuple[int, ...], int] = {}
 _attempts_of: object = None  # the default group that `_attempts` counts for
 
@@ -41,6 +44,17 @@ _waiting = _Waiting()
 
 _turn = threading.RLock()
 _under_way: list[str] = []  # the purposes of the collective calls of the thread that has the turn
+
+
+def _forget_turn_of_parent() -> None:
+    """In a forked child: the thread that had the turn is the parent's."""
+    global _turn
+    _turn = threading.RLock()
+    _under_way.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_turn_of_parent)
 
 
 @contextmanager
@@ -59,15 +73,20 @@ def one_call_at_a_time(call: str, purpose: str) -> Iterator[None]:
         is_shared = dist.is_initialized() and dist.get_world_size() > 1
         for depth, other in enumerate(_under_way, 1):
             if other == purpose and depth not in waiting and is_shared:
-                reason = "a signal handler sets a flag, and the training loop saves"
-                error = StateError("usage", f"{call} in the midst of a collective call: {reason}")
-                mark_told(error, is_told=False)
-                raise error
-        _under_way.append(purpose)
+                raise _in_the_midst(call)
+        depth = len(_under_way)
         try:
+            _under_way.append(purpose)
             yield
         finally:
-            _under_way.pop()
+            del _under_way[depth:]
+
+
+def _in_the_midst(call: str) -> StateError:
+    reason = "a signal handler sets a flag, and the training loop saves"
+    error = StateError("usage", f"{call} in the midst of a collective call: {reason}")
+    mark_told(error, is_told=False)
+    return error
 
 
 def meet(
@@ -154,7 +173,8 @@ def _meet(
     deadline = time.monotonic() + timeout
     for outer in _waiting.meetings:
         # A signal handler calls: those who have not come yet shall meet it here instead.
-        outer.give_up()
+        if outer.give_up() == _SUCCESS:  # all have come, and wait for this rank in the next step
+            raise _in_the_midst(call)
     while True:
         meeting = _Meeting(ranks, _next_attempt(ranks))
         meeting.arrive(call, failure)
@@ -188,20 +208,23 @@ class _Meeting:
 
     def outcome(self, timeout: float, deadline: float) -> dict[str, Any]:
         if not self._wait(deadline):
-            self.give_up(timeout)
+            return self.give_up(timeout)
         return self._read() if self._known is None else self._known
 
-    def give_up(self, timeout: float | None = None) -> None:
+    def give_up(self, timeout: float | None = None) -> dict[str, Any]:
         """Decide that the meeting is over without those who have not come in `timeout` seconds.
 
-        By default in the time until now.
+        By default in the time until now. Returns what was decided, here or before.
         """
+        if self._known is not None:
+            return self._known
         waited = round(time.monotonic() - self._began, 1) if timeout is None else timeout
         absent = [rank for rank in self._ranks if not self._store.check([f"{self._name}/{rank}"])]
         # All came, yet nobody decided: one was killed after it arrived. What follows the meeting
         # will miss it.
         self._decide({"absent": absent, "timeout": waited} if absent else self._outcome_of_all())
         self._known = self._read()  # the next meeting deletes it
+        return self._known
 
     def _read(self) -> dict[str, Any]:
         return dict(json.loads(self._store.get(f"{self._name}/outcome")))
@@ -237,7 +260,7 @@ class _Meeting:
                 failed[rank] = arrival["failure"]
         if len(calls) > 1:
             return {"calls": calls}
-        return {"failed": failed} if failed else {}
+        return {"failed": failed} if failed else _SUCCESS
 
     def _decide(self, outcome: dict[str, Any]) -> None:
         # Compare-and-set: the last to arrive and one whose time is over may both want to decide.

@@ -130,11 +130,15 @@ def _inside_summoned(use_orig_params: bool, parent: str) -> None:
             shown = model.module.get_parameter(name)
             assert torch.equal(shown, value)
     assert _held(model, ema) == live
-    block, summoned = ema.swap(), FullyShardedDataParallel.summon_full_params(model)
-    block.__enter__()
-    with summoned, pytest.raises(StateError, match=r"the live weights are back in the model$"):
-        block.__exit__(None, None, None)
-    assert _held(model, ema) == live
+    for options in ({}, {"rank0_only": True, "writeback": False}):
+        block = ema.swap()
+        block.__enter__()
+        with (
+            FullyShardedDataParallel.summon_full_params(model, **options),
+            pytest.raises(StateError, match=r"the live weights are back in the model$"),
+        ):
+            block.__exit__(None, None, None)
+        assert _held(model, ema) == live
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -102,8 +102,11 @@ def keep_after_summon(model: nn.Module) -> None:
 
     for module in model.modules():
         handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
-        if _is_summoned(handle) and handle.uses_sharded_strategy:
-            flat = handle.flat_param
+        if not _is_summoned(handle) or not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        # With `rank0_only` the other ranks have nothing but their shards.
+        if flat.data_ptr() != flat._local_shard.data_ptr():
             part, _ = handle._get_unpadded_shard(flat, handle.rank, handle.world_size)
             part.detach().copy_(flat._local_shard[: part.numel()])
 
