@@ -54,13 +54,26 @@ def open_catalog(
     try:
         catalog = open_location(location, text, lenient=lenient, workers=workers)
     except EmaCkptError as error:
-        if is_folder(location.root) is not None:
-            raise
-        message = f"{location.resolved}: removed while it was being opened; name the run again"
-        raise SourceError("source-changed", message, file=error.file) from error
+        refuse_vanished(location, error)
+        raise
     if is_one_rank:
         _refuse_one_rank(catalog)
     return catalog
+
+
+def refuse_vanished(location: Location, cause: EmaCkptError | None = None) -> None:
+    """Refuse a checkpoint of which something that was there when it was located is gone.
+
+    Raises:
+        SourceError: `source-changed`: it was removed, or replaced by one of another format.
+    """
+    is_gone = is_folder(location.root) is None
+    for part in (location, *[part for _, part in location.parts]):
+        for name in part.names[:1]:
+            is_gone |= not is_url(part.root) and not os.path.lexists(os.path.join(part.root, name))
+    if is_gone:
+        message = f"{location.resolved}: removed while it was being opened; name the run again"
+        raise SourceError("source-changed", message, file=location.resolved) from cause
 
 
 def _refuse_one_rank(catalog: Catalog) -> None:

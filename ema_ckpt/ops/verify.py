@@ -24,7 +24,7 @@ from ema_ckpt.core.text import counted, path_text, shown
 from ema_ckpt.discovery.completeness import with_metadata
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import SAFETENSORS, TORCH, LeftOut, Location, is_index
-from ema_ckpt.discovery.opening import log_choice, open_location
+from ema_ckpt.discovery.opening import log_choice, open_location, refuse_vanished
 from ema_ckpt.ops.results.verify import GateResult, ManifestResult, VerifyResult
 from ema_ckpt.ops.stale_files import stale_files
 from ema_ckpt.reading.box_reader import BoxReader, LocatedBox, locate
@@ -227,6 +227,8 @@ class _Report:
             yield catalog, catalog.resolved == location.resolved and not self.problems
         for states in before:  # what could not be opened may have been half written
             states.refuse_changes(suspicious=bool(self.problems))
+        if self.problems:
+            refuse_vanished(location)
         for item in location.left_out:
             self.add_left_out(item)
 

@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ema_ckpt
-from ema_ckpt.ops import convert
+from ema_ckpt.discovery import opening
+from ema_ckpt.ops import convert, verify
 from ema_ckpt.runtime import executor
 from ema_ckpt.writing.switch import fsync_tree
 from tests.checkpoints import ema, save_dcp, weights
@@ -285,6 +286,28 @@ def test_a_checkpoint_replaced_while_its_copy_is_planned_is_not_damaged(
     monkeypatch.setattr(convert, "rule_all", replace_and_rule)
     with pytest.raises(ema_ckpt.EmaCkptError, match="while being read") as caught:
         ema_ckpt.reshard(run, tmp_path / "two", 2)
+    assert caught.value.code == "source-changed"
+
+
+@pytest.mark.parametrize("read", [ema_ckpt.verify, ema_ckpt.check, ema_ckpt.open, ema_ckpt.inspect])
+def test_one_of_another_format_comes_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
+) -> None:
+    """Its directory is there, and has no `.metadata`: the other one is whole, and never had any."""
+    run = step(tmp_path / "run", 0.5)
+    ema_ckpt.consolidate(run, tmp_path / "new")
+    locate = opening.locate_checkpoint
+
+    def locate_and_replace(path: str) -> opening.Location:
+        location = locate(path)
+        run.rename(tmp_path / "old")
+        (tmp_path / "new").rename(run)
+        return location
+
+    for module in (opening, verify):
+        monkeypatch.setattr(module, "locate_checkpoint", locate_and_replace)
+    with pytest.raises(ema_ckpt.EmaCkptError, match="while it was being opened") as caught:
+        read(run)
     assert caught.value.code == "source-changed"
 
 
