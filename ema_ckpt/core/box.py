@@ -130,10 +130,13 @@ def split_rows(shape: Sequence[int], parts: int) -> Iterator[Box]:
     Each box has ceil(rows / parts) rows, the last non-empty one fewer; boxes after it are empty at
     offset `rows`.
     """
-    rows = shape[0]
-    for part in range(parts):
-        start, count = _chunk_rows(rows, parts, part)
-        yield Box((start, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
+    return (row_box(shape, parts, part) for part in range(parts))
+
+
+def row_box(shape: Sequence[int], parts: int, part: int) -> Box:
+    """Return one of the boxes that `split_rows` gives."""
+    start, count = _chunk_rows(shape[0], parts, part)
+    return Box((start, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
 
 
 def _chunk_rows(rows: int, parts: int, index: int) -> tuple[int, int]:

@@ -20,6 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import ema_ckpt
+from ema_ckpt.core import box
+from ema_ckpt.core.box import Box
+from ema_ckpt.formats.dcp import writer
 from ema_ckpt.ops.results.write import FileEntry
 from tests.checkpoints import dcp_at, ema, save_dcp, save_replicas, weights
 from tests.formats.writing import raw_bytes
@@ -157,6 +160,22 @@ def test_empty_checkpoint_and_zero_sizes(tmp_path: Path) -> None:
 
 
 # Objects, files beside, names with ranks.
+
+
+def test_few_rows_on_many_ranks_are_planned_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A box for every tensor and rank would be millions, nearly all of them empty."""
+    made = []
+
+    def row_box(shape: tuple[int, ...], parts: int, part: int) -> Box:
+        made.append(part)
+        return box.row_box(shape, parts, part)
+
+    monkeypatch.setattr(writer, "row_box", row_box)
+    source = save_dcp(tmp_path / "source", {"model": {f"{i}": torch.ones(2, i) for i in range(5)}})
+    ema_ckpt.reshard(source, tmp_path / "out", 3000, dry_run=True)
+    assert len(made) <= 5 * 3
 
 
 def test_objects_are_carried(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from itertools import chain, repeat
 from math import prod
 from typing import NamedTuple
 
-from ema_ckpt.core.box import Box, row_major_strides, split_rows, whole
+from ema_ckpt.core.box import Box, row_box, row_major_strides, whole
 from ema_ckpt.core.catalog import Diagnostic, Files, Ints, Nesting, Object, Path
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.dtypes import DType
@@ -177,12 +177,10 @@ def _split(shape: Ints, parts: int, empty_rank: int | None) -> tuple[Ints, tuple
     """
     if not parts or not shape:
         return (0,), (whole(shape),)
-    pairs = [
-        (rank, box)
-        for rank, box in enumerate(split_rows(shape, parts))
-        if box.sizes[0] or rank == empty_rank
-    ]
-    return tuple([rank for rank, _ in pairs]), tuple([box for _, box in pairs])
+    ranks = [*range(_used_ranks(shape[0], parts))]  # of thousands, few may have any rows
+    if empty_rank is not None:
+        ranks.append(empty_rank)
+    return tuple(ranks), tuple([row_box(shape, parts, rank) for rank in ranks])
 
 
 def _sidecar(
