@@ -5,10 +5,11 @@ None may lead out of it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 from ema_ckpt.core.errors import TargetError
@@ -23,6 +24,20 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 def open_directory(path: Path) -> int:
     """Open a directory that is no symbolic link, to open files in it."""
     return os.open(path, _DIRECTORY)
+
+
+@contextlib.contextmanager
+def kept_open(path: Path) -> Iterator[int | None]:
+    """Keep a file or directory open, so that nothing else gets its inode; None if it cannot be."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        close_read(fd)
 
 
 def open_inside(directory: int, name: str, flags: int) -> int:

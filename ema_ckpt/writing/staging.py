@@ -42,6 +42,7 @@ from ema_ckpt.writing.stage_files import (
     delete_stage,
     find_lost,
     find_stranger,
+    kept_open,
     open_directory,
     refuse_losses,
     take_permissions,
@@ -54,6 +55,7 @@ from ema_ckpt.writing.switch import (
     fsync_tree,
     may_hold_target,
     put,
+    take_back,
 )
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -144,8 +146,26 @@ class Staged:
             refuse_losses(self.path, self.expected, self.target)
         self._discard_journal()
         self.carried.note_new(self.path)
-        self._take_permissions()
-        exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)
+        with kept_open(self.path) as payload:
+            self._take_permissions()
+            exchange(self.path, self.target, plain=self.plain_rename, fsync=self.fsync)
+            if payload is not None:
+                self._take_back_losses(payload)
+
+    def _take_back_losses(self, payload: int) -> None:
+        """Take the switch back if something goes on to empty the stage that became the target.
+
+        One that is gone by now, or another one, is somebody's will.
+        """
+        try:
+            refuse_losses(self.target, self.expected, self.target)
+        except TargetError:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self.target), os.fstat(payload)):
+                    take_back(self.path, self.target)
+                    raise
+        except OSError:
+            return  # it cannot be looked at any more, and is in place
 
     def _take_permissions(self) -> None:
         failure = take_permissions(self.path, self.target)

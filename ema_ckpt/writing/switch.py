@@ -98,6 +98,22 @@ def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True
         raise
 
 
+def take_back(new: Path, target: Path) -> bool:
+    """Undo an exchange: `target` is the old one again, and `new` what had replaced it.
+
+    Returns False, and does nothing, where the old one is gone, as a file that was renamed over.
+    """
+    old = new.parent / OLD
+    if is_there(new):
+        return renameat2(new, target, EXCHANGE)
+    if not is_there(old):
+        return False
+    (new.parent / NOTE).unlink(missing_ok=True)  # by which a later run would finish the switch
+    os.rename(target, new)
+    os.rename(old, target)
+    return True
+
+
 def _put_back(old: Path, target: Path, new: Path, failure: OSError) -> None:
     """Give the old target its name again after the new one could not take it."""
     try:

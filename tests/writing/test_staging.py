@@ -153,6 +153,41 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
         assert (tmp_path / f"d{mask}" / "model.safetensors").stat().st_mode & 0o777 == file_mode
 
 
+@PLAIN
+@pytest.mark.parametrize("case", ["emptied", "deleted", "replaced"])
+def test_what_is_emptied_as_it_becomes_the_target_gives_its_place_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, plain: bool
+) -> None:
+    """`rm -rf` of a stage goes on below the open directory, whatever its name is by then."""
+    target = tmp_path / "target"
+    make_old(target, is_directory=True)
+
+    def switch(new: Path, target: Path, **options: bool) -> None:
+        publishing.exchange(new, target, **options)
+        if case == "emptied":
+            (target / "model.safetensors").unlink()
+        else:
+            shutil.rmtree(target)
+        if case == "replaced":
+            target.mkdir()
+
+    monkeypatch.setattr("ema_ckpt.writing.staging.exchange", switch)
+    with contextlib.ExitStack() as stack:
+        if case == "emptied":
+            stack.enter_context(pytest.raises(TargetError, match="removed or shortened"))
+        staged = stack.enter_context(
+            stage(target, is_directory=True, overwrite=True, plain_rename=plain)
+        )
+        write_new(staged)
+        staged.expected = {"model.safetensors": 1}
+    if case == "emptied":
+        assert (target / ".metadata").read_text() == "old"
+    else:  # that was meant for the target
+        assert target.exists() == (case == "replaced")
+    if target.exists():  # else the old one is kept after a switch in two steps
+        assert os.listdir(tmp_path) == [target.name]
+
+
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("is_directory", [True, False])
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o777])
