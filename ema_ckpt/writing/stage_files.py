@@ -6,6 +6,7 @@ None may lead out of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -17,6 +18,7 @@ from ema_ckpt.storage.files import close_read, is_gone
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK
 from ema_ckpt.writing.switch import empty_cache
 
+_ACCESS_LIST = "system.posix_acl_access"
 _DELETE_ATTEMPTS = 3
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -117,20 +119,30 @@ def refuse_losses(payload: Path, files: Mapping[str, int], target: Path) -> None
 def close_as(root: Path, target: Path) -> None:
     """Keep those out of a stage who cannot read the target that it is to replace.
 
+    What is written in it then has the target's group, where that may be given.
+
     Raises:
         OSError: the target is gone, or its permissions cannot be told.
     """
-    mode = stat.S_IMODE(os.lstat(root).st_mode)
-    read = os.lstat(target).st_mode
-    closed = (0 if read & stat.S_IRGRP else stat.S_IRWXG) | (
-        0 if read & stat.S_IROTH else stat.S_IRWXO
-    )
-    if mode & closed:
-        os.chmod(root, mode & ~closed)
+    old, before = os.lstat(target), stat.S_IMODE(os.lstat(root).st_mode)
+    mode, read = before, old.st_mode
+    if not _give_group(root, old):
+        read = _without_group(read)
+    elif stat.S_ISDIR(read):
+        mode |= read & stat.S_ISGID
+    if not read & stat.S_IRGRP or _access_list(target):
+        mode &= ~stat.S_IRWXG
+    if not read & stat.S_IROTH:
+        mode &= ~stat.S_IRWXO
+    if mode != before:
+        os.chmod(root, mode)
 
 
 def take_permissions(new: Path, target: Path) -> str | None:
     """Give what replaces a target of its kind the target's permissions, as a copy over it has.
+
+    Those are its mode, its group and its access list, and to root its owner. A group that may not
+    be given has no rights that others lack: its members are other people.
 
     Returns:
         Why that cannot be, as on a file system where they are fixed.
@@ -138,14 +150,61 @@ def take_permissions(new: Path, target: Path) -> str | None:
     Raises:
         FileNotFoundError: the target is gone.
     """
-    mode, own = os.lstat(target).st_mode, os.lstat(new).st_mode
-    if mode == own or stat.S_IFMT(mode) != stat.S_IFMT(own):
+    old, own = os.lstat(target), os.lstat(new)
+    mode = stat.S_IMODE(old.st_mode)
+    if stat.S_IFMT(old.st_mode) != stat.S_IFMT(own.st_mode):
         return None
+    if not stat.S_ISDIR(old.st_mode):
+        mode &= 0o777  # as for whoever writes to a file
+    if old.st_uid != own.st_uid:
+        with contextlib.suppress(OSError):  # only root may
+            os.chown(new, old.st_uid, -1, follow_symlinks=False)
+    failure = None
+    if not _give_group(new, old) and _without_group(mode) != mode:
+        mode, failure = _without_group(mode), "its group may not be given"
     try:
-        os.chmod(new, stat.S_IMODE(mode))
+        if failure is None:
+            _give_access_list(new, target)  # which sets some of the mode
+        if stat.S_IMODE(os.lstat(new).st_mode) != mode:
+            os.chmod(new, mode)
     except OSError as error:
         return error.strerror or str(error)
-    return None
+    return failure
+
+
+def _give_group(path: Path, old: os.stat_result) -> bool:
+    """Give a file or directory the group of another one; whether it has that now."""
+    if os.lstat(path).st_gid != old.st_gid:
+        try:
+            os.chown(path, -1, old.st_gid, follow_symlinks=False)
+        except OSError:
+            return False
+    return True
+
+
+def _without_group(mode: int) -> int:
+    """Return a mode in which a group may do no more than everybody."""
+    return mode & ~(stat.S_IRWXG | stat.S_ISGID) | mode & (mode & stat.S_IRWXO) << 3
+
+
+def _give_access_list(new: Path, target: Path) -> None:
+    """Give what replaces a target its list of further users, or none."""
+    given, own = _access_list(target), _access_list(new)
+    if given and given != own:
+        os.setxattr(new, _ACCESS_LIST, given, follow_symlinks=False)
+    elif own and not given:
+        os.removexattr(new, _ACCESS_LIST, follow_symlinks=False)
+
+
+def _access_list(path: Path) -> bytes:
+    if not hasattr(os, "getxattr"):
+        return b""
+    try:
+        return os.getxattr(path, _ACCESS_LIST, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+            return b""
+        raise
 
 
 def allocated(root: Path) -> int:

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -202,6 +203,66 @@ def test_what_replaces_a_target_has_its_permissions(
         assert staged.root.stat().st_mode & 0o777 == mode & 0o755  # by the umask at most
     assert target.stat().st_mode & 0o777 == mode
     assert staged.warnings == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has other groups to give")
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_what_replaces_a_target_has_its_owner_and_its_group(
+    tmp_path: Path, is_directory: bool
+) -> None:
+    target = tmp_path / ("target" if is_directory else "target.safetensors")
+    make_old(target, is_directory=is_directory)
+    os.chown(target, 6001, 7000)
+    target.chmod(0o2750 if is_directory else 0o640)
+    before = target.stat()
+    with stage(target, is_directory=is_directory, overwrite=True) as staged:
+        write_new(staged)
+        assert staged.root.stat().st_gid == 7000
+    after = target.stat()
+    assert (after.st_uid, after.st_gid, after.st_mode) == (6001, 7000, before.st_mode)
+    if is_directory:
+        assert {path.stat().st_gid for path in target.iterdir()} == {7000}
+    assert staged.warnings == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has other groups to give")
+@pytest.mark.parametrize(("mode", "given"), [(0o640, 0o600), (0o664, 0o644), (0o644, 0o644)])
+def test_a_group_that_cannot_be_given_has_no_rights_that_others_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, given: int
+) -> None:
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=False)
+    os.chown(target, 0, 7000)
+    target.chmod(mode)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", refuse)
+    with stage(target, is_directory=False, overwrite=True) as staged:
+        write_new(staged)
+        assert bool(staged.root.stat().st_mode & 0o070) == bool(given & 0o040)
+    assert target.stat().st_mode & 0o777 == given
+    assert [warning.code for warning in staged.warnings] == ["permissions"] * (mode != given)
+
+
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_what_replaces_a_target_has_its_access_list(tmp_path: Path, is_directory: bool) -> None:
+    target = tmp_path / ("target" if is_directory else "target.safetensors")
+    make_old(target, is_directory=is_directory)
+    # Version 2; the owner reads and writes, user 6002 reads, the group nothing, others nothing.
+    entries = [(1, 6, -1), (2, 4, 6002), (4, 0, -1), (16, 4, -1), (32, 0, -1)]
+    access = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(target, "system.posix_acl_access", access)
+    except OSError:
+        pytest.skip("the file system has no access lists")
+    target_mode = target.stat().st_mode
+    with stage(target, is_directory=is_directory, overwrite=True) as staged:
+        write_new(staged)
+        assert staged.root.stat().st_mode & 0o077 == 0
+    assert os.getxattr(target, "system.posix_acl_access") == access
+    assert target.stat().st_mode == target_mode
 
 
 def test_permissions_that_cannot_be_given_are_said(
