@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Ints, Tensor
@@ -24,14 +25,36 @@ class Naming(NamedTuple):
         """Return the source's tensor of that name, with or without wrapper prefixes."""
         return self.tensors.get(name) or self.tensors.get(canonical(name))
 
+    def moved(self, prefix: str) -> Naming:
+        """Put `prefix` in place of what all names begin with."""
+        own = common_prefix(self.tensors)
+        names = {canonical(name): tensor for name, tensor in self.tensors.items()}
+        return Naming(self.label, {prefix + name[len(own) :]: names[name] for name in names})
+
+
+def common_prefix(names: Iterable[str]) -> str:
+    """Return the components that all names begin with, with the dot behind them."""
+    plain = [canonical(name) for name in names]
+    first, last = min(plain, default=""), max(plain, default="")
+    pairs = zip(first, last, strict=False)
+    common = "".join([here for here, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    return common[: common.rfind(".") + 1]
+
 
 class Spare:
     """The tensors and tied names that only the source has; those that were renamed are taken out.
 
-    A tensor that a naming lists under several names may have been written under each of them.
+    A tensor that a naming lists under several names may have been written under each of them. Of
+    equal ones the `likely` ones (ids of tensors) are taken first.
     """
 
-    def __init__(self, naming: Naming, names: Iterable[str], digests: Digests) -> None:
+    def __init__(
+        self,
+        naming: Naming,
+        names: Iterable[str],
+        digests: Digests,
+        likely: Container[int] = frozenset(),
+    ) -> None:
         self.named = naming.tensors
         self.digests = digests
         self.taken: set[int] = set()  # ids of tensors
@@ -46,7 +69,9 @@ class Spare:
         self.times = Counter({key: len(left) for key, left in free.items()})
         listed = {id(tensor): tensor for tensor in naming.tensors.values() if free[id(tensor)]}
         self.by_shape: dict[Ints, list[Tensor]] = {}
-        for tensor in sorted(listed.values(), key=lambda tensor: id(tensor) in self.taken):
+        for tensor in sorted(
+            listed.values(), key=lambda tensor: (id(tensor) in self.taken, id(tensor) not in likely)
+        ):
             self.by_shape.setdefault(tensor.shape, []).append(tensor)
         self.by_digest: dict[tuple[Ints, DType, bool], dict[int | None, deque[Tensor]]] = {}
 

@@ -23,7 +23,7 @@ from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import as_written
 from ema_ckpt.ops.rule_changes import RuledSource, listed, rule_all
-from ema_ckpt.ops.spare_tensors import Naming, Spare
+from ema_ckpt.ops.spare_tensors import Naming, Spare, common_prefix
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster, import_all
 from ema_ckpt.reading.digests import compute_digest, recorded_digest
@@ -208,10 +208,14 @@ class _Comparison:
             tried.append(self.match(naming, progress))
             if not tried[-1].problems:
                 break
-        best_match = min(tried, key=lambda match: match.problems)
-        if best_match.missing:
-            best_match = next(filter(self.holds_all, tried), best_match)
-        self.report(*best_match)
+        self.report(*self.best(tried))
+
+    def best(self, tried: Sequence[_Match]) -> _Match:
+        """Return the best match; of those that do not know some names, one that holds all bytes."""
+        match = min(tried, key=lambda match: match.problems)
+        if not match.missing or match.differing:
+            return match
+        return next(filter(self.holds_all, tried), match)
 
     def match(self, naming: Naming, progress: Callable[[int], None] | None) -> _Match:
         """Compare the tensors with those that have their names."""
@@ -232,7 +236,8 @@ class _Comparison:
     def namings(self) -> Sequence[tuple[int, Naming]]:
         """Return full names, and each tree under the names inside it, the likeliest first.
 
-        With each the number of tensors that it matches.
+        Where no name is known, `--rename` may have changed what all begin with: each of them also
+        with the prefix that names have here. With each the number of tensors that it matches.
         """
         full = {}
         for tree in self.origin_trees:
@@ -245,6 +250,15 @@ class _Comparison:
             names = _names_inside(with_tied_names(self.origin, tree))
             plain = {canonical(name): tensor for name, tensor in names.items()}
             namings.append(Naming(f", tree {tree.name!r}", plain | names))
+        counts = self.count(namings)
+        if not any(counts):
+            prefix = common_prefix(self.tensors)
+            namings += [naming.moved(prefix) for naming in namings]
+            counts = self.count(namings)
+        return sorted(zip(counts, namings, strict=True), key=itemgetter(0), reverse=True)
+
+    def count(self, namings: Sequence[Naming]) -> list[int]:
+        """Count the tensors that each naming matches."""
         matching: dict[str, set[str]] = {}  # names here by what a naming may call them
         for name in self.tensors:
             for key in (name, canonical(name)):
@@ -252,8 +266,8 @@ class _Comparison:
         counts = []
         for naming in namings:
             matched = [matching[key] for key in naming.tensors if key in matching]
-            counts.append((len(set().union(*matched)), naming))
-        return sorted(counts, key=itemgetter(0), reverse=True)
+            counts.append(len(set().union(*matched)))
+        return counts
 
     def is_equal(self, name: str, naming: Naming) -> bool:
         """Check whether shape and digest equal those in the source."""
@@ -283,7 +297,7 @@ class _Comparison:
     def report(self, naming: Naming, missing: list[str], differing: list[str]) -> None:
         """Report what is missing or differs, and what the source has more."""
         where = f"{self.origin.resolved}{naming.label}"
-        spare = Spare(naming, self.tensors, self.digests_of)
+        spare = Spare(naming, self.tensors, self.digests_of, self.kept)
         missing = self.take_renamed(missing, spare)
         for name in self.tensors.keys() - {*missing, *differing}:
             self.audit.mark_checked(self.audit.payloads_of(self.tensors[name]) or ())
@@ -331,6 +345,13 @@ class _Comparison:
         """Tied names of both sides."""
         return {*_tied_names(self.audit.catalog), *_tied_names(self.origin)}
 
+    @cached_property
+    def kept(self) -> set[int]:
+        """Ids of the tensors of those trees of the source of which any full name is here."""
+        trees = [tree.tensors for tree in self.origin_trees]
+        kept = [tensors for tensors in trees if any(t.name in self.tensors for t in tensors)]
+        return {id(tensor) for tensors in kept for tensor in tensors}
+
     def take_renamed(self, missing: Sequence[str], spare: Spare) -> list[str]:
         """Take tensors of equal bytes, or of equal ones after a cast, out of `spare`.
 
@@ -361,7 +382,7 @@ class _Comparison:
     def holds_all(self, match: _Match) -> bool:
         """Check whether all tensors that a naming does not have by name were renamed."""
         naming, missing, differing = match
-        spare = Spare(naming, self.tensors, self.look_at)
+        spare = Spare(naming, self.tensors, self.look_at, self.kept)
         if differing or not all(spare.may_have(self.tensors[name]) for name in missing):
             return False
         return not self.take_renamed(missing, spare) and not self.lost(spare.left(), naming)
@@ -369,14 +390,11 @@ class _Comparison:
     def left_out_whole_trees(self, spare: Mapping[str, Tensor]) -> bool:
         """Check whether the spare tensors are those of whole trees, as `--tree` leaves them out."""
         left_out = {tensor.name for tensor in spare.values()}
-        any_kept = False
         for tree in self.origin_trees:
             names = {tensor.name for tensor in tree.tensors}
-            is_kept = not names.isdisjoint(self.tensors)
-            if is_kept and names & left_out:
-                return False
-            any_kept = any_kept or is_kept
-        return any_kept
+            if not names.isdisjoint(left_out) and not names <= left_out:
+                return False  # some are here, by their names or by their bytes
+        return bool(self.kept)
 
 
 def _names_inside(tree: Tree) -> dict[str, Tensor]:

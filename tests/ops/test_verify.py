@@ -563,17 +563,74 @@ def test_a_tree_whose_names_were_all_changed_is_found_by_its_bytes(
     optimizer = {"state": moments, "param_groups": [{"params": list(moments)}]}
     torch.save({"model": live, "ema": weights, "optimizer": optimizer}, tmp_path / "c.pt")
     out = tmp_path / "r.safetensors"
-    ema_ckpt.consolidate(tmp_path / "c.pt", out, rename=["net.="], **options)
+    renames = ["net.0=first", "net.1=second", "net.2=third"]
+    ema_ckpt.consolidate(tmp_path / "c.pt", out, rename=renames, **options)
     assert verify(out, against=tmp_path / "c.pt").status == "sound"
 
     copied = load_file(out)
-    save_file(copied | {"1.a": copied["1.a"] + 7}, tmp_path / "changed.safetensors")
+    changed = copied["second.a"] + 7
+    save_file(copied | {"second.a": changed}, tmp_path / "changed.safetensors")
     found = verify(tmp_path / "changed.safetensors", against=tmp_path / "c.pt")
-    assert ("index-mismatch", "1.a") in [(p.code, p.tensor) for p in found.problems]
-    del copied["1.a"]
+    assert ("index-mismatch", "second.a") in [(p.code, p.tensor) for p in found.problems]
+    del copied["second.a"]
     save_file(copied, tmp_path / "lost.safetensors")
     found = verify(tmp_path / "lost.safetensors", against=tmp_path / "c.pt")
     assert [p.code for p in found.problems] == ["incomplete"]
+
+
+@pytest.mark.parametrize("prefixes", [("model.", ""), ("", "net."), ("model.", "net.")])
+def test_weights_exchanged_below_another_prefix_differ(
+    prefixes: tuple[str, str], tmp_path: Path
+) -> None:
+    before, after = prefixes
+    weights = {f"{i}.weight": torch.randn(3, 2) for i in range(4)}
+    save_file({before + name: weights[name] for name in weights}, tmp_path / "a.safetensors")
+    save_file({after + name: weights[name] for name in weights}, tmp_path / "b.safetensors")
+    assert verify(tmp_path / "b.safetensors", against=tmp_path / "a.safetensors").status == "sound"
+    weights["1.weight"], weights["2.weight"] = weights["2.weight"], weights["1.weight"]
+    save_file({after + name: weights[name] for name in weights}, tmp_path / "c.safetensors")
+    found = verify(tmp_path / "c.safetensors", against=tmp_path / "a.safetensors")
+    expected = [("checksum", f"{after}{i}.weight") for i in (1, 2)]
+    assert [(p.code, p.tensor) for p in found.problems] == expected
+
+
+@pytest.mark.parametrize("tree", ["model", "ema"])
+def test_a_tree_under_the_name_of_another_differs(tree: str, tmp_path: Path) -> None:
+    trees = {name: {f"{i}.weight": torch.randn(2) for i in range(3)} for name in ("model", "ema")}
+    state = {f"{name}.{key}": value for name in trees for key, value in trees[name].items()}
+    save_file(state, tmp_path / "a.safetensors")
+    other = trees["model" if tree == "ema" else "ema"]
+    save_file({f"{tree}.{k}": v for k, v in other.items()}, tmp_path / "b.safetensors")
+    found = verify(tmp_path / "b.safetensors", against=tmp_path / "a.safetensors")
+    assert [(p.code, p.tensor) for p in found.problems] == [
+        ("checksum", f"{tree}.{i}.weight") for i in range(3)
+    ]
+
+
+def test_exchanged_weights_differ_beside_a_renamed_one(tmp_path: Path) -> None:
+    state = {f"{name}.{part}": torch.randn(2) for name in ("model", "ema") for part in "abc"}
+    save_file(state, tmp_path / "a.safetensors")
+    copied = {"ema.a": state["ema.b"], "ema.b": state["ema.a"], "ema.renamed": state["ema.c"]}
+    save_file(copied, tmp_path / "b.safetensors")
+    found = verify(tmp_path / "b.safetensors", against=tmp_path / "a.safetensors")
+    assert [p.tensor for p in found.problems if p.code == "checksum"] == ["ema.a", "ema.b"]
+
+
+@pytest.mark.parametrize("tree", ["model", "ema"])
+def test_equal_tensors_of_another_tree_are_no_part_of_a_copy(tree: str, tmp_path: Path) -> None:
+    state = {
+        f"{name}.{part}": torch.zeros(2) if part == "bias" else torch.randn(2)
+        for name in ("model", "ema")
+        for part in ("weight", "bias", "scale")
+    }
+    save_file(state, tmp_path / "a.safetensors")
+    copied = {name: tensor for name, tensor in state.items() if name.startswith(tree)}
+    save_file(copied | {"more": torch.zeros(2)}, tmp_path / "more.safetensors")
+    found = verify(tmp_path / "more.safetensors", against=tmp_path / "a.safetensors")
+    assert [p.code for p in found.problems] == ["incomplete"]
+    copied["renamed"] = copied.pop(f"{tree}.bias")
+    save_file(copied, tmp_path / "b.safetensors")
+    assert verify(tmp_path / "b.safetensors", against=tmp_path / "a.safetensors").status == "sound"
 
 
 @pytest.mark.parametrize("change", ["value", "lost", "extra", "shape"])
