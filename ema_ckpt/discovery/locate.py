@@ -140,7 +140,7 @@ def latest(parent: str | os.PathLike[str], incomplete: str = "raise") -> Path | 
 
     Raises:
         SourceError: `incomplete`: there are steps, or `parent` is a checkpoint, and nothing is
-            complete.
+            complete; `source-changed`: its steps come and go too fast.
         AccessError: `unreadable`: the system or the server refuses to tell.
         UsageError: `ambiguous-path` if two complete steps have the highest number; `usage`.
     """
@@ -150,7 +150,7 @@ def latest(parent: str | os.PathLike[str], incomplete: str = "raise") -> Path | 
     try:
         found = latest_step(path)
     except SourceError as error:
-        if incomplete == "raise" or error.code == "missing-extra":
+        if incomplete == "raise" or error.code in ("missing-extra", "source-changed"):
             raise
         return None
     return found if found is None or is_url(found) else Path(found)
@@ -160,7 +160,8 @@ def latest_step(path: str) -> str | None:
     """Find the newest complete step in `path`, or `path` itself if it is a checkpoint, as `latest`.
 
     Raises:
-        SourceError: what is wrong with steps of which none is complete, or with a checkpoint.
+        SourceError: what is wrong with steps of which none is complete, or with a checkpoint;
+            `source-changed`: they come and go too fast.
         AccessError: `unreadable`.
         UsageError: `ambiguous-path` if two complete steps have that number.
     """
@@ -176,7 +177,9 @@ def latest_step(path: str) -> str | None:
         else:
             if found is not None or not _has_other_steps(folder):
                 return found
-    return _latest_in(list_directory(path), path)
+    # Not None, and not that none is complete: a script would begin anew, and overwrite them.
+    message = f"{path}: its steps come and go faster than they can be looked into; try again"
+    raise SourceError("source-changed", message, file=path)
 
 
 def _has_other_steps(folder: Folder) -> bool:

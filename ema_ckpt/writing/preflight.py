@@ -84,7 +84,9 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
     if path in current or not path.name:
         reason = "refusing to replace the current directory or one above it; name a new path"
         raise UsageError("usage", f"{text}: {reason}")
-    if os.path.ismount(path) or str(path) in _mount_points():
+    # A file of an overlay may be on another device than its directory without being a mount point.
+    is_mount = path.is_dir() and os.path.ismount(path)
+    if is_mount or str(path) in _mount_points():
         reason = "is a mount point and cannot be replaced; name a path inside it"
         raise UsageError("usage", f"{text}: {reason}")
     return path

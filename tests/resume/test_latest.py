@@ -72,6 +72,28 @@ def test_a_step_that_replaces_the_one_before_it_is_found(
     assert latest(parent, incomplete) == parent / "step_2"
 
 
+@pytest.mark.parametrize("incomplete", ["raise", "ignore"])
+def test_steps_that_always_come_and_go_are_not_none(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incomplete: str
+) -> None:
+    parent = tmp_path / "run"
+    run.save(parent / "step_1")
+    usual, number = locate.list_directory, 1
+
+    def list_and_replace(path: str) -> locate.Folder:
+        nonlocal number
+        folder = usual(path)
+        if path == str(parent):
+            (parent / f"step_{number}").rename(parent / f"step_{number + 1}")
+            number += 1
+        return folder
+
+    monkeypatch.setattr(locate, "list_directory", list_and_replace)
+    with pytest.raises(EmaCkptError, match="come and go") as caught:
+        latest(parent, incomplete)
+    assert caught.value.code == "source-changed"
+
+
 def test_what_is_neither_checkpoint_nor_run_has_no_latest(tmp_path: Path) -> None:
     touch(tmp_path / "notes.txt")
     touch(tmp_path / "step_1" / "picture.png")

@@ -331,3 +331,19 @@ def test_processes_that_look_for_a_directory_at_once_leave_nothing(
     look_again(tmp_path / "runs" / "run")
     others[0].join()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_a_lower_layer_on_another_disk_is_no_mount_point(tmp_path: Path) -> None:
+    """An overlay shows such a file on another device than the directory that it is in."""
+    names = "lower disk merged"
+    for name in names.split():
+        (tmp_path / name).mkdir()
+    lower, disk, merged = (tmp_path / name for name in names.split())
+    make_old(lower / "out.safetensors", is_directory=False)
+    layers = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work"
+    mount = f"mount -t tmpfs none {disk} && mkdir {disk}/upper {disk}/work && mount -t overlay none -o {layers} {merged}"
+    program = (
+        "from ema_ckpt.writing.staging import check_target as c\n"
+        f"print(c({str(merged / 'out.safetensors')!r}, is_directory=False, overwrite=True))"
+    )
+    assert "is a mount point" not in run_after_mount(mount, program)
