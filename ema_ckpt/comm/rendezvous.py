@@ -68,7 +68,10 @@ def one_call_at_a_time(call: str, purpose: str) -> Iterator[None]:
         StateError: `usage`: this thread is in the midst of such a call already, which a signal
             handler has interrupted. One that still waits for the other ranks gives up instead.
     """
+    is_outermost = not _turn._is_owned()  # type: ignore[attr-defined]
     with _turn:
+        if is_outermost:
+            _forget_ended_calls()
         waiting = {meeting.depth for meeting in _waiting.meetings}
         is_shared = dist.is_initialized() and dist.get_world_size() > 1
         for depth, other in enumerate(_under_way, 1):
@@ -80,6 +83,12 @@ def one_call_at_a_time(call: str, purpose: str) -> Iterator[None]:
             yield
         finally:
             del _under_way[depth:]
+
+
+def _forget_ended_calls() -> None:
+    """Forget what an error left that came while a call was ending, such as one of memory."""
+    _under_way.clear()
+    _waiting.meetings[:] = [meeting for meeting in _waiting.meetings if not meeting.depth]
 
 
 def _in_the_midst(call: str) -> StateError:

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from threading import Timer
+from types import FrameType
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from ema_ckpt.comm import channel
 from ema_ckpt.comm.channel import open_channel
-from ema_ckpt.comm.rendezvous import meet
+from ema_ckpt.comm.rendezvous import meet, one_call_at_a_time
 from ema_ckpt.core.errors import CollectiveError
 from ema_ckpt.core.text import format_ranks
 from tests.distributed.launcher import WorkersFailed, run
@@ -126,6 +128,27 @@ def _exchanges() -> tuple[object, ...]:
     return values, gathered, scattered, told, tensor.tolist(), ours.exchange(rank), ours.gather(b"")
 
 
+def _call_that_fails_at_its_last_line() -> None:
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        code = frame.f_code
+        if code.co_name != "one_call_at_a_time":
+            return None
+        if event == "line" and frame.f_lineno == max(line for *_, line in code.co_lines() if line):
+            sys.settrace(None)
+            raise MemoryError
+        return trace
+
+    sys.settrace(trace)
+    with pytest.raises(MemoryError), one_call_at_a_time("save", "save"):
+        pass
+    with one_call_at_a_time("save", "save"):
+        meet("save", 20)
+
+
+def test_an_error_as_a_call_ends_leaves_nothing_to_the_next() -> None:
+    run(2, _call_that_fails_at_its_last_line)
+
+
 def test_values_of_any_length_travel_also_after_the_default_group() -> None:
     for rank, (values, gathered, scattered, told, tensor, again, nothing) in enumerate(
         run(3, _exchanges)
@@ -220,7 +243,7 @@ _WORKER = """
 import os, sys, time
 import torch.distributed as dist
 from ema_ckpt.comm.channel import open_channel
-from ema_ckpt.comm.rendezvous import meet
+from ema_ckpt.comm.rendezvous import meet, one_call_at_a_time
 from ema_ckpt.core.errors import EmaCkptError
 rank, port, when = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
