@@ -93,6 +93,12 @@ class Carried:
                 left.append(below + name)
         return left
 
+    def give_back(self, new: Path, old: Path) -> None:
+        """Carry what was made in `new`, which had the target's name for a moment, into `old`."""
+        with contextlib.suppress(OSError):
+            if _is_directory(new) and _is_directory(old):
+                self.carry_late(foreign_entries(new, old), new, old)
+
     def _carry_late(self, name: str, old: Path, new: Path, below: str) -> list[str]:
         key = below + name
         theirs, ours = _state_of(old / name), _state_of(new / name)

@@ -162,14 +162,14 @@ class Staged:
         except TargetError:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.target), os.fstat(payload)):
-                    take_back(self.path, self.target)
+                    if take_back(self.path, self.target):
+                        self.carried.give_back(self.path, self.target)
                     raise
         except OSError:
             return  # it cannot be looked at any more, and is in place
 
     def _take_permissions(self) -> None:
-        failure = take_permissions(self.path, self.target)
-        if failure is not None:
+        if failure := take_permissions(self.path, self.target):
             message = f"{self.target}: does not have the permissions of the one it replaced"
             self.warnings.append(Diagnostic("permissions", f"{message}: {failure}"))
 

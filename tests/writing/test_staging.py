@@ -190,6 +190,32 @@ def test_what_is_emptied_as_it_becomes_the_target_gives_its_place_back(
 
 
 @pytest.mark.parametrize("plain", [True, False])
+def test_what_is_made_in_a_target_that_is_taken_back_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    target = tmp_path / "target"
+    make_old(target, is_directory=True)
+    (target / "notes.txt").write_text("old notes")
+
+    def switch(new: Path, target: Path, **options: bool) -> None:
+        publishing.exchange(new, target, **options)
+        (target / "late.txt").write_text("mine")
+        (target / "draft").write_text("new notes")
+        (target / "draft").rename(target / "notes.txt")
+        (target / "model.safetensors").unlink()
+
+    monkeypatch.setattr("ema_ckpt.writing.staging.exchange", switch)
+    kept = {"is_directory": True, "overwrite": True, "keep_foreign": True, "plain_rename": plain}
+    with pytest.raises(TargetError, match="removed or shortened"), stage(target, **kept) as staged:
+        write_new(staged)
+        staged.expected = {"model.safetensors": 1}
+    assert (target / ".metadata").read_text() == "old"
+    assert (target / "late.txt").read_text() == "mine"
+    assert (target / "notes.txt").read_text() == "new notes"
+    assert os.listdir(tmp_path) == [target.name]
+
+
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("is_directory", [True, False])
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o777])
 def test_what_replaces_a_target_has_its_permissions(
