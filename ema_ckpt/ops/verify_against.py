@@ -298,7 +298,12 @@ class _Comparison:
         """Report what is missing or differs, and what the source has more."""
         where = f"{self.origin.resolved}{naming.label}"
         spare = Spare(naming, self.tensors, self.digests_of, self.kept)
-        missing = self.take_renamed(missing, spare)
+        missing, unnamed = self.take_renamed(missing, spare), missing
+        renamed = sorted({*unnamed}.difference(missing))
+        if renamed:
+            found = f"{counted(len(renamed), 'tensor')} found by their bytes alone in {where}"
+            doubt = "which of them has which name is not compared"
+            self.audit.warn("renamed", f"{found}, under other names: {shown(renamed)}; {doubt}")
         for name in self.tensors.keys() - {*missing, *differing}:
             self.audit.mark_checked(self.audit.payloads_of(self.tensors[name]) or ())
         for name in missing:

@@ -521,7 +521,12 @@ def test_a_copy_by_other_tools_is_proven(tmp_path: Path) -> None:
 def test_renamed_tensors_are_found_by_their_bytes(tmp_path: Path) -> None:
     source = dcp_at(tmp_path / "c")
     ema_ckpt.consolidate(source, tmp_path / "r.safetensors", rename=["layer.=block."])
-    assert verify(tmp_path / "r.safetensors", against=source).status == "sound"
+    found = verify(tmp_path / "r.safetensors", against=source)
+    assert found.status == "sound"
+    assert [w.code for w in found.warnings if "under other names" in w.message] == ["renamed"]
+    ema_ckpt.consolidate(source, tmp_path / "s.safetensors")
+    found = verify(tmp_path / "s.safetensors", against=source)
+    assert "renamed" not in [warning.code for warning in found.warnings]
 
 
 @pytest.mark.parametrize("renames", [["emb=tok", "head=lm"], ["head=lm"], ["emb=tok"]])
