@@ -43,8 +43,8 @@ class ThinDisk:
         self.pool, self.root = folder / "pool", folder / "disk"
 
     def mount(self) -> None:
-        self.pool.mkdir()
-        self.root.mkdir()
+        self.pool.mkdir(exist_ok=True)
+        self.root.mkdir(exist_ok=True)
         system("mount", "-t", "tmpfs", "-o", f"size={20 * MB}", "tmpfs", self.pool)
         with open(self.pool / "image", "wb") as image:
             image.truncate(200 * MB)
@@ -105,7 +105,12 @@ def run(*words: object, launcher: tuple[str, ...] = ()) -> tuple[int, str]:
 
 def test_what_the_disk_refused_at_the_end_is_written_again(disk: ThinDisk, source: Path) -> None:
     words = ("convert", source, disk.root / "out.pt", "--resume")
-    code, said = run(*words)
+    for _ in range(TRIES):
+        code, said = run(*words)
+        if "Read-only file system" not in said:
+            break
+        disk.unmount()  # its journal was refused too, which ends all writing for good
+        disk.mount()
     assert code == 2 and "No space left on device" in said
     disk.extend()
     assert run(*words)[0] == 0
