@@ -85,7 +85,7 @@ def resolve_target(target: str | os.PathLike[str]) -> Path:
         reason = "refusing to replace the current directory or one above it; name a new path"
         raise UsageError("usage", f"{text}: {reason}")
     # A file of an overlay may be on another device than its directory without being a mount point.
-    is_mount = path.is_dir() and os.path.ismount(path)
+    is_mount = os.path.isdir(path) and os.path.ismount(path)
     if is_mount or str(path) in _mount_points():
         reason = "is a mount point and cannot be replaced; name a path inside it"
         raise UsageError("usage", f"{text}: {reason}")

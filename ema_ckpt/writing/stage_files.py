@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import stat
+import struct
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from ema_ckpt.storage.stage_names import JOURNAL, LOCK
 from ema_ckpt.writing.switch import empty_cache
 
 _ACCESS_LIST = "system.posix_acl_access"
+_MASKED, _MASK = (2, 4, 8), 16  # a user, the group, a further group; what these have at most
+_NO_LIST = (errno.ENODATA, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # as for `cp -p`
 _DELETE_ATTEMPTS = 3
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -130,8 +133,8 @@ def close_as(root: Path, target: Path) -> None:
         read = _without_group(read)
     elif stat.S_ISDIR(read):
         mode |= read & stat.S_ISGID
-    if not read & stat.S_IRGRP or _access_list(target):
-        mode &= ~stat.S_IRWXG
+    if not read & stat.S_IRGRP or not _admits_no_more(root, target):
+        mode &= ~stat.S_IRWXG  # which takes `S_ISGID` from one who is not of the group
     if not read & stat.S_IROTH:
         mode &= ~stat.S_IRWXO
     if mode != before:
@@ -162,9 +165,12 @@ def take_permissions(new: Path, target: Path) -> str | None:
     failure = None
     if not _give_group(new, old) and _without_group(mode) != mode:
         mode, failure = _without_group(mode), "its group may not be given"
-    try:
-        if failure is None:
+    if failure is None:
+        try:
             _give_access_list(new, target)  # which sets some of the mode
+        except OSError as error:  # and without it the mode would let in the group
+            mode, failure = _without_group(mode), error.strerror or str(error)
+    try:
         if stat.S_IMODE(os.lstat(new).st_mode) != mode:
             os.chmod(new, mode)
     except OSError as error:
@@ -202,9 +208,22 @@ def _access_list(path: Path) -> bytes:
     try:
         return os.getxattr(path, _ACCESS_LIST, follow_symlinks=False)
     except OSError as error:
-        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+        if error.errno in _NO_LIST:
             return b""
         raise
+
+
+def _admits_no_more(root: Path, target: Path) -> bool:
+    """Whether a stage has by inheritance a list by which nobody reads it who cannot the target."""
+    own, given = _access_list(root), _access_list(target)
+    return not given or (bool(own) and _readers(own) <= _readers(given))
+
+
+def _readers(access_list: bytes) -> set[tuple[int, int]]:
+    """Return the users and groups that read by an access list, the owner and all others aside."""
+    entries = [*struct.iter_unpack("<HHI", access_list[4:])]
+    mask = next((rights for kind, rights, _ in entries if kind == _MASK), 7)
+    return {(kind, who) for kind, rights, who in entries if kind in _MASKED and rights & mask & 4}
 
 
 def allocated(root: Path) -> int:

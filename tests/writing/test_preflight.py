@@ -238,6 +238,20 @@ def test_what_counts_as_foreign(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["closed/out", "n" * 300])
+def test_a_target_that_cannot_be_looked_at_is_refused(name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="ema-ckpt-tests-") as place:
+        os.chmod(place, 0o755)
+        Path(place, "closed").mkdir(mode=0)
+        user = os.geteuid()
+        os.seteuid(user or 65534)
+        try:
+            with pytest.raises(TargetError):
+                check_target(Path(place, name), is_directory=True)
+        finally:
+            os.seteuid(user)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes what another user owns")
 @pytest.mark.parametrize("case", ["sticky directory", "sticky file", "closed"])
 def test_what_the_switch_may_not_move_is_refused_before_it(case: str) -> None:

@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,6 +290,52 @@ def test_what_replaces_a_target_has_its_access_list(tmp_path: Path, is_directory
         assert staged.root.stat().st_mode & 0o077 == 0
     assert os.getxattr(target, "system.posix_acl_access") == access
     assert target.stat().st_mode == target_mode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has other groups to give")
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_who_writes_by_an_inherited_access_list_keeps_the_group(is_directory: bool) -> None:
+    """A project's directory, for a user who is not of its group."""
+    entries = [(1, 7, -1), (2, 7, 65534), (2, 5, 6002), (4, 7, -1), (16, 7, -1), (32, 0, -1)]
+    access = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    with tempfile.TemporaryDirectory(prefix="ema-ckpt-tests-") as place:
+        os.chown(place, 0, 7000)
+        os.chmod(place, 0o2770)
+        try:
+            for kind in ("access", "default"):
+                os.setxattr(place, f"system.posix_acl_{kind}", access)
+        except OSError:
+            pytest.skip("the file system has no access lists")
+        target = Path(place, "target" if is_directory else "target.safetensors")
+        os.seteuid(65534)
+        try:
+            make_old(target, is_directory=is_directory)
+            before, given = target.stat(), os.getxattr(target, "system.posix_acl_access")
+            with stage(target, is_directory=is_directory, overwrite=True) as staged:
+                write_new(staged)
+            after = target.stat()
+            assert (after.st_gid, after.st_mode) == (7000, before.st_mode)
+            assert os.getxattr(target, "system.posix_acl_access") == given
+        finally:
+            os.seteuid(0)
+    assert staged.warnings == []
+
+
+def test_without_its_access_list_a_target_is_closed_to_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=False)
+    target.chmod(0o660)
+
+    def refuse(new: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("ema_ckpt.writing.stage_files._give_access_list", refuse)
+    with stage(target, is_directory=False, overwrite=True) as staged:
+        write_new(staged)
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert [warning.code for warning in staged.warnings] == ["permissions"]
 
 
 def test_permissions_that_cannot_be_given_are_said(
