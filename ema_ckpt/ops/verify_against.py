@@ -201,8 +201,8 @@ class _Comparison:
         for matched, naming in self.namings():
             fewest = len(self.tensors) - matched
             best = min(match.problems for match in tried) if tried else fewest + 1
-            if fewest > best:
-                break  # neither this one nor those after it can be better
+            if fewest > best and naming is not self.full:
+                continue  # it cannot be better; full names may hold all bytes
             if fewest == best and len(naming.tensors) < len(self.tensors):
                 continue  # nor can it hold all
             tried.append(self.match(naming, progress))
@@ -239,13 +239,7 @@ class _Comparison:
         Where no name is known, `--rename` may have changed what all begin with: each of them also
         with the prefix that names have here. With each the number of tensors that it matches.
         """
-        full = {}
-        for tree in self.origin_trees:
-            skip = len(tree.name) + 1 if tree.name else 0
-            for tensor in tree.tensors:  # writers strip wrapper prefixes inside the tree only
-                full[tensor.name[:skip] + canonical(tensor.name[skip:])] = tensor
-        full |= {tensor.name: tensor for tensor in self.origin.tensors}
-        namings = [Naming("", full)]
+        namings = [self.full]
         for tree in self.origin_trees:
             names = _names_inside(with_tied_names(self.origin, tree))
             plain = {canonical(name): tensor for name, tensor in names.items()}
@@ -256,6 +250,16 @@ class _Comparison:
             namings += [naming.moved(prefix) for naming in namings]
             counts = self.count(namings)
         return sorted(zip(counts, namings, strict=True), key=itemgetter(0), reverse=True)
+
+    @cached_property
+    def full(self) -> Naming:
+        """Full names; also without the wrapper prefixes, which writers strip inside a tree only."""
+        full = {}
+        for tree in self.origin_trees:
+            skip = len(tree.prefix)
+            for tensor in tree.tensors:
+                full[tensor.name[:skip] + canonical(tensor.name[skip:])] = tensor
+        return Naming("", full | {tensor.name: tensor for tensor in self.origin.tensors})
 
     def count(self, namings: Sequence[Naming]) -> list[int]:
         """Count the tensors that each naming matches."""
@@ -353,9 +357,9 @@ class _Comparison:
     @cached_property
     def kept(self) -> set[int]:
         """Ids of the tensors of those trees of the source of which any full name is here."""
-        trees = [tree.tensors for tree in self.origin_trees]
-        kept = [tensors for tensors in trees if any(t.name in self.tensors for t in tensors)]
-        return {id(tensor) for tensors in kept for tensor in tensors}
+        here = {id(self.full.counterpart(name)) for name in self.tensors}
+        trees = [{id(tensor) for tensor in tree.tensors} for tree in self.origin_trees]
+        return set().union(*(tree for tree in trees if not tree.isdisjoint(here)))
 
     def take_renamed(self, missing: Sequence[str], spare: Spare) -> list[str]:
         """Take tensors of equal bytes, or of equal ones after a cast, out of `spare`.

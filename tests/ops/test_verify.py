@@ -638,6 +638,41 @@ def test_equal_tensors_of_another_tree_are_no_part_of_a_copy(tree: str, tmp_path
     assert verify(tmp_path / "b.safetensors", against=tmp_path / "a.safetensors").status == "sound"
 
 
+@pytest.mark.parametrize("trees", [["model"], ["ema"], ["model", "ema"]])
+@pytest.mark.parametrize("keep_prefixes", [False, True])
+def test_trees_without_their_wrapper_prefixes_are_whole(
+    trees: list[str], keep_prefixes: bool, tmp_path: Path
+) -> None:
+    weights = [f"module.{i}.weight" for i in range(3)]
+    state = {name: {w: torch.randn(2) for w in weights} for name in ("model", "ema", "teacher")}
+    torch.save(state, tmp_path / "a.pt")
+    out = tmp_path / "b.safetensors"
+    ema_ckpt.convert(tmp_path / "a.pt", out, tree=trees, keep_prefixes=keep_prefixes)
+    found = verify(out, against=tmp_path / "a.pt")
+    assert (found.status, found.problems) == ("sound", ())
+    copied = load_file(out)
+    lost = min(copied)
+    del copied[lost]
+    save_file(copied, tmp_path / "c.safetensors")
+    found = verify(tmp_path / "c.safetensors", against=tmp_path / "a.pt")
+    assert [problem.code for problem in found.problems] == ["incomplete"]
+
+
+def test_trees_that_were_all_renamed_are_found_beside_one_that_keeps_its_inner_names(
+    tmp_path: Path,
+) -> None:
+    state = {f"{name}.{i}.weight": torch.randn(2) for name in ("model", "ema") for i in range(3)}
+    save_file(state, tmp_path / "a.safetensors")
+    out = tmp_path / "b.safetensors"
+    ema_ckpt.convert(tmp_path / "a.safetensors", out, rename=["model.=", "ema=average"])
+    assert verify(out, against=tmp_path / "a.safetensors").status == "sound"
+    copied = load_file(out)
+    copied["0.weight"], copied["1.weight"] = copied["1.weight"], copied["0.weight"]
+    save_file(copied, tmp_path / "c.safetensors")
+    found = verify(tmp_path / "c.safetensors", against=tmp_path / "a.safetensors")
+    assert ("checksum", "0.weight") in [(p.code, p.tensor) for p in found.problems]
+
+
 @pytest.mark.parametrize("change", ["value", "lost", "extra", "shape"])
 def test_a_wrong_conversion_is_refuted(change: str, tmp_path: Path) -> None:
     source = dcp_at(tmp_path / "c")
