@@ -23,6 +23,7 @@ _ACCESS_LIST = "system.posix_acl_access"
 _MASKED, _MASK = (2, 4, 8), 16  # a user, the group, a further group; what these have at most
 _NO_LIST = (errno.ENODATA, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # as for `cp -p`
 _DELETE_ATTEMPTS = 3
+_OVERFLOW = 65534
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -160,8 +161,7 @@ def take_permissions(new: Path, target: Path) -> str | None:
     if not stat.S_ISDIR(old.st_mode):
         mode &= 0o777  # as for whoever writes to a file
     if old.st_uid != own.st_uid:
-        with contextlib.suppress(OSError):  # only root may
-            os.chown(new, old.st_uid, -1, follow_symlinks=False)
+        _give_owner(new, old)
     failure = None
     if not _give_group(new, old) and _without_group(mode) != mode:
         mode, failure = _without_group(mode), "its group may not be given"
@@ -178,14 +178,33 @@ def take_permissions(new: Path, target: Path) -> str | None:
     return failure
 
 
+def _give_owner(path: Path, old: os.stat_result) -> None:
+    if not _is_unmapped("uid", old.st_uid):
+        with contextlib.suppress(OSError):  # only root may
+            os.chown(path, old.st_uid, -1, follow_symlinks=False)
+
+
 def _give_group(path: Path, old: os.stat_result) -> bool:
     """Give a file or directory the group of another one; whether it has that now."""
     if os.lstat(path).st_gid != old.st_gid:
+        if _is_unmapped("gid", old.st_gid):
+            return False
         try:
             os.chown(path, -1, old.st_gid, follow_symlinks=False)
         except OSError:
             return False
     return True
+
+
+def _is_unmapped(kind: str, number: int) -> bool:
+    """Whether this is how a container shows all owners or groups that it has no number for."""
+    if number != _OVERFLOW:
+        return False
+    try:
+        mapped = Path(f"/proc/self/{kind}_map").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+    return mapped != ["0", "0", str(2**32 - 1)]
 
 
 def _without_group(mode: int) -> int:

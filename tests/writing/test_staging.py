@@ -321,6 +321,44 @@ def test_who_writes_by_an_inherited_access_list_keeps_the_group(is_directory: bo
     assert staged.warnings == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="maps users of its own choice")
+def test_an_owner_whom_a_container_cannot_name_is_not_given(tmp_path: Path) -> None:
+    """It shows them as nobody, and to root in it nobody is a third user."""
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=False)
+    target.chmod(0o660)
+    os.chown(target, 6001, 7000)
+    program = f"""
+import ctypes, os
+from pathlib import Path
+from ema_ckpt.writing.staging import stage
+pid, (mapped, map), (ready, is_ready) = os.getpid(), os.pipe(), os.pipe()
+if not os.fork():
+    os.read(ready, 1)
+    for kind in "ug":
+        Path(f"/proc/{{pid}}/{{kind}}id_map").write_text("0 0 1\\n1 100000 65536\\n")
+    os.write(map, b"x")
+    os._exit(0)
+if ctypes.CDLL(None).unshare(0x10000000):
+    print("no namespaces")
+    os._exit(0)
+os.write(is_ready, b"x")
+os.read(mapped, 1)
+with stage({str(target)!r}, is_directory=False, overwrite=True) as staged:
+    staged.path.write_bytes(b"new")
+print([warning.code for warning in staged.warnings])
+"""
+    # Others may write there: root of the namespace owns neither.
+    tmp_path.chmod(0o777)
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    if "no namespaces" in run.stdout:
+        pytest.skip("the system has no user namespaces")
+    assert run.stdout == "['permissions']\n", run.stderr
+    status = target.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (0, 0, 0o600)
+
+
 def test_without_its_access_list_a_target_is_closed_to_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
