@@ -198,15 +198,16 @@ class _Comparison:
         their bytes.
         """
         tried: list[_Match] = []
+        best = len(self.tensors) + 1
         for matched, naming in self.namings():
             fewest = len(self.tensors) - matched
-            best = min(match.problems for match in tried) if tried else fewest + 1
             if fewest > best and naming is not self.full:
                 continue  # it cannot be better; full names may hold all bytes
             if fewest == best and len(naming.tensors) < len(self.tensors):
                 continue  # nor can it hold all
             tried.append(self.match(naming, progress))
-            if not tried[-1].problems:
+            best = min(best, tried[-1].problems)
+            if not best:
                 break
         self.report(*self.best(tried))
 

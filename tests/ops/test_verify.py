@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import (
 
 import ema_ckpt
 from ema_ckpt import EmaCkptError, verify
+from ema_ckpt.ops import verify_against
 from tests.checkpoints import dcp_at, save_dcp
 from tests.distributed import launcher
 
@@ -656,6 +657,22 @@ def test_trees_without_their_wrapper_prefixes_are_whole(
     save_file(copied, tmp_path / "c.safetensors")
     found = verify(tmp_path / "c.safetensors", against=tmp_path / "a.pt")
     assert [problem.code for problem in found.problems] == ["incomplete"]
+
+
+def test_a_renamed_copy_of_one_of_many_trees_is_compared_with_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"part{i}_ema.{k}.w": torch.tensor([i, k]) for i in range(60) for k in range(2)}
+    save_file(state, tmp_path / "a.safetensors")
+    copied = {f"x{k}.w": state[f"part7_ema.{k}.w"] for k in range(2)}
+    save_file(copied, tmp_path / "b.safetensors")
+    asked: list[object] = []
+    problems = verify_against._Match.problems.fget
+    monkeypatch.setattr(
+        verify_against._Match, "problems", property(lambda m: asked.append(m) or problems(m))
+    )
+    assert verify(tmp_path / "b.safetensors", against=tmp_path / "a.safetensors").status == "sound"
+    assert 60 <= len(asked) < 60 * 10
 
 
 def test_trees_that_were_all_renamed_are_found_beside_one_that_keeps_its_inner_names(
