@@ -29,6 +29,8 @@ _GROUP_TIMEOUT = timedelta(hours=2)
 # Ranks connect right after they have met: whoever is not there by then has died in between.
 _CONNECT_TIMEOUT = timedelta(minutes=2)
 _RETURN_SECONDS = 15.0  # in which ranks that have met come to connect anew
+_LONGEST_PAUSE = 0.2  # of a rank that waits for the others to come
+_LEFT = 1 << 32  # added to the number of ranks that have come to connect, by one that will not
 
 _channels: dict[str, tuple[object, Channel]] = {}  # by purpose, with the default group at that time
 _connected: WeakSet[Channel] = WeakSet()
@@ -178,14 +180,20 @@ def leaving_together(
         raise
 
 
-def open_channel(purpose: str, meeting: int) -> Channel:
+def open_channel(purpose: str, meeting: int, timeout: float = 0) -> Channel:
     """Return the channel of all ranks for `purpose`; different channels may be used in threads.
 
     Opened at the first call, and at the next one after a rank has closed it. A call is collective:
     `meet` first, which returns the number of the meeting.
 
+    Args:
+        purpose: which of this package's channels.
+        meeting: the number of the meeting.
+        timeout: seconds to wait for the others to come here from the meeting; 15 at least, 120 at
+            most.
+
     Raises:
-        CollectiveError: `rank-failed`: another rank died before all were connected.
+        CollectiveError: `rank-failed`: another rank died, or left, before all were connected.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Channel(None)
@@ -193,32 +201,46 @@ def open_channel(purpose: str, meeting: int) -> Channel:
     group, channel = _channels.get(purpose, (None, None))
     store = dist.distributed_c10d._get_default_store()
     place = f"{purpose}/{meeting}"  # apart from what an earlier one has left
+    seconds = min(max(timeout, _RETURN_SECONDS), _CONNECT_TIMEOUT.total_seconds())
     if channel is not None and group is world:
         with contextlib.suppress(CollectiveError):  # it is closed, here or elsewhere
             channel.greet()
             return channel
-        _await_return(PrefixStore(f"ema_ckpt/{place}", store))
+        seconds = _RETURN_SECONDS
+    _await_all(PrefixStore(f"ema_ckpt/{place}", store), seconds)
     channel = connect_channel(place, store, dist.get_rank(), dist.get_world_size())
     _channels[purpose] = (world, channel)
     return channel
 
 
-def _await_return(store: Store) -> None:
-    """Wait until all ranks have come to connect anew: one of them may have died instead.
+def _await_all(store: Store, seconds: float) -> None:
+    """Wait until all ranks have come to connect: one of them may have died or left instead.
 
     Raises:
         CollectiveError: `rank-failed`.
     """
-    deadline = time.monotonic() + _RETURN_SECONDS
+    began = time.monotonic()
     try:
-        present = store.add("returned", 1)
+        present = store.add("present", 1)
         while present < dist.get_world_size():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > seconds:
                 raise lost_rank()
-            time.sleep(0.02)
-            present = store.add("returned", 0)
+            time.sleep(min(max(waited * 0.05, 0.001), _LONGEST_PAUSE))
+            present = store.add("present", 0)
+        if present >= _LEFT:
+            raise lost_rank()
     except RuntimeError as error:  # rank 0, which keeps the store, has died
         raise lost_rank() from error
+
+
+def leave_before_connecting(purpose: str, meeting: int) -> None:
+    """Tell the ranks that come to open the channel after a meeting that this one does not."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):  # the store may be what has failed
+        PrefixStore(f"ema_ckpt/{purpose}/{meeting}", store).add("present", _LEFT)
 
 
 def connect_channel(

@@ -18,7 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ema_ckpt.comm.channel import mark_told
+from ema_ckpt.comm.channel import (
+    Channel,
+    is_told,
+    leave_before_connecting,
+    mark_told,
+    open_channel,
+)
 from ema_ckpt.comm.collective import describe_error, merge_errors
 from ema_ckpt.core.errors import CollectiveError, StateError, UsageError
 from ema_ckpt.core.text import format_ranks
@@ -160,6 +166,33 @@ def meet(
     return _attempts[ranks]
 
 
+def meet_and_connect(
+    call: str,
+    purpose: str,
+    timeout: float,
+    failure: Exception | None = None,
+    before_connecting: Callable[[], object] = lambda: None,
+) -> Channel:
+    """Meet all ranks, and return the channel for `purpose` that connects them.
+
+    A rank that an interrupt takes away in between keeps nobody waiting. `before_connecting` is
+    called once all have met.
+
+    Raises:
+        EmaCkptError: as `meet` and `open_channel`.
+    """
+    before = _last_meeting_of_all()
+    try:
+        meeting = meet(call, timeout, failure=failure)
+        before_connecting()
+        return open_channel(purpose, meeting, timeout)
+    except BaseException as error:
+        meeting = _last_meeting_of_all()
+        if not is_told(error) and meeting > before:  # else a call within another one was refused
+            leave_before_connecting(purpose, meeting)
+        raise
+
+
 def failure_of(step: Callable[[], object]) -> Exception | None:
     """Return the exception of `step`: the other ranks must hear of it before it is raised."""
     try:
@@ -185,9 +218,15 @@ def _meet(
         if outer.give_up() == _SUCCESS:  # all have come, and wait for this rank in the next step
             raise _in_the_midst(call)
     while True:
-        meeting = _Meeting(ranks, _next_attempt(ranks))
-        meeting.arrive(call, failure)
-        outcome = meeting.outcome(timeout, deadline)
+        meeting = _Meeting(ranks, _attempts_at(ranks) + 1)
+        try:
+            _attempts[ranks] += 1
+            meeting.arrive(call, failure)
+            outcome = meeting.outcome(timeout, deadline)
+        except BaseException:
+            with suppress(RuntimeError):  # the store may be what has failed
+                meeting.end_as_interrupted()
+            raise
         if dist.get_rank() not in outcome.get("absent", []):
             return outcome
 
@@ -235,6 +274,10 @@ class _Meeting:
         self._known = self._read()  # the next meeting deletes it
         return self._known
 
+    def end_as_interrupted(self) -> None:
+        """Decide that the meeting is over because this rank leaves it, unless it is over."""
+        self._decide({"interrupted": dist.get_rank()})
+
     def _read(self) -> dict[str, Any]:
         return dict(json.loads(self._store.get(f"{self._name}/outcome")))
 
@@ -251,10 +294,6 @@ class _Meeting:
                     return False
                 pause = min(max((now - self._began) * _PAUSE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
                 time.sleep(min(pause, deadline - now))
-        except BaseException:
-            with suppress(RuntimeError):  # the store may be what has failed
-                self._decide({"interrupted": dist.get_rank()})
-            raise
         finally:
             _waiting.meetings.remove(self)
         return True
@@ -283,10 +322,16 @@ class _Meeting:
                 return  # a store without deletion keeps a few bytes more
 
 
-def _next_attempt(ranks: tuple[int, ...]) -> int:
+def _attempts_at(ranks: tuple[int, ...]) -> int:
+    """Return how many meetings these ranks have come to, or tried."""
     global _attempts_of
     if _attempts_of is not dist.group.WORLD:
         _attempts.clear()
         _attempts_of = dist.group.WORLD
-    _attempts[ranks] = _attempts.get(ranks, 0) + 1
-    return _attempts[ranks]
+    return _attempts.setdefault(ranks, 0)
+
+
+def _last_meeting_of_all() -> int:
+    if not dist.is_initialized():
+        return 0
+    return _attempts_at(tuple(range(dist.get_world_size())))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
+from ema_ckpt.comm.channel import Channel, leaving_together
 from ema_ckpt.comm.collective import run_on_all_ranks
-from ema_ckpt.comm.rendezvous import failure_of, meet, one_call_at_a_time
+from ema_ckpt.comm.rendezvous import failure_of, meet_and_connect, one_call_at_a_time
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import SourceError, UsageError
 from ema_ckpt.core.text import path_text, shown
@@ -91,13 +91,8 @@ def restore(
         one_call_at_a_time(_CALL, "save"),
         leaving_together("save", after_background_save),
     ):
-        meeting = meet(
-            _CALL,
-            timeout,
-            failure=failure_of(lambda: _check_arguments(path, ema_path, missing_ema)),
-        )
-        wait_for_background_save()
-        ranks = open_channel("save", meeting)
+        failure = failure_of(lambda: _check_arguments(path, ema_path, missing_ema))
+        ranks = meet_and_connect(_CALL, "save", timeout, failure, wait_for_background_save)
         options = {
             "ema_path": "None" if ema_path is None else "a path",
             "strict": bool(strict),

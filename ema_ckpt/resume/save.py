@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 from torch import nn
 
-from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
+from ema_ckpt.comm.channel import Channel, leaving_together
 from ema_ckpt.comm.collective import run_on_all_ranks
-from ema_ckpt.comm.rendezvous import failure_of, meet, one_call_at_a_time
+from ema_ckpt.comm.rendezvous import failure_of, meet_and_connect, one_call_at_a_time
 from ema_ckpt.core.box import whole
 from ema_ckpt.core.errors import TargetError, UsageError
 from ema_ckpt.core.text import path_text, shown
@@ -122,9 +122,8 @@ def save(
         one_call_at_a_time(_CALL, "save"),
         leaving_together("save", after_background_save),
     ):
-        meeting = meet(_CALL, timeout, failure=failure_of(lambda: path_text(path)))
-        wait_for_background_save()
-        ranks = open_channel("save", meeting)
+        failure = failure_of(lambda: path_text(path))
+        ranks = meet_and_connect(_CALL, "save", timeout, failure, wait_for_background_save)
         options = {
             "async_save": bool(async_save),
             "overwrite": bool(overwrite),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ema_ckpt.comm import channel
 from ema_ckpt.comm.channel import open_channel
-from ema_ckpt.comm.rendezvous import meet, one_call_at_a_time
+from ema_ckpt.comm.rendezvous import meet, meet_and_connect, one_call_at_a_time
 from ema_ckpt.core.errors import CollectiveError
 from ema_ckpt.core.text import format_ranks
 from tests.distributed.launcher import WorkersFailed, run
@@ -203,6 +203,52 @@ def test_a_rank_that_is_lost_between_meeting_and_exchange_is_not_waited_for_long
     assert 1 < seconds < 20
 
 
+def _interrupt_at(function: str, event: str) -> None:
+    """Raise KeyboardInterrupt where a function of the package is called or returns."""
+
+    def profile(frame: FrameType, what: str, _: object) -> None:
+        if what == event and frame.f_code.co_name == function:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+
+
+def _one_leaves_as_it_connects(function: str, event: str) -> tuple[str, float]:
+    began, message = time.monotonic(), ""
+    if dist.get_rank() == 2:
+        time.sleep(1)  # it comes last, and so decides that all have come
+        _interrupt_at(function, event)
+    try:
+        meet_and_connect("save", "save", 60).exchange(0)
+    except (KeyboardInterrupt, CollectiveError) as error:
+        message = f"{type(error).__name__}: {error}"
+    waited = time.monotonic() - began
+    assert meet_and_connect("save", "save", 60).exchange(dist.get_rank()) == [0, 1, 2]
+    return message, waited
+
+
+@pytest.mark.parametrize(
+    ("function", "event"),
+    [
+        ("arrive", "call"),
+        ("_outcome_of_all", "return"),
+        ("arrive", "return"),
+        ("meet", "return"),
+        ("open_channel", "call"),
+        ("_await_all", "call"),
+    ],
+)
+def test_a_rank_that_is_interrupted_before_it_connects_keeps_nobody_waiting(
+    function: str, event: str
+) -> None:
+    *others, (message, _) = run(3, _one_leaves_as_it_connects, function, event, timeout=60)
+    assert message == "KeyboardInterrupt: "
+    for message, waited in others:
+        assert message.startswith("CollectiveError: ")
+        assert waited < 10
+
+
 def _one_dies_at_the_door() -> float:
     meet("save", 20)
     if dist.get_rank() == 1:
@@ -214,7 +260,7 @@ def _one_dies_at_the_door() -> float:
     meet("save", 2)
     assert time.monotonic() - started < 10
     channel._CONNECT_TIMEOUT = timedelta(seconds=2)
-    with pytest.raises(CollectiveError, match="not all ranks could be connected"):
+    with pytest.raises(CollectiveError, match="another rank ended"):
         open_channel("test", 1)
     raise RuntimeError("the survivor ended")
 

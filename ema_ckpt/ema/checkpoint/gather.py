@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ema_ckpt.comm.channel import Channel, leaving_together, open_channel
+from ema_ckpt.comm.channel import Channel, leaving_together
 from ema_ckpt.comm.collective import run_on_all_ranks
-from ema_ckpt.comm.rendezvous import meet, one_call_at_a_time
+from ema_ckpt.comm.rendezvous import meet_and_connect, one_call_at_a_time
 from ema_ckpt.core.box import Box, whole
 from ema_ckpt.core.errors import StateError
 from ema_ckpt.ema.checkpoint.agreement import checksum, compare_values, find_unproven
@@ -47,7 +47,7 @@ def gather_full(call: str, read: Callable[[], FullState], timeout: float) -> dic
             declared replicas; `hole`: the pieces of all ranks do not make a tensor whole.
     """
     with one_call_at_a_time(call, "gather"), leaving_together("gather"):
-        channel = open_channel("gather", meet(call, timeout))
+        channel = meet_and_connect(call, "gather", timeout)
         state = run_on_all_ranks(channel, call, read)
         firsts = _first_names(state.values, channel)
         values = {name: value for name, value in state.values.items() if firsts[name] == name}
