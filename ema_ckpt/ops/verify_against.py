@@ -288,11 +288,14 @@ class _Comparison:
         return None if payloads is None else self.audit.digest(tensor, payloads, self.reader)
 
     def origin_digest(self, tensor: Tensor, dtype: DType) -> int | None:
-        """Return the digest of a source's tensor, after the cast to `dtype`; cached."""
+        """Return the digest of a source's tensor, after the cast to `dtype`; cached.
+
+        An error is reported, but for a tensor in a form that is not read: it is not compared.
+        """
         job = _Digest(tensor, dtype)
         self.origin_digests.compute([job], 1)
         digest, failure = self.origin_digests.results[job.key]
-        if failure is not None:
+        if failure is not None and tensor.refusal is None:
             code, message, name, file = failure
             self.audit.report(code, f"{self.origin.resolved}: {message}", name, file)
         return digest
@@ -324,6 +327,11 @@ class _Comparison:
             self.audit.unchecked[tensor.name, -1] = 1  # the audit has said why
             return
         other = naming.counterpart(tensor.name) or tensor
+        if other.refusal is not None:
+            self.audit.unchecked[tensor.name, -1] = 1
+            why = f"tensor {tensor.name!r} is not compared with {where}: {other.refusal.message}"
+            self.audit.warn("unchecked", why)
+            return
         message = f"tensor {tensor.name!r}: its bytes differ from those of {other.name!r}"
         if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
             message += f" ({other.dtype.name} {list(other.shape)})"

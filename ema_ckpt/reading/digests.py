@@ -49,12 +49,17 @@ def join_storage_crcs(
 
 
 def recorded_digest(catalog: Catalog, tensor: Tensor) -> int | None:
-    """Digest that the checkpoint records, itself or by checksums of chunks; None if it does not."""
+    """Digest that the checkpoint records, itself or by checksums of chunks; None if it does not.
+
+    Raises:
+        SourceError: the tensor is not whole, or in a form that is not read.
+    """
     recorded = catalog.digests.get(tensor.name)
     if recorded is not None or not tensor.nbytes:
         return recorded or 0
+    chunks = prove(tensor)  # first: of a tensor that is refused nothing was located
     payloads = catalog.reader.payloads(tensor)
-    return join_storage_crcs(tensor, payloads, prove(tensor), lambda payload: payload.crc)
+    return join_storage_crcs(tensor, payloads, chunks, lambda payload: payload.crc)
 
 
 def compute_digest(

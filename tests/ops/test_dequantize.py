@@ -158,6 +158,23 @@ def test_other_schemes_are_refused_by_name(tmp_path: Path) -> None:
     assert "'quanto'" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("codes", "dtype", "scales", "package"),
+    [
+        ("fc.weight", torch.int8, "fc.SCB", "bitsandbytes (int8)"),
+        ("fc.weight._data", torch.int8, "fc.weight._scale", "optimum-quanto"),
+        ("fc.weight._data", torch.float8_e4m3fn, "fc.weight._scale", "optimum-quanto"),
+    ],
+)
+def test_other_schemes_are_named_where_the_codes_come_first(
+    codes: str, dtype: torch.dtype, scales: str, package: str, tmp_path: Path
+) -> None:
+    torch.save({codes: torch.zeros(4, 8).to(dtype), scales: torch.ones(4, 1)}, tmp_path / "c.pt")
+    error = refused(tmp_path / "c.pt", tmp_path / "out.pt")
+    assert (error.code, error.tensor) == ("unsupported", codes)
+    assert f"quantised by {package}" in str(error)
+
+
 def test_columns_in_another_order_are_refused(tmp_path: Path) -> None:
     source = FIXTURES / "quantized/int4-groups"
     tensors = load_file(source / "model.safetensors")

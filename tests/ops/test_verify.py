@@ -498,6 +498,22 @@ def test_values_of_strided_and_sharded_tensors(fixtures: Path) -> None:
 # ---------------------------------------------------------------- against
 
 
+def test_tensors_that_cannot_be_put_together_leave_the_rest_compared(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    for rank in range(2):
+        tensors = {"w": torch.full((2, 3), float(rank)), "norm": torch.ones(3)}
+        torch.save(tensors, ranks / f"consolidated.0{rank}.pth")
+    save_file({"w": torch.ones(4, 3), "norm": torch.ones(3)}, tmp_path / "copy.safetensors")
+    for copy in (ranks, tmp_path / "copy.safetensors"):
+        found = verify(copy, against=ranks)
+        assert (found.status, found.problems) == ("unproven", ())
+        assert any("different plain tensor on each rank" in str(one) for one in found.warnings)
+    save_file({"w": torch.ones(4, 3), "norm": torch.zeros(3)}, tmp_path / "copy.safetensors")
+    found = verify(tmp_path / "copy.safetensors", against=ranks)
+    assert [(one.code, one.tensor) for one in found.problems] == [("checksum", "norm")]
+
+
 def test_a_conversion_is_proven(fixtures: Path, tmp_path: Path) -> None:
     source = fixtures / "dcp" / "fsdp2-w4"
     ema_ckpt.consolidate(source, tmp_path / "a.safetensors")

@@ -80,17 +80,18 @@ def is_executor(module: str, name: str) -> bool:
         return "." in name or not is_safe
     if (module, name) in _HARMLESS_NAMES:
         return False
-    if (module, name) in _EXECUTOR_NAMES:
-        return True
+    path, modules = [*module.split("."), *name.split(".")], module.count(".") + 1
+    # What a module imports is reached through it: `torch` and `serialization.load`.
+    for first in (0, *range(modules, len(path))):
+        parents = accumulate(path[first:-1], "{}.{}".format)  # a, a.b and a.b.c of a.b.c.d
+        is_known = (".".join(path[first:-1]), path[-1]) in _EXECUTOR_NAMES
+        if is_known or not _EXECUTOR_MODULES.isdisjoint(parents):
+            return True
     *outer, last = name.split(".")
     if last in _EXECUTOR_FUNCTIONS or last.startswith("__"):
         return True
-    # A dotted name leads through what a module imports: `random`, `_os.system`.
-    for part in outer:
-        if part.lstrip("_") in _EXECUTOR_MODULES or part.startswith("__"):
-            return True
-    parents = accumulate(module.split("."), "{}.{}".format)  # a, a.b and a.b.c of a.b.c
-    return not _EXECUTOR_MODULES.isdisjoint(parents)
+    # Some import modules under a private name: `random`, `_os.system`.
+    return any(part.lstrip("_") in _EXECUTOR_MODULES or part.startswith("__") for part in outer)
 
 
 class Replacement:

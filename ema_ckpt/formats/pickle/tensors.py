@@ -177,6 +177,20 @@ def _dict(items: object = (), *_rest: object) -> dict[object, object]:
     return dict(pairs)
 
 
+def _default_dict(factory: object = None, *args: object) -> dict[object, object]:
+    if isinstance(factory, Global) and factory.is_executor:
+        named = f"{factory.module}.{factory.name}, which runs code"
+        raise UnsafeError("unsafe-pickle", f"a missing key of a defaultdict would call {named}")
+    return _dict(*args)
+
+
+def _encoded(text: object, encoding: object) -> bytes:
+    """Return the bytes that protocols 0 to 2 write as a text of their values."""
+    if isinstance(text, str) and encoding in ("latin1", "latin-1"):
+        return text.encode("latin-1")
+    raise _bad(f"bytes are made of a text as {brief(encoding)}, which no pickler writes")
+
+
 def _set(items: object = ()) -> set[object]:
     members = _items(items)
     check_keys(Collisions(), members)
@@ -248,8 +262,8 @@ PLAIN_GLOBALS: dict[tuple[str, str], Maker] = {
     ("builtins", "getattr"): attribute,
     ("__builtin__", "getattr"): attribute,
     ("collections", "OrderedDict"): _dict,
-    ("collections", "defaultdict"): lambda _factory=None, *args: _dict(*args),
-    ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
+    ("collections", "defaultdict"): _default_dict,
+    ("_codecs", "encode"): _encoded,
     ("torch", "Size"): lambda sizes=(): tuple(_items(sizes)),
     ("torch", "device"): lambda *args: Device(_joined(":", args)),
     ("torch.serialization", "_get_layout"): _layout,

@@ -14,6 +14,7 @@ from ema_ckpt.reading.quantized.quantization_config import QuantizationConfig, r
 from ema_ckpt.reading.quantized.schemes import (
     ACTIVATIONS,
     FOREIGN,
+    FOREIGN_BESIDE,
     FURTHER_SCALES,
     SCALED_FP8,
     SCHEMES,
@@ -209,6 +210,10 @@ class _Search:
         layer, _, leaf = tensor.name.rpartition(".")
         for ending, kind in FOREIGN.items():
             if tensor.name.endswith(ending) and layer in self._coded:
+                return kind
+        if tensor.name in self._coded and leaf in FOREIGN_BESIDE:
+            beside, kind = FOREIGN_BESIDE[leaf]
+            if f"{layer}.{beside}" in self._stored:
                 return kind
         if leaf != "weight":
             return None

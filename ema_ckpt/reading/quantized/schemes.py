@@ -284,6 +284,12 @@ FOREIGN = {
 }
 """Endings of names of other schemes' parts, which nobody here understands."""
 
+FOREIGN_BESIDE = {
+    "weight": ("SCB", FOREIGN[".SCB"]),
+    "_data": ("_scale", FOREIGN[".weight._scale"]),
+}
+"""By the last part of the names of their codes, what lies beside these."""
+
 FURTHER_SCALES = {
     "weight_scale_2": "its scales have scales",
     "pre_quant_scale": "what it takes is scaled, and its columns with it",

@@ -148,6 +148,36 @@ def test_ways_through_other_modules_are_known(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "serialization.load"),
+        ("torch", "hub.load"),
+        ("torch", "jit.load"),
+        ("torch.utils", "model_zoo.load_url"),
+        ("typing", "types.FunctionType"),
+        ("torch.nn", "functools.partial"),
+        ("logging", "config.fileConfig"),
+        ("timm", "data.torch.load"),
+    ],
+)
+def test_ways_through_a_package_are_known(module: str, name: str) -> None:
+    assert is_executor(module, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "optim.Adam"),
+        ("trainer", "Settings.Kind"),
+        ("torch.load", "Kind"),
+        ("a", "b.load"),
+    ],
+)
+def test_classes_within_classes_are_no_executors(module: str, name: str) -> None:
+    assert not is_executor(module, name)
+
+
+@pytest.mark.parametrize(
     "name",
     (
         "io.BytesIO io.StringIO _io.BytesIO _operator.itemgetter re._compile collections.Counter numpy.dtype "
@@ -159,6 +189,23 @@ def test_ways_through_other_modules_are_known(name: str) -> None:
 def test_harmless_neighbours_are_no_executors(name: str) -> None:
     module, _, last = name.rpartition(".")
     assert not is_executor(module, last)
+
+
+def test_what_makes_missing_values_of_a_dict_must_not_run_code() -> None:
+    data = pickle.dumps(collections.defaultdict(os.getcwd, a=1), 2)
+    with pytest.raises(UnsafeError, match=r"posix\.getcwd"):
+        loads(data, PLAIN_GLOBALS, where="t")
+    data = pickle.dumps(collections.defaultdict(list, a=[1]), 2)
+    assert loads(data, PLAIN_GLOBALS, where="t") == {"a": [1]}
+
+
+def test_bytes_written_as_a_text_have_the_encoding_of_picklers() -> None:
+    data = pickle.dumps(b"\xe9", 2)
+    assert loads(data, PLAIN_GLOBALS, where="t") == b"\xe9"
+    changed = data.replace(b"latin1", b"utf-16")
+    assert pickle.loads(changed) != b"\xe9"
+    with pytest.raises(SourceError, match="utf-16"):
+        loads(changed, PLAIN_GLOBALS, where="t")
 
 
 @pytest.mark.parametrize("protocol", range(6))
