@@ -51,6 +51,12 @@ class WriteContext:
         return WriteWorker(self).write
 
     def dump(self) -> bytes:
+        """End a child process' share.
+
+        What it wrote and some file systems could not store, sshfs say, is told to the first that
+        closes the file. Nobody hears that of a process that ends without.
+        """
+        self.outputs.close()
         return self.state.dump()
 
     def merge(self, dumped: bytes) -> None:

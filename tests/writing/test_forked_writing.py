@@ -104,6 +104,15 @@ def test_right_when_a_child_fails(source: Path, tmp_path: Path, how: str) -> Non
     assert target.read_bytes() == plain(source, tmp_path / "plain.safetensors")
 
 
+def test_a_loss_that_only_closing_tells_a_child_is_noticed(source: Path, tmp_path: Path) -> None:
+    """As through sshfs, where the disk of the server is full at the end."""
+    target = tmp_path / "out.safetensors"
+    options = ("--threads", 3, "-q")
+    out, err = run(programs.write_told_late, "consolidate", source, target, *options)
+    assert out == "[(3, 0)]\n", err
+    assert target.read_bytes() == plain(source, tmp_path / "plain.safetensors")
+
+
 def test_progress_never_runs_backwards_and_ends_at_the_total(source: Path, tmp_path: Path) -> None:
     run(programs.progress_when_children_fail, source, tmp_path / "out.safetensors")
 
