@@ -194,7 +194,18 @@ def _origin_of(error: OSError) -> str:
         return "standard output"
     if module.startswith(("_frozen_importlib", "importlib.")):
         return "a part of the installation cannot be loaded"
+    if not _has_directory():
+        return "the current directory, which was deleted"
     return "a system call failed"
+
+
+def _has_directory() -> bool:
+    """Whether the current directory is there, without which relative paths lead nowhere."""
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _report(argv: list[str], code: str, message: str, exit_code: int) -> int:

@@ -240,3 +240,15 @@ def test_a_verb_loads_what_it_needs(command: list[str], later: set[str]) -> None
 def test_options_with_several_values(given: str, positionals: int, expected: str) -> None:
     valued = ["--match", "--exclude", "--rename", "--keep-dtype", "--tree"]
     assert spread(given.split(), positionals, valued) == expected.split()
+
+
+@pytest.mark.parametrize("args", [["inspect", "."], ["verify", TINY, "--manifest", "sums"]])
+def test_a_current_directory_that_was_deleted_is_named(args: list[str], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    shell = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, "-m", "ema_ckpt"]
+    done = subprocess.run(
+        [*shell, *args], cwd=gone, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the current directory, which was deleted" in done.stderr
