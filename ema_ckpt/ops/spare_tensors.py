@@ -1,35 +1,76 @@
-"""The tensors of a source that bear no name of its copy: renamed ones are found among them."""
+"""How a copy may name its source's tensors, and those that bear no name of the copy."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from ema_ckpt.core.catalog import Ints, Tensor
+from ema_ckpt.core.catalog import Catalog, Ints, Tensor
 from ema_ckpt.core.dtypes import DType
-from ema_ckpt.core.names import canonical
+from ema_ckpt.core.names import EMA, canonical
+from ema_ckpt.state_dicts.ema_config import with_tied_names
+from ema_ckpt.state_dicts.selection import missing_weights
+from ema_ckpt.state_dicts.tree import Tree, live_of
 
 # Digests of tensors after their cast to a type.
 Digests = Callable[[Sequence[Tensor], DType], Iterable[int | None]]
 
+_MOST_AVERAGES = 16  # of one model, that a copy may have filled from it
+
 
 class Naming(NamedTuple):
-    """One way to name the source's tensors; `label` is for messages."""
+    """One way to name the source's tensors.
+
+    Attributes:
+        label: for messages.
+        tensors: the tensors by name.
+        optional: ids of those that a copy may lack.
+        path: of the names below a dotted path, that path.
+    """
 
     label: str
     tensors: Mapping[str, Tensor]
+    optional: frozenset[int] = frozenset()
+    path: str | None = None
 
-    def counterpart(self, name: str) -> Tensor | None:
-        """Return the source's tensor of that name, with or without wrapper prefixes."""
-        return self.tensors.get(name) or self.tensors.get(canonical(name))
+    def pair(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Find the tensor of each name, with or without wrapper prefixes.
+
+        Of names that differ in these prefixes alone only one is a tensor's.
+        """
+        pairs: dict[str, Tensor] = {}
+        claimed: set[tuple[int, str]] = set()
+        others = []
+        for name in names:
+            if name in self.tensors:
+                _claim(pairs, claimed, name, self.tensors[name])
+            else:
+                others.append(name)
+        for name in others:
+            tensor = self.tensors.get(canonical(name))
+            if tensor is not None:
+                _claim(pairs, claimed, name, tensor)
+        return pairs
 
     def moved(self, prefix: str) -> Naming:
-        """Put `prefix` in place of what all names begin with."""
-        own = common_prefix(self.tensors)
-        names = {canonical(name): tensor for name, tensor in self.tensors.items()}
-        return Naming(self.label, {prefix + name[len(own) :]: names[name] for name in names})
+        """Put `prefix` in place of what the names of all that a copy has to hold begin with."""
+        names = {}
+        for name, tensor in self.tensors.items():
+            if id(tensor) not in self.optional:
+                names[canonical(name)] = tensor
+        skip = len(common_prefix(names))
+        return Naming(self.label, {prefix + name[skip:]: names[name] for name in names})
+
+
+def _claim(
+    pairs: dict[str, Tensor], claimed: set[tuple[int, str]], name: str, tensor: Tensor
+) -> None:
+    key = id(tensor), canonical(name)
+    if key not in claimed:
+        claimed.add(key)
+        pairs[name] = tensor
 
 
 def common_prefix(names: Iterable[str]) -> str:
@@ -41,31 +82,104 @@ def common_prefix(names: Iterable[str]) -> str:
     return common[: common.rfind(".") + 1]
 
 
+def full_names(origin: Catalog, trees: Iterable[Tree]) -> Naming:
+    """Name tensors in full; also without the wrapper prefixes, which writers strip inside a tree
+    only.
+    """
+    full = {}
+    for tree in trees:
+        skip = len(tree.prefix)
+        for tensor in tree.tensors:
+            full[tensor.name[:skip] + canonical(tensor.name[skip:])] = tensor
+    return Naming("", full | {tensor.name: tensor for tensor in origin.tensors})
+
+
+def names_inside(origin: Catalog, trees: Sequence[Tree]) -> list[Naming]:
+    """Name the tensors of each tree as they are called inside it.
+
+    An average's are called as its weights are, with the settings beside them, and in a second
+    naming as they are stored. All weights that it lacks may have been filled from its live tree.
+    """
+    partners = Counter(tree.partner for tree in trees if tree.partner is not None)
+    by_name = {tree.name: tree for tree in trees}
+    namings: list[Naming] = []
+    for tree in trees:
+        live = None
+        if tree.partner is not None and partners[tree.partner] <= _MOST_AVERAGES:
+            live = by_name.get(tree.partner) or live_of(trees, tree)
+        namings += _of_tree(with_tied_names(origin, tree), live)
+    return namings
+
+
+def _of_tree(tree: Tree, live: Tree | None) -> Iterator[Naming]:
+    label = f", tree {tree.name!r}"
+    stored = {tensor.name.removeprefix(tree.prefix): tensor for tensor in tree.tensors}
+    if tree.problem is not None:
+        yield _naming(label, stored)
+        return
+    used = set(map(id, tree.named.values()))
+    settings = {name: tensor for name, tensor in stored.items() if id(tensor) not in used}
+    weights = dict(tree.named) if tree.role == EMA else stored
+    yield _naming(label, settings | weights, settings)
+    filled = {} if live is None or live.problem is not None else missing_weights(tree, live)
+    if filled:
+        yield _naming(label, settings | filled | weights, settings)
+    if tree.prefix and not weights.keys() <= stored.keys():
+        yield _naming(label, stored)
+
+
+def names_below(origin: Catalog, names: Iterable[str]) -> list[Naming]:
+    """Name what lies below a dotted path as it is called there, for paths that fit a copy's names.
+
+    `--tree` takes such a path too. There are none if the copy holds nothing.
+    """
+    ending = "." + min(map(canonical, names), default=".")
+    paths: dict[str, dict[str, Tensor]] = {}
+    for tensor in origin.tensors:
+        name = canonical(tensor.name)
+        if name.endswith(ending):
+            paths[name[: -len(ending)]] = {}
+    for tensor in origin.tensors if paths else ():
+        name = canonical(tensor.name)
+        dot = name.find(".")
+        while dot >= 0:
+            if name[:dot] in paths:
+                paths[name[:dot]][name[dot + 1 :]] = tensor
+            dot = name.find(".", dot + 1)
+    return [Naming(f", below {path!r}", named, path=path) for path, named in paths.items()]
+
+
+def _naming(
+    label: str, names: dict[str, Tensor], optional: Mapping[str, Tensor] | None = None
+) -> Naming:
+    plain = {canonical(name): tensor for name, tensor in names.items()}
+    return Naming(label, plain | names, frozenset(map(id, (optional or {}).values())))
+
+
 class Spare:
     """The tensors and tied names that only the source has; those that were renamed are taken out.
 
     A tensor that a naming lists under several names may have been written under each of them. Of
     equal ones the `likely` ones (ids of tensors) are taken first.
+
+    Attributes:
+        taken: ids of the tensors that the copy has, by name or by their bytes.
     """
 
     def __init__(
         self,
         naming: Naming,
-        names: Iterable[str],
+        pairs: Mapping[str, Tensor],
         digests: Digests,
         likely: Container[int] = frozenset(),
     ) -> None:
-        self.named = naming.tensors
         self.digests = digests
-        self.taken: set[int] = set()  # ids of tensors
+        self.taken = set(map(id, pairs.values()))
         free: dict[int, set[str]] = {}  # names of each that are not in the copy
         for name, tensor in naming.tensors.items():
             free.setdefault(id(tensor), set()).add(canonical(name))
-        for name in names:
-            used = naming.counterpart(name)
-            if used is not None:
-                self.taken.add(id(used))
-                free[id(used)].discard(canonical(name))
+        for name, tensor in pairs.items():
+            free[id(tensor)].discard(canonical(name))
         self.times = Counter({key: len(left) for key, left in free.items()})
         listed = {id(tensor): tensor for tensor in naming.tensors.values() if free[id(tensor)]}
         self.by_shape: dict[Ints, list[Tensor]] = {}
@@ -104,7 +218,3 @@ class Spare:
         for tensor, digest in zip(fitting, self.digests(fitting, dtype), strict=True):
             found.setdefault(digest, deque()).append(tensor)
         return found
-
-    def left(self) -> dict[str, Tensor]:
-        """Return those that were not taken, by name."""
-        return {name: tensor for name, tensor in self.named.items() if id(tensor) not in self.taken}

@@ -1,15 +1,15 @@
 """`verify --against`: compare every tensor's digest with that in the checkpoint it was made from.
 
-Digests that either side records are used as they are; the rest is computed. Names are matched in
-full or through trees, as a verb may have written one tree under plain names; a renamed tensor is
-matched by its digest.
+Digests that either side records are used as they are; the rest is computed. Names are those of one
+`Naming`: in full, or inside one tree, as a verb may have written it under plain names. The one that
+leaves least unexplained is taken; a tensor whose name it does not know is matched by its digest.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,19 +18,25 @@ from ema_ckpt.analysis.audit import Audit
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import AccessError, EmaCkptError
-from ema_ckpt.core.names import EMA, OPTIMIZER, canonical
+from ema_ckpt.core.names import OPTIMIZER, canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import as_written
 from ema_ckpt.ops.rule_changes import RuledSource, listed, rule_all
-from ema_ckpt.ops.spare_tensors import Naming, Spare, common_prefix
+from ema_ckpt.ops.spare_tensors import (
+    Naming,
+    Spare,
+    common_prefix,
+    full_names,
+    names_below,
+    names_inside,
+)
 from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.cast import Caster, import_all
 from ema_ckpt.reading.digests import compute_digest, recorded_digest
 from ema_ckpt.runtime import executor
 from ema_ckpt.runtime.executor import Workers, dump_json
-from ema_ckpt.state_dicts.ema_config import with_tied_names
-from ema_ckpt.state_dicts.tree import Tree, inner_names, list_trees, of_role
+from ema_ckpt.state_dicts.tree import Tree, list_trees, of_role
 from ema_ckpt.storage.files import is_url
 
 if TYPE_CHECKING:
@@ -165,11 +171,19 @@ class _OriginDigests:
 
 
 class _Match(NamedTuple):
-    """What is wrong by one naming: names that it does not have, and whose bytes are others."""
+    """What is wrong by one naming.
+
+    Attributes:
+        pairs: the source's tensor of each name that the naming knows.
+        missing: names that it does not know. differing: those whose bytes are others.
+        lost: names that only the source has.
+    """
 
     naming: Naming
+    pairs: Mapping[str, Tensor]
     missing: list[str]
     differing: list[str]
+    lost: list[str]
 
     @property
     def problems(self) -> int:
@@ -185,6 +199,11 @@ class _Comparison:
         self.audit = audit
         self.hint = hint
         self.tensors = {tensor.name: tensor for tensor in audit.catalog.tensors}
+        self.dropped = {}  # as tied to tensors that are there: the bytes of those
+        for name, kept in audit.catalog.ties.items():
+            if kept in self.tensors and name not in self.tensors:
+                self.dropped[name] = self.tensors[kept]
+        self.digests: dict[str, int | None] = {}
         self.origin = origin
         self.origin_trees = trees
         self.reader = BoxReader(_BLOCK_NBYTES)
@@ -192,14 +211,27 @@ class _Comparison:
         self.origin_digests = _OriginDigests(origin)
 
     def run(self, progress: Callable[[int], None] | None) -> None:
-        """Try each naming until one matches every tensor; else report by the best.
-
-        Where names do not decide, as all were changed, it is one whose tensors are all found by
-        their bytes.
-        """
+        """Try each naming until one leaves nothing unexplained; else report by the best."""
         tried: list[_Match] = []
-        best = len(self.tensors) + 1
-        for matched, naming in self.namings():
+        for namings in self.namings():
+            if self.try_all(namings, tried, progress):
+                break
+        self.report(self.best(tried))
+
+    def try_all(
+        self,
+        namings: Sequence[Naming],
+        tried: list[_Match],
+        progress: Callable[[int], None] | None,
+    ) -> bool:
+        """Add the matches of namings to `tried`, the likeliest first, until one explains all.
+
+        Returns:
+            whether one does.
+        """
+        best = min([match.problems for match in tried], default=len(self.tensors) + 1)
+        counted_namings = zip(self.count(namings), namings, strict=True)
+        for matched, naming in sorted(counted_namings, key=itemgetter(0), reverse=True):
             fewest = len(self.tensors) - matched
             if fewest > best and naming is not self.full:
                 continue  # it cannot be better; full names may hold all bytes
@@ -207,60 +239,54 @@ class _Comparison:
                 continue  # nor can it hold all
             tried.append(self.match(naming, progress))
             best = min(best, tried[-1].problems)
-            if not best:
-                break
-        self.report(*self.best(tried))
+            if not best and not tried[-1].lost:
+                return True
+        return False
 
     def best(self, tried: Sequence[_Match]) -> _Match:
-        """Return the best match; of those that do not know some names, one that holds all bytes."""
-        match = min(tried, key=lambda match: match.problems)
-        if not match.missing or match.differing:
-            return match
-        return next(filter(self.holds_all, tried), match)
+        """Return the best match; of those that do not know some names, by their bytes."""
+        ranked = sorted(tried, key=lambda match: (match.problems, len(match.lost)))
+        best, fewest = ranked[0], None
+        for match in ranked if best.missing and not best.differing else ():
+            unexplained = self.unexplained(match)
+            if fewest is None or unexplained < fewest:
+                best, fewest = match, unexplained
+            if not fewest:
+                break
+        return best
 
     def match(self, naming: Naming, progress: Callable[[int], None] | None) -> _Match:
         """Compare the tensors with those that have their names."""
+        pairs = naming.pair([*self.tensors, *self.dropped])
         jobs = []
-        for name, tensor in self.tensors.items():
-            other = naming.counterpart(name)
-            if other is not None and other.shape == tensor.shape:
+        for name, other in pairs.items():
+            tensor = self.tensor_of(name)
+            if other.shape == tensor.shape:
                 jobs.append(_Digest(other, tensor.dtype))
         self.origin_digests.compute(jobs, self.threads, progress)
-        missing, differing = [], []
-        for name in self.tensors:
-            if naming.counterpart(name) is None:
-                missing.append(name)
-            elif not self.is_equal(name, naming):
-                differing.append(name)
-        return _Match(naming, missing, differing)
+        missing = [name for name in self.tensors if name not in pairs]
+        differing = [name for name, other in pairs.items() if not self.is_equal(name, other)]
+        lost = self.lost(naming, set(map(id, pairs.values())))
+        return _Match(naming, pairs, missing, differing, lost)
 
-    def namings(self) -> Sequence[tuple[int, Naming]]:
-        """Return full names, and each tree under the names inside it, the likeliest first.
+    def namings(self) -> Iterator[Sequence[Naming]]:
+        """Yield the namings to try at first, then those to try where none of these explains all.
 
-        Where no name is known, `--rename` may have changed what all begin with: each of them also
-        with the prefix that names have here. With each the number of tensors that it matches.
+        Where no name is known, `--rename` may have changed what all begin with: the first ones
+        also with the prefix that names have here.
         """
-        namings = [self.full]
-        for tree in self.origin_trees:
-            names = _names_inside(with_tied_names(self.origin, tree))
-            plain = {canonical(name): tensor for name, tensor in names.items()}
-            namings.append(Naming(f", tree {tree.name!r}", plain | names))
-        counts = self.count(namings)
-        if not any(counts):
+        namings = [self.full, *names_inside(self.origin, self.origin_trees)]
+        yield namings
+        below = names_below(self.origin, self.tensors)
+        yield below
+        if not any(self.count([*namings, *below])):
             prefix = common_prefix(self.tensors)
-            namings += [naming.moved(prefix) for naming in namings]
-            counts = self.count(namings)
-        return sorted(zip(counts, namings, strict=True), key=itemgetter(0), reverse=True)
+            yield [naming.moved(prefix) for naming in namings]
 
     @cached_property
     def full(self) -> Naming:
-        """Full names; also without the wrapper prefixes, which writers strip inside a tree only."""
-        full = {}
-        for tree in self.origin_trees:
-            skip = len(tree.prefix)
-            for tensor in tree.tensors:
-                full[tensor.name[:skip] + canonical(tensor.name[skip:])] = tensor
-        return Naming("", full | {tensor.name: tensor for tensor in self.origin.tensors})
+        """Full names."""
+        return full_names(self.origin, self.origin_trees)
 
     def count(self, namings: Sequence[Naming]) -> list[int]:
         """Count the tensors that each naming matches."""
@@ -274,101 +300,96 @@ class _Comparison:
             counts.append(len(set().union(*matched)))
         return counts
 
-    def is_equal(self, name: str, naming: Naming) -> bool:
-        """Check whether shape and digest equal those in the source."""
-        tensor, other = self.tensors[name], naming.counterpart(name)
-        if other is None or other.shape != tensor.shape:
+    def tensor_of(self, name: str) -> Tensor:
+        """Return the audited tensor of a name, or the one that it was dropped as tied to."""
+        return self.tensors.get(name) or self.dropped[name]
+
+    def is_equal(self, name: str, other: Tensor) -> bool:
+        """Check whether shape and digest equal those of a tensor of the source."""
+        tensor = self.tensor_of(name)
+        if other.shape != tensor.shape:
             return False
         digest = self.digest(tensor)
-        return digest is not None and digest == self.origin_digest(other, tensor.dtype)
+        return digest is not None and self.look_at([other], tensor.dtype) == [digest]
 
     def digest(self, tensor: Tensor) -> int | None:
-        """Return the digest of an audited tensor, from the bytes that were read."""
-        payloads = self.audit.payloads_of(tensor)
-        return None if payloads is None else self.audit.digest(tensor, payloads, self.reader)
+        """Return the digest of an audited tensor, from the bytes that were read; cached."""
+        if tensor.name not in self.digests:
+            payloads = self.audit.payloads_of(tensor)
+            digest = None if payloads is None else self.audit.digest(tensor, payloads, self.reader)
+            self.digests[tensor.name] = digest
+        return self.digests[tensor.name]
 
-    def origin_digest(self, tensor: Tensor, dtype: DType) -> int | None:
-        """Return the digest of a source's tensor, after the cast to `dtype`; cached.
+    def look_at(self, tensors: Sequence[Tensor], dtype: DType) -> list[int | None]:
+        """Return the digests of a source's tensors, after the cast to `dtype`; cached."""
+        jobs = [_Digest(tensor, dtype) for tensor in tensors]
+        self.origin_digests.compute(jobs, self.threads)
+        return [self.origin_digests.results[job.key][0] for job in jobs]
 
-        An error is reported, but for a tensor in a form that is not read: it is not compared.
+    def digests_of(self, tensors: Sequence[Tensor], dtype: DType) -> list[int | None]:
+        """Return what `look_at` does, and report errors.
+
+        A tensor in a form that is not read is none: it is not compared.
         """
-        job = _Digest(tensor, dtype)
-        self.origin_digests.compute([job], 1)
-        digest, failure = self.origin_digests.results[job.key]
-        if failure is not None and tensor.refusal is None:
-            code, message, name, file = failure
-            self.audit.report(code, f"{self.origin.resolved}: {message}", name, file)
-        return digest
+        digests = self.look_at(tensors, dtype)
+        for tensor in tensors:
+            _, failure = self.origin_digests.results[_Digest(tensor, dtype).key]
+            if failure is not None and tensor.refusal is None:
+                code, message, name, file = failure
+                self.audit.report(code, f"{self.origin.resolved}: {message}", name, file)
+        return digests
 
-    # Report.
+    # What only the source has.
 
-    def report(self, naming: Naming, missing: list[str], differing: list[str]) -> None:
-        """Report what is missing or differs, and what the source has more."""
-        where = f"{self.origin.resolved}{naming.label}"
-        spare = Spare(naming, self.tensors, self.digests_of, self.kept)
-        missing, unnamed = self.take_renamed(missing, spare), missing
-        renamed = sorted({*unnamed}.difference(missing))
-        if renamed:
-            found = f"{counted(len(renamed), 'tensor')} found by their bytes alone in {where}"
-            doubt = "which of them has which name is not compared"
-            self.audit.warn("renamed", f"{found}, under other names: {shown(renamed)}; {doubt}")
-        for name in self.tensors.keys() - {*missing, *differing}:
-            self.audit.mark_checked(self.audit.payloads_of(self.tensors[name]) or ())
-        for name in missing:
-            message = f"tensor {name!r}: {where} has no tensor of that name or of these bytes"
-            self.audit.report("index-mismatch", message, name)
-        for name in differing:
-            self.report_difference(self.tensors[name], naming, where)
-        self.report_spare(spare.left(), naming, where, missing)
+    def lost(self, naming: Naming, taken: Collection[int]) -> list[str]:
+        """List tensors that a copy has to have and does not, by the ids of those that it has.
 
-    def report_difference(self, tensor: Tensor, naming: Naming, where: str) -> None:
-        """Report a tensor that differs; one that is not read at all is not proven, and no more."""
-        if self.digest(tensor) is None and tensor.name not in self.audit.damaged:
-            self.audit.unchecked[tensor.name, -1] = 1  # the audit has said why
-            return
-        other = naming.counterpart(tensor.name) or tensor
-        if other.refusal is not None:
-            self.audit.unchecked[tensor.name, -1] = 1
-            why = f"tensor {tensor.name!r} is not compared with {where}: {other.refusal.message}"
-            self.audit.warn("unchecked", why)
-            return
-        message = f"tensor {tensor.name!r}: its bytes differ from those of {other.name!r}"
-        if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
-            message += f" ({other.dtype.name} {list(other.shape)})"
-        self.audit.report("checksum", f"{message} in {where}", tensor.name, tensor.first_file)
-
-    def report_spare(
-        self, spare: Mapping[str, Tensor], naming: Naming, where: str, missing: Collection[str]
-    ) -> None:
-        """Report tensors that only the source has.
-
-        If the source lacks some too (`missing`), rules may have made them, and a hint says so.
+        It may lack what the source records as tied to one that is there, and under full names
+        whole trees, as `--tree` leaves them out.
         """
-        lost = self.lost(spare, naming)
-        if lost:
-            message = f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}"
-            message += self.hint if missing else ""
-            self.audit.report("incomplete", message, lost[0])
-
-    def lost(self, spare: Mapping[str, Tensor], naming: Naming) -> list[str]:
-        """List tensors that only the source has, other than tied names and whole trees."""
-        names = {id(tensor): name for name, tensor in spare.items()}  # of each tensor one
-        lost = [name for name in names.values() if name not in self.ties]
-        if lost and not naming.label and self.left_out_whole_trees(spare):
-            return []
-        return lost
+        stored = {self.ties.get(key, key) for key in taken}
+        trees = {self.owners.get(key) for key in taken}
+        allows_trees = not naming.label and bool(self.kept)
+        names: dict[int, str] = {}  # of each tensor one
+        for name, tensor in naming.tensors.items():
+            key = id(tensor)
+            if key in naming.optional or self.ties.get(key, key) in stored:
+                continue
+            if not allows_trees or self.owners.get(key) in trees:
+                names[key] = name
+        return list(names.values())
 
     @cached_property
-    def ties(self) -> set[str]:
-        """Tied names of both sides."""
-        return {*_tied_names(self.audit.catalog), *_tied_names(self.origin)}
+    def ties(self) -> dict[int, int]:
+        """Ids of tensors that the source records as tied, each with that of the first of them."""
+        first: dict[object, int] = {}
+        by_name = {tensor.name: id(tensor) for tensor in self.origin.tensors}
+        ties = {}
+        for tensor in self.origin.tensors:
+            if tensor.storage is not None:
+                key = (tensor.storage, tensor.shape, tensor.dtype.name)
+                ties[id(tensor)] = first.setdefault(key, id(tensor))
+        for name, kept in self.origin.ties.items():
+            if name in by_name and kept in by_name:
+                ties[by_name[name]] = ties.get(by_name[kept], by_name[kept])
+        return ties
+
+    @cached_property
+    def owners(self) -> dict[int, int]:
+        """Numbers of the source's trees by the ids of their tensors."""
+        owners = {}
+        for number, tree in enumerate(self.origin_trees):
+            owners.update(dict.fromkeys(map(id, tree.tensors), number))
+        return owners
 
     @cached_property
     def kept(self) -> set[int]:
         """Ids of the tensors of those trees of the source of which any full name is here."""
-        here = {id(self.full.counterpart(name)) for name in self.tensors}
+        here = set(map(id, self.full.pair(self.tensors).values()))
         trees = [{id(tensor) for tensor in tree.tensors} for tree in self.origin_trees]
         return set().union(*(tree for tree in trees if not tree.isdisjoint(here)))
+
+    # What was renamed.
 
     def take_renamed(self, missing: Sequence[str], spare: Spare) -> list[str]:
         """Take tensors of equal bytes, or of equal ones after a cast, out of `spare`.
@@ -386,46 +407,75 @@ class _Comparison:
             missing = still
         return list(missing)
 
-    def digests_of(self, tensors: Sequence[Tensor], dtype: DType) -> list[int | None]:
-        """Return the digests of a source's tensors, after the cast to `dtype`."""
-        self.look_at(tensors, dtype)
-        return [self.origin_digest(tensor, dtype) for tensor in tensors]
+    def unexplained(self, match: _Match) -> int:
+        """Count what a match leaves, after what it does not have by name was found by its bytes."""
+        spare = Spare(match.naming, match.pairs, self.look_at, self.kept)
+        if match.differing or not all(spare.may_have(self.tensors[n]) for n in match.missing):
+            return match.problems + len(match.lost)  # not all in any case
+        still = self.take_renamed(match.missing, spare)
+        return len(still) + len(self.lost(match.naming, spare.taken))
 
-    def look_at(self, tensors: Sequence[Tensor], dtype: DType) -> list[int | None]:
-        """Return what `digests_of` does, and report no damage."""
-        jobs = [_Digest(tensor, dtype) for tensor in tensors]
-        self.origin_digests.compute(jobs, self.threads)
-        return [self.origin_digests.results[job.key][0] for job in jobs]
+    # Report.
 
-    def holds_all(self, match: _Match) -> bool:
-        """Check whether all tensors that a naming does not have by name were renamed."""
-        naming, missing, differing = match
-        spare = Spare(naming, self.tensors, self.look_at, self.kept)
-        if differing or not all(spare.may_have(self.tensors[name]) for name in missing):
-            return False
-        return not self.take_renamed(missing, spare) and not self.lost(spare.left(), naming)
+    def report(self, match: _Match) -> None:
+        """Report what is missing or differs, and what the source has more."""
+        where = f"{self.origin.resolved}{match.naming.label}"
+        spare = Spare(match.naming, match.pairs, self.digests_of, self.kept)
+        missing = self.take_renamed(match.missing, spare)
+        renamed = sorted({*match.missing}.difference(missing))
+        if renamed:
+            found = f"{counted(len(renamed), 'tensor')} found by their bytes alone in {where}"
+            doubt = "which of them has which name is not compared"
+            self.audit.warn("renamed", f"{found}, under other names: {shown(renamed)}; {doubt}")
+        for name in self.tensors.keys() - {*missing, *match.differing}:
+            self.audit.mark_checked(self.audit.payloads_of(self.tensors[name]) or ())
+        for name in missing:
+            message = f"tensor {name!r}: {where} has no tensor of that name or of these bytes"
+            self.audit.report("index-mismatch", message, name)
+        for name in match.differing:
+            self.report_difference(name, match.pairs[name], where)
+        self.report_lost(self.lost(match.naming, spare.taken), where, missing)
+        self.warn_of_part(match.naming)
 
-    def left_out_whole_trees(self, spare: Mapping[str, Tensor]) -> bool:
-        """Check whether the spare tensors are those of whole trees, as `--tree` leaves them out."""
-        left_out = {tensor.name for tensor in spare.values()}
-        for tree in self.origin_trees:
-            names = {tensor.name for tensor in tree.tensors}
-            if not names.isdisjoint(left_out) and not names <= left_out:
-                return False  # some are here, by their names or by their bytes
-        return bool(self.kept)
+    def report_difference(self, name: str, other: Tensor, where: str) -> None:
+        """Report a tensor that differs; one that is not read at all is not proven, and no more."""
+        tensor = self.tensor_of(name)
+        if other.shape == tensor.shape:
+            self.digests_of([other], tensor.dtype)  # says why the source's is not read
+        if self.digest(tensor) is None and tensor.name not in self.audit.damaged:
+            self.audit.unchecked[tensor.name, -1] = 1  # the audit has said why
+            return
+        if other.refusal is not None:
+            self.audit.unchecked[tensor.name, -1] = 1
+            why = f"tensor {name!r} is not compared with {where}: {other.refusal.message}"
+            self.audit.warn("unchecked", why)
+            return
+        tied = "" if name in self.tensors else f", here tied to {tensor.name!r}"
+        message = f"tensor {name!r}{tied}: its bytes differ from those of {other.name!r}"
+        if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            message += f" ({other.dtype.name} {list(other.shape)})"
+        self.audit.report("checksum", f"{message} in {where}", name, tensor.first_file)
 
+    def report_lost(self, lost: Sequence[str], where: str, missing: Iterable[str]) -> None:
+        """Report tensors that only the source has.
 
-def _names_inside(tree: Tree) -> dict[str, Tensor]:
-    if tree.role == EMA and tree.problem is None:
-        return dict(tree.named)
-    inner = inner_names(tree)
-    return {inner[tensor.name]: tensor for tensor in tree.tensors}
+        If the source lacks some too (`missing`), rules may have made them, and a hint says so.
+        """
+        if lost:
+            message = f"{where} has {counted(len(lost), 'tensor')} more: {shown(lost)}"
+            message += self.hint if missing else ""
+            self.audit.report("incomplete", message, lost[0])
 
-
-def _tied_names(catalog: Catalog) -> Iterator[str]:
-    yield from catalog.ties
-    first: dict[object, str] = {}
-    for tensor in catalog.tensors:
-        key = (tensor.storage, tensor.shape, tensor.dtype.name)
-        if tensor.storage is not None and first.setdefault(key, tensor.name) != tensor.name:
-            yield tensor.name
+    def warn_of_part(self, naming: Naming) -> None:
+        """Say what lies beside the part of a tree that was compared."""
+        if naming.path is None:
+            return
+        here = set(map(id, naming.tensors.values()))
+        trees = {self.owners.get(key) for key in here}
+        beside = []
+        for tensor in self.origin.tensors:
+            if id(tensor) not in here and self.owners.get(id(tensor)) in trees:
+                beside.append(tensor.name)
+        if beside:
+            message = f"compared with what lies below {naming.path!r} in {self.origin.resolved}"
+            self.audit.warn("left-out", f"{message} alone; beside it are {shown(beside)}")

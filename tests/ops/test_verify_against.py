@@ -1,0 +1,186 @@
+"""verify --against: what a copy may lack, which names it may have, and which it may not."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+
+import ema_ckpt
+from ema_ckpt import verify
+from tests.checkpoints import save_dcp
+
+Found = list[tuple[str, str | None]]
+
+
+def problems_of(copy: Path, source: Path) -> Found:
+    """Compare a copy with its source; return codes and tensors."""
+    found = verify(copy, against=source)
+    assert (found.status == "damaged") == bool(found.problems)
+    return [(problem.code, problem.tensor) for problem in found.problems]
+
+
+def exchanged(file: Path, one: str, other: str) -> Path:
+    state = load_file(file)
+    state[one], state[other] = state[other], state[one]
+    save_file(state, file.with_name("exchanged.safetensors"))
+    return file.with_name("exchanged.safetensors")
+
+
+def without(file: Path, name: str) -> Path:
+    state = load_file(file)
+    del state[name]
+    save_file(state, file.with_name("without.safetensors"))
+    return file.with_name("without.safetensors")
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_an_average_that_equals_the_live_weights_may_lack_what_it_does_not_average(
+    suffix: str, tmp_path: Path
+) -> None:
+    weights = {f"{i}.weight": torch.randn(2, 3) for i in range(3)}
+    live = weights | {"count": torch.tensor(5), "frozen": torch.ones(3)}
+    source = tmp_path / f"a.{suffix}"
+    if suffix == "pt":
+        torch.save({"model": live, "ema": {k: w.clone() for k, w in weights.items()}}, source)
+    else:
+        save_file(live | {f"ema.{name}": w.clone() for name, w in weights.items()}, source)
+    ema_ckpt.consolidate(source, tmp_path / "b.safetensors")
+    assert problems_of(tmp_path / "b.safetensors", source) == []
+    lost = without(tmp_path / "b.safetensors", "1.weight")
+    assert [code for code, _ in problems_of(lost, source)] == ["incomplete"]
+
+
+def test_live_weights_in_the_place_of_an_average_go_without_its_counter(tmp_path: Path) -> None:
+    averages = {"w": torch.randn(2), "b": torch.randn(2)}
+    live = {"steps": torch.tensor(3), "module.w": torch.randn(2), "module.b": torch.randn(2)}
+    torch.save({"state_dict": averages, "ema_state_dict": live}, tmp_path / "a.pt")
+    out = tmp_path / "b.safetensors"
+    ema_ckpt.consolidate(tmp_path / "a.pt", out, "ema_state_dict")
+    assert problems_of(out, tmp_path / "a.pt") == []
+    wrong = exchanged(out, "w", "b")
+    assert problems_of(wrong, tmp_path / "a.pt") == [("checksum", "b"), ("checksum", "w")]
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(2, 3, bias=False)
+        self.head = torch.nn.Linear(2, 3, bias=False)
+        self.norm = torch.nn.Linear(2, 2, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("source", ["flat.pt", "nested.pt", "a.safetensors"])
+def test_one_name_of_what_the_source_ties_is_enough(source: str, kept: str, tmp_path: Path) -> None:
+    """`save_pretrained` leaves out the other, whichever it is, and records nothing."""
+    model = Tied()
+    if source == "flat.pt":
+        torch.save(model.state_dict(), tmp_path / source)
+    elif source == "nested.pt":
+        teacher = {name: w + 1 for name, w in model.state_dict().items()}
+        torch.save({"model": model.state_dict(), "teacher": teacher}, tmp_path / source)
+    else:
+        save_model(model, str(tmp_path / source))
+    state = {name: model.state_dict()[name].clone() for name in (kept, "norm.weight")}
+    out = tmp_path / "b.safetensors"
+    save_file(state, out)
+    assert problems_of(out, tmp_path / source) == []
+    both = problems_of(without(out, kept), tmp_path / source)
+    assert [code for code, _ in both] == ["incomplete"]
+    save_file(state | {kept: state[kept] + 1}, out)
+    assert problems_of(out, tmp_path / source)[0] == ("checksum", kept)
+
+
+def test_a_copy_that_records_a_tie_which_the_source_does_not_have_differs(tmp_path: Path) -> None:
+    """The bytes of one of the two are lost."""
+    model = Tied()
+    save_model(model, str(tmp_path / "b.safetensors"))
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    torch.save(state, tmp_path / "a.pt")
+    assert problems_of(tmp_path / "b.safetensors", tmp_path / "a.pt") == []
+    (kept,) = load_file(tmp_path / "b.safetensors").keys() & {"embed.weight", "head.weight"}
+    (dropped,) = {"embed.weight", "head.weight"} - {kept}
+    torch.save(state | {dropped: state[kept] + 1}, tmp_path / "a.pt")
+    found = verify(tmp_path / "b.safetensors", against=tmp_path / "a.pt")
+    assert [(p.code, p.tensor) for p in found.problems] == [("checksum", dropped)]
+    assert f"here tied to {kept!r}" in found.problems[0].message
+
+
+def test_a_weight_under_a_second_name_that_differs_in_a_wrapper_is_extra(tmp_path: Path) -> None:
+    state = {"w": torch.randn(2), "b": torch.randn(2)}
+    save_file(state, tmp_path / "a.safetensors")
+    save_file(state | {"module.w": state["w"].clone()}, tmp_path / "b.safetensors")
+    found = problems_of(tmp_path / "b.safetensors", tmp_path / "a.safetensors")
+    assert found == [("index-mismatch", "module.w")]
+
+
+@pytest.mark.parametrize("layout", ["weights", "shadow_params"])
+def test_an_average_under_the_names_that_it_is_stored_by(layout: str, tmp_path: Path) -> None:
+    live = {"a": torch.randn(2), "c": torch.randn(2)}
+    if layout == "weights":
+        average = {"weights": {"a": torch.randn(2), "c": torch.randn(2)}}
+        average |= {"num_updates": torch.tensor(7), "config": '{"version": 1}'}
+    else:
+        average = {"shadow_params": [torch.randn(2), torch.randn(2)], "decay": 0.9}
+    torch.save({"model": live, "ema": average}, tmp_path / "a.pt")
+    out = tmp_path / "b.safetensors"
+    ema_ckpt.convert(tmp_path / "a.pt", out, tree="ema", rename=["ema.="])
+    found = verify(out, against=tmp_path / "a.pt")
+    assert (found.status, found.warnings) == ("sound", ())
+    one, other = [name for name in load_file(out) if name.startswith(layout)]
+    wrong = problems_of(exchanged(out, one, other), tmp_path / "a.pt")
+    assert wrong == [("checksum", one), ("checksum", other)]
+
+
+def test_weights_that_were_filled_are_the_live_ones_of_their_names(tmp_path: Path) -> None:
+    live = {f"{i}.weight": torch.randn(2) for i in range(4)}
+    average = {f"{i}.weight": torch.randn(2) for i in range(2)}
+    torch.save({"model": live, "ema": average}, tmp_path / "a.pt")
+    out = tmp_path / "b.safetensors"
+    ema_ckpt.consolidate(tmp_path / "a.pt", out, fill=True)
+    found = verify(out, against=tmp_path / "a.pt")
+    assert (found.status, found.warnings) == ("sound", ())
+    wrong = problems_of(exchanged(out, "2.weight", "3.weight"), tmp_path / "a.pt")
+    assert wrong == [("checksum", "2.weight"), ("checksum", "3.weight")]
+    for name in ("1.weight", "3.weight"):
+        assert problems_of(without(out, name), tmp_path / "a.pt") == [("incomplete", name)]
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_part_of_a_tree_is_told_by_a_warning(suffix: str, tmp_path: Path) -> None:
+    state = {f"net.{i}.{k}.w": torch.randn(2) for i in ("enc", "dec") for k in range(3)}
+    source = tmp_path / f"a.{suffix}"
+    if suffix == "pt":
+        torch.save({"state_dict": state}, source)
+    else:
+        save_file({f"state_dict.{name}": tensor for name, tensor in state.items()}, source)
+    out = tmp_path / "b.safetensors"
+    ema_ckpt.consolidate(source, out, "state_dict.net.dec")
+    found = verify(out, against=source)
+    assert (found.status, [w.code for w in found.warnings]) == ("sound", ["left-out"])
+    assert "'state_dict.net.enc.0.w'" in found.warnings[0].message
+    wrong = problems_of(exchanged(out, "0.w", "2.w"), source)
+    assert wrong == [("checksum", "0.w"), ("checksum", "2.w")]
+    assert problems_of(without(out, "1.w"), source) == [("incomplete", "1.w")]
+
+
+def test_damage_of_another_tree_of_the_source_is_none_of_the_copy(tmp_path: Path) -> None:
+    weights = {f"{i}.weight": torch.randn(2) for i in range(3)}
+    average = {name: weight.clone() for name, weight in weights.items()}
+    source = tmp_path / "a"
+    save_dcp(source, {"model": weights, "ema": average})
+    ema_ckpt.consolidate(source, tmp_path / "b.safetensors")
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    for index in [i for i in metadata.storage_data if i.fqn == "model.1.weight"]:
+        del metadata.storage_data[index]
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert problems_of(tmp_path / "b.safetensors", source) == []
+    save_file({f"model.{k}": w for k, w in weights.items()}, tmp_path / "c.safetensors")
+    found = problems_of(tmp_path / "c.safetensors", source)
+    assert ("checksum", "model.1.weight") in found
+    assert len(found) == 2  # and why the source's is not read
