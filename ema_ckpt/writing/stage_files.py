@@ -11,8 +11,9 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.storage.files import close_read, is_gone
@@ -20,11 +21,22 @@ from ema_ckpt.storage.stage_names import JOURNAL, LOCK
 from ema_ckpt.writing.switch import empty_cache
 
 _ACCESS_LIST = "system.posix_acl_access"
-_MASKED, _MASK = (2, 4, 8), 16  # a user, the group, a further group; what these have at most
+_ENTRY = "<HHI"  # its kind, rights, and whose they are
+_GROUP, _MASK = 4, 16
+_MASKED = (2, _GROUP, 8)  # a user, the group, a further group: those have what the mask has at most
+_NOBODY = 2**32 - 1  # whose an entry is that needs no name
 _NO_LIST = (errno.ENODATA, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # as for `cp -p`
 _DELETE_ATTEMPTS = 3
 _OVERFLOW = 65534
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class _Entry(NamedTuple):
+    """A line of an access list."""
+
+    kind: int
+    rights: int
+    who: int
 
 
 def open_directory(path: Path) -> int:
@@ -129,24 +141,32 @@ def close_as(root: Path, target: Path) -> None:
         OSError: the target is gone, or its permissions cannot be told.
     """
     old, before = os.lstat(target), stat.S_IMODE(os.lstat(root).st_mode)
-    mode, read = before, old.st_mode
-    if not _give_group(root, old):
-        read = _without_group(read)
-    elif stat.S_ISDIR(read):
+    mode, read, closed = before, old.st_mode, stat.S_IRWXG | stat.S_IRWXO
+    has_group = _give_group(root, old)
+    with contextlib.suppress(OSError):  # a list that cannot be read may keep out anybody
+        given = _entries_of(target)
+        closed = 0 if _readers(root, before) <= _readers(target, old.st_mode) else stat.S_IRWXG
+        if any(_is_shut_out(entry) for entry in given):
+            closed |= stat.S_IRWXO
+        if not has_group:
+            read = _without_group(read, given)
+    if has_group and stat.S_ISDIR(read):
         mode |= read & stat.S_ISGID
-    if not read & stat.S_IRGRP or not _admits_no_more(root, target):
-        mode &= ~stat.S_IRWXG  # which takes `S_ISGID` from one who is not of the group
+    if not read & stat.S_IRGRP:
+        closed |= stat.S_IRWXG
     if not read & stat.S_IROTH:
-        mode &= ~stat.S_IRWXO
+        closed |= stat.S_IRWXO
+    mode &= ~closed  # which takes `S_ISGID` from one who is not of the group
     if mode != before:
         os.chmod(root, mode)
 
 
 def take_permissions(new: Path, target: Path) -> str | None:
-    """Give what replaces a target of its kind the target's permissions, as a copy over it has.
+    """Give what replaces a target the target's permissions, as a copy over it has.
 
     Those are its mode, its group and its access list, and to root its owner. A group that may not
-    be given has no rights that others lack: its members are other people.
+    be given has no rights that others lack: its members are other people. Who may read a file may
+    search the directory that replaces it.
 
     Returns:
         Why that cannot be, as on a file system where they are fixed.
@@ -155,27 +175,41 @@ def take_permissions(new: Path, target: Path) -> str | None:
         FileNotFoundError: the target is gone.
     """
     old, own = os.lstat(target), os.lstat(new)
-    mode = stat.S_IMODE(old.st_mode)
-    if stat.S_IFMT(old.st_mode) != stat.S_IFMT(own.st_mode):
-        return None
-    if not stat.S_ISDIR(old.st_mode):
-        mode &= 0o777  # as for whoever writes to a file
-    if old.st_uid != own.st_uid:
-        _give_owner(new, old)
-    failure = None
-    if not _give_group(new, old) and _without_group(mode) != mode:
-        mode, failure = _without_group(mode), "its group may not be given"
+    mode = _mode_like(old.st_mode, own.st_mode)
+    closed, failure = _without_group(mode), None
+    with contextlib.suppress(OSError):  # said below
+        closed = _without_group(mode, _entries_of(target))
+    if not _give_group(new, old) and closed != mode:
+        mode, failure = closed, "its group may not be given"
     if failure is None:
         try:
             _give_access_list(new, target)  # which sets some of the mode
         except OSError as error:  # and without it the mode would let in the group
-            mode, failure = _without_group(mode), error.strerror or str(error)
+            mode, failure = closed, error.strerror or str(error)
     try:
         if stat.S_IMODE(os.lstat(new).st_mode) != mode:
             os.chmod(new, mode)
     except OSError as error:
         return error.strerror or str(error)
+    if old.st_uid != own.st_uid:
+        _give_owner(new, old)  # last: not every root may change what is another's
     return failure
+
+
+def _mode_like(old: int, own: int) -> int:
+    """Return the mode of a target for what replaces it, which may be of the other kind."""
+    if not stat.S_ISDIR(own):
+        return _rights_like(stat.S_IMODE(old) & 0o777, old, own)  # as for whoever writes to a file
+    if stat.S_ISDIR(old):
+        return stat.S_IMODE(old)
+    # Only a directory that its owner may write to can be moved.
+    return _rights_like(old & 0o777, old, own) | stat.S_IRWXU | own & stat.S_ISGID
+
+
+def _rights_like(rights: int, old: int, own: int) -> int:
+    if stat.S_IFMT(old) == stat.S_IFMT(own):
+        return rights
+    return rights & 0o666 | (rights & 0o444) >> 2 if stat.S_ISDIR(own) else rights & 0o666
 
 
 def _give_owner(path: Path, old: os.stat_result) -> None:
@@ -207,14 +241,26 @@ def _is_unmapped(kind: str, number: int) -> bool:
     return mapped != ["0", "0", str(2**32 - 1)]
 
 
-def _without_group(mode: int) -> int:
-    """Return a mode in which a group may do no more than everybody."""
-    return mode & ~(stat.S_IRWXG | stat.S_ISGID) | mode & (mode & stat.S_IRWXO) << 3
+def _without_group(mode: int, access_list: Iterable[_Entry] = ()) -> int:
+    """Return a mode in which a group may do no more than everybody, for another group.
+
+    Whom the old group or the list kept out is among all others then: these may do no more either.
+    """
+    rights = mode >> 3 & mode & 7
+    for entry in access_list:
+        rights &= entry.rights if entry.kind in _MASKED else 7
+    return mode & ~(stat.S_IRWXG | stat.S_IRWXO | stat.S_ISGID) | rights << 3 | rights
 
 
 def _give_access_list(new: Path, target: Path) -> None:
     """Give what replaces a target its list of further users, or none."""
     given, own = _access_list(target), _access_list(new)
+    modes = os.lstat(target).st_mode, os.lstat(new).st_mode
+    if given:
+        entries = [
+            (kind, _rights_like(rights, *modes), who) for kind, rights, who in _entries_of(target)
+        ]
+        given = given[:4] + b"".join(struct.pack(_ENTRY, *entry) for entry in entries)
     if given and given != own:
         os.setxattr(new, _ACCESS_LIST, given, follow_symlinks=False)
     elif own and not given:
@@ -232,17 +278,27 @@ def _access_list(path: Path) -> bytes:
         raise
 
 
-def _admits_no_more(root: Path, target: Path) -> bool:
-    """Whether a stage has by inheritance a list by which nobody reads it who cannot the target."""
-    own, given = _access_list(root), _access_list(target)
-    return not given or (bool(own) and _readers(own) <= _readers(given))
+def _entries_of(path: Path) -> list[_Entry]:
+    return [_Entry(*entry) for entry in struct.iter_unpack(_ENTRY, _access_list(path)[4:])]
 
 
-def _readers(access_list: bytes) -> set[tuple[int, int]]:
-    """Return the users and groups that read by an access list, the owner and all others aside."""
-    entries = [*struct.iter_unpack("<HHI", access_list[4:])]
-    mask = next((rights for kind, rights, _ in entries if kind == _MASK), 7)
-    return {(kind, who) for kind, rights, who in entries if kind in _MASKED and rights & mask & 4}
+def _readers(path: Path, mode: int) -> set[tuple[int, int]]:
+    """Return the users and groups that read by an access list, the owner and all others aside.
+
+    Without a list that is the group, if it may.
+    """
+    entries = _entries_of(path) or [_Entry(_GROUP, mode >> 3 & 7, _NOBODY)]
+    mask = next((entry.rights for entry in entries if entry.kind == _MASK), 7)
+    return {
+        (entry.kind, entry.who)
+        for entry in entries
+        if entry.kind in _MASKED and entry.rights & mask & 4
+    }
+
+
+def _is_shut_out(entry: _Entry) -> bool:
+    """Whether an access list names somebody who may not read, whatever all others may."""
+    return entry.kind in _MASKED and not entry.rights & 4
 
 
 def allocated(root: Path) -> int:

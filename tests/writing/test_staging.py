@@ -376,6 +376,107 @@ def test_without_its_access_list_a_target_is_closed_to_its_group(
     assert [warning.code for warning in staged.warnings] == ["permissions"]
 
 
+def _access_list(*entries: tuple[int, int, int]) -> bytes:
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o664])
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_what_replaces_a_target_of_the_other_kind_has_its_permissions(
+    tmp_path: Path, is_directory: bool, mode: int
+) -> None:
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=not is_directory)
+    searched = 0o700 | mode | (mode & 0o444) >> 2
+    target.chmod(mode if is_directory else searched)
+    with stage(target, is_directory=is_directory, overwrite=True) as staged:
+        write_new(staged)
+        assert staged.root.stat().st_mode & 0o007 == (0o005 if mode & 0o004 else 0)
+    assert target.stat().st_mode & 0o777 == (searched if is_directory else mode | 0o600)
+    assert staged.warnings == []
+
+
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_an_access_list_is_given_to_the_other_kind(tmp_path: Path, is_directory: bool) -> None:
+    target, name = tmp_path / "target.safetensors", "system.posix_acl_access"
+    make_old(target, is_directory=not is_directory)
+
+    def entries(search: int) -> bytes:
+        reads = 4 | search
+        some = [(2, reads, 6002), (4, 0, -1), (16, reads, -1), (32, 0, -1)]
+        return _access_list((1, 6 | search, -1), *some)
+
+    try:
+        os.setxattr(target, name, entries(0 if is_directory else 1))
+    except OSError:
+        pytest.skip("the file system has no access lists")
+    with stage(target, is_directory=is_directory, overwrite=True) as staged:
+        write_new(staged)
+    assert os.getxattr(target, name) == entries(1 if is_directory else 0)
+    assert staged.warnings == []
+
+
+def test_a_stage_lets_in_nobody_by_a_list_that_it_inherits(tmp_path: Path) -> None:
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=False)
+    target.chmod(0o640)  # whose group may read it, and nobody else
+    inherited = [(1, 7, -1), (2, 5, 6002), (4, 5, -1), (16, 5, -1), (32, 0, -1)]
+    try:
+        os.setxattr(tmp_path, "system.posix_acl_default", _access_list(*inherited))
+    except OSError:
+        pytest.skip("the file system has no access lists")
+    with stage(target, is_directory=False, overwrite=True) as staged:
+        write_new(staged)
+        assert staged.root.stat().st_mode & 0o077 == 0
+    assert "system.posix_acl_access" not in os.listxattr(target)
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_whom_a_list_keeps_out_is_not_let_in_with_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=False)
+    kept_out = [(1, 6, -1), (2, 0, 6002), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
+    try:
+        os.setxattr(target, "system.posix_acl_access", _access_list(*kept_out))
+    except OSError:
+        pytest.skip("the file system has no access lists")
+
+    def refuse(new: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("ema_ckpt.writing.stage_files._give_access_list", refuse)
+    with stage(target, is_directory=False, overwrite=True) as staged:
+        write_new(staged)
+        assert staged.root.stat().st_mode & 0o007 == 0
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert [warning.code for warning in staged.warnings] == ["permissions"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_what_is_given_away_is_closed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root of a container may be one who gives files away but may not change those of others."""
+    target, chmod = tmp_path / "target.safetensors", os.chmod
+    make_old(target, is_directory=False)
+    target.chmod(0o600)
+    os.chown(target, 6001, 7000)
+
+    def change(path: Path, mode: int) -> None:
+        if os.stat(path).st_uid:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        chmod(path, mode)
+
+    with stage(target, is_directory=False, overwrite=True) as staged:
+        write_new(staged)
+        monkeypatch.setattr(os, "chmod", change)
+    status = target.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (6001, 7000, 0o600)
+    assert staged.warnings == []
+
+
 def test_permissions_that_cannot_be_given_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
