@@ -31,8 +31,10 @@ _CONNECT_TIMEOUT = timedelta(minutes=2)
 _RETURN_SECONDS = 15.0  # in which ranks that have met come to connect anew
 _LONGEST_PAUSE = 0.2  # of a rank that waits for the others to come
 _LEFT = 1 << 32  # added to the number of ranks that have come to connect, by one that will not
+_CONNECT, _LEAVE = "connect", "leave"  # what ranks do that have come, all or not
 
 _channels: dict[str, tuple[object, Channel]] = {}  # by purpose, with the default group at that time
+_begun = ""  # the place where this rank last began to connect, for the others to find it
 _connected: WeakSet[Channel] = WeakSet()
 _TOLD = "_ema_ckpt_told"  # of an error: whether the other ranks know of it
 
@@ -199,8 +201,8 @@ def open_channel(purpose: str, meeting: int, timeout: float = 0) -> Channel:
         return Channel(None)
     world = dist.group.WORLD
     group, channel = _channels.get(purpose, (None, None))
-    store = dist.distributed_c10d._get_default_store()
-    place = f"{purpose}/{meeting}"  # apart from what an earlier one has left
+    place, store = _place(purpose, meeting)
+    _forget_begun()
     seconds = min(max(timeout, _RETURN_SECONDS), _CONNECT_TIMEOUT.total_seconds())
     if channel is not None and group is world:
         with contextlib.suppress(CollectiveError):  # it is closed, here or elsewhere
@@ -208,9 +210,21 @@ def open_channel(purpose: str, meeting: int, timeout: float = 0) -> Channel:
             return channel
         seconds = _RETURN_SECONDS
     _await_all(PrefixStore(f"ema_ckpt/{place}", store), seconds)
-    channel = connect_channel(place, store, dist.get_rank(), dist.get_world_size())
-    _channels[purpose] = (world, channel)
+    channel = Channel(_Closed(), dist.get_rank(), dist.get_world_size())
+    _channels[purpose] = (world, channel)  # whoever is interrupted from here on closes it
+    _connect(channel, place, store)
     return channel
+
+
+def _place(purpose: str, meeting: int) -> tuple[str, Store]:
+    """Return where in the ranks' store those find each other who have met; the store, too."""
+    # Apart from what an earlier meeting has left.
+    return f"{purpose}/{meeting}", dist.distributed_c10d._get_default_store()
+
+
+def _forget_begun() -> None:
+    global _begun
+    _begun = ""
 
 
 def _await_all(store: Store, seconds: float) -> None:
@@ -224,23 +238,35 @@ def _await_all(store: Store, seconds: float) -> None:
         present = store.add("present", 1)
         while present < dist.get_world_size():
             waited = time.monotonic() - began
-            if waited > seconds:
-                raise lost_rank()
+            if waited > seconds and _settle(store, _LEAVE):
+                store.add("present", _LEFT)  # whoever comes later does not wait for this rank
             time.sleep(min(max(waited * 0.05, 0.001), _LONGEST_PAUSE))
             present = store.add("present", 0)
-        if present >= _LEFT:
+        if not _settle(store, _CONNECT):
             raise lost_rank()
     except RuntimeError as error:  # rank 0, which keeps the store, has died
         raise lost_rank() from error
 
 
+def _settle(store: Store, way: str) -> bool:
+    """Whether the ranks go this way: that of the first who says one."""
+    return bool(store.compare_set("way", "", way) == way.encode())
+
+
 def leave_before_connecting(purpose: str, meeting: int) -> None:
-    """Tell the ranks that come to open the channel after a meeting that this one does not."""
+    """Tell the ranks that come to open the channel after a meeting that this one does not.
+
+    Where all have come, and some may connect already, it connects for their sake, and leaves then.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store = dist.distributed_c10d._get_default_store()
-    with contextlib.suppress(RuntimeError):  # the store may be what has failed
-        PrefixStore(f"ema_ckpt/{purpose}/{meeting}", store).add("present", _LEFT)
+    place, store = _place(purpose, meeting)
+    with contextlib.suppress(RuntimeError, CollectiveError):  # the store may be what has failed
+        there = PrefixStore(f"ema_ckpt/{place}", store)
+        if _settle(there, _LEAVE):
+            there.add("present", _LEFT)
+        elif _begun != place:
+            connect_channel(place, store, dist.get_rank(), dist.get_world_size()).close()
 
 
 def connect_channel(
@@ -251,16 +277,26 @@ def connect_channel(
     Raises:
         CollectiveError: `rank-failed`: another rank died before all were connected.
     """
-    store = PrefixStore(f"ema_ckpt/{purpose}", store)
+    channel = Channel(_Closed(), rank, size)
+    _connect(channel, purpose, store, timeout)
+    return channel
+
+
+def _connect(
+    channel: Channel, place: str, store: Store, timeout: timedelta = _GROUP_TIMEOUT
+) -> None:
+    global _begun
+    prefixed = PrefixStore(f"ema_ckpt/{place}", store)
+    options = prefixed, channel.rank, channel.size, _CONNECT_TIMEOUT
+    _connected.add(channel)
     try:
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_CONNECT_TIMEOUT)
+        _begun = place  # an interrupt comes before this or after the next call
+        # Whoever is interrupted leaves no name for it: the error's traceback would keep it alive.
+        object.__setattr__(channel, "gloo", dist.ProcessGroupGloo(*options))
     except RuntimeError as error:
         message = f"not all ranks could be connected: {plain_cause(error)}"
         raise CollectiveError("rank-failed", message) from error
-    gloo._set_default_timeout(timeout)
-    channel = Channel(gloo, rank, size)
-    _connected.add(channel)
-    return channel
+    channel.gloo._set_default_timeout(timeout)
 
 
 def _disconnect() -> None:

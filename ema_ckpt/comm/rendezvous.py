@@ -227,7 +227,9 @@ def _meet(
             with suppress(RuntimeError):  # the store may be what has failed
                 meeting.end_as_interrupted()
             raise
-        if dist.get_rank() not in outcome.get("absent", []):
+        # Without this rank, or by its own interrupt before it was counted.
+        own = dist.get_rank()
+        if own not in outcome.get("absent", []) and own != outcome.get("interrupted"):
             return outcome
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ema_ckpt.comm import channel
-from ema_ckpt.comm.channel import open_channel
+from ema_ckpt.comm import channel, rendezvous
+from ema_ckpt.comm.channel import leaving_together, open_channel
 from ema_ckpt.comm.rendezvous import meet, meet_and_connect, one_call_at_a_time
 from ema_ckpt.core.errors import CollectiveError
 from ema_ckpt.core.text import format_ranks
@@ -219,10 +219,13 @@ def _one_leaves_as_it_connects(function: str, event: str) -> tuple[str, float]:
     if dist.get_rank() == 2:
         time.sleep(1)  # it comes last, and so decides that all have come
         _interrupt_at(function, event)
+    kept = []
     try:
-        meet_and_connect("save", "save", 60).exchange(0)
+        with leaving_together("save"):
+            meet_and_connect("save", "save", 60).exchange(0)
     except (KeyboardInterrupt, CollectiveError) as error:
         message = f"{type(error).__name__}: {error}"
+        kept.append(error)  # and with its traceback whatever has a name there
     waited = time.monotonic() - began
     assert meet_and_connect("save", "save", 60).exchange(dist.get_rank()) == [0, 1, 2]
     return message, waited
@@ -237,6 +240,9 @@ def _one_leaves_as_it_connects(function: str, event: str) -> tuple[str, float]:
         ("meet", "return"),
         ("open_channel", "call"),
         ("_await_all", "call"),
+        ("_await_all", "return"),
+        ("_connect", "call"),
+        ("_connect", "return"),
     ],
 )
 def test_a_rank_that_is_interrupted_before_it_connects_keeps_nobody_waiting(
@@ -247,6 +253,48 @@ def test_a_rank_that_is_interrupted_before_it_connects_keeps_nobody_waiting(
     for message, waited in others:
         assert message.startswith("CollectiveError: ")
         assert waited < 10
+
+
+class _Interrupted(dict[tuple[int, ...], int]):
+    """Counts of meetings; the first that is noted is interrupted instead."""
+
+    def __setitem__(self, ranks: tuple[int, ...], count: int) -> None:
+        rendezvous._attempts = dict(self)
+        raise KeyboardInterrupt
+
+
+def _one_leaves_as_it_counts() -> str:
+    message = ""
+    meet("save", 20)
+    if dist.get_rank() == 1:
+        rendezvous._attempts = _Interrupted(rendezvous._attempts)
+    try:
+        meet("save", 20)
+    except (KeyboardInterrupt, CollectiveError) as error:
+        message = f"{type(error).__name__}: {error}"
+    meet("save", 5)
+    return message
+
+
+def test_a_rank_that_is_interrupted_as_it_comes_meets_the_others_in_their_next_call() -> None:
+    waiting = "CollectiveError: save: rank 1 was interrupted while it waited for the others"
+    assert run(2, _one_leaves_as_it_counts, timeout=60) == [waiting, "KeyboardInterrupt: "]
+
+
+def _one_comes_late_to_connect() -> float:
+    channel._RETURN_SECONDS = 1.0
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    started = time.monotonic()
+    with pytest.raises(CollectiveError, match="another rank ended"):
+        open_channel("test", 1)
+    return time.monotonic() - started
+
+
+def test_who_comes_when_the_others_have_given_up_does_not_wait() -> None:
+    waited, late = run(2, _one_comes_late_to_connect, timeout=60)
+    assert waited >= 1
+    assert late < 5
 
 
 def _one_dies_at_the_door() -> float:
