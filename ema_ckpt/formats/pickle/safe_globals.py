@@ -43,6 +43,11 @@ _EXECUTOR_NAMES = _full_names("""
     _functools.partialmethod io.FileIO _io.FileIO _pyio.FileIO torch.load torch.jit.load
     torch.serialization.load torch.storage._load_from_bytes numpy.load
 """)
+_DEPTH = 4  # at least the parts of the longest of these names
+_HEADS = {
+    module.partition(".")[0]
+    for module in (*_EXECUTOR_MODULES, *(names[0] for names in _EXECUTOR_NAMES))
+}
 # Functions that many modules have under their own name: `io.open`, `gzip.open`, `pandas.eval`.
 _EXECUTOR_FUNCTIONS = _words("""
     open open_code fdopen system popen Popen startfile eval exec execfile runstring run_path
@@ -73,6 +78,20 @@ _SAFE_BUILTINS |= _words("""
 _SAFE_BUILTIN_ENDS = ("Error", "Exception", "Warning")
 
 
+def _leads_to_executor(path: list[str], first: int) -> bool:
+    """Whether the parts of a name from `first` on are those of an executor.
+
+    Only a few are looked at, for a name may have a million.
+    """
+    if path[first] not in _HEADS:
+        return False
+    parents = accumulate(path[first : min(first + _DEPTH, len(path) - 1)], "{}.{}".format)
+    if not _EXECUTOR_MODULES.isdisjoint(parents):  # a, a.b and a.b.c of a.b.c.d
+        return True
+    is_short = len(path) - first <= _DEPTH
+    return is_short and (".".join(path[first:-1]), path[-1]) in _EXECUTOR_NAMES
+
+
 def is_executor(module: str, name: str) -> bool:
     """Whether a global is known to run code when called."""
     if module in ("builtins", "__builtin__"):
@@ -80,13 +99,10 @@ def is_executor(module: str, name: str) -> bool:
         return "." in name or not is_safe
     if (module, name) in _HARMLESS_NAMES:
         return False
-    path, modules = [*module.split("."), *name.split(".")], module.count(".") + 1
     # What a module imports is reached through it: `torch` and `serialization.load`.
-    for first in (0, *range(modules, len(path))):
-        parents = accumulate(path[first:-1], "{}.{}".format)  # a, a.b and a.b.c of a.b.c.d
-        is_known = (".".join(path[first:-1]), path[-1]) in _EXECUTOR_NAMES
-        if is_known or not _EXECUTOR_MODULES.isdisjoint(parents):
-            return True
+    path, modules = [*module.split("."), *name.split(".")], module.count(".") + 1
+    if any(_leads_to_executor(path, first) for first in (0, *range(modules, len(path)))):
+        return True
     *outer, last = name.split(".")
     if last in _EXECUTOR_FUNCTIONS or last.startswith("__"):
         return True

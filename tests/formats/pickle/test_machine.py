@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ema_ckpt.core.errors import EmaCkptError, SourceError, UnsafeError
+from ema_ckpt.formats.pickle import safe_globals
 from ema_ckpt.formats.pickle.machine import loads
 from ema_ckpt.formats.pickle.safe_globals import Opaque, is_executor
 from ema_ckpt.formats.pickle.tensors import PLAIN_GLOBALS
@@ -189,6 +190,18 @@ def test_classes_within_classes_are_no_executors(module: str, name: str) -> None
 def test_harmless_neighbours_are_no_executors(name: str) -> None:
     module, _, last = name.rpartition(".")
     assert not is_executor(module, last)
+
+
+def test_names_of_many_parts_are_looked_through_in_linear_time() -> None:
+    many = ".".join(["a"] * 1_000_000)
+    assert not is_executor(many, "b")
+    assert not is_executor("b", many)
+    assert is_executor("b", f"{many}.torch.serialization.load")
+
+
+def test_the_depth_of_what_is_looked_for_covers_all_names() -> None:
+    names = [*safe_globals._EXECUTOR_MODULES, *map(".".join, safe_globals._EXECUTOR_NAMES)]
+    assert max(name.count(".") + 1 for name in names) <= safe_globals._DEPTH
 
 
 def test_what_makes_missing_values_of_a_dict_must_not_run_code() -> None:
