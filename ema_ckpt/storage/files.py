@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import AccessError, RefusedError, SourceError, UnsafeError
-from ema_ckpt.storage.http_ranges import HttpFile, read_range, size_in_answer, strong_tag
+from ema_ckpt.storage.http_ranges import PAGE, HttpFile, read_range, size_in_answer, strong_tag
 from ema_ckpt.storage.remote import (
     ReplacedError,
     ShortAnswerError,
@@ -380,25 +380,28 @@ class RemoteFiles:
                 raise AccessError("unreadable", f"{message}; download it first", file=name)
             size = info["size"]
             if is_http(self._filesystem):
-                size = self._checked_size(name, path, size)
+                size = self._checked_size(name, path, size, info.get("mimetype") == PAGE)
                 self._tags[path], self.seen[name] = strong_tag(info), Stamp(stamp_of(info))
             self._sizes[name] = size
         return self._sizes[name]
 
-    def _checked_size(self, name: str, path: str, size: int) -> int:
+    def _checked_size(self, name: str, path: str, size: int, is_page: bool) -> int:
         """Compare the length that HEAD gave, `size`, with that of an answer to GET; return it.
 
         `read` compares every answer that it gets, but asks for nothing beyond `size`: a file that
-        HEAD makes too short would be truncated without an answer. So the first byte is asked for
-        here, of the first file that is opened, and of every one that HEAD calls empty. For the
-        latter the total of a range counts: 0 is what HEAD has where no length was set.
+        HEAD makes too short would be truncated without an answer. So the first bytes are asked
+        for here, of the first file that is opened, and of every one that HEAD calls empty or a
+        page. Of an empty one the total of a range counts: 0 is what HEAD has without a length.
         """
-        if self._sizes and size:
+        if self._sizes and size and not is_page:
             return size
         try:
             said = self._ask(lambda: size_in_answer(self._filesystem, path), name)
         except FileNotFoundError:
             raise _removed(name, self.root) from None
+        if said.is_page:
+            message = f"{name}: the server sends a page in its place, as one to log in"
+            raise AccessError("unreadable", f"{message} (in {self.root})", file=name)
         if said.nbytes is None or said.nbytes == size:
             return size
         if not size and said.is_of_range:

@@ -20,6 +20,14 @@ _TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 _PLAIN = ("", "identity")
 _VALIDATORS = ("ETag", "Last-Modified")
 _WEAK = "W/"
+PAGE = "text/html"
+_HEAD_NBYTES = 64
+_BEGINS_AS_PAGE = re.compile(
+    rb"\s*<(?:!doctype|!--|html|head|body|meta|title|script)", re.IGNORECASE
+)
+_MOST_PAGE_NBYTES = 256 << 10
+# What a page asks that lists nothing: for a password, or to go on to another page.
+_ASKS = re.compile(rb"type\s*=\s*[\"']?password|http-equiv\s*=\s*[\"']?refresh", re.IGNORECASE)
 
 
 class HttpFile(NamedTuple):
@@ -38,10 +46,16 @@ class HttpFile(NamedTuple):
 
 
 class SaidSize(NamedTuple):
-    """Bytes of a file as an answer says, None if it does not; `is_of_range`: it sent a range."""
+    """Bytes of a file as an answer says, None if it does not.
+
+    Attributes:
+        is_of_range: it sent a range.
+        is_page: it is a page in HTML, by its type and its beginning, or an empty one.
+    """
 
     nbytes: int | None
     is_of_range: bool
+    is_page: bool = False
 
 
 class NoRangesError(ValueError):
@@ -70,7 +84,7 @@ def read_range(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int
 
 
 def size_in_answer(filesystem: HTTPFileSystem, url: str) -> SaidSize:
-    """Ask for a file's first byte; the answer says how long the file is.
+    """Ask for a file's first bytes; the answer says how long the file is.
 
     Programs that make their answers often give HEAD the length of its own body, which is 0.
     """
@@ -80,10 +94,40 @@ def size_in_answer(filesystem: HTTPFileSystem, url: str) -> SaidSize:
     return size
 
 
+def asks_to_log_in(filesystem: HTTPFileSystem, url: str) -> bool:
+    """Whether the page at `url` asks for a password, has another name, or is none.
+
+    Who has to log in first is often sent on to such a page, which has status 200.
+    """
+    from fsspec.asyn import sync
+
+    asks: bool = sync(filesystem.loop, _asks_to_log_in, filesystem, url)
+    return asks
+
+
+async def _asks_to_log_in(filesystem: HTTPFileSystem, url: str) -> bool:
+    async with await _get(filesystem, url) as answer:
+        answer.raise_for_status()
+        asked = answer.history[0].url if answer.history else answer.url
+        is_elsewhere = _last_name(asked.path) != _last_name(answer.url.path)
+        if is_elsewhere or answer.status != 200:  # as of a redirect that leads nowhere
+            return True
+        page = await _first_bytes(answer.content, _MOST_PAGE_NBYTES, is_whole=True)
+        return not page.strip() or _ASKS.search(page) is not None
+
+
+def _last_name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
 async def _ask_size(filesystem: HTTPFileSystem, url: str) -> SaidSize:
-    async with await _get(filesystem, url, 0, 1) as answer:
+    async with await _get(filesystem, url, 0, _HEAD_NBYTES) as answer:
         if answer.status != 416:
             answer.raise_for_status()
+        if answer.content_type == PAGE and answer.status in (200, 206):
+            head = await _first_bytes(answer.content, _HEAD_NBYTES, is_whole=True)
+            if not head or _BEGINS_AS_PAGE.match(head):
+                return SaidSize(None, is_of_range=False, is_page=True)
         if answer.headers.get("Content-Encoding", "").lower() not in _PLAIN:
             return SaidSize(None, is_of_range=False)
         if answer.status == 200:
@@ -94,11 +138,12 @@ async def _ask_size(filesystem: HTTPFileSystem, url: str) -> SaidSize:
         return SaidSize(nbytes, is_of_range=answer.status == 206)
 
 
-async def _get(filesystem: HTTPFileSystem, url: str, start: int, stop: int) -> Any:
-    """Ask for bytes `start` to `stop`; the answer is a context manager."""
+async def _get(filesystem: HTTPFileSystem, url: str, start: int = 0, stop: int = 0) -> Any:
+    """Ask for bytes `start` to `stop`, or for all; the answer is a context manager."""
     options = dict(filesystem.kwargs)
     headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
-    headers["Range"] = f"bytes={start}-{stop - 1}"
+    if stop:
+        headers["Range"] = f"bytes={start}-{stop - 1}"
     session = await filesystem.set_session()
     return session.get(filesystem.encode_url(url), headers=headers, **options)
 

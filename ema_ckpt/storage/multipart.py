@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import AccessError, RefusedError, TargetError
+from ema_ckpt.storage.directories import join
 from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.remote import ask, stamp_of
 from ema_ckpt.storage.s3_answers import is_s3, payer
@@ -151,7 +152,7 @@ class MultipartUpload:
                 yield int(part["PartNumber"]), StoredPart(int(part["Size"]), _fields(part))
             if not answer.get("IsTruncated"):
                 return
-            marker = int(answer["NextPartNumberMarker"])
+            marker = int(_next(self._store, self._name, answer, "NextPartNumberMarker"))
 
     def _call(self, method: str, **values: Any) -> Mapping[str, Any]:
         return _call(self._store, self._name, method, **self._place, **values)
@@ -185,10 +186,17 @@ def uploads_below(store: ObjectStore, prefix: str) -> Iterator[tuple[str, str]]:
             yield str(upload["Key"]).removeprefix(base), str(upload["UploadId"])
         if not answer.get("IsTruncated"):
             return
-        more = {
-            "KeyMarker": str(answer["NextKeyMarker"]),
-            "UploadIdMarker": str(answer["NextUploadIdMarker"]),
-        }
+        more = {"KeyMarker": _next(store, prefix, answer, "NextKeyMarker")}
+        if answer.get("NextUploadIdMarker"):
+            more["UploadIdMarker"] = str(answer["NextUploadIdMarker"])
+
+
+def _next(store: ObjectStore, name: str, answer: Mapping[str, Any], field: str) -> str:
+    """Return where the next page of a list begins. Raises RefusedError if it is not said."""
+    if not answer.get(field):
+        message = f"{join(store.url, name)}: the store sends part of a list without {field}"
+        raise RefusedError("unreadable", message)
+    return str(answer[field])
 
 
 def _list(

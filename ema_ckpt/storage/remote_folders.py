@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ema_ckpt.core.errors import AccessError, SourceError
+from ema_ckpt.storage.http_ranges import asks_to_log_in
 from ema_ckpt.storage.remote import ask, in_turn, is_http, join_url, last_component, unescaped
 from ema_ckpt.storage.s3_answers import has_objects, is_s3
 
 if TYPE_CHECKING:
+    from fsspec.implementations.http import HTTPFileSystem
     from fsspec.spec import AbstractFileSystem
 
 # The file that a folder with these needs, under a name that web servers do not list.
@@ -64,6 +67,8 @@ def list_remote(filesystem: AbstractFileSystem, path: str, url: str) -> RemoteNa
         raise SourceError("unreadable", f"{url}: no such directory", file=url) from None
     if is_http(filesystem):
         names = _linked_names([str(item["name"]) for item in items], place)
+        if not names.folders + names.files:
+            _refuse_login(filesystem, place, url)
         if _lacks_hidden(names.files):
             files = sorted((*names.files, *_hidden_files(filesystem, path, url)))
             names = names._replace(files=tuple(files))
@@ -85,6 +90,14 @@ def _linked_names(links: Sequence[str], place: str) -> RemoteNames:
     folders = {name for link, name in names.items() if link.endswith("/")} - _NO_NAMES
     files = set(names.values()) - folders - _NO_NAMES
     return RemoteNames(tuple(sorted(folders)), tuple(sorted(files)))
+
+
+def _refuse_login(filesystem: AbstractFileSystem, place: str, url: str) -> None:
+    """Refuse a page that stands where a directory's would, and says nothing of it."""
+    question = partial(asks_to_log_in, cast("HTTPFileSystem", filesystem), place)
+    if ask(question, url, url):
+        message = f"{url}: the server does not list what is there; its page is one to log in"
+        raise AccessError("unreadable", f"{message}, or another one", file=url)
 
 
 def _linked(link: str, place: str) -> str:

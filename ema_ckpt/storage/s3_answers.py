@@ -68,7 +68,10 @@ def has_objects(filesystem: Any, path: str) -> bool:
         answer: Mapping[str, Any] = filesystem.call_s3("list_objects_v2", **place)
         if answer.get("Contents") or not answer.get("IsTruncated"):
             return bool(answer.get("Contents"))
-        place["ContinuationToken"] = answer["NextContinuationToken"]
+        token = answer.get("NextContinuationToken")
+        if not token:
+            raise ForeignAnswerError("the store sends part of a list, and not how it goes on")
+        place["ContinuationToken"] = token
 
 
 async def _check_answers(filesystem: Any, path: str) -> None:

@@ -558,6 +558,68 @@ def test_what_lies_beside_a_file_is_listed_with_the_query_and_what_pages_hide(
         assert result.status == "sound" and "abc" not in str(result)
 
 
+def test_an_empty_directory_is_one_behind_a_mirror_too(server: Server) -> None:
+    def mirror(handler: Handler) -> bool:
+        if handler.path.startswith("/newest"):
+            handler.answer(302, b"", "text/html", {"Location": "/x/newest/"})
+        elif handler.path == "/x/newest/":
+            handler.answer(200, b'<html>Index of x<a href="../">../</a></html>', "text/html")
+        else:
+            return False
+        return True
+
+    server.fault = mirror
+    assert list_folder(server.url("newest"))[1:] == ((), ())
+
+
+@pytest.mark.parametrize("type_", ["text/html", "application/json"])
+def test_files_are_read_whatever_type_the_server_says(checkpoints: Server, type_: str) -> None:
+    def typed(handler: Handler) -> bool:
+        usual = handler.answer
+        handler.answer = lambda status, body, kind, headers=None: usual(  # type: ignore[method-assign]
+            status, body, kind if kind == "text/html" else type_, headers
+        )
+        return False
+
+    checkpoints.fault = typed
+    assert ema_ckpt.verify(checkpoints.url(DCP)).status == "sound"
+
+
+LOG_IN = b'<!DOCTYPE html><form action="/login"><input type="password"></form><a href="/help">?</a>'
+
+
+@pytest.mark.parametrize("path", [DCP, ONE_FILE])
+@pytest.mark.parametrize("way", ["page", "redirect", "nothing"])
+def test_a_page_to_log_in_is_no_verdict_whenever_it_comes(
+    checkpoints: Server, path: str, way: str
+) -> None:
+    """From one request on it is all that comes, as where a session ends."""
+    whole = ema_ckpt.verify(checkpoints.url(path)).status
+    assert whole != "damaged"
+    for allowed in range(len(checkpoints.requests)):
+        checkpoints.requests.clear()
+
+        def log_in(handler: Handler, allowed: int = allowed) -> bool:
+            if len(handler.server.requests) <= allowed:
+                return False
+            if (
+                way != "redirect" or handler.path == "/login"
+            ):  # that of a redirect need not ask at once
+                page = LOG_IN if way == "page" else LOG_IN.replace(b"password", b"email")
+                handler.answer(200, b"" if way == "nothing" else page, "text/html")
+            else:
+                handler.answer(302, b"", "text/html", {"Location": "/login"})
+            return True
+
+        checkpoints.fault = log_in
+        try:
+            found = ema_ckpt.verify(checkpoints.url(path)).status
+        except ema_ckpt.EmaCkptError as error:
+            found = error.code
+        assert found in ("unreadable", "source-changed", whole), allowed
+        assert found != whole or len(checkpoints.requests) <= allowed + 1
+
+
 @pytest.mark.parametrize("status", [403, 404])
 def test_a_server_without_pages_is_no_damage_of_a_file(
     fixtures: Path, tmp_path: Path, status: int

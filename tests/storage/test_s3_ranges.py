@@ -8,8 +8,11 @@ from typing import Any
 import fsspec.asyn
 import pytest
 
+from ema_ckpt.core.errors import RefusedError
 from ema_ckpt.storage import s3_ranges
+from ema_ckpt.storage.multipart import uploads_below
 from ema_ckpt.storage.remote import ShortAnswerError
+from ema_ckpt.storage.s3_answers import ForeignAnswerError, has_objects
 from ema_ckpt.storage.s3_ranges import S3Ranges
 
 
@@ -62,3 +65,32 @@ def test_a_body_that_comes_byte_by_byte_is_given_up(monkeypatch: pytest.MonkeyPa
     with pytest.raises(TimeoutError):
         S3Ranges(client).read("bucket/key", 0, 16)
     assert client.body.is_closed
+
+
+class Lists:
+    """A store whose every list is a part of one, without a word on how it goes on."""
+
+    url, protocol = "s3://bucket/runs", ("s3",)
+
+    @property
+    def filesystem(self) -> Lists:
+        return self
+
+    def path(self, name: str) -> str:
+        return f"bucket/runs/{name}"
+
+    def split_path(self, path: str) -> tuple[str, str, None]:
+        return "bucket", path.partition("/")[2], None
+
+    def call_s3(self, method: str, **values: object) -> dict[str, object]:
+        return {"IsTruncated": True}
+
+    def request(self, action: Any, name: str) -> object:
+        return action()
+
+
+def test_a_list_that_does_not_say_how_it_goes_on_is_refused() -> None:
+    with pytest.raises(RefusedError, match="without NextKeyMarker"):
+        list(uploads_below(Lists(), ""))
+    with pytest.raises(ForeignAnswerError, match="how it goes on"):
+        has_objects(Lists(), "bucket/runs")
