@@ -68,6 +68,11 @@ def canonical(name: str) -> str:
     return ".".join([*kept, last])
 
 
+def is_flat_parameter(name: str) -> bool:
+    """Whether `name` is that of several parameters of FSDP1 in one flat tensor."""
+    return name.endswith("flat_param") and name.rpartition(".")[2] in ("_flat_param", "flat_param")
+
+
 def role_of(name: str) -> str | None:
     """Role of a tree called `name`, or None if the name is not recognised."""
     if name in _ROLES:

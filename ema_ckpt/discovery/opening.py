@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ema_ckpt.core.catalog import Catalog, refuse_problems
+from ema_ckpt.core.catalog import Catalog, Diagnostic, refuse_problems
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, SourceError
 from ema_ckpt.core.limits import parse_workers
-from ema_ckpt.core.text import path_text
+from ema_ckpt.core.names import is_flat_parameter
+from ema_ckpt.core.text import path_text, shown
 from ema_ckpt.discovery.joined import join_parts, open_torch_index
 from ema_ckpt.discovery.locate import locate_checkpoint
 from ema_ckpt.discovery.location import (
@@ -109,15 +110,30 @@ def open_location(
     """Open the checkpoint at `location` as `open_catalog` does; `path` is what the user named."""
     catalog = _open(location, path, parse_workers(workers), lenient=lenient)
     left_out = location.left_out
-    if not left_out and not location.warnings:
+    flat = _flat_parameters(catalog) if location.format == DCP else []
+    if not left_out and not location.warnings and not flat:
         return catalog
-    found = (*location.warnings, *(item.diagnostic() for item in left_out))
+    found = (*location.warnings, *(item.diagnostic() for item in left_out), *flat)
     weights = tuple(item.path for item in left_out if item.is_weights)
     return replace(
         catalog,
         warnings=(*found, *catalog.warnings),
         left_out=(*weights, *catalog.left_out),
     )
+
+
+def _flat_parameters(catalog: Catalog) -> list[Diagnostic]:
+    """Warn of flat parameters of FSDP1, as LOCAL_STATE_DICT saves them."""
+    one_axis = [tensor.name for tensor in catalog.tensors if len(tensor.shape) == 1]
+    flat = [name for name in one_axis if is_flat_parameter(name)]
+    if not flat:
+        return []
+    message = (
+        f"flat parameters of FSDP1, from LOCAL_STATE_DICT: {shown(flat)}; the names and shapes"
+    )
+    message += " of what is in them are recorded nowhere, and parameters beside them may be one"
+    message += " rank's part of the whole; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+    return [Diagnostic("flat-parameter", message)]
 
 
 def _open(location: Location, path: str, workers: int, *, lenient: bool) -> Catalog:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
@@ -88,6 +89,10 @@ def write_fsdp1(parent: str) -> None:
                 states[kind] = model.state_dict()
     save(parent, "fsdp1", states["SHARDED_STATE_DICT"], states["FULL_STATE_DICT"])
     save(parent, "fsdp1-local", states["LOCAL_STATE_DICT"], {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for kind, state in states.items():
+            dcp.save({"model": state}, checkpoint_id=Path(parent, f"dcp-{kind}"))
 
 
 def write_verl(parent: str, rank: int, world: int) -> None:
@@ -171,6 +176,20 @@ def test_reshard_and_convert_rank_files(written: Path, tmp_path: Path, world_siz
     assert_equal(tmp_path / "dcp", truth)
     ema_ckpt.convert(tmp_path / "dcp", tmp_path / "x.safetensors")
     assert_equal(tmp_path / "x.safetensors", truth)
+
+
+def test_flat_parameters_of_a_dcp_checkpoint_are_told(written: Path, tmp_path: Path) -> None:
+    found = {
+        kind: [w.message for w in ema_ckpt.verify(written / f"dcp-{kind}").warnings]
+        for kind in ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT")
+    }
+    told = {
+        kind: [text for text in texts if "_flat_param'" in text] for kind, texts in found.items()
+    }
+    assert [len(texts) for texts in told.values()] == [0, 1, 0]
+    assert "save with SHARDED_STATE_DICT" in told["LOCAL_STATE_DICT"][0]
+    done = ema_ckpt.consolidate(written / "dcp-LOCAL_STATE_DICT", tmp_path / "x.safetensors")
+    assert "flat-parameter" in {w.code for w in done.warnings}
 
 
 def test_parts_of_rank_files_and_private_state(written: Path, tmp_path: Path) -> None:

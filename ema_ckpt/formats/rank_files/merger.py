@@ -27,7 +27,7 @@ from ema_ckpt.core.catalog import (
 )
 from ema_ckpt.core.dtypes import DType, by_name
 from ema_ckpt.core.errors import SourceError
-from ema_ckpt.core.names import OTHER, part_role, role_of
+from ema_ckpt.core.names import OTHER, is_flat_parameter, part_role, role_of
 from ema_ckpt.core.text import shown
 from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatBox, FlatPiece, find_flat, place_flat
@@ -48,7 +48,6 @@ from ema_ckpt.formats.torch_zip.reader import Record
 
 Path = tuple[str | int, ...]
 Ints = tuple[int, ...]
-_FLAT_NAMES = ("_flat_param", "flat_param")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +236,7 @@ class Merger:
                 Problem.of(missing_error(missing, first.ranks, self.names, self.where))
             )
             self.world_size = first.ranks
-        if name.rpartition(".")[2] in _FLAT_NAMES:
+        if is_flat_parameter(name):
             problem = f"{name!r} is a flat parameter of FSDP1: the names and shapes of the"
             remedy = "save with SHARDED_STATE_DICT or FULL_STATE_DICT"
             message = f"{file}: {problem} parameters in it are recorded nowhere; {remedy}"
