@@ -116,6 +116,23 @@ async def _asks_to_log_in(filesystem: HTTPFileSystem, url: str) -> bool:
         return not page.strip() or _ASKS.search(page) is not None
 
 
+def begins_as_data(filesystem: HTTPFileSystem, url: str) -> bool:
+    """Whether what the server calls a page is a file of a checkpoint, by its first bytes.
+
+    Some servers call whatever they do not know a page.
+    """
+    from fsspec.asyn import sync
+
+    head: bytes = sync(filesystem.loop, _ask_head, filesystem, url)
+    return b"\0" in head or head[:1] in (b"\x80", b"{")  # no zip or safetensors file lacks zeros
+
+
+async def _ask_head(filesystem: HTTPFileSystem, url: str) -> bytes:
+    async with await _get(filesystem, url, 0, _HEAD_NBYTES) as answer:
+        answer.raise_for_status()
+        return await _first_bytes(answer.content, _HEAD_NBYTES, is_whole=True)
+
+
 def _last_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 

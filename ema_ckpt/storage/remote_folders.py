@@ -7,8 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ema_ckpt.core.errors import AccessError, SourceError
-from ema_ckpt.storage.http_ranges import asks_to_log_in
-from ema_ckpt.storage.remote import ask, in_turn, is_http, join_url, last_component, unescaped
+from ema_ckpt.storage.http_ranges import PAGE, asks_to_log_in, begins_as_data
+from ema_ckpt.storage.remote import (
+    ask,
+    in_turn,
+    is_http,
+    join_url,
+    last_component,
+    split_query,
+    unescaped,
+)
 from ema_ckpt.storage.s3_answers import has_objects, is_s3
 
 if TYPE_CHECKING:
@@ -38,8 +46,19 @@ def is_remote_folder(filesystem: AbstractFileSystem, path: str, url: str) -> boo
     except FileNotFoundError:
         return _has_objects(filesystem, path, url) or None
     # HTTP has no directories: a page with links stands for one.
-    is_page = is_http(filesystem) and info.get("mimetype") == "text/html"
-    return bool(info["type"] == "directory" or is_page)
+    is_page = is_http(filesystem) and info.get("mimetype") == PAGE
+    return bool(info["type"] == "directory" or (is_page and not _is_data(filesystem, path, url)))
+
+
+def _is_data(filesystem: AbstractFileSystem, path: str, url: str) -> bool:
+    """Whether what the server calls a page is a file. Only names with a dot are asked for."""
+    if split_query(path)[0].endswith("/") or "." not in last_component(path):
+        return False
+    question = partial(begins_as_data, cast("HTTPFileSystem", filesystem), path)
+    try:
+        return ask(question, url, url)
+    except FileNotFoundError:
+        return False
 
 
 def _has_objects(filesystem: AbstractFileSystem, path: str, url: str) -> bool:
@@ -120,4 +139,8 @@ def _hidden_files(filesystem: AbstractFileSystem, path: str, url: str) -> set[st
     They list no name that begins with a dot.
     """
     hidden, shown = join_url(path, _HIDDEN), join_url(url, _HIDDEN)
-    return {_HIDDEN} if is_remote_folder(filesystem, hidden, shown) is False else set()
+    is_page = is_remote_folder(filesystem, hidden, shown)
+    if is_page:
+        message = f"{_HIDDEN}: the server sends a page in its place, as one to log in (in {url})"
+        raise AccessError("unreadable", message, file=_HIDDEN)
+    return set() if is_page is None else {_HIDDEN}

@@ -572,8 +572,15 @@ def test_an_empty_directory_is_one_behind_a_mirror_too(server: Server) -> None:
     assert list_folder(server.url("newest"))[1:] == ((), ())
 
 
+@pytest.mark.parametrize("path", [DCP, ONE_FILE, RANKS, f"{RANKS}/ema_rank0.pt"])
+@pytest.mark.parametrize("lists_hidden", [True, False])
 @pytest.mark.parametrize("type_", ["text/html", "application/json"])
-def test_files_are_read_whatever_type_the_server_says(checkpoints: Server, type_: str) -> None:
+def test_files_are_read_whatever_type_the_server_says(
+    checkpoints: Server, type_: str, lists_hidden: bool, path: str
+) -> None:
+    usual_status = ema_ckpt.verify(checkpoints.url(path)).status
+    checkpoints.lists_hidden = lists_hidden
+
     def typed(handler: Handler) -> bool:
         usual = handler.answer
         handler.answer = lambda status, body, kind, headers=None: usual(  # type: ignore[method-assign]
@@ -582,7 +589,20 @@ def test_files_are_read_whatever_type_the_server_says(checkpoints: Server, type_
         return False
 
     checkpoints.fault = typed
-    assert ema_ckpt.verify(checkpoints.url(DCP)).status == "sound"
+    assert ema_ckpt.verify(checkpoints.url(path)).status == usual_status
+
+
+def test_a_page_in_place_of_what_is_not_listed_is_no_verdict(checkpoints: Server) -> None:
+    def log_in(handler: Handler) -> bool:
+        if not handler.path.endswith(".metadata"):
+            return False
+        handler.answer(200, LOG_IN, "text/html")
+        return True
+
+    checkpoints.lists_hidden, checkpoints.fault = False, log_in
+    with pytest.raises(AccessError, match="sends a page in its place") as caught:
+        ema_ckpt.verify(checkpoints.url(DCP))
+    assert caught.value.code == "unreadable"
 
 
 LOG_IN = b'<!DOCTYPE html><form action="/login"><input type="password"></form><a href="/help">?</a>'
