@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -128,25 +128,42 @@ def _of_tree(tree: Tree, live: Tree | None) -> Iterator[Naming]:
         yield _naming(label, stored)
 
 
-def names_below(origin: Catalog, names: Iterable[str]) -> list[Naming]:
+def names_below(origin: Catalog, names: Iterable[str], prefix: str = "") -> list[Naming]:
     """Name what lies below a dotted path as it is called there, for paths that fit a copy's names.
 
     `--tree` takes such a path too. There are none if the copy holds nothing.
+
+    Args:
+        names: the copy's names, without the `prefix` that all begin with if `--rename` put it in
+            the place of such a path.
     """
     ending = "." + min(map(canonical, names), default=".")
-    paths: dict[str, dict[str, Tensor]] = {}
+    starts: dict[str, str] = {}
     for tensor in origin.tensors:
         name = canonical(tensor.name)
         if name.endswith(ending):
-            paths[name[: -len(ending)]] = {}
+            path, start = _apart(name[: -len(ending)], prefix)
+            if path and bool(start) == bool(prefix):
+                starts[path] = start
+    paths: dict[str, dict[str, Tensor]] = {path: {} for path in starts}
     for tensor in origin.tensors if paths else ():
         name = canonical(tensor.name)
         dot = name.find(".")
         while dot >= 0:
-            if name[:dot] in paths:
-                paths[name[:dot]][name[dot + 1 :]] = tensor
+            path = name[:dot]
+            if path in paths:
+                paths[path][starts[path] + name[dot + 1 :]] = tensor
             dot = name.find(".", dot + 1)
     return [Naming(f", below {path!r}", named, path=path) for path, named in paths.items()]
+
+
+def _apart(path: str, prefix: str) -> tuple[str, str]:
+    """Take what both end with off a path and a prefix: nobody has changed that."""
+    old, new = path.split("."), prefix.split(".")[:-1]
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    return ".".join(old), "".join([f"{part}." for part in new])
 
 
 def _naming(
@@ -160,7 +177,11 @@ class Spare:
     """The tensors and tied names that only the source has; those that were renamed are taken out.
 
     A tensor that a naming lists under several names may have been written under each of them. Of
-    equal ones the `likely` ones (ids of tensors) are taken first.
+    equal ones those of trees of which the copy has others are taken first.
+
+    Args:
+        owners: the number of its tree, by the id of each tensor.
+        likely: ids of tensors of trees of which the copy has others.
 
     Attributes:
         taken: ids of the tensors that the copy has, by name or by their bytes.
@@ -171,9 +192,12 @@ class Spare:
         naming: Naming,
         pairs: Mapping[str, Tensor],
         digests: Digests,
-        likely: Container[int] = frozenset(),
+        owners: Mapping[int, int],
+        likely: Collection[int] = frozenset(),
     ) -> None:
         self.digests = digests
+        self.owners = owners
+        self.trees = {owners.get(key) for key in likely}
         self.taken = set(map(id, pairs.values()))
         free: dict[int, set[str]] = {}  # names of each that are not in the copy
         for name, tensor in naming.tensors.items():
@@ -183,38 +207,61 @@ class Spare:
         self.times = Counter({key: len(left) for key, left in free.items()})
         listed = {id(tensor): tensor for tensor in naming.tensors.values() if free[id(tensor)]}
         self.by_shape: dict[Ints, list[Tensor]] = {}
-        for tensor in sorted(
-            listed.values(), key=lambda tensor: (id(tensor) in self.taken, id(tensor) not in likely)
-        ):
+        for tensor in sorted(listed.values(), key=lambda tensor: id(tensor) in self.taken):
             self.by_shape.setdefault(tensor.shape, []).append(tensor)
-        self.by_digest: dict[tuple[Ints, DType, bool], dict[int | None, deque[Tensor]]] = {}
+        self.by_digest: dict[tuple[Ints, DType, bool], dict[int | None, _Equal]] = {}
 
     def may_have(self, tensor: Tensor) -> bool:
         """Whether there is a tensor of that shape, so that a digest tells more."""
         return tensor.shape in self.by_shape
 
-    def take(self, tensor: Tensor, digest: int, *, cast: bool) -> bool:
-        """Take out a tensor that has this digest, as it is or cast; return whether there is one."""
+    def take(self, tensor: Tensor, digest: int, *, cast: bool, settled: bool) -> bool:
+        """Take out a tensor that has this digest, as it is or cast; return whether there is one.
+
+        Unless it is `settled` which trees the copy has, one of several trees is left for later.
+        """
         key = tensor.shape, tensor.dtype, cast
         if key not in self.by_digest:
             self.by_digest[key] = self._by_digest(*key)
-        equal = self.by_digest[key].get(digest, deque())
-        while equal and not self.times[id(equal[0])]:
-            equal.popleft()
-        if not equal:
+        equal = self.by_digest[key].get(digest)
+        if equal is None or not (settled or equal.is_of_one_tree):
             return False
-        self.times[id(equal[0])] -= 1
-        self.taken.add(id(equal[0]))
-        equal.rotate(-1)  # those that were not taken at all come first
+        if not equal.is_of_one_tree:
+            equal.prefer(self.trees, self.owners)
+        tensors = equal.tensors
+        while tensors and not self.times[id(tensors[0])]:
+            tensors.popleft()
+        if not tensors:
+            return False
+        self.times[id(tensors[0])] -= 1
+        self.taken.add(id(tensors[0]))
+        self.trees.add(self.owners.get(id(tensors[0])))
+        tensors.rotate(-1)  # those that were not taken at all come first
         return True
 
-    def _by_digest(self, shape: Ints, dtype: DType, cast: bool) -> dict[int | None, deque[Tensor]]:
+    def _by_digest(self, shape: Ints, dtype: DType, cast: bool) -> dict[int | None, _Equal]:
         if cast:
             others = [tensor for tensor in self.by_shape[shape] if tensor.dtype != dtype]
             fitting = [t for t in others if t.dtype.is_castable and dtype.is_castable]
         else:
             fitting = [tensor for tensor in self.by_shape[shape] if tensor.dtype == dtype]
-        found: dict[int | None, deque[Tensor]] = {}
+        found: dict[int | None, list[Tensor]] = {}
         for tensor, digest in zip(fitting, self.digests(fitting, dtype), strict=True):
-            found.setdefault(digest, deque()).append(tensor)
-        return found
+            found.setdefault(digest, []).append(tensor)
+        return {digest: _Equal(tensors, self.owners) for digest, tensors in found.items()}
+
+
+class _Equal:
+    """Tensors of equal bytes, of which the first one is taken next."""
+
+    def __init__(self, tensors: Sequence[Tensor], owners: Mapping[int, int]) -> None:
+        self.tensors = deque(tensors)
+        self.is_of_one_tree = len({owners.get(id(tensor)) for tensor in tensors}) == 1
+        self.preferred = 0  # as many trees as were known when these were put in order
+
+    def prefer(self, trees: Collection[int | None], owners: Mapping[int, int]) -> None:
+        """Put those of some trees first, if these are twice as many as at the last call."""
+        if len(trees) > 2 * self.preferred:
+            self.preferred = len(trees)
+            ordered = sorted(self.tensors, key=lambda tensor: owners.get(id(tensor)) not in trees)
+            self.tensors = deque(ordered)

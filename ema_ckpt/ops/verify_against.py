@@ -7,21 +7,21 @@ leaves least unexplained is taken; a tensor whose name it does not know is match
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ema_ckpt.analysis.audit import Audit
 from ema_ckpt.core.catalog import Catalog, Tensor
 from ema_ckpt.core.dtypes import DType
-from ema_ckpt.core.errors import AccessError, EmaCkptError
 from ema_ckpt.core.names import OPTIMIZER, canonical
 from ema_ckpt.core.text import counted, shown
 from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import as_written
+from ema_ckpt.ops.origin_digests import BLOCK_NBYTES, DigestJob, OriginDigests
 from ema_ckpt.ops.rule_changes import RuledSource, listed, rule_all
 from ema_ckpt.ops.spare_tensors import (
     Naming,
@@ -31,19 +31,11 @@ from ema_ckpt.ops.spare_tensors import (
     names_below,
     names_inside,
 )
-from ema_ckpt.reading.box_reader import BoxReader, locate
-from ema_ckpt.reading.cast import Caster, import_all
-from ema_ckpt.reading.digests import compute_digest, recorded_digest
-from ema_ckpt.runtime import executor
-from ema_ckpt.runtime.executor import Workers, dump_json
+from ema_ckpt.reading.box_reader import BoxReader
 from ema_ckpt.state_dicts.tree import Tree, list_trees, of_role
-from ema_ckpt.storage.files import is_url
 
 if TYPE_CHECKING:
     from ema_ckpt.state_dicts.rules.rules import Rules
-
-_BLOCK_NBYTES = 512 << 10
-_SECONDS_PER_BYTE, _SECONDS_PER_TENSOR = 0.3e-9, 50e-6  # of one worker
 
 
 class Origin(NamedTuple):
@@ -91,103 +83,24 @@ def _warn_of_optimizers(audit: Audit, origin: Catalog, ruled: RuledSource, carri
         audit.warn("left-out", f"{message}without --rules copies it as it is")
 
 
-class _Digest(NamedTuple):
-    """Compute the digest of a source's tensor, after the cast to `dtype`."""
-
-    tensor: Tensor
-    dtype: DType
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.tensor.name, self.dtype.name
-
-
-class _OriginDigests:
-    """The work of computing digests; results by tensor and type, with what an error says."""
-
-    def __init__(self, origin: Catalog) -> None:
-        self.origin = origin
-        self.results: dict[tuple[str, str], tuple[int | None, Sequence[Any] | None]] = {}
-
-    def compute(
-        self,
-        jobs: Sequence[_Digest],
-        threads: int,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Compute those digests that are not known yet."""
-        new = {job.key: job for job in jobs if job.key not in self.results}
-        if new:
-            executor.run(self, [new.values()], self._workers(new.values(), threads), progress)
-
-    def _workers(self, jobs: Collection[_Digest], threads: int) -> Workers:
-        if is_url(self.origin.source.root):
-            return Workers(threads)
-        import_all((job.tensor.dtype, job.dtype) for job in jobs)
-        free_seconds = sum([job.nbytes for job in jobs]) * _SECONDS_PER_BYTE
-        return Workers.fit(min(threads, len(jobs)), free_seconds, len(jobs) * _SECONDS_PER_TENSOR)
-
-    def start_worker(self) -> Callable[[_Digest], int]:
-        reader = BoxReader(_BLOCK_NBYTES)
-
-        def compute(job: _Digest) -> int:
-            try:
-                self.results[job.key] = (self.digest(job.tensor, job.dtype, reader), None)
-            except AccessError:
-                raise
-            except EmaCkptError as error:
-                failure = (error.code, str(error), error.tensor, error.file)
-                self.results[job.key] = (None, failure)
-            return job.nbytes
-
-        return compute
-
-    def digest(self, tensor: Tensor, dtype: DType, reader: BoxReader) -> int | None:
-        """Return the recorded digest, or compute it; None for types that do not cast."""
-        cast = None
-        if dtype == tensor.dtype:
-            recorded = recorded_digest(self.origin, tensor)
-            if recorded is not None:
-                return recorded
-        elif dtype.is_castable and tensor.dtype.is_castable:
-            cast = Caster(tensor.dtype, dtype).cast
-        else:
-            return None
-        return compute_digest(locate(self.origin, tensor), reader, cast)
-
-    def dump(self) -> bytes:
-        return dump_json([[*key, *result] for key, result in self.results.items()])
-
-    def merge(self, dumped: bytes) -> None:
-        for name, dtype, digest, failure in json.loads(dumped):
-            self.results[name, dtype] = (digest, failure)
-
-    def reset(self) -> None:
-        self.results.clear()
-
-
 class _Match(NamedTuple):
     """What is wrong by one naming.
 
     Attributes:
         pairs: the source's tensor of each name that the naming knows.
-        missing: names that it does not know. differing: those whose bytes are others.
+        unknown: how many names it does not know. differing: names whose bytes are others.
         lost: names that only the source has.
     """
 
     naming: Naming
     pairs: Mapping[str, Tensor]
-    missing: list[str]
+    unknown: int
     differing: list[str]
     lost: list[str]
 
     @property
     def problems(self) -> int:
-        return len(self.missing) + len(self.differing)
+        return self.unknown + len(self.differing)
 
 
 class _Comparison:
@@ -206,9 +119,9 @@ class _Comparison:
         self.digests: dict[str, int | None] = {}
         self.origin = origin
         self.origin_trees = trees
-        self.reader = BoxReader(_BLOCK_NBYTES)
+        self.reader = BoxReader(BLOCK_NBYTES)
         self.threads = threads
-        self.origin_digests = _OriginDigests(origin)
+        self.origin_digests = OriginDigests(origin)
 
     def run(self, progress: Callable[[int], None] | None) -> None:
         """Try each naming until one leaves nothing unexplained; else report by the best."""
@@ -247,7 +160,7 @@ class _Comparison:
         """Return the best match; of those that do not know some names, by their bytes."""
         ranked = sorted(tried, key=lambda match: (match.problems, len(match.lost)))
         best, fewest = ranked[0], None
-        for match in ranked if best.missing and not best.differing else ():
+        for match in ranked if best.unknown and not best.differing else ():
             unexplained = self.unexplained(match)
             if fewest is None or unexplained < fewest:
                 best, fewest = match, unexplained
@@ -256,18 +169,26 @@ class _Comparison:
         return best
 
     def match(self, naming: Naming, progress: Callable[[int], None] | None) -> _Match:
-        """Compare the tensors with those that have their names."""
-        pairs = naming.pair([*self.tensors, *self.dropped])
+        """Compare the tensors with those that have their names.
+
+        The time is that of what the naming knows: there may be as many as there are tensors.
+        """
+        known = self.known(naming)
+        pairs = naming.pair(sorted(known, key=self.positions.__getitem__))
         jobs = []
         for name, other in pairs.items():
             tensor = self.tensor_of(name)
             if other.shape == tensor.shape:
-                jobs.append(_Digest(other, tensor.dtype))
+                jobs.append(DigestJob(other, tensor.dtype))
         self.origin_digests.compute(jobs, self.threads, progress)
-        missing = [name for name in self.tensors if name not in pairs]
+        unknown = len(self.tensors) - sum([name in self.tensors for name in pairs])
         differing = [name for name, other in pairs.items() if not self.is_equal(name, other)]
         lost = self.lost(naming, set(map(id, pairs.values())))
-        return _Match(naming, pairs, missing, differing, lost)
+        return _Match(naming, pairs, unknown, differing, lost)
+
+    def missing(self, match: _Match) -> list[str]:
+        """List the names that a naming does not know."""
+        return [name for name in self.tensors if name not in match.pairs]
 
     def namings(self) -> Iterator[Sequence[Naming]]:
         """Yield the namings to try at first, then those to try where none of these explains all.
@@ -281,24 +202,37 @@ class _Comparison:
         yield below
         if not any(self.count([*namings, *below])):
             prefix = common_prefix(self.tensors)
-            yield [naming.moved(prefix) for naming in namings]
+            rests = [canonical(name)[len(prefix) :] for name in self.tensors]
+            moved = [naming.moved(prefix) for naming in namings]
+            yield moved + (names_below(self.origin, rests, prefix) if prefix else [])
 
     @cached_property
     def full(self) -> Naming:
         """Full names."""
         return full_names(self.origin, self.origin_trees)
 
-    def count(self, namings: Sequence[Naming]) -> list[int]:
-        """Count the tensors that each naming matches."""
-        matching: dict[str, set[str]] = {}  # names here by what a naming may call them
-        for name in self.tensors:
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The place of each name of a tensor, then of those that were dropped as tied."""
+        return {name: place for place, name in enumerate([*self.tensors, *self.dropped])}
+
+    @cached_property
+    def matching(self) -> dict[str, set[str]]:
+        """Names here by what a naming may call them."""
+        matching: dict[str, set[str]] = {}
+        for name in self.positions:
             for key in (name, canonical(name)):
                 matching.setdefault(key, set()).add(name)
-        counts = []
-        for naming in namings:
-            matched = [matching[key] for key in naming.tensors if key in matching]
-            counts.append(len(set().union(*matched)))
-        return counts
+        return matching
+
+    def known(self, naming: Naming) -> set[str]:
+        """Return the names that a naming may know."""
+        names = [self.matching[key] for key in naming.tensors if key in self.matching]
+        return set().union(*names)
+
+    def count(self, namings: Sequence[Naming]) -> list[int]:
+        """Count the tensors that each naming matches."""
+        return [sum([n in self.tensors for n in self.known(naming)]) for naming in namings]
 
     def tensor_of(self, name: str) -> Tensor:
         """Return the audited tensor of a name, or the one that it was dropped as tied to."""
@@ -322,7 +256,7 @@ class _Comparison:
 
     def look_at(self, tensors: Sequence[Tensor], dtype: DType) -> list[int | None]:
         """Return the digests of a source's tensors, after the cast to `dtype`; cached."""
-        jobs = [_Digest(tensor, dtype) for tensor in tensors]
+        jobs = [DigestJob(tensor, dtype) for tensor in tensors]
         self.origin_digests.compute(jobs, self.threads)
         return [self.origin_digests.results[job.key][0] for job in jobs]
 
@@ -333,7 +267,7 @@ class _Comparison:
         """
         digests = self.look_at(tensors, dtype)
         for tensor in tensors:
-            _, failure = self.origin_digests.results[_Digest(tensor, dtype).key]
+            _, failure = self.origin_digests.results[DigestJob(tensor, dtype).key]
             if failure is not None and tensor.refusal is None:
                 code, message, name, file = failure
                 self.audit.report(code, f"{self.origin.resolved}: {message}", name, file)
@@ -366,9 +300,8 @@ class _Comparison:
         by_name = {tensor.name: id(tensor) for tensor in self.origin.tensors}
         ties = {}
         for tensor in self.origin.tensors:
-            if tensor.storage is not None:
-                key = (tensor.storage, tensor.shape, tensor.dtype.name)
-                ties[id(tensor)] = first.setdefault(key, id(tensor))
+            if tie := self.tie(tensor):
+                ties[id(tensor)] = first.setdefault(tie, id(tensor))
         for name, kept in self.origin.ties.items():
             if name in by_name and kept in by_name:
                 ties[by_name[name]] = ties.get(by_name[kept], by_name[kept])
@@ -397,22 +330,49 @@ class _Comparison:
         Returns:
             the names of those for which there is none.
         """
-        for cast in (False, True):
+        for cast, settled in product((False, True), repeat=2):
             still = []
             for name in missing:
                 tensor = self.tensors[name]
                 digest = self.digest(tensor) if spare.may_have(tensor) else None
-                if digest is None or not spare.take(tensor, digest, cast=cast):
+                if digest is None or not spare.take(tensor, digest, cast=cast, settled=settled):
                     still.append(name)
             missing = still
-        return list(missing)
+        return self.without_further_names(missing)
+
+    def without_further_names(self, missing: Sequence[str]) -> list[str]:
+        """Leave out names that the copy itself records as tied to one that is not missing."""
+        tied = {id(self.tensors[name]): self.tie(self.tensors[name]) for name in missing}
+        wanted = set(tied.values()) - {None}
+        known = set()
+        for tensor in self.tensors.values() if wanted else ():
+            if id(tensor) not in tied and self.tie(tensor) in wanted:
+                known.add((self.tie(tensor), self.digest(tensor)))
+        still = []
+        for name in missing:
+            tensor = self.tensors[name]
+            tie = tied[id(tensor)]
+            is_further = tie in wanted and (tie, self.digest(tensor)) in known
+            if not is_further or self.digest(tensor) is None:
+                still.append(name)
+        return still
+
+    @staticmethod
+    def tie(tensor: Tensor) -> tuple[object, ...] | None:
+        """What tensors that are recorded as tied have in common; None if that is not recorded."""
+        if tensor.storage is None:
+            return None
+        return tensor.storage, tensor.shape, tensor.dtype.name
 
     def unexplained(self, match: _Match) -> int:
         """Count what a match leaves, after what it does not have by name was found by its bytes."""
-        spare = Spare(match.naming, match.pairs, self.look_at, self.kept)
-        if match.differing or not all(spare.may_have(self.tensors[n]) for n in match.missing):
+        if match.differing:
             return match.problems + len(match.lost)  # not all in any case
-        still = self.take_renamed(match.missing, spare)
+        spare = Spare(match.naming, match.pairs, self.look_at, self.owners, self.kept)
+        missing = self.missing(match)
+        if not all(spare.may_have(self.tensors[name]) for name in missing):
+            return match.problems + len(match.lost)
+        still = self.take_renamed(missing, spare)
         return len(still) + len(self.lost(match.naming, spare.taken))
 
     # Report.
@@ -420,9 +380,10 @@ class _Comparison:
     def report(self, match: _Match) -> None:
         """Report what is missing or differs, and what the source has more."""
         where = f"{self.origin.resolved}{match.naming.label}"
-        spare = Spare(match.naming, match.pairs, self.digests_of, self.kept)
-        missing = self.take_renamed(match.missing, spare)
-        renamed = sorted({*match.missing}.difference(missing))
+        spare = Spare(match.naming, match.pairs, self.digests_of, self.owners, self.kept)
+        unknown = self.missing(match)
+        missing = self.take_renamed(unknown, spare)
+        renamed = sorted({*unknown}.difference(missing))
         if renamed:
             found = f"{counted(len(renamed), 'tensor')} found by their bytes alone in {where}"
             doubt = "which of them has which name is not compared"

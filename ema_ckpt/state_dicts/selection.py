@@ -262,13 +262,23 @@ def _strip(row: _Row, skip: int) -> None:
     reached = 0
     for element in row.path[:-1]:
         text = str(element)
-        if reached < skip or isinstance(element, int):
+        bare = _bare(text, max(skip - reached, 0))
+        if isinstance(element, int):
             path.append(element)
-        elif bare := [part for part in text.split(".") if part not in WRAPPERS]:
-            path.append(".".join(bare))
+        elif bare:
+            path.append(bare)
         reached += len(text) + 1
     last = row.path[-1]
-    row.path = (*path, canonical(last) if isinstance(last, str) else last)
+    if isinstance(last, str):
+        kept = max(skip - reached, 0)
+        last = last[:kept] + canonical(last[kept:])
+    row.path = (*path, last)
+
+
+def _bare(text: str, kept: int) -> str:
+    """Drop the wrapper components of a part of a name behind its first `kept` characters."""
+    parts = [part for part in text[kept:].split(".") if part not in WRAPPERS]
+    return (text[:kept] + ".".join(parts)).removesuffix("." if kept < len(text) else "")
 
 
 class _Globs:

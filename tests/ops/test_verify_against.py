@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file, save_model
 
 import ema_ckpt
 from ema_ckpt import verify
+from ema_ckpt.core.catalog import Tensor
+from ema_ckpt.ops.spare_tensors import Naming
 from tests.checkpoints import save_dcp
 
 Found = list[tuple[str, str | None]]
@@ -184,3 +187,65 @@ def test_damage_of_another_tree_of_the_source_is_none_of_the_copy(tmp_path: Path
     found = problems_of(tmp_path / "c.safetensors", source)
     assert ("checksum", "model.1.weight") in found
     assert len(found) == 2  # and why the source's is not read
+
+
+def test_a_further_name_that_the_copy_ties_is_no_other_tensor(tmp_path: Path) -> None:
+    """`save_pretrained` keeps one name of a tied weight; the state dict of what it loads has both."""
+    model = Tied()
+    state = {name: model.state_dict()[name].clone() for name in ("embed.weight", "norm.weight")}
+    save_file(state, tmp_path / "a.safetensors")
+    copy = tmp_path / "b.pt"
+    tied = state | {"head.weight": state["embed.weight"]}
+    torch.save(tied, copy)
+    assert problems_of(copy, tmp_path / "a.safetensors") == []
+    torch.save(tied | {"head.weight": state["embed.weight"].clone()}, copy)
+    extra = problems_of(copy, tmp_path / "a.safetensors")
+    assert extra == [("index-mismatch", "head.weight")]
+    other = state["embed.weight"] + 1
+    torch.save(state | {"embed.weight": other, "head.weight": other}, copy)
+    assert ("checksum", "embed.weight") in problems_of(copy, tmp_path / "a.safetensors")
+
+
+def test_of_equal_bytes_those_of_a_tree_that_the_copy_has_are_taken(tmp_path: Path) -> None:
+    weights = {"w": torch.randn(3), "b": torch.zeros(3)}
+    average = {name: weight.clone() for name, weight in weights.items()}
+    average["w"] += 1
+    state = {n: {"exp_avg": w + 5 if n == "w" else w.clone()} for n, w in weights.items()}
+    torch.save({"model": weights, "ema": average, "optimizer": {"state": state}}, tmp_path / "a.pt")
+    out = tmp_path / "b.pt"
+    ema_ckpt.convert(
+        tmp_path / "a.pt", out, tree=["model", "optimizer"], rename=["optimizer.=adam."]
+    )
+    assert problems_of(out, tmp_path / "a.pt") == []
+
+
+def test_a_dotted_path_under_another_prefix(tmp_path: Path) -> None:
+    parts = ("model", "ema", "teacher")
+    state = {f"{part}.{i}.w": torch.randn(2) for part in parts for i in range(3)}
+    save_file(state, tmp_path / "a.safetensors")
+    out = tmp_path / "b.safetensors"
+    ema_ckpt.convert(tmp_path / "a.safetensors", out, tree="teacher", rename=["teacher.=net."])
+    assert problems_of(out, tmp_path / "a.safetensors") == []
+    wrong = problems_of(exchanged(out, "net.0.w", "net.2.w"), tmp_path / "a.safetensors")
+    assert wrong == [("checksum", "net.0.w"), ("checksum", "net.2.w")]
+
+
+def test_each_name_is_looked_at_once_for_each_part_that_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many parts that know one name of many, each took the time of all names."""
+    asked = 0
+    pair = Naming.pair
+
+    def counting(naming: Naming, names: Iterable[str]) -> dict[str, Tensor]:
+        nonlocal asked
+        names = list(names)
+        asked += len(names)
+        return pair(naming, names)
+
+    monkeypatch.setattr(Naming, "pair", counting)
+    save_file({f"{i}.w": torch.full((2,), i) for i in range(50)}, tmp_path / "a.safetensors")
+    other = {f"{i}.b": torch.ones(3) for i in range(50)}
+    save_file(other | {"w": torch.full((2,), 99)}, tmp_path / "b.safetensors")
+    assert len(problems_of(tmp_path / "b.safetensors", tmp_path / "a.safetensors")) > 50
+    assert asked < 4 * 50

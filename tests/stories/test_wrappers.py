@@ -71,6 +71,20 @@ def test_a_prefix_in_the_middle_of_a_name(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("inner", ["ema", "model_ema"])
+def test_a_tree_inside_wrapped_weights(inner: str, tmp_path: Path) -> None:
+    """Its own name keeps the prefix, in the file as in the record of it."""
+    state = {f"module.{name}": torch.randn(2) for name in ("net.w", f"{inner}.net.w", "b")}
+    nested = {"a": torch.ones(2), "_orig_mod.c": torch.zeros(2)}
+    torch_at(tmp_path / "a.pt", {"model": state, "shadow": {f"x.module.{inner}.module": nested}})
+    ema_ckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert ema_ckpt.verify(tmp_path / "b.pt", against=tmp_path / "a.pt").status == "sound"
+    with ema_ckpt.open(tmp_path / "b.pt") as found:
+        assert f"model.module.{inner}.net.w" in found
+    ema_ckpt.convert(tmp_path / "b.pt", tmp_path / "c.safetensors")
+    assert ema_ckpt.verify(tmp_path / "c.safetensors", against=tmp_path / "a.pt").problems == ()
+
+
 def test_prefixes_can_be_kept(tmp_path: Path) -> None:
     state = WRAPPED["data parallel"]
     written = ema_ckpt.consolidate(
