@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file, save_model
 import ema_ckpt
 from ema_ckpt import verify
 from ema_ckpt.core.catalog import Tensor
+from ema_ckpt.core.errors import EmaCkptError
 from ema_ckpt.ops.spare_tensors import Naming
 from tests.checkpoints import save_dcp
 
@@ -170,6 +171,24 @@ def test_a_part_of_a_tree_is_told_by_a_warning(suffix: str, tmp_path: Path) -> N
     wrong = problems_of(exchanged(out, "0.w", "2.w"), source)
     assert wrong == [("checksum", "0.w"), ("checksum", "2.w")]
     assert problems_of(without(out, "1.w"), source) == [("incomplete", "1.w")]
+
+
+def test_a_planner_that_stores_under_other_names(tmp_path: Path) -> None:
+    """A torch file has the names of the state dict alone, and so has the record in it."""
+    source = tmp_path / "a"
+    save_dcp(source, {"model": {"w": torch.randn(2), "b": torch.randn(3)}})
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    metadata.planner_data["model.w"] = ("model", "weight")
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    for out in (tmp_path / "b.pt", tmp_path / "b.safetensors", tmp_path / "b"):
+        ema_ckpt.convert(source, out)
+        found = verify(out, against=source)
+        assert (found.status, found.problems) == ("sound", ())
+    assert list(torch.load(tmp_path / "b.pt")["model"]) == ["weight", "b"]
+    metadata.planner_data["model.w"] = ("model", "\ud800")
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(EmaCkptError):
+        ema_ckpt.convert(source, tmp_path / "c.pt")
 
 
 def test_damage_of_another_tree_of_the_source_is_none_of_the_copy(tmp_path: Path) -> None:

@@ -27,12 +27,14 @@ class TorchWritePlan:
     """One torch file.
 
     `stored` are the tensors with a payload of their own; `owner` names, for each tensor, the one
-    whose payload it shares.
+    whose payload it shares; `read_as` has the name that a reader gives it, after its place in the
+    file: a planner of a user's own may have stored it under another.
     """
 
     tensors: tuple[OutputTensor, ...]
     stored: tuple[OutputTensor, ...]
     owner: Mapping[str, str]
+    read_as: Mapping[str, str]
     pickle: bytes
     warnings: Sequence[Diagnostic] = ()
     marker = ""
@@ -81,8 +83,12 @@ class TorchWritePlan:
         yield HeaderBytes("", *self._zip.end_bytes([*crcs, crc]))
 
     def _sidecar(self, digests: Mapping[str, int]) -> bytes:
-        complete = {tensor.name: digests.get(self.owner[tensor.name], 0) for tensor in self.tensors}
-        document = sidecar.make_document(self.tensors, complete)
+        named = [tensor._replace(name=self.read_as[tensor.name]) for tensor in self.tensors]
+        complete = {
+            self.read_as[tensor.name]: digests.get(self.owner[tensor.name], 0)
+            for tensor in self.tensors
+        }
+        document = sidecar.make_document(named, complete)
         return sidecar.dump(document).encode("utf-8")
 
 
@@ -119,7 +125,11 @@ def lay_out(
     values.sort(key=lambda pair: place.get(pair[0].name, len(place)))
     leaves = [((item.name,) if nesting is None else item.path, value) for item, value in values]
     pickle = dumps(renest(leaves, nesting or Nesting()))
-    return TorchWritePlan(tuple(tensors), tuple(stored), owner, pickle)
+    read_as = {}
+    for tensor in tensors:
+        path = (tensor.name,) if nesting is None else tensor.path
+        read_as[tensor.name] = ".".join(map(str, path))
+    return TorchWritePlan(tuple(tensors), tuple(stored), owner, read_as, pickle)
 
 
 def _tensor_ref(tensor: OutputTensor, key: str) -> TensorRef:
@@ -140,7 +150,7 @@ def _check_supported(tensors: Sequence[OutputTensor], objects: Sequence[Object])
             message = f"{problem}; leave it out with --exclude"
             raise TargetError("unsupported", message, tensor=item.name) from None
     for tensor in tensors:
-        if not sidecar.is_unicode(tensor.name):
+        if not all(map(sidecar.is_unicode, (tensor.name, *map(str, tensor.path)))):
             problem = f"a torch file cannot store a tensor of the name {tensor.name!r}"
             message = f"{problem}; rename it with --rename"
             raise TargetError("unsupported", message, tensor=tensor.name)
