@@ -152,7 +152,8 @@ class ObjectStore:
         from fsspec.spec import AbstractBufferedFile
 
         if self._shows_unfinished is None:
-            path = self.path(_temporary_name("probe"))
+            name = _temporary_name("probe")
+            path = self.path(name)
             try:
                 probe = self.request(lambda: self.filesystem.open(path, "wb"), "")
             except TargetError as error:
@@ -161,9 +162,10 @@ class ObjectStore:
                 return True  # a file system with directories, and this one is to be made yet
             self._shows_unfinished = not isinstance(probe, AbstractBufferedFile)
             if self._shows_unfinished:
-                with turn(self.filesystem):
+                # What keeps it from being written shows when something else is to be.
+                with contextlib.suppress(Exception), turn(self.filesystem):
                     probe.close()
-                    self.filesystem.rm_file(path)
+                self.delete([name])
             else:
                 probe.closed = True  # nothing is sent
         return self._shows_unfinished

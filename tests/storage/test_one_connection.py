@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -131,3 +132,39 @@ def test_a_client_that_knows_no_ranges_reads_them_from_an_open_file(store: str) 
     ema_ckpt.reshard("wholefiles://one/run", "wholefiles://one/copy", 2)
     ema_ckpt.reshard("wholefiles://one/run", "wholefiles://one/copy", 3, overwrite=True)
     assert ema_ckpt.verify("wholefiles://one/copy").status == "sound"
+
+
+class Pending(io.BytesIO):
+    """A file that is sent when it is closed, to a directory that has to be there."""
+
+    def __init__(self, filesystem: MemoryFileSystem, path: str) -> None:
+        super().__init__()
+        self._filesystem, self._path = filesystem, path
+
+    def close(self) -> None:
+        if not self.closed:
+            data = self.getvalue()
+            super().close()
+            if not self._filesystem.isdir(self._path.rpartition("/")[0]):
+                raise RuntimeError("409 Conflict")
+            MemoryFileSystem().pipe_file(self._path, data)
+
+
+class SentAtClose(MemoryFileSystem):
+    """Sends a file when it is closed, as the client of WebDAV does."""
+
+    protocol = "atclose"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("atclose://", "memory://", 1))
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return Pending(self, path) if mode == "wb" else super()._open(path, mode, **options)
+
+
+def test_a_directory_is_made_where_files_are_sent_when_they_are_closed(store: str) -> None:
+    fsspec.register_implementation("atclose", SentAtClose, clobber=True)
+    ema_ckpt.consolidate("atclose://one/run", "atclose://one/new/hf", max_shard_size="1KB")
+    assert ema_ckpt.verify("atclose://one/new/hf").status == "sound"
+    assert not [name for name in MemoryFileSystem().find("/one/new") if "probe" in name]
