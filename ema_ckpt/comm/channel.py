@@ -11,9 +11,12 @@ import hashlib
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import starmap
 from typing import Any
 from weakref import WeakSet
 
@@ -213,6 +216,7 @@ def open_channel(purpose: str, meeting: int, timeout: float = 0) -> Channel:
     channel = Channel(_Closed(), dist.get_rank(), dist.get_world_size())
     _channels[purpose] = (world, channel)  # whoever is interrupted from here on closes it
     _connect(channel, place, store)
+    channel.greet()  # whoever is interrupted from here on keeps nobody in the midst of connecting
     return channel
 
 
@@ -256,7 +260,8 @@ def _settle(store: Store, way: str) -> bool:
 def leave_before_connecting(purpose: str, meeting: int) -> None:
     """Tell the ranks that come to open the channel after a meeting that this one does not.
 
-    Where all have come, and some may connect already, it connects for their sake, and leaves then.
+    Where all have come, and some may connect already, it connects for their sake, and leaves when
+    all are connected: gloo does not tell those who wait for a third rank that this one has closed.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -265,8 +270,22 @@ def leave_before_connecting(purpose: str, meeting: int) -> None:
         there = PrefixStore(f"ema_ckpt/{place}", store)
         if _settle(there, _LEAVE):
             there.add("present", _LEFT)
-        elif _begun != place:
-            connect_channel(place, store, dist.get_rank(), dist.get_world_size()).close()
+            return
+        channel = Channel(_Closed(), dist.get_rank(), dist.get_world_size())
+        if _begun != place:
+            _connect(channel, place, store)
+        _await_connected(there)
+        channel.close()
+
+
+def _await_connected(store: Store) -> None:
+    """Wait until no rank connects any more, or for some seconds: one may have died."""
+    began = time.monotonic()
+    while store.add("connected", 0) < dist.get_world_size():
+        waited = time.monotonic() - began
+        if waited > _RETURN_SECONDS:
+            return
+        time.sleep(min(max(waited * 0.05, 0.001), _LONGEST_PAUSE))
 
 
 def connect_channel(
@@ -288,11 +307,16 @@ def _connect(
     global _begun
     prefixed = PrefixStore(f"ema_ckpt/{place}", store)
     options = prefixed, channel.rank, channel.size, _CONNECT_TIMEOUT
+    keep = partial(object.__setattr__, channel, "gloo")
     _connected.add(channel)
     try:
         _begun = place  # an interrupt comes before this or after the next call
-        # Whoever is interrupted leaves no name for it: the error's traceback would keep it alive.
-        object.__setattr__(channel, "gloo", dist.ProcessGroupGloo(*options))
+        try:
+            # One call in C: an interrupt that comes in it finds the group in the channel. A name
+            # for the group would keep it alive, by the traceback of the error.
+            deque(map(keep, starmap(dist.ProcessGroupGloo, [options])), maxlen=0)
+        finally:
+            prefixed.add("connected", 1)
     except RuntimeError as error:
         message = f"not all ranks could be connected: {plain_cause(error)}"
         raise CollectiveError("rank-failed", message) from error

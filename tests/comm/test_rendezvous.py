@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Timer
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -253,6 +254,43 @@ def test_a_rank_that_is_interrupted_before_it_connects_keeps_nobody_waiting(
     for message, waited in others:
         assert message.startswith("CollectiveError: ")
         assert waited < 10
+
+
+def _slow_to_connect(*options: Any) -> dist.ProcessGroupGloo:
+    time.sleep(1)
+    group = dist.ProcessGroupGloo(*options)
+    time.sleep(2)
+    return group
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _one_is_interrupted_as_all_connect() -> tuple[str, float]:
+    message = ""
+    if dist.get_rank() == 1:
+        channel.dist = SimpleNamespace(**{**vars(dist), "ProcessGroupGloo": _slow_to_connect})
+    meet("save", 20)
+    began = time.monotonic()
+    if dist.get_rank() == 2:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)  # comes in the constructor of its gloo group
+    try:
+        with leaving_together("save"):
+            meet_and_connect("save", "save", 60).exchange(0)
+    except (KeyboardInterrupt, CollectiveError) as error:
+        message = f"{type(error).__name__}: {error}"
+    return message, time.monotonic() - began
+
+
+def test_a_rank_that_is_interrupted_as_all_connect_stays_until_all_are_connected() -> None:
+    *others, (message, waited) = run(3, _one_is_interrupted_as_all_connect, timeout=60)
+    assert message == "KeyboardInterrupt: "
+    assert waited > 2.5
+    for message, waited in others:
+        assert message.startswith("CollectiveError: ")
+        assert 2.5 < waited < 10
 
 
 class _Interrupted(dict[tuple[int, ...], int]):
