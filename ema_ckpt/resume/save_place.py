@@ -29,6 +29,7 @@ from ema_ckpt.storage.remote import is_unanswered
 from ema_ckpt.writing.destination import WriteRequest
 from ema_ckpt.writing.leftovers import clear_uploads
 from ema_ckpt.writing.object_destination import ObjectDestination
+from ema_ckpt.writing.open_inside import create_inside
 from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.publish_order import PublishOrder
 from ema_ckpt.writing.staging import Staged, stage
@@ -127,7 +128,7 @@ class SharedDirectory:
         name = f"__{rank}_0.distcp"
         places = []
         try:
-            with open(self._root / name, "wb") as stream:
+            with create_inside(self._root, name) as stream:
                 for item in in_order(items):
                     offset = stream.tell()
                     try:
@@ -149,7 +150,8 @@ class SharedDirectory:
             ]
 
     def put(self, name: str, data: bytes) -> None:
-        (self._root / name).write_bytes(data)
+        with create_inside(self._root, name) as stream:
+            stream.write(data)
         self._small[name] = len(data)
 
     def publish(self, files: Mapping[str, int]) -> Path:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ema_ckpt.core.text import shown
 from ema_ckpt.storage.stage_names import NEW, OLD
+from ema_ckpt.writing.open_inside import create_inside
 from ema_ckpt.writing.preflight import OverwritePolicy, foreign_entries, foreign_parts
 from ema_ckpt.writing.switch import fsync_tree, put
 
@@ -52,8 +53,8 @@ class Carried:
         A later run has to know that too, if this one is killed in between.
         """
         self._new_inode = os.lstat(new).st_ino
-        with contextlib.suppress(OSError), open(new.with_name(NEW), "w", encoding="utf-8") as note:
-            note.write(str(self._new_inode))
+        with contextlib.suppress(OSError), create_inside(new.parent, NEW) as note:
+            note.write(str(self._new_inode).encode())
 
     def old_in(self, stage: Path, target: Path) -> Path | None:
         """The old target, if the stage has it."""

@@ -24,7 +24,7 @@ from typing import Any
 from ema_ckpt.core.box import are_sizes
 from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import EmaCkptError, TargetError
-from ema_ckpt.storage.files import safe_name
+from ema_ckpt.storage.files import close_read, safe_name
 from ema_ckpt.storage.stage_names import JOURNAL
 from ema_ckpt.writing.switch import empty_cache
 
@@ -96,12 +96,15 @@ class Journal:
         return intact
 
     def close(self) -> None:
-        """Close the file; nothing can be recorded after."""
+        """Close the file; nothing can be recorded after.
+
+        Lines that only now turn out to be lost harm nothing: their ranges are written once more.
+        """
         with self._lock:
             self._is_closed = True
             fd, self._fd = self._fd, None
             if fd is not None:
-                os.close(fd)
+                close_read(fd)
 
     def discard(self) -> None:
         """Close and delete: the stage must not be resumed."""

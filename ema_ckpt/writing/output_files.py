@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ema_ckpt.storage.files import close_read, max_open_files
-from ema_ckpt.writing.stage_files import open_directory, open_inside
+from ema_ckpt.writing.open_inside import open_directory, open_inside
 from ema_ckpt.writing.switch import sync
 
 # Linux keeps a file in folios of up to the length of a write, as far as their place in the file is

@@ -11,24 +11,24 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.storage.files import close_read, is_gone
 from ema_ckpt.storage.stage_names import JOURNAL, LOCK
+from ema_ckpt.writing.open_inside import set_mode
 from ema_ckpt.writing.switch import empty_cache
 
 _ACCESS_LIST = "system.posix_acl_access"
 _ENTRY = "<HHI"  # its kind, rights, and whose they are
-_GROUP, _MASK = 4, 16
-_MASKED = (2, _GROUP, 8)  # a user, the group, a further group: those have what the mask has at most
+_USER, _GROUP = 2, 4
+_MASKED = (_USER, _GROUP, 8)  # the last is a further group; all have what the mask has at most
 _NOBODY = 2**32 - 1  # whose an entry is that needs no name
 _NO_LIST = (errno.ENODATA, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # as for `cp -p`
 _DELETE_ATTEMPTS = 3
 _OVERFLOW = 65534
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class _Entry(NamedTuple):
@@ -37,11 +37,6 @@ class _Entry(NamedTuple):
     kind: int
     rights: int
     who: int
-
-
-def open_directory(path: Path) -> int:
-    """Open a directory that is no symbolic link, to open files in it."""
-    return os.open(path, _DIRECTORY)
 
 
 @contextlib.contextmanager
@@ -56,11 +51,6 @@ def kept_open(path: Path) -> Iterator[int | None]:
         yield fd
     finally:
         close_read(fd)
-
-
-def open_inside(directory: int, name: str, flags: int) -> int:
-    """Open the file `name` of an open directory; a symbolic link of that name is an OSError."""
-    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=directory)
 
 
 def find_stranger(
@@ -135,30 +125,25 @@ def refuse_losses(payload: Path, files: Mapping[str, int], target: Path) -> None
 def close_as(root: Path, target: Path) -> None:
     """Keep those out of a stage who cannot read the target that it is to replace.
 
-    What is written in it then has the target's group, where that may be given.
+    And those who could write in it, and may not write to the target. What is written in it then
+    has the target's group, where that may be given.
 
     Raises:
         OSError: the target is gone, or its permissions cannot be told.
     """
     old, before = os.lstat(target), stat.S_IMODE(os.lstat(root).st_mode)
-    mode, read, closed = before, old.st_mode, stat.S_IRWXG | stat.S_IRWXO
+    mode, as_old, closed = before, old.st_mode, stat.S_IRWXG | stat.S_IRWXO
     has_group = _give_group(root, old)
     with contextlib.suppress(OSError):  # a list that cannot be read may keep out anybody
-        given = _entries_of(target)
-        closed = 0 if _readers(root, before) <= _readers(target, old.st_mode) else stat.S_IRWXG
-        if any(_is_shut_out(entry) for entry in given):
-            closed |= stat.S_IRWXO
+        given, own = _entries_of(target), _entries_of(root)
         if not has_group:
-            read = _without_group(read, given)
-    if has_group and stat.S_ISDIR(read):
-        mode |= read & stat.S_ISGID
-    if not read & stat.S_IRGRP:
-        closed |= stat.S_IRWXG
-    if not read & stat.S_IROTH:
-        closed |= stat.S_IRWXO
+            as_old = _without_group(as_old, given)
+        closed = _closed(_Admitted(before, own), _Admitted(as_old, given))
+    if has_group and stat.S_ISDIR(as_old):
+        mode |= as_old & stat.S_ISGID
     mode &= ~closed  # which takes `S_ISGID` from one who is not of the group
     if mode != before:
-        os.chmod(root, mode)
+        set_mode(root, mode)
 
 
 def take_permissions(new: Path, target: Path) -> str | None:
@@ -188,7 +173,7 @@ def take_permissions(new: Path, target: Path) -> str | None:
             mode, failure = closed, error.strerror or str(error)
     try:
         if stat.S_IMODE(os.lstat(new).st_mode) != mode:
-            os.chmod(new, mode)
+            set_mode(new, mode)
     except OSError as error:
         return error.strerror or str(error)
     if old.st_uid != own.st_uid:
@@ -282,23 +267,40 @@ def _entries_of(path: Path) -> list[_Entry]:
     return [_Entry(*entry) for entry in struct.iter_unpack(_ENTRY, _access_list(path)[4:])]
 
 
-def _readers(path: Path, mode: int) -> set[tuple[int, int]]:
-    """Return the users and groups that read by an access list, the owner and all others aside.
+class _Admitted(NamedTuple):
+    """Whom a mode and an access list let in."""
 
-    Without a list that is the group, if it may.
+    mode: int
+    entries: Sequence[_Entry]
+
+    def by_group(self, right: int) -> set[tuple[int, int]]:
+        """Return who has a right by group or list; without a list that is the group, if it may."""
+        if not self.mode & right << 3:  # where there is a list, its mask
+            return set()
+        entries = self.entries or [_Entry(_GROUP, right, _NOBODY)]
+        masked = [one for one in entries if one.kind in _MASKED]
+        return {(one.kind, one.who) for one in masked if one.rights & right}
+
+    def kept_out(self, right: int) -> set[tuple[int, int]]:
+        """Return whom the list names without that right: they have none by a group or as others."""
+        named = [one for one in self.entries if one.kind in _MASKED]
+        return {(one.kind, one.who) for one in named} - self.by_group(right)
+
+
+def _closed(own: _Admitted, given: _Admitted) -> int:
+    """Return what to take from the mode of a stage, so that it admits nobody whom another does not.
+
+    Who may write in it could put another file in the place of one, or keep one open for writing.
     """
-    entries = _entries_of(path) or [_Entry(_GROUP, mode >> 3 & 7, _NOBODY)]
-    mask = next((entry.rights for entry in entries if entry.kind == _MASK), 7)
-    return {
-        (entry.kind, entry.who)
-        for entry in entries
-        if entry.kind in _MASKED and entry.rights & mask & 4
-    }
-
-
-def _is_shut_out(entry: _Entry) -> bool:
-    """Whether an access list names somebody who may not read, whatever all others may."""
-    return entry.kind in _MASKED and not entry.rights & 4
+    closed = 0
+    for right in (4, 2):
+        admitted, kept_out = own.by_group(right), given.kept_out(right)
+        named = {one for one in kept_out - own.kept_out(right) if one[0] == _USER}
+        if admitted and (named or not admitted <= given.by_group(right)):
+            closed |= stat.S_IRWXG
+        if own.mode & right and (kept_out or not given.mode & right):
+            closed |= stat.S_IRWXO
+    return closed
 
 
 def allocated(root: Path) -> int:

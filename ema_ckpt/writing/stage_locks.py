@@ -13,7 +13,7 @@ from pathlib import Path
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.storage.files import close_read
 from ema_ckpt.storage.stage_names import LOCK
-from ema_ckpt.writing.stage_files import open_directory
+from ema_ckpt.writing.open_inside import open_directory
 
 _LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)

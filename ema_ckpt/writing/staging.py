@@ -26,6 +26,7 @@ from ema_ckpt.storage.files import close_read, is_gone, is_there
 from ema_ckpt.storage.stage_names import JOURNAL, OLD, interrupted_switch, stage_path, stages_of
 from ema_ckpt.writing.foreign_files import Carried, rescue
 from ema_ckpt.writing.journal import Journal, check_identity
+from ema_ckpt.writing.open_inside import open_directory
 from ema_ckpt.writing.preflight import (
     OverwritePolicy,
     check_place,
@@ -43,7 +44,6 @@ from ema_ckpt.writing.stage_files import (
     find_lost,
     find_stranger,
     kept_open,
-    open_directory,
     refuse_losses,
     take_permissions,
 )

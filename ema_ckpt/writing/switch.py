@@ -17,6 +17,7 @@ from pathlib import Path
 from ema_ckpt.core.errors import TargetError
 from ema_ckpt.storage.files import close_read, is_there
 from ema_ckpt.storage.stage_names import NOTE, OLD, interrupted_switch
+from ema_ckpt.writing.open_inside import create_inside
 
 NOREPLACE, EXCHANGE = 1, 2
 
@@ -84,7 +85,8 @@ def exchange(new: Path, target: Path, *, plain: bool = False, fsync: bool = True
         return
     stage = new.parent
     draft = stage / f"{NOTE}.tmp"
-    draft.write_text(json.dumps({"old": OLD, "new": new.name}), encoding="utf-8")
+    with create_inside(stage, draft.name) as note:
+        note.write(json.dumps({"old": OLD, "new": new.name}).encode())
     if fsync:
         fsync_path(draft)
     os.rename(draft, stage / NOTE)

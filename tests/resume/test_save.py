@@ -8,6 +8,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,34 @@ def test_a_file_of_the_stage_is_lost(
         run.save(path, overwrite=True)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("link", ["", "c", "c/__0_0.distcp", "c/ema_ckpt.json", "c/.metadata"])
+def test_no_link_that_is_put_in_place_of_the_stage_is_followed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    """Whoever may write beside the target can exchange its stage."""
+    place, theirs = tmp_path / "place", tmp_path / "theirs"
+    place.mkdir()
+    (theirs / "c").mkdir(parents=True)
+    files = ["__0_0.distcp", "ema_ckpt.json", ".metadata"]
+    for name in files:
+        (theirs / "c" / name).write_text("theirs")
+    call = "write_items" if link == "c/__0_0.distcp" else "put"
+    write = getattr(SharedDirectory, call)
+
+    def exchanged(self: SharedDirectory, *args: Any) -> Any:
+        for stage in place.glob(".c.ema-ckpt-*"):
+            stage.rename(tmp_path / "away")
+            (stage / link).parent.mkdir(parents=True, exist_ok=True)
+            (stage / link).symlink_to(theirs / link)
+            monkeypatch.undo()
+        return write(self, *args)
+
+    monkeypatch.setattr(SharedDirectory, call, exchanged)
+    with pytest.raises(TargetError):
+        run.save(place / "c")
+    assert {(theirs / "c" / name).read_text() for name in files} == {"theirs"}
 
 
 def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:

@@ -340,3 +340,21 @@ def test_a_stage_of_another_user_is_not_continued(tmp_path: Path, owner_of_paren
     assert any("another user made it; starting anew" in text for text in told) == (
         not owner_of_parent
     )
+
+
+def test_lines_that_only_closing_tells_to_be_lost_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing believes a line unchecked."""
+    close = os.close
+
+    def told(fd: int) -> None:
+        is_journal = os.readlink(f"/proc/self/fd/{fd}").endswith(JOURNAL)
+        close(fd)
+        if is_journal:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "close", told)
+    with stage(tmp_path / "target", is_directory=False, resume=True) as staged:
+        write_new(staged)
+    assert read_target(tmp_path / "target")

@@ -33,6 +33,7 @@ from ema_ckpt.storage.stage_names import (
 )
 from ema_ckpt.writing import switch as publishing
 from ema_ckpt.writing.output_files import OutputFiles, preallocate
+from ema_ckpt.writing.stage_files import take_permissions
 from ema_ckpt.writing.staging import Staged, check_target, stage
 from tests.staged_writer import (
     REPO,
@@ -430,6 +431,74 @@ def test_a_stage_lets_in_nobody_by_a_list_that_it_inherits(tmp_path: Path) -> No
         assert staged.root.stat().st_mode & 0o077 == 0
     assert "system.posix_acl_access" not in os.listxattr(target)
     assert target.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [(0o644, 0o705), (0o664, 0o775), (0o640, 0o700), (0o606, 0o707)]
+)
+def test_in_a_stage_nobody_writes_who_may_not_write_to_the_target(
+    tmp_path: Path, mode: int, expected: int
+) -> None:
+    """Whoever can put a file into it puts that in the place of the one that is written."""
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=False)
+    target.chmod(mode)
+    mask = os.umask(0o000 if mode & 0o002 else 0o002)
+    try:
+        with stage(target, is_directory=False, overwrite=True) as staged:
+            write_new(staged)
+            assert staged.root.stat().st_mode & 0o777 == expected
+    finally:
+        os.umask(mask)
+    assert target.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("plain_rename", [False, True])
+def test_no_link_that_is_put_in_place_of_a_stage_is_followed(
+    tmp_path: Path, plain_rename: bool
+) -> None:
+    """Whoever may write beside the target can exchange its stage."""
+    place, victim = tmp_path / "place", tmp_path / "victim"
+    target = place / "target"
+    victim.write_text("untouched")
+    victim.chmod(0o600)
+    place.mkdir()
+    make_old(target, is_directory=True)
+    with (
+        contextlib.suppress(TargetError),
+        stage(target, is_directory=True, overwrite=True, plain_rename=plain_rename) as staged,
+    ):
+        write_new(staged)
+        os.rename(staged.root, tmp_path / "away")
+        shutil.copytree(tmp_path / "away", staged.root)
+        for name in (".ema-ckpt.new", ".ema-ckpt.note.tmp"):
+            (staged.root / name).symlink_to(victim)
+    assert victim.read_text() == "untouched"
+
+
+def test_a_mode_is_not_given_to_what_a_link_leads_to(tmp_path: Path) -> None:
+    target, victim, link = tmp_path / "target", tmp_path / "victim", tmp_path / "link"
+    for file in (target, victim):
+        file.write_text("")
+    target.chmod(0o666)
+    victim.chmod(0o600)
+    link.symlink_to(victim)
+    assert take_permissions(link, target)
+    assert victim.stat().st_mode & 0o777 == 0o600
+
+
+def test_one_of_the_group_whom_a_list_keeps_out_is_kept_out_of_the_stage(tmp_path: Path) -> None:
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=False)
+    kept_out = [(1, 6, -1), (2, 0, 6002), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
+    try:
+        os.setxattr(target, "system.posix_acl_access", _access_list(*kept_out))
+    except OSError:
+        pytest.skip("the file system has no access lists")
+    with stage(target, is_directory=False, overwrite=True) as staged:
+        write_new(staged)
+        assert staged.root.stat().st_mode & 0o077 == 0
+    assert os.getxattr(target, "system.posix_acl_access") == _access_list(*kept_out)
 
 
 def test_whom_a_list_keeps_out_is_not_let_in_with_all_others(
