@@ -268,10 +268,16 @@ class _Comparison:
         digests = self.look_at(tensors, dtype)
         for tensor in tensors:
             _, failure = self.origin_digests.results[DigestJob(tensor, dtype).key]
-            if failure is not None and tensor.refusal is None:
-                code, message, name, file = failure
-                self.audit.report(code, f"{self.origin.resolved}: {message}", name, file)
+            if failure is None or tensor.refusal is not None or self.unread(tensor, dtype):
+                continue
+            code, message, name, file = failure
+            self.audit.report(code, f"{self.origin.resolved}: {message}", name, file)
         return digests
+
+    def unread(self, tensor: Tensor, dtype: DType) -> str:
+        """Say why a source's tensor, whose digest was asked for, is in a form that is not read."""
+        _, failure = self.origin_digests.results[DigestJob(tensor, dtype).key]
+        return str(failure[1]) if failure is not None and failure[0] == "unsupported" else ""
 
     # What only the source has.
 
@@ -401,14 +407,16 @@ class _Comparison:
     def report_difference(self, name: str, other: Tensor, where: str) -> None:
         """Report a tensor that differs; one that is not read at all is not proven, and no more."""
         tensor = self.tensor_of(name)
-        if other.shape == tensor.shape:
-            self.digests_of([other], tensor.dtype)  # says why the source's is not read
         if self.digest(tensor) is None and tensor.name not in self.audit.damaged:
             self.audit.unchecked[tensor.name, -1] = 1  # the audit has said why
             return
-        if other.refusal is not None:
+        unread = other.refusal.message if other.refusal is not None else ""
+        if other.shape == tensor.shape:
+            self.digests_of([other], tensor.dtype)  # says why the source's is damaged
+            unread = unread or self.unread(other, tensor.dtype)
+        if unread:
             self.audit.unchecked[tensor.name, -1] = 1
-            why = f"tensor {name!r} is not compared with {where}: {other.refusal.message}"
+            why = f"tensor {name!r} is not compared with {where}: {unread}"
             self.audit.warn("unchecked", why)
             return
         tied = "" if name in self.tensors else f", here tied to {tensor.name!r}"

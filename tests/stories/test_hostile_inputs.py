@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+from ema_ckpt import verify
 from tests.checkpoints import dcp_at, save_dcp
 
 REPO = Path(__file__).parents[2]
@@ -101,6 +102,18 @@ def test_an_expanded_view_is_verified_by_what_is_stored(
     ended = command("verify", wide, *words, "--json")
     assert ended.returncode == code
     assert not json.loads(ended.stdout)["problems"]
+
+
+def test_a_copy_is_not_compared_with_an_expanded_view(wide: Path, tmp_path: Path) -> None:
+    """That the source's tensor is not read is no damage of the copy, under its name or another."""
+    state = torch.load(wide, weights_only=True)
+    for name in ("w", "x"):
+        torch.save({"model": {name: state["model"]["w"], "b": torch.ones(3)}}, tmp_path / "copy.pt")
+        found = verify(tmp_path / "copy.pt", against=wide)
+        codes = {(problem.code, problem.tensor) for problem in found.problems}
+        assert codes <= (
+            {("index-mismatch", "model.x"), ("incomplete", "model.w")} if name == "x" else set()
+        )
 
 
 def test_the_rest_beside_an_expanded_view_is_written(wide: Path, tmp_path: Path) -> None:
