@@ -11,7 +11,7 @@ from ema_ckpt.core.catalog import Catalog, Ints, Tensor
 from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.state_dicts.ema_config import with_tied_names
-from ema_ckpt.state_dicts.selection import missing_weights
+from ema_ckpt.state_dicts.selection import missing_weights, strip_starts
 from ema_ckpt.state_dicts.tree import Tree, live_of
 
 # Digests of tensors after their cast to a type.
@@ -82,13 +82,14 @@ def common_prefix(names: Iterable[str]) -> str:
     return common[: common.rfind(".") + 1]
 
 
-def full_names(origin: Catalog, trees: Iterable[Tree]) -> Naming:
+def full_names(origin: Catalog, trees: Sequence[Tree]) -> Naming:
     """Name tensors in full; also without the wrapper prefixes, which writers strip inside a tree
     only.
     """
     full = {}
+    starts = strip_starts(trees)
     for tree in trees:
-        skip = len(tree.prefix)
+        skip = starts[tree.name]
         for tensor in tree.tensors:
             full[tensor.name[:skip] + canonical(tensor.name[skip:])] = tensor
     return Naming("", full | {tensor.name: tensor for tensor in origin.tensors})

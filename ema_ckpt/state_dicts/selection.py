@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ema_ckpt.core.arguments import texts
@@ -233,13 +233,55 @@ def _full_rows(catalog: Catalog, trees: Sequence[Tree], *, strip: bool) -> Itera
     for tree in trees:
         owners.update(dict.fromkeys(map(id, tree.entries), tree))
         settings.update(map(id, tree.settings.values()))
+    starts = strip_starts(trees) if strip else {}
     for item in chain[Tensor | Object](catalog.tensors, catalog.objects):
         tree = owners[id(item)]
         castable = tree.role in (LIVE, EMA) and id(item) not in settings
         row = _Row(item.name, item.name, item.path, item, castable)
         if strip and is_wrapped(item.name) and _strips(tree):
-            _strip(row, len(tree.prefix))
+            _strip(row, starts[tree.name])
         yield row
+
+
+def strip_starts(trees: Sequence[Tree]) -> dict[str, int]:
+    """How many characters at the start of full names keep their wrapper components, by tree.
+
+    They are those of the tree's name, or of that of the tree around it if this has weights below
+    the wrapper that the inner one lies below: one module was wrapped with both.
+    """
+    by_name = {tree.name: tree for tree in trees if _strips(tree)}
+    starts: dict[str, int] = {}
+    below: dict[tuple[str, str], bool] = {}  # whether a tree has weights below a wrapper
+    for tree in sorted(trees, key=lambda tree: len(tree.name)):
+        starts[tree.name] = len(tree.prefix)
+        outer = _wrapped_around(tree, by_name) if tree.name in by_name else None
+        if outer is None:
+            continue
+        place = _first_wrapper(tree.name, len(outer.prefix))
+        if (outer.name, place) not in below:
+            below[outer.name, place] = any(t.name.startswith(place) for t in outer.tensors)
+        if below[outer.name, place]:
+            starts[tree.name] = starts[outer.name]
+    return starts
+
+
+def _wrapped_around(tree: Tree, by_name: Mapping[str, Tree]) -> Tree | None:
+    """Return the innermost tree that one lies in, if a wrapper is among what it lies below."""
+    *parents, last = tree.name.split(".")
+    if last in WRAPPERS or WRAPPERS.isdisjoint(parents):
+        return None
+    around = ["", *accumulate(parents, "{}.{}".format)]
+    return next((by_name[name] for name in reversed(around) if name in by_name), None)
+
+
+def _first_wrapper(name: str, start: int) -> str:
+    """Return a tree's name up to the dot behind its first wrapper component; "" if it has none."""
+    dot = name.find(".", start)
+    while dot >= 0:
+        if name[start:dot] in WRAPPERS:
+            return name[: dot + 1]
+        start, dot = dot + 1, name.find(".", dot + 1)
+    return ""
 
 
 def _strips(tree: Tree) -> bool:
@@ -253,7 +295,7 @@ def _strips(tree: Tree) -> bool:
 
 
 def _strip(row: _Row, skip: int) -> None:
-    """Drop wrapper components behind the first `skip` characters, those of the tree's name."""
+    """Drop wrapper components behind the first `skip` characters."""
     row.name = row.name[:skip] + canonical(row.name[skip:])
     if len(row.path) == 1:
         row.path = (row.name,)
@@ -262,11 +304,9 @@ def _strip(row: _Row, skip: int) -> None:
     reached = 0
     for element in row.path[:-1]:
         text = str(element)
-        bare = _bare(text, max(skip - reached, 0))
-        if isinstance(element, int):
-            path.append(element)
-        elif bare:
-            path.append(bare)
+        bare = text if isinstance(element, int) else _bare(text, max(skip - reached, 0))
+        if bare is not None:
+            path.append(element if bare == text else bare)
         reached += len(text) + 1
     last = row.path[-1]
     if isinstance(last, str):
@@ -275,10 +315,16 @@ def _strip(row: _Row, skip: int) -> None:
     row.path = (*path, last)
 
 
-def _bare(text: str, kept: int) -> str:
-    """Drop the wrapper components of a part of a name behind its first `kept` characters."""
+def _bare(text: str, kept: int) -> str | None:
+    """Drop the wrapper components of a part of a name behind its first `kept` characters.
+
+    Returns:
+        what is left; None for nothing, which is not an empty key.
+    """
     parts = [part for part in text[kept:].split(".") if part not in WRAPPERS]
-    return (text[:kept] + ".".join(parts)).removesuffix("." if kept < len(text) else "")
+    if parts:
+        return text[:kept] + ".".join(parts)
+    return text[:kept].removesuffix(".") if kept else None
 
 
 class _Globs:

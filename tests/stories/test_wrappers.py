@@ -72,17 +72,73 @@ def test_a_prefix_in_the_middle_of_a_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", ["ema", "model_ema"])
-def test_a_tree_inside_wrapped_weights(inner: str, tmp_path: Path) -> None:
-    """Its own name keeps the prefix, in the file as in the record of it."""
-    state = {f"module.{name}": torch.randn(2) for name in ("net.w", f"{inner}.net.w", "b")}
-    nested = {"a": torch.ones(2), "_orig_mod.c": torch.zeros(2)}
-    torch_at(tmp_path / "a.pt", {"model": state, "shadow": {f"x.module.{inner}.module": nested}})
-    ema_ckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert ema_ckpt.verify(tmp_path / "b.pt", against=tmp_path / "a.pt").status == "sound"
-    with ema_ckpt.open(tmp_path / "b.pt") as found:
-        assert f"model.module.{inner}.net.w" in found
-    ema_ckpt.convert(tmp_path / "b.pt", tmp_path / "c.safetensors")
-    assert ema_ckpt.verify(tmp_path / "c.safetensors", against=tmp_path / "a.pt").problems == ()
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_tree_inside_wrapped_weights(inner: str, nested: bool, tmp_path: Path) -> None:
+    """One module was wrapped: its part loses the prefix as the rest does."""
+    plain = {name: torch.randn(2) for name in ("net.w", f"{inner}.net.w", "b")}
+    state = {f"module.{name}": tensor for name, tensor in plain.items()}
+    source = torch_at(tmp_path / "a.pt", {"model": state} if nested else {**state})
+    ema_ckpt.convert(source, tmp_path / "b.pt")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    torch.testing.assert_close(found["model"] if nested else found, plain)
+    for old, new in (("b.pt", "c.safetensors"), ("c.safetensors", "d"), ("d", "e.pt")):
+        ema_ckpt.convert(tmp_path / old, tmp_path / new)
+        checked = ema_ckpt.verify(tmp_path / new, against=source)
+        assert (checked.status, checked.warnings) == ("sound", ())
+    ema_ckpt.reshard(source, tmp_path / "f", 1)
+    with ema_ckpt.open(tmp_path / "f") as kept:
+        assert f"{'model.' if nested else ''}module.{inner}.net.w" in kept
+
+
+def test_a_copy_with_the_prefix_of_an_inner_tree_is_sound(tmp_path: Path) -> None:
+    """`convert` wrote such names."""
+    state = {name: torch.randn(2) for name in ("module.net.w", "module.model_ema.module.net.w")}
+    source = torch_at(tmp_path / "a.pt", {"model": state})
+    mixed = dict(zip(("net.w", "module.model_ema.net.w"), state.values(), strict=True))
+    checked = ema_ckpt.verify(torch_at(tmp_path / "b.pt", {"model": mixed}), against=source)
+    assert (checked.status, checked.warnings) == ("sound", ())
+
+
+@pytest.mark.parametrize(
+    ("state", "names"),
+    [
+        ({"module": {"net.w": 1, "model_ema.net.w": 2}, "module.b": 3}, None),
+        ({"module": {"module.net.w": 1, "module.ema.net.w": 2}}, ["net.w", "ema.net.w"]),
+        ({"model": {"net.w": 1, "module.model_ema.net.w": 2}}, None),
+        ({"shadow": {"x.module.ema.module": {"a": 1, "_orig_mod.c": 2}}}, None),
+    ],
+    ids=["a tree of that name", "wrapped inside it", "weights that are not wrapped", "keys"],
+)
+def test_the_name_of_a_tree_stays(
+    state: dict[str, dict[str, object]], names: list[str] | None, tmp_path: Path
+) -> None:
+    def filled(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: filled(inner) for name, inner in value.items()}
+        return torch.full((2,), float(str(value)))
+
+    source = torch_at(tmp_path / "a.pt", filled(state))
+    ema_ckpt.convert(source, tmp_path / "b.pt")
+    tree = next(iter(state))
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert tree in found
+    if names is not None:
+        assert list(found[tree]) == names
+    elif tree != "shadow":
+        assert list(found[tree]) == list(state[tree])
+    checked = ema_ckpt.verify(tmp_path / "b.pt", against=source)
+    assert (checked.status, checked.warnings) == ("sound", ())
+
+
+def test_empty_keys_beside_wrappers_stay(tmp_path: Path) -> None:
+    """`named_modules` calls the module itself `""`."""
+    modules = {"": {"module.w": torch.ones(2), "b": torch.zeros(2)}, "module.w": torch.ones(3)}
+    dotted = {"module.a.": {"w": torch.ones(4)}, "module.": {"c": torch.ones(5)}}
+    source = torch_at(tmp_path / "a.pt", {"model": modules | dotted})
+    ema_ckpt.convert(source, tmp_path / "b.pt")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)["model"]
+    assert {name: list(found[name]) for name in ("", "a.")} == {"": ["w", "b", "c"], "a.": ["w"]}
+    assert ema_ckpt.verify(tmp_path / "b.pt", against=source).warnings == ()
 
 
 def test_prefixes_can_be_kept(tmp_path: Path) -> None:
