@@ -308,13 +308,14 @@ def _connect(
     prefixed = PrefixStore(f"ema_ckpt/{place}", store)
     options = prefixed, channel.rank, channel.size, _CONNECT_TIMEOUT
     keep = partial(object.__setattr__, channel, "gloo")
+    connecting = map(keep, starmap(dist.ProcessGroupGloo, [options]))
     _connected.add(channel)
     try:
         _begun = place  # an interrupt comes before this or after the next call
         try:
             # One call in C: an interrupt that comes in it finds the group in the channel. A name
             # for the group would keep it alive, by the traceback of the error.
-            deque(map(keep, starmap(dist.ProcessGroupGloo, [options])), maxlen=0)
+            deque(connecting, maxlen=0)
         finally:
             prefixed.add("connected", 1)
     except RuntimeError as error:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -291,6 +292,32 @@ def test_a_rank_that_is_interrupted_as_all_connect_stays_until_all_are_connected
     for message, waited in others:
         assert message.startswith("CollectiveError: ")
         assert 2.5 < waited < 10
+
+
+def _interrupted_starmap(*args: Any) -> None:
+    channel.starmap = itertools.starmap
+    raise KeyboardInterrupt
+
+
+def _one_is_interrupted_between_calls() -> tuple[str, float]:
+    message = ""
+    if dist.get_rank() == 2:
+        channel.starmap = _interrupted_starmap
+    began = time.monotonic()
+    try:
+        with leaving_together("save"):
+            meet_and_connect("save", "save", 60).exchange(0)
+    except (KeyboardInterrupt, CollectiveError) as error:
+        message = f"{type(error).__name__}: {error}"
+    return message, time.monotonic() - began
+
+
+def test_an_interrupt_that_comes_between_the_calls_that_connect_keeps_nobody_waiting() -> None:
+    *others, (message, _) = run(3, _one_is_interrupted_between_calls, timeout=60)
+    assert message == "KeyboardInterrupt: "
+    for message, waited in others:
+        assert message.startswith("CollectiveError: ")
+        assert waited < 10
 
 
 class _Interrupted(dict[tuple[int, ...], int]):
