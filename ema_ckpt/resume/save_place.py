@@ -6,8 +6,8 @@ import io
 import logging
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -127,7 +127,7 @@ class SharedDirectory:
             raise FileNotFoundError(message)
         name = f"__{rank}_0.distcp"
         places = []
-        try:
+        with self._named(name):
             with create_inside(self._root, name) as stream:
                 for item in in_order(items):
                     offset = stream.tell()
@@ -139,10 +139,6 @@ class SharedDirectory:
                 stream.flush()
                 os.fsync(stream.fileno())
             fsync_path(self._root)
-        except OSError as error:  # what is written to is not named
-            if error.errno is not None:  # without a number its text would not show
-                error.filename = error.filename or str(self._root / name)
-            raise
         with closing(LocalFiles(self._root)) as files:
             return [
                 WrittenItem(item, name, offset, n, *_stored_crc(files, name, offset, n, item))
@@ -150,9 +146,19 @@ class SharedDirectory:
             ]
 
     def put(self, name: str, data: bytes) -> None:
-        with create_inside(self._root, name) as stream:
+        with self._named(name), create_inside(self._root, name) as stream:
             stream.write(data)
         self._small[name] = len(data)
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Name the file in an error of writing or closing it, which does not."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is not None:  # without a number its text would not show
+                error.filename = error.filename or str(self._root / name)
+            raise
 
     def publish(self, files: Mapping[str, int]) -> Path:
         if self._staged is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 
 from ema_ckpt import save
 from ema_ckpt.core.errors import TargetError, UsageError
+from ema_ckpt.resume import save_place
 from ema_ckpt.resume.save_place import SharedDirectory
 from tests.resume.training import Run, same
 
@@ -124,6 +127,26 @@ def test_no_link_that_is_put_in_place_of_the_stage_is_followed(
     with pytest.raises(TargetError):
         run.save(place / "c")
     assert {(theirs / "c" / name).read_text() for name in files} == {"theirs"}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "ema_ckpt.json", ".metadata"])
+def test_what_closing_a_file_tells_is_said_of_the_target(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Some network file systems write only then."""
+    create = save_place.create_inside
+
+    @contextlib.contextmanager
+    def told(directory: Path, file: str) -> Iterator[BinaryIO]:
+        with create(directory, file) as stream:
+            yield stream
+        if file == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(save_place, "create_inside", told)
+    with pytest.raises(TargetError, match="c: cannot be written: Input/output error"):
+        run.save(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
