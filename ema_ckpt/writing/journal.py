@@ -92,7 +92,7 @@ class Journal:
             except OSError:
                 continue  # what cannot be read back is written again
             finally:
-                os.close(fd)
+                close_read(fd)
         return intact
 
     def close(self) -> None:

@@ -291,24 +291,27 @@ def _closed(own: _Admitted, given: _Admitted) -> int:
     """Return what to take from the mode of a stage, so that it admits nobody whom another does not.
 
     Who may write in it could put another file in the place of one, or keep one open for writing.
+    Without the right to search it nothing in it can be opened; who may read the target may still
+    list and lock it: the next writer finds whether this one is there.
     """
     closed = 0
-    for right in (4, 2):
+    for right, taken in ((4, 7), (2, 3)):
         admitted, kept_out = own.by_group(right), given.kept_out(right)
         named = {one for one in kept_out - own.kept_out(right) if one[0] == _USER}
         if admitted and (named or not admitted <= given.by_group(right)):
-            closed |= stat.S_IRWXG
+            closed |= taken << 3
         if own.mode & right and (kept_out or not given.mode & right):
-            closed |= stat.S_IRWXO
+            closed |= taken
     return closed
 
 
 def allocated(root: Path) -> int:
-    """Bytes that the files below `root` occupy on the disk."""
+    """Bytes that the files below `root` occupy on the disk, as far as that can be told."""
     nbytes = 0
     for parent, _, files in os.walk(root):
         for name in files:
-            nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            with contextlib.suppress(OSError):  # it is gone by now, or another user's
+                nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
     return nbytes
 
 

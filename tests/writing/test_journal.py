@@ -313,6 +313,25 @@ class TestResume:
         return stage(target, is_directory=True, resume=True, identity=self.IDENTITY, nbytes=nbytes)
 
 
+def test_what_has_been_read_back_is_intact_whatever_closing_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, target = TestResume(), tmp_path / "out"
+    run.interrupted(target)
+    with run.resumed(target) as staged:
+        close = os.close
+
+        def told(fd: int) -> None:
+            close(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", told)
+            completed = staged.journal.completed()
+        assert completed == staged.journal.completed()
+        assert completed
+
+
 def test_a_short_run_leaves_no_journal_on_the_disk(tmp_path: Path) -> None:
     journal = Journal(tmp_path, tmp_path / "out", {"plan": "1"}, after=0.2)
     journal.done("", 0, 4, Finished(1))

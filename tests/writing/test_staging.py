@@ -434,7 +434,7 @@ def test_a_stage_lets_in_nobody_by_a_list_that_it_inherits(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [(0o644, 0o705), (0o664, 0o775), (0o640, 0o700), (0o606, 0o707)]
+    ("mode", "expected"), [(0o644, 0o745), (0o664, 0o775), (0o640, 0o740), (0o606, 0o707)]
 )
 def test_in_a_stage_nobody_writes_who_may_not_write_to_the_target(
     tmp_path: Path, mode: int, expected: int
@@ -451,6 +451,39 @@ def test_in_a_stage_nobody_writes_who_may_not_write_to_the_target(
     finally:
         os.umask(mask)
     assert target.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users")
+def test_a_stage_that_one_of_a_group_left_keeps_no_other_from_writing() -> None:
+    with tempfile.TemporaryDirectory(prefix="ema-ckpt-tests-") as place:
+        target = Path(place, "target.safetensors")
+        with stage(target, is_directory=False) as staged:  # imports what others may not read
+            write_new(staged)
+        target.chmod(0o644)
+        os.chown(place, 0, 7000)
+        os.chmod(place, 0o2775)
+        os.chown(target, 6001, 7000)
+        mask = os.umask(0o002)
+        os.setegid(7000)
+        try:
+            os.seteuid(6001)
+            with (
+                pytest.raises(InterruptedError),
+                stage(target, is_directory=False, overwrite=True, resume=True),
+            ):
+                raise InterruptedError
+            assert stages_of(target)
+            os.seteuid(0)
+            os.seteuid(6002)
+            assert check_target(target, is_directory=False, overwrite=True) == target
+            with stage(target, is_directory=False, overwrite=True) as staged:
+                write_new(staged)
+            assert target.stat().st_uid == 6002
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+            os.umask(mask)
+    assert [warning.code for warning in staged.warnings] == ["stale-file"]
 
 
 @pytest.mark.parametrize("plain_rename", [False, True])
