@@ -402,6 +402,45 @@ def test_a_wrapper_prefix_that_is_kept_is_on_every_name(tmp_path: Path) -> None:
     assert len(result.renamed) == 4
 
 
+@pytest.mark.parametrize("wrapper", ["", "module."])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_average_inside_weights_stays_in_their_dictionary(
+    wrapper: str, nested: bool, tmp_path: Path
+) -> None:
+    """As Lightning has it, of a module that keeps its average in itself."""
+    names = {"q.weight": 1.0, "k.weight": 2.0, "v": 3.0, "norm": 4.0}
+    weights = {name: torch.full((2,), value) for name, value in names.items()}
+    state: dict[str, object] = {f"{wrapper}net.{name}": value for name, value in weights.items()}
+    for name, value in weights.items():
+        key = f"{wrapper}model_ema.net"
+        if nested:
+            state[key] = {**weights}
+        else:
+            state[f"{key}.{name}"] = value + 1
+    source = tmp_path / "a.ckpt"
+    torch.save({"state_dict": state}, source)
+    text = """
+    [[rule]]
+    from = ["net.q.weight", "net.k.weight"]
+    to = "net.qk.weight"
+    steps = [{ concatenate = 0, sizes = [1, 1] }]
+
+    [[rule]]
+    from = "net.v"
+    to = "core.v"
+    """
+    rules = rules_file(tmp_path, text)
+    out = tmp_path / "b.pt"
+    convert(source, out, rules=rules)
+    found = torch.load(out, weights_only=True)
+    assert list(found) == ["state_dict"]
+    inner = {name for name in found["state_dict"] if name.startswith("model_ema.")}
+    core = {"model_ema.core", "model_ema.net"} if nested else {"model_ema.core.v"}
+    assert core <= inner
+    checked = verify(out, against=source, rules=rules)
+    assert (checked.status, checked.warnings) == ("sound", ())
+
+
 def test_a_wrapper_inside_of_a_name_cannot_be_kept(tmp_path: Path) -> None:
     run = wrapped(tmp_path, "layers.{n}._checkpoint_wrapped_module.{w}")
     rules = rules_file(tmp_path, RENAMED)

@@ -21,7 +21,8 @@ _EMA_PARAMS = ".ema_params"
 class Place(NamedTuple):
     """What is around a weight's name: text before and after it, and the parts of its path.
 
-    `nested` are the elements that the name itself consists of; empty where nothing nests.
+    `nested` are the elements that the name itself consists of; empty where nothing nests. `lead` is
+    what the first of them has before the name: that of a tree inside other weights.
     """
 
     before: str
@@ -29,6 +30,7 @@ class Place(NamedTuple):
     head: Path = ()
     nested: Path = ()
     tail: Path = ()
+    lead: str = ""
 
     def name(self, fqn: str) -> str:
         """Return the full name of a weight called `fqn` at this place."""
@@ -39,12 +41,14 @@ class Place(NamedTuple):
         if not self.nested:
             return (self.name(fqn),)
         if len(self.nested) == 1 or any("." in str(part) for part in self.nested):
-            return (*self.head, fqn, *self.tail)
+            return (*self.head, self.lead + fqn, *self.tail)
         parts: list[str | int] = [*fqn.split(".")]
         for index, old in enumerate(self.nested[: len(parts)]):
             if str(old) != parts[index]:
                 break
             parts[index] = old  # an index of a list stays a number
+        if self.lead:
+            parts[0] = f"{self.lead}{parts[0]}"
         return (*self.head, *parts, *self.tail)
 
 
@@ -61,13 +65,18 @@ def place_of(key: str, tensor: Tensor) -> Place | None:
         return None
     tail = 1 if after else 0
     start, reached = 0, 0
-    while reached < len(before) and start < len(tensor.path):
-        reached += len(str(tensor.path[start])) + 1
-        start += 1
-    nested = tensor.path[start : len(tensor.path) - tail]
-    if reached != len(before) or ".".join(map(str, nested)) != key:
+    for part in tensor.path:
+        end = reached + len(str(part)) + 1
+        if end > len(before):
+            break
+        start, reached = start + 1, end
+    nested, lead = tensor.path[start : len(tensor.path) - tail], before[reached:]
+    if lead and nested:
+        nested = (str(nested[0]).removeprefix(lead), *nested[1:])
+    if ".".join(map(str, nested)) != key:
         return Place(before, after)
-    return Place(before, after, tensor.path[:start], nested, tensor.path[len(tensor.path) - tail :])
+    end_path = tensor.path[len(tensor.path) - tail :]
+    return Place(before, after, tensor.path[:start], nested, end_path, lead)
 
 
 @dataclass(slots=True)
