@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ema_ckpt.core.errors import AccessError, TargetError, UsageError
 from ema_ckpt.storage.directories import join
@@ -29,6 +29,9 @@ from ema_ckpt.storage.remote import (
     turn,
 )
 from ema_ckpt.storage.stage_names import stage_name
+
+if TYPE_CHECKING:
+    from fsspec.spec import AbstractFileSystem
 
 AnswerT = TypeVar("AnswerT")
 _SILENT_SECONDS = 30.0
@@ -162,9 +165,11 @@ class ObjectStore:
                 return True  # a file system with directories, and this one is to be made yet
             self._shows_unfinished = not isinstance(probe, AbstractBufferedFile)
             if self._shows_unfinished:
-                # What keeps it from being written shows when something else is to be.
-                with contextlib.suppress(Exception), turn(self.filesystem):
-                    probe.close()
+                try:
+                    with turn(self.filesystem):
+                        probe.close()
+                except Exception:  # noqa: BLE001  # it shows when something else is to be written
+                    _discard(self.filesystem, probe)
                 self.delete([name])
             else:
                 probe.closed = True  # nothing is sent
@@ -221,18 +226,24 @@ class ObjectStream:
         self._is_open = False
         is_answered = self._store.answers()
         if is_answered:
-            with contextlib.suppress(Exception), turn(self._store.filesystem):
-                self._file.discard()
+            _discard(self._store.filesystem, self._file)
         if self._temporary and is_answered:
             self._store.delete([self._temporary])
         else:
-            self._file.closed = True  # or its end would be sent when it is collected
+            with contextlib.suppress(AttributeError):  # of a class that does not let it be set
+                self._file.closed = True  # or its end would be sent when it is collected
 
     def __enter__(self) -> ObjectStream:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.abort()
+
+
+def _discard(filesystem: AbstractFileSystem, file: Any) -> None:
+    """Give an open file up, as far as that works; else it would be sent when it is collected."""
+    with contextlib.suppress(Exception), turn(filesystem):
+        file.discard()
 
 
 def _temporary_name(name: str) -> str:

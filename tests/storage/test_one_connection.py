@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 import time
@@ -143,11 +144,16 @@ class Pending(io.BytesIO):
 
     def close(self) -> None:
         if not self.closed:
-            data = self.getvalue()
-            super().close()
             if not self._filesystem.isdir(self._path.rpartition("/")[0]):
                 raise RuntimeError("409 Conflict")
-            MemoryFileSystem().pipe_file(self._path, data)
+            MemoryFileSystem().pipe_file(self._path, self.getvalue())
+            super().close()
+
+    def discard(self) -> None:
+        super().close()
+
+    def __del__(self) -> None:
+        self.close()  # one that could not be sent is sent again when it is collected
 
 
 class SentAtClose(MemoryFileSystem):
@@ -167,4 +173,5 @@ def test_a_directory_is_made_where_files_are_sent_when_they_are_closed(store: st
     fsspec.register_implementation("atclose", SentAtClose, clobber=True)
     ema_ckpt.consolidate("atclose://one/run", "atclose://one/new/hf", max_shard_size="1KB")
     assert ema_ckpt.verify("atclose://one/new/hf").status == "sound"
+    gc.collect()
     assert not [name for name in MemoryFileSystem().find("/one/new") if "probe" in name]
