@@ -152,7 +152,7 @@ class _Comparison:
                 continue  # nor can it hold all
             tried.append(self.match(naming, progress))
             best = min(best, tried[-1].problems)
-            if not best and not tried[-1].lost:
+            if not tried[-1].problems and not tried[-1].lost:
                 return True
         return False
 

@@ -238,6 +238,17 @@ def test_of_equal_bytes_those_of_a_tree_that_the_copy_has_are_taken(tmp_path: Pa
     assert problems_of(out, tmp_path / "a.pt") == []
 
 
+def test_of_several_averages_the_one_that_equals_the_weights_is_found(tmp_path: Path) -> None:
+    """The weights have a tensor more than it, and the average between them in the file differs."""
+    average = {"w": torch.randn(3), "b": torch.randn(2)}
+    other = {name: weight + 1 for name, weight in average.items()}
+    trees = {"model": average | {"head": torch.randn(4)}, "net_ema": other, "ema": average}
+    source, out = tmp_path / "a.pt", tmp_path / "b.safetensors"
+    torch.save({tree: {n: w.clone() for n, w in ws.items()} for tree, ws in trees.items()}, source)
+    ema_ckpt.consolidate(source, out, tree="ema")
+    assert problems_of(out, source) == []
+
+
 def test_a_dotted_path_under_another_prefix(tmp_path: Path) -> None:
     parts = ("model", "ema", "teacher")
     state = {f"{part}.{i}.w": torch.randn(2) for part in parts for i in range(3)}
