@@ -55,7 +55,8 @@ def lock_stage(root: Path, target: Path) -> list[int]:
     except OSError as error:
         for fd in fds:
             close_read(fd)
-        if isinstance(error, PermissionError) and not fds:  # another user's
+        # Another user's; with a name an error is one of opening, and none of a lock that is held.
+        if isinstance(error, PermissionError) and error.filename:
             reason = "may be another run's, and may not be opened; wait for it to end, or delete it"
             raise TargetError("busy", f"{target}: {root} {reason}") from None
         if error.errno in _NO_LOCKS:

@@ -34,6 +34,7 @@ from ema_ckpt.storage.stage_names import (
 from ema_ckpt.writing import switch as publishing
 from ema_ckpt.writing.output_files import OutputFiles, preallocate
 from ema_ckpt.writing.stage_files import take_permissions
+from ema_ckpt.writing.stage_locks import lock_stage
 from ema_ckpt.writing.staging import Staged, check_target, stage
 from tests.staged_writer import (
     REPO,
@@ -486,6 +487,23 @@ def test_a_stage_that_one_of_a_group_left_keeps_no_other_from_writing() -> None:
     assert [warning.code for warning in staged.warnings] == ["stale-file"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users")
+def test_a_stage_that_another_may_not_lock_is_not_said_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS locks only what is open for writing."""
+    left = stage_path(tmp_path / "target", "0" * 8)
+    left.mkdir(0o755)
+    monkeypatch.setattr("ema_ckpt.writing.stage_locks._lock", lambda _: False)
+    monkeypatch.chdir(left)  # those above it are closed to others
+    os.seteuid(6002)
+    try:
+        with pytest.raises(TargetError, match="may not be opened; wait for it to end, or delete"):
+            lock_stage(Path(), tmp_path / "target")
+    finally:
+        os.seteuid(0)
+
+
 @pytest.mark.parametrize("plain_rename", [False, True])
 def test_no_link_that_is_put_in_place_of_a_stage_is_followed(
     tmp_path: Path, plain_rename: bool
@@ -518,6 +536,23 @@ def test_a_mode_is_not_given_to_what_a_link_leads_to(tmp_path: Path) -> None:
     link.symlink_to(victim)
     assert take_permissions(link, target)
     assert victim.stat().st_mode & 0o777 == 0o600
+
+
+def test_permissions_are_given_where_no_more_files_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may have opened the last one, as the loader of a training does."""
+    target, new = tmp_path / "target", tmp_path / "new"
+    target.touch(0o600)
+    new.touch(0o644)
+
+    def refuse(*args: object, **options: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        assert take_permissions(new, target) is None
+    assert new.stat().st_mode & 0o777 == 0o600
 
 
 def test_one_of_the_group_whom_a_list_keeps_out_is_kept_out_of_the_stage(tmp_path: Path) -> None:
