@@ -32,7 +32,8 @@ _GROUP_TIMEOUT = timedelta(hours=2)
 # Ranks connect right after they have met: whoever is not there by then has died in between.
 _CONNECT_TIMEOUT = timedelta(minutes=2)
 _RETURN_SECONDS = 15.0  # in which ranks that have met come to connect anew
-_LONGEST_PAUSE = 0.2  # of a rank that waits for the others to come
+# A rank asks whether the others have come after this part of the time that it has waited.
+_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.001, 0.2
 _LEFT = 1 << 32  # added to the number of ranks that have come to connect, by one that will not
 _CONNECT, _LEAVE = "connect", "leave"  # what ranks do that have come, all or not
 
@@ -244,12 +245,17 @@ def _await_all(store: Store, seconds: float) -> None:
             waited = time.monotonic() - began
             if waited > seconds and _settle(store, _LEAVE):
                 store.add("present", _LEFT)  # whoever comes later does not wait for this rank
-            time.sleep(min(max(waited * 0.05, 0.001), _LONGEST_PAUSE))
+            time.sleep(pause_after(waited, _LONGEST_PAUSE))
             present = store.add("present", 0)
         if not _settle(store, _CONNECT):
             raise lost_rank()
     except RuntimeError as error:  # rank 0, which keeps the store, has died
         raise lost_rank() from error
+
+
+def pause_after(waited: float, longest: float) -> float:
+    """Return the seconds until a rank that has waited so many asks the ranks' store again."""
+    return min(max(waited * _PAUSE, _SHORTEST_PAUSE), longest)
 
 
 def _settle(store: Store, way: str) -> bool:
@@ -285,7 +291,7 @@ def _await_connected(store: Store) -> None:
         waited = time.monotonic() - began
         if waited > _RETURN_SECONDS:
             return
-        time.sleep(min(max(waited * 0.05, 0.001), _LONGEST_PAUSE))
+        time.sleep(pause_after(waited, _LONGEST_PAUSE))
 
 
 def connect_channel(

@@ -24,14 +24,14 @@ from ema_ckpt.comm.channel import (
     leave_before_connecting,
     mark_told,
     open_channel,
+    pause_after,
 )
 from ema_ckpt.comm.collective import describe_error, merge_errors
 from ema_ckpt.core.errors import CollectiveError, StateError, UsageError
 from ema_ckpt.core.text import format_ranks
 
 _LONGEST_WAIT = 10**7  # seconds
-# A rank asks whether a meeting is over after this part of the time that it has waited.
-_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.001, 1.0
+_LONGEST_PAUSE = 1.0  # before a rank asks again whether a meeting is over
 
 _SUCCESS: dict[str, Any] = {}  # the outcome of a meeting to which all have come
 
@@ -294,7 +294,7 @@ class _Meeting:
                 now = time.monotonic()
                 if now >= deadline:
                     return False
-                pause = min(max((now - self._began) * _PAUSE, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+                pause = pause_after(now - self._began, _LONGEST_PAUSE)
                 time.sleep(min(pause, deadline - now))
         finally:
             _waiting.meetings.remove(self)

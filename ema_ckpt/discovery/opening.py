@@ -124,15 +124,12 @@ def open_location(
 
 def _flat_parameters(catalog: Catalog) -> list[Diagnostic]:
     """Warn of flat parameters of FSDP1, as LOCAL_STATE_DICT saves them."""
-    one_axis = [tensor.name for tensor in catalog.tensors if len(tensor.shape) == 1]
-    flat = [name for name in one_axis if is_flat_parameter(name)]
+    flat = [t.name for t in catalog.tensors if len(t.shape) == 1 and is_flat_parameter(t.name)]
     if not flat:
         return []
-    message = (
-        f"flat parameters of FSDP1, from LOCAL_STATE_DICT: {shown(flat)}; the names and shapes"
-    )
-    message += " of what is in them are recorded nowhere, and parameters beside them may be one"
-    message += " rank's part of the whole; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+    message = f"flat parameters of FSDP1, from LOCAL_STATE_DICT: {shown(flat)}; the names and"
+    message += " shapes of what is in them are recorded nowhere, and parameters beside them may be"
+    message += " one rank's part of the whole; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
     return [Diagnostic("flat-parameter", message)]
 
 

@@ -5,16 +5,14 @@ Whoever may write beside a target can move its stage away, and put another one t
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from typing import BinaryIO
 
-from ema_ckpt.storage.files import close_read
+from ema_ckpt.storage.files import NO_DESCRIPTORS, close_read
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 def open_directory(path: Path) -> int:
@@ -57,7 +55,7 @@ def set_mode(path: Path, mode: int) -> None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno not in _NO_DESCRIPTORS or path.is_symlink():
+        if error.errno not in NO_DESCRIPTORS or path.is_symlink():
             raise
         os.chmod(path, mode)  # what replaces a private file stays private
         return

@@ -216,20 +216,25 @@ def _interrupt_at(function: str, event: str) -> None:
     sys.setprofile(profile)
 
 
-def _one_leaves_as_it_connects(function: str, event: str) -> tuple[str, float]:
-    began, message = time.monotonic(), ""
-    if dist.get_rank() == 2:
-        time.sleep(1)  # it comes last, and so decides that all have come
-        _interrupt_at(function, event)
-    kept = []
+def _exchange() -> tuple[str, list[BaseException]]:
+    """Meet, connect and exchange; return what it raised, as a text and to be kept."""
     try:
         with leaving_together("save"):
             meet_and_connect("save", "save", 60).exchange(0)
     except (KeyboardInterrupt, CollectiveError) as error:
-        message = f"{type(error).__name__}: {error}"
-        kept.append(error)  # and with its traceback whatever has a name there
+        return f"{type(error).__name__}: {error}", [error]
+    return "", []
+
+
+def _one_leaves_as_it_connects(function: str, event: str) -> tuple[str, float]:
+    began = time.monotonic()
+    if dist.get_rank() == 2:
+        time.sleep(1)  # it comes last, and so decides that all have come
+        _interrupt_at(function, event)
+    message, kept = _exchange()  # with the traceback, whatever has a name there
     waited = time.monotonic() - began
     assert meet_and_connect("save", "save", 60).exchange(dist.get_rank()) == [0, 1, 2]
+    del kept
     return message, waited
 
 
@@ -269,7 +274,6 @@ def _interrupt(*_: object) -> None:
 
 
 def _one_is_interrupted_as_all_connect() -> tuple[str, float]:
-    message = ""
     if dist.get_rank() == 1:
         channel.dist = SimpleNamespace(**{**vars(dist), "ProcessGroupGloo": _slow_to_connect})
     meet("save", 20)
@@ -277,11 +281,7 @@ def _one_is_interrupted_as_all_connect() -> tuple[str, float]:
     if dist.get_rank() == 2:
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.5)  # comes in the constructor of its gloo group
-    try:
-        with leaving_together("save"):
-            meet_and_connect("save", "save", 60).exchange(0)
-    except (KeyboardInterrupt, CollectiveError) as error:
-        message = f"{type(error).__name__}: {error}"
+    message = _exchange()[0]
     return message, time.monotonic() - began
 
 
@@ -300,15 +300,10 @@ def _interrupted_starmap(*args: Any) -> None:
 
 
 def _one_is_interrupted_between_calls() -> tuple[str, float]:
-    message = ""
     if dist.get_rank() == 2:
         channel.starmap = _interrupted_starmap
     began = time.monotonic()
-    try:
-        with leaving_together("save"):
-            meet_and_connect("save", "save", 60).exchange(0)
-    except (KeyboardInterrupt, CollectiveError) as error:
-        message = f"{type(error).__name__}: {error}"
+    message = _exchange()[0]
     return message, time.monotonic() - began
 
 

@@ -282,10 +282,7 @@ def test_what_replaces_a_target_has_its_access_list(tmp_path: Path, is_directory
     # Version 2; the owner reads and writes, user 6002 reads, the group nothing, others nothing.
     entries = [(1, 6, -1), (2, 4, 6002), (4, 0, -1), (16, 4, -1), (32, 0, -1)]
     access = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
-    try:
-        os.setxattr(target, "system.posix_acl_access", access)
-    except OSError:
-        pytest.skip("the file system has no access lists")
+    _set_access_list(target, "system.posix_acl_access", access)
     target_mode = target.stat().st_mode
     with stage(target, is_directory=is_directory, overwrite=True) as staged:
         write_new(staged)
@@ -378,6 +375,13 @@ def test_without_its_access_list_a_target_is_closed_to_its_group(
     assert [warning.code for warning in staged.warnings] == ["permissions"]
 
 
+def _set_access_list(path: Path, attribute: str, access_list: bytes) -> None:
+    try:
+        os.setxattr(path, attribute, access_list)
+    except OSError:
+        pytest.skip("the file system has no access lists")
+
+
 def _access_list(*entries: tuple[int, int, int]) -> bytes:
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
 
@@ -408,10 +412,7 @@ def test_an_access_list_is_given_to_the_other_kind(tmp_path: Path, is_directory:
         some = [(2, reads, 6002), (4, 0, -1), (16, reads, -1), (32, 0, -1)]
         return _access_list((1, 6 | search, -1), *some)
 
-    try:
-        os.setxattr(target, name, entries(0 if is_directory else 1))
-    except OSError:
-        pytest.skip("the file system has no access lists")
+    _set_access_list(target, name, entries(0 if is_directory else 1))
     with stage(target, is_directory=is_directory, overwrite=True) as staged:
         write_new(staged)
     assert os.getxattr(target, name) == entries(1 if is_directory else 0)
@@ -423,10 +424,7 @@ def test_a_stage_lets_in_nobody_by_a_list_that_it_inherits(tmp_path: Path) -> No
     make_old(target, is_directory=False)
     target.chmod(0o640)  # whose group may read it, and nobody else
     inherited = [(1, 7, -1), (2, 5, 6002), (4, 5, -1), (16, 5, -1), (32, 0, -1)]
-    try:
-        os.setxattr(tmp_path, "system.posix_acl_default", _access_list(*inherited))
-    except OSError:
-        pytest.skip("the file system has no access lists")
+    _set_access_list(tmp_path, "system.posix_acl_default", _access_list(*inherited))
     with stage(target, is_directory=False, overwrite=True) as staged:
         write_new(staged)
         assert staged.root.stat().st_mode & 0o077 == 0
@@ -559,10 +557,7 @@ def test_one_of_the_group_whom_a_list_keeps_out_is_kept_out_of_the_stage(tmp_pat
     target = tmp_path / "target.safetensors"
     make_old(target, is_directory=False)
     kept_out = [(1, 6, -1), (2, 0, 6002), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
-    try:
-        os.setxattr(target, "system.posix_acl_access", _access_list(*kept_out))
-    except OSError:
-        pytest.skip("the file system has no access lists")
+    _set_access_list(target, "system.posix_acl_access", _access_list(*kept_out))
     with stage(target, is_directory=False, overwrite=True) as staged:
         write_new(staged)
         assert staged.root.stat().st_mode & 0o077 == 0
@@ -575,10 +570,7 @@ def test_whom_a_list_keeps_out_is_not_let_in_with_all_others(
     target = tmp_path / "target.safetensors"
     make_old(target, is_directory=False)
     kept_out = [(1, 6, -1), (2, 0, 6002), (4, 4, -1), (16, 4, -1), (32, 4, -1)]
-    try:
-        os.setxattr(target, "system.posix_acl_access", _access_list(*kept_out))
-    except OSError:
-        pytest.skip("the file system has no access lists")
+    _set_access_list(target, "system.posix_acl_access", _access_list(*kept_out))
 
     def refuse(new: Path, target: Path) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
