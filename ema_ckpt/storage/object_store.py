@@ -25,6 +25,7 @@ from ema_ckpt.storage.remote import (
     is_http,
     is_unanswered,
     open_filesystem,
+    protocols_of,
     read_part,
     turn,
 )
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 AnswerT = TypeVar("AnswerT")
 _SILENT_SECONDS = 30.0
+# Whose files have the class of those that appear when they are closed, and appear before that.
+_IN_PLACE = {"ftp", "webhdfs", "dbfs", "jupyter"}
 
 
 class ObjectStore:
@@ -122,8 +125,28 @@ class ObjectStore:
         """Delete objects; those that are not there count as deleted."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._ask(partial(self.filesystem.rm_file, self.path(name)), name)
+                self._ask(partial(self._remove, self.path(name)), name)
         self.filesystem.invalidate_cache()
+
+    def _remove(self, path: str) -> None:
+        try:
+            self.filesystem.rm_file(path)
+        except Exception:
+            self.filesystem.invalidate_cache()
+            self.filesystem.info(path)  # FTP says of what is not there what it says of a refusal
+            raise
+
+    def refuse_there(self, temporary: str, name: str) -> None:
+        """Refuse an object that has kept its temporary name, as HDFS does where `name` is taken.
+
+        Raises:
+            AccessError: `unreadable`.
+        """
+        path = self.path(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            self._ask(lambda: self.filesystem.info(path), temporary)
+            reason = "did not give the new object its name; delete the old one, or name another"
+            raise AccessError("unreadable", f"{join(self.url, name)}: the store {reason}")
 
     def answers(self) -> bool:
         """Whether the store says anything within half a minute, be it that nothing is there.
@@ -154,6 +177,8 @@ class ObjectStore:
         """Whether files are there before they are closed, as the class of one tells."""
         from fsspec.spec import AbstractBufferedFile
 
+        if protocols_of(self.filesystem) & _IN_PLACE:
+            return True
         if self._shows_unfinished is None:
             name = _temporary_name("probe")
             path = self.path(name)
@@ -216,6 +241,7 @@ class ObjectStream:
         if self._temporary:
             paths = self._store.path(self._temporary), self._store.path(self._name)
             self._store.request(lambda: self._store.filesystem.mv(*paths), self._name, ONCE)
+            self._store.refuse_there(self._temporary, self._name)
         self._is_open = False
         self._store.filesystem.invalidate_cache()
 
@@ -227,11 +253,10 @@ class ObjectStream:
         is_answered = self._store.answers()
         if is_answered:
             _discard(self._store.filesystem, self._file)
+        with contextlib.suppress(AttributeError):  # of a class that does not let it be set
+            self._file.closed = True  # or its end would be sent when it is collected
         if self._temporary and is_answered:
             self._store.delete([self._temporary])
-        else:
-            with contextlib.suppress(AttributeError):  # of a class that does not let it be set
-                self._file.closed = True  # or its end would be sent when it is collected
 
     def __enter__(self) -> ObjectStream:
         return self

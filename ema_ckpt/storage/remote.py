@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ema_ckpt.core.display import masked
 from ema_ckpt.core.errors import AccessError, EmaCkptError, RefusedError, SourceError, UsageError
+from ema_ckpt.storage.ftp_answers import FtpTroubleError, check_ftp
 from ema_ckpt.storage.s3_answers import ForeignAnswerError, check_answers, is_s3
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _SHARED = {"file", "local", "memory", "hf"}
 HTTP = ("http://", "https://")
 _ABSENT = (404, 410)
 _OF_GATEWAYS = (502, 504)  # answered before what is behind them
+_UNHEARD = (TimeoutError, ConnectionError, EOFError)
 _CLIENTS = ("aiohttp", "botocore", "requests", "urllib3", "httpx", "httpcore")
 _REFUSED = (401, 403)
 _PASSING = (408, 425, 429)  # and every status from 500 on but one
@@ -100,6 +102,8 @@ def open_filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         filesystem, path = _split_url(url)
         if is_s3(filesystem):
             check_answers(filesystem, path)
+        if hasattr(filesystem, "ftp") and "ftp" in protocols_of(filesystem):
+            check_ftp(filesystem)
     except (ImportError, ValueError) as error:
         message = f"{url}: {error}; install the fsspec package for this URL"
         raise SourceError("missing-extra", message) from None
@@ -178,9 +182,7 @@ def turn(filesystem: AbstractFileSystem) -> AbstractContextManager[object]:
     Some have one connection (sftp, ftp), whose answers belong to whoever asked last. The lock is
     the instance's own, for fsspec gives the same instance for many URLs.
     """
-    protocol = filesystem.protocol
-    protocols = {protocol} if isinstance(protocol, str) else set(protocol)
-    if getattr(filesystem, "async_impl", False) or protocols & _SHARED:
+    if getattr(filesystem, "async_impl", False) or protocols_of(filesystem) & _SHARED:
         return nullcontext()
     lock: threading.RLock = vars(filesystem).setdefault("_ema_ckpt_turn", threading.RLock())
     return lock
@@ -276,8 +278,13 @@ def unescaped(component: str) -> str:
 
 def is_http(filesystem: AbstractFileSystem) -> bool:
     """Whether a file system speaks HTTP itself, and not an object store's protocol above it."""
+    return "http" in protocols_of(filesystem)
+
+
+def protocols_of(filesystem: AbstractFileSystem) -> set[str]:
+    """Return the names under which URLs have a file system."""
     protocol = filesystem.protocol
-    return "http" in ((protocol,) if isinstance(protocol, str) else protocol)
+    return {protocol} if isinstance(protocol, str) else set(protocol)
 
 
 def ask(
@@ -343,7 +350,7 @@ def describe_failure(error: BaseException) -> str:
     if _redirects_on(error):
         return "the server redirects on and on"
     first = next(iter(str(error).splitlines()), "")
-    if isinstance(error, ShortAnswerError | ForeignAnswerError):
+    if isinstance(error, ShortAnswerError | ForeignAnswerError | FtpTroubleError):
         return first
     if isinstance(error, TimeoutError) and not first:
         return f"no whole answer in time ({type(error).__name__})"
@@ -359,7 +366,7 @@ def is_unanswered(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, MaskedError):
             return cause.is_unanswered
-        if not isinstance(cause, Exception) or isinstance(cause, TimeoutError | ConnectionError):
+        if not isinstance(cause, Exception) or isinstance(cause, _UNHEARD):
             return True
         response = getattr(cause, "response", None)
         of_s3 = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}

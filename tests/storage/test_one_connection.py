@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ftplib
 import gc
 import io
 import threading
@@ -14,11 +15,13 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 import ema_ckpt
-from ema_ckpt.storage.directories import modified_at, stamps_of
+from ema_ckpt.storage.directories import is_folder, modified_at, stamps_of
 from ema_ckpt.storage.files import open_files
-from ema_ckpt.storage.object_store import ObjectStore
+from ema_ckpt.storage.object_store import ObjectStore, ObjectStream
+from ema_ckpt.storage.remote import Patience
 
 DCP = "dcp/fsdp2-w4"
 
@@ -175,3 +178,150 @@ def test_a_directory_is_made_where_files_are_sent_when_they_are_closed(store: st
     assert ema_ckpt.verify("atclose://one/new/hf").status == "sound"
     gc.collect()
     assert not [name for name in MemoryFileSystem().find("/one/new") if "probe" in name]
+
+
+class Appended(AbstractBufferedFile):
+    """A file that is begun in its place, and grows with every piece that is sent."""
+
+    def _initiate_upload(self) -> None:
+        MemoryFileSystem().pipe_file(self.path, b"")
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        plain = MemoryFileSystem()
+        plain.pipe_file(self.path, plain.cat_file(self.path) + self.buffer.getvalue())
+        return True
+
+    def discard(self) -> None:
+        MemoryFileSystem().rm_file(self.path)
+
+
+class InPlace(MemoryFileSystem):
+    """Writes files in their place, as the client of FTP does, whose class is that of the stores'."""
+
+    protocol = ("inplace", "ftp")
+    renames = True
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("inplace://", "memory://", 1))
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode != "wb":
+            return super()._open(path, mode, **options)
+        return Appended(self, path, mode, block_size=500)
+
+    def rm_file(self, path: str) -> None:
+        if not self.exists(path):
+            raise RuntimeError("550 No such file or directory")
+        super().rm_file(path)
+
+    def mv(self, old: str, new: str, **options: Any) -> None:
+        if self.renames or not self.exists(new):
+            super().mv(old, new, **options)
+
+
+def stop_after(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, left = ObjectStream.write, [nbytes]
+
+    def write(self: ObjectStream, data: bytes) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return usual(self, data)
+
+    monkeypatch.setattr(ObjectStream, "write", write)
+
+
+@pytest.mark.parametrize("nbytes", [0, 600, 2000])
+def test_nobody_sees_half_a_file_that_is_written_in_its_place(
+    store: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over ftp:// the first bytes went over the old target; a new file was called another run's."""
+    fsspec.register_implementation("inplace", InPlace, clobber=True)
+    out, plain = "inplace://one/new/one.safetensors", MemoryFileSystem()
+    ema_ckpt.consolidate("inplace://one/run", out)
+    ema_ckpt.reshard("inplace://one/run", "inplace://one/new/dcp", 2)
+    assert ema_ckpt.verify(out).status == "sound"
+    ema_ckpt.consolidate("inplace://one/run", out, dtype="bf16", overwrite=True)
+    old = plain.cat_file("/one/new/one.safetensors")
+    names = plain.find("/one/new")
+    for write in (
+        lambda: ema_ckpt.consolidate("inplace://one/run", out, overwrite=True),
+        lambda: ema_ckpt.reshard("inplace://one/run", "inplace://one/new/dcp", 3, overwrite=True),
+    ):
+        with monkeypatch.context() as patch:
+            stop_after(nbytes, patch)
+            with pytest.raises(KeyboardInterrupt):
+                write()
+        gc.collect()  # what was given up is not sent either when it is collected
+    assert plain.cat_file("/one/new/one.safetensors") == old
+    assert plain.find("/one/new") == names
+    assert ema_ckpt.verify("inplace://one/new/dcp").status == "sound"
+
+
+def test_a_store_that_renames_nothing_over_another_file_says_so(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HDFS answers a rename that it has not done, and says so in a word that nobody reads."""
+    fsspec.register_implementation("inplace", InPlace, clobber=True)
+    monkeypatch.setattr(InPlace, "renames", False)
+    out, plain = "inplace://one/new/one.safetensors", MemoryFileSystem()
+    ema_ckpt.consolidate("inplace://one/run", out, dtype="bf16")
+    old = plain.cat_file("/one/new/one.safetensors")
+    with pytest.raises(ema_ckpt.AccessError, match="did not give"):
+        ema_ckpt.consolidate("inplace://one/run", out, overwrite=True)
+    assert plain.cat_file("/one/new/one.safetensors") == old
+    assert plain.find("/one/new") == ["/one/new/one.safetensors"]
+
+
+class Answering(ftplib.FTP):
+    """A client whose server lists one directory, or says something else instead."""
+
+    instead: ClassVar[list[str]] = []
+
+    def connect(self, *_: object, **__: object) -> str:
+        return ""
+
+    login = connect
+
+    def close(self) -> None:
+        pass
+
+    def mlsd(self, path: str = "", facts: object = ()) -> Iterator[tuple[str, dict[str, str]]]:
+        said = self.instead.pop(0) if self.instead else ""
+        self.file = io.StringIO(f"{said or '226 done'}\r\n")
+        self.getresp()
+        if path.strip("/") == "runs":
+            yield "ema.safetensors", {"type": "file", "size": "123", "modify": "20250101"}
+        else:
+            yield "runs", {"type": "dir"}
+
+    def dir(self, *_: object) -> None:
+        self.file = io.StringIO("550 No such file or directory.\r\n")
+        self.getresp()
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "reason"),
+    [
+        ("450 busy", "runs/ema.safetensors", "450 busy"),
+        ("421 Too many connections", "runs", "421 Too many"),
+        ("550 Permission denied.", "runs/ema.safetensors", "550 Permission"),
+    ],
+)
+def test_ftp_that_does_not_list_is_no_missing_file(
+    said: str, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec takes each of them for an empty directory: a checkpoint was damaged, or not there."""
+    monkeypatch.setattr("fsspec.implementations.ftp.FTP", Answering)
+    monkeypatch.setattr("ema_ckpt.storage.remote._READ_PATIENCE", Patience((0.0,), 5.0))
+    url = f"ftp://nobody@localhost/{name}"
+    assert is_folder(url) is (name == "runs")
+    assert is_folder("ftp://nobody@localhost/runs/other") is None
+    monkeypatch.setattr(Answering, "instead", [said] * 2)
+    with pytest.raises(ema_ckpt.AccessError, match=reason):
+        is_folder(url)
+    monkeypatch.setattr(Answering, "instead", ["550 No such file or directory."])
+    assert is_folder(url) is None
+    monkeypatch.setattr(Answering, "instead", ["450 busy"])
+    assert is_folder(url) is (name == "runs")  # asked again
