@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ema_ckpt.core.catalog import Files
 from ema_ckpt.core.errors import AccessError, RefusedError, SourceError, UnsafeError
-from ema_ckpt.storage.http_ranges import PAGE, HttpFile, read_range, size_in_answer, strong_tag
+from ema_ckpt.storage.http_ranges import (
+    HttpFile,
+    may_be_page,
+    read_range,
+    size_in_answer,
+    strong_tag,
+)
 from ema_ckpt.storage.remote import (
     ReplacedError,
     ShortAnswerError,
@@ -380,20 +386,19 @@ class RemoteFiles:
                 raise AccessError("unreadable", f"{message}; download it first", file=name)
             size = info["size"]
             if is_http(self._filesystem):
-                size = self._checked_size(name, path, size, info.get("mimetype") == PAGE)
+                size = self._checked_size(name, path, size, info.get("mimetype"))
                 self._tags[path], self.seen[name] = strong_tag(info), Stamp(stamp_of(info))
             self._sizes[name] = size
         return self._sizes[name]
 
-    def _checked_size(self, name: str, path: str, size: int, is_page: bool) -> int:
+    def _checked_size(self, name: str, path: str, size: int, kind: object) -> int:
         """Compare the length that HEAD gave, `size`, with that of an answer to GET; return it.
 
-        `read` compares every answer that it gets, but asks for nothing beyond `size`: a file that
-        HEAD makes too short would be truncated without an answer. So the first bytes are asked
-        for here, of the first file that is opened, and of every one that HEAD calls empty or a
-        page. Of an empty one the total of a range counts: 0 is what HEAD has without a length.
+        `read` compares every answer, but asks for nothing beyond `size`: a file that HEAD makes too
+        short would be truncated. So the first bytes are asked for here, of the first file and of
+        all that HEAD calls empty or a page. Of empty ones the total of a range counts.
         """
-        if self._sizes and size and not is_page:
+        if self._sizes and size and not may_be_page(kind, path):
             return size
         try:
             said = self._ask(lambda: size_in_answer(self._filesystem, path), name)

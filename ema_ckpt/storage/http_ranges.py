@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ema_ckpt.storage.remote import ReplacedError, ShortAnswerError
+from ema_ckpt.storage.remote import ReplacedError, ShortAnswerError, split_query
 
 if TYPE_CHECKING:
     from fsspec.implementations.http import HTTPFileSystem
@@ -21,10 +21,13 @@ _PLAIN = ("", "identity")
 _VALIDATORS = ("ETag", "Last-Modified")
 _WEAK = "W/"
 PAGE = "text/html"
+_JSON = "application/json"
 _HEAD_NBYTES = 64
-_BEGINS_AS_PAGE = re.compile(
-    rb"\s*<(?:!doctype|!--|html|head|body|meta|title|script)", re.IGNORECASE
-)
+# How what a server sends in place of a file begins, by its type.
+_PAGES = {
+    PAGE: re.compile(rb"\s*<(?:!doctype|!--|html|head|body|meta|title|script)", re.IGNORECASE),
+    _JSON: re.compile(rb"\s*[{\[][^\0]*\Z"),
+}
 _MOST_PAGE_NBYTES = 256 << 10
 # What a page asks that lists nothing: for a password, or to go on to another page.
 _ASKS = re.compile(rb"type\s*=\s*[\"']?password|http-equiv\s*=\s*[\"']?refresh", re.IGNORECASE)
@@ -50,7 +53,7 @@ class SaidSize(NamedTuple):
 
     Attributes:
         is_of_range: it sent a range.
-        is_page: it is a page in HTML, by its type and its beginning, or an empty one.
+        is_page: it is one that stands in place of the file, by its type and its beginning.
     """
 
     nbytes: int | None
@@ -66,6 +69,12 @@ def strong_tag(info: dict[str, Any]) -> str:
     """Entity tag among what a server said of a file, unless there is none or it is weak."""
     tag = str(info.get("ETag") or "")
     return "" if tag.startswith(_WEAK) else tag
+
+
+def may_be_page(content_type: object, url: str) -> bool:
+    """Whether what is sent as a file may be a page to log in, or a program's error in JSON."""
+    is_json = split_query(url)[0].endswith(".json")
+    return content_type == PAGE or (content_type == _JSON and not is_json)
 
 
 def read_range(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int) -> bytes:
@@ -110,7 +119,8 @@ async def _asks_to_log_in(filesystem: HTTPFileSystem, url: str) -> bool:
         answer.raise_for_status()
         asked = answer.history[0].url if answer.history else answer.url
         is_elsewhere = _last_name(asked.path) != _last_name(answer.url.path)
-        if is_elsewhere or answer.status != 200:  # as of a redirect that leads nowhere
+        # A redirect may lead nowhere; JSON is what a program says of an error.
+        if is_elsewhere or answer.status != 200 or answer.content_type == _JSON:
             return True
         page = await _first_bytes(answer.content, _MOST_PAGE_NBYTES, is_whole=True)
         return not page.strip() or _ASKS.search(page) is not None
@@ -141,9 +151,9 @@ async def _ask_size(filesystem: HTTPFileSystem, url: str) -> SaidSize:
     async with await _get(filesystem, url, 0, _HEAD_NBYTES) as answer:
         if answer.status != 416:
             answer.raise_for_status()
-        if answer.content_type == PAGE and answer.status in (200, 206):
+        if may_be_page(answer.content_type, url) and answer.status in (200, 206):
             head = await _first_bytes(answer.content, _HEAD_NBYTES, is_whole=True)
-            if not head or _BEGINS_AS_PAGE.match(head):
+            if not head or _PAGES[answer.content_type].match(head):
                 return SaidSize(None, is_of_range=False, is_page=True)
         if answer.headers.get("Content-Encoding", "").lower() not in _PLAIN:
             return SaidSize(None, is_of_range=False)

@@ -26,6 +26,7 @@ from ema_ckpt.core.crc import crc32
 from ema_ckpt.core.errors import EmaCkptError, TargetError
 from ema_ckpt.storage.files import close_read, safe_name
 from ema_ckpt.storage.stage_names import JOURNAL
+from ema_ckpt.writing.open_inside import open_below
 from ema_ckpt.writing.switch import empty_cache
 
 # File relative to the target ("" when the target is one file), offset and length in bytes.
@@ -149,8 +150,8 @@ class Journal:
 
     def _open(self) -> int:
         if self._fd is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(self._path, flags, 0o666)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._fd = open_below(self._path.parent, self._path.name, flags)
         return self._fd
 
 

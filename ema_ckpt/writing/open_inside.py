@@ -26,7 +26,12 @@ def open_inside(directory: int, name: str, flags: int) -> int:
 
 
 def create_inside(directory: Path, name: str) -> BinaryIO:
-    """Open a file to write it anew; neither it, its directory nor the one above may be a link.
+    """Open a file to write it anew, as `open_below` does."""
+    return open(open_below(directory, name, _CREATE), "wb")
+
+
+def open_below(directory: Path, name: str, flags: int) -> int:
+    """Open a file of a directory; neither it, its directory nor the one above may be a link.
 
     Raises:
         OSError: naming the file.
@@ -38,7 +43,7 @@ def create_inside(directory: Path, name: str) -> BinaryIO:
         finally:
             close_read(above)
         try:
-            return open(open_inside(inner, name, _CREATE), "wb")
+            return open_inside(inner, name, flags)
         finally:
             close_read(inner)
     except OSError as error:

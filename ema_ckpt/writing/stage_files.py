@@ -29,6 +29,7 @@ _NOBODY = 2**32 - 1  # whose an entry is that needs no name
 _NO_LIST = (errno.ENODATA, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # as for `cp -p`
 _DELETE_ATTEMPTS = 3
 _OVERFLOW = 65534
+_READ_OR_WRITE = 0o666
 
 
 class _Entry(NamedTuple):
@@ -126,11 +127,14 @@ def close_as(root: Path, target: Path) -> None:
     """Keep those out of a stage who cannot read the target that it is to replace.
 
     And those who could write in it, and may not write to the target. What is written in it then
-    has the target's group, where that may be given.
-
-    Raises:
-        OSError: the target is gone, or its permissions cannot be told.
+    has the target's group, where that may be given. What cannot be done is said at the switch, if
+    the target still is there.
     """
+    with contextlib.suppress(OSError):
+        _close_as(root, target)
+
+
+def _close_as(root: Path, target: Path) -> None:
     old, before = os.lstat(target), stat.S_IMODE(os.lstat(root).st_mode)
     mode, as_old, closed = before, old.st_mode, stat.S_IRWXG | stat.S_IRWXO
     has_group = _give_group(root, old)
@@ -176,6 +180,8 @@ def take_permissions(new: Path, target: Path) -> str | None:
             set_mode(new, mode)
     except OSError as error:
         return error.strerror or str(error)
+    if failure is None and (os.lstat(new).st_mode ^ mode) & _READ_OR_WRITE:
+        failure = "the file system keeps its own"  # and says nothing of it
     if old.st_uid != own.st_uid:
         _give_owner(new, old)  # last: not every root may change what is another's
     return failure

@@ -371,12 +371,12 @@ class _Claim:
 
     def open(self, is_directory: bool) -> Path:
         """Make the stage, unless one is continued."""
-        if self._root is None:
+        if is_new := self._root is None:
             self._root = stage_path(self._target, os.urandom(4).hex())
             self._root.mkdir()
-            if self._had_target:
-                with contextlib.suppress(OSError):  # said at the switch, if it still is there
-                    close_as(self._root, self._target)
+        if self._had_target:  # which may let in fewer than when one that is continued was made
+            close_as(self._root, self._target)
+        if is_new:
             self._locks = lock_stage(self._root, self._target)
         self._spare += [open_directory(self._root) for _ in range(_SPARE_FILES)]
         if is_directory:

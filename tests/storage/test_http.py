@@ -609,7 +609,7 @@ LOG_IN = b'<!DOCTYPE html><form action="/login"><input type="password"></form><a
 
 
 @pytest.mark.parametrize("path", [DCP, ONE_FILE])
-@pytest.mark.parametrize("way", ["page", "redirect", "nothing"])
+@pytest.mark.parametrize("way", ["page", "redirect", "nothing", "json"])
 def test_a_page_to_log_in_is_no_verdict_whenever_it_comes(
     checkpoints: Server, path: str, way: str
 ) -> None:
@@ -622,7 +622,9 @@ def test_a_page_to_log_in_is_no_verdict_whenever_it_comes(
         def log_in(handler: Handler, allowed: int = allowed) -> bool:
             if len(handler.server.requests) <= allowed:
                 return False
-            if (
+            if way == "json":
+                handler.answer(200, b'{"error": "log in first"}', "application/json; charset=utf-8")
+            elif (
                 way != "redirect" or handler.path == "/login"
             ):  # that of a redirect need not ask at once
                 page = LOG_IN if way == "page" else LOG_IN.replace(b"password", b"email")

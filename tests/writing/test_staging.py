@@ -32,6 +32,7 @@ from ema_ckpt.storage.stage_names import (
     stages_of,
 )
 from ema_ckpt.writing import switch as publishing
+from ema_ckpt.writing.journal import Finished
 from ema_ckpt.writing.output_files import OutputFiles, preallocate
 from ema_ckpt.writing.stage_files import take_permissions
 from ema_ckpt.writing.stage_locks import lock_stage
@@ -523,6 +524,73 @@ def test_no_link_that_is_put_in_place_of_a_stage_is_followed(
         for name in (".ema-ckpt.new", ".ema-ckpt.note.tmp"):
             (staged.root / name).symlink_to(victim)
     assert victim.read_text() == "untouched"
+
+
+def test_a_journal_is_not_made_where_a_link_in_place_of_the_stage_leads(tmp_path: Path) -> None:
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    place.mkdir()
+    elsewhere.mkdir()
+    with (
+        pytest.raises(TargetError),
+        stage(place / "target", is_directory=False, journal_after=0.2, resume=False) as staged,
+    ):
+        write_new(staged)
+        os.rename(staged.root, tmp_path / "away")
+        staged.root.symlink_to(elsewhere)
+        time.sleep(0.3)
+        with contextlib.suppress(OSError):
+            staged.journal.done("", 0, 1, Finished(0))
+        assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users")
+def test_a_stage_that_is_continued_lets_in_nobody_who_may_no_longer_read_the_target(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "target.safetensors"
+    make_old(target, is_directory=False)
+    with (
+        pytest.raises(InterruptedError),
+        stage(target, is_directory=False, overwrite=True, resume=True) as staged,
+    ):
+        assert staged.root.stat().st_mode & 0o077 == 0o055
+        raise InterruptedError
+    target.chmod(0o600)
+    with stage(target, is_directory=False, overwrite=True, resume=True) as staged:
+        assert staged.resumed
+        assert staged.root.stat().st_mode & 0o077 == 0
+        write_new(staged)
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("bindfs") is None,
+    reason="mounts as root: apt-get install bindfs",
+)
+def test_a_mode_that_the_file_system_silently_does_not_take_is_said(tmp_path: Path) -> None:
+    disk, seen = tmp_path / "disk", tmp_path / "seen"
+    disk.mkdir()
+    seen.mkdir()
+    mounted = subprocess.run(
+        ["bindfs", "--chmod-ignore", disk, seen], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("FUSE cannot be mounted here")
+    try:
+        target = seen / "target.safetensors"
+        make_old(target, is_directory=False)
+        (disk / target.name).chmod(0o600)
+        subprocess.run(["umount", "-l", seen], check=True)  # what it remembers of the mode
+        subprocess.run(["bindfs", "--chmod-ignore", disk, seen], check=True)
+        with stage(target, is_directory=False, overwrite=True) as staged:
+            write_new(staged)
+        ((code, text),) = ((one.code, one.message) for one in staged.warnings)
+        assert code == "permissions"
+        assert text.endswith("the file system keeps its own")
+        assert target.stat().st_mode & 0o777 == 0o644
+    finally:
+        subprocess.run(["umount", "-l", seen], check=True)
 
 
 def test_a_mode_is_not_given_to_what_a_link_leads_to(tmp_path: Path) -> None:
