@@ -39,6 +39,7 @@ from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
+from ema_ckpt.state_dicts.ties import with_ties_of
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 from ema_ckpt.storage.files import is_file_name
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
@@ -82,8 +83,8 @@ def consolidate(
         catalog = warn_of_hidden(catalog, trees)
         given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
         picked = _pick(catalog, trees, tree, suggested_command("consolidate", path, out), given)
-        whole = with_tied_names(catalog, picked)
-        live = live_of(trees, whole)
+        live = live_of(trees, picked)
+        whole = with_ties_of(with_tied_names(catalog, picked), live)
         fill_from = _fill_tree(catalog, trees, whole, live, fill)
         filled = {} if fill_from is None else missing_weights(whole, fill_from)
         ruled = rule_one(options.rules, catalog, whole, filled)

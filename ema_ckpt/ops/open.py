@@ -25,7 +25,15 @@ from ema_ckpt.reading.unchanged import FileStates
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.selection import cast_target
-from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, find_trees, list_trees
+from ema_ckpt.state_dicts.ties import with_ties_of
+from ema_ckpt.state_dicts.tree import (
+    Tree,
+    default_tree,
+    find_tree,
+    find_trees,
+    list_trees,
+    live_of,
+)
 from ema_ckpt.storage.files import local_path
 
 if TYPE_CHECKING:
@@ -163,7 +171,8 @@ class Checkpoint:
         exact = frozenset[str]() if cast_dtype is None else exact_parts(self._catalog)
         shared: dict[object, torch.Tensor] = {}
         state_dict, spared = {}, []
-        for name, tensor in with_tied_names(self._catalog, picked).weights.items():
+        whole = with_ties_of(with_tied_names(self._catalog, picked), live_of(self._trees, picked))
+        for name, tensor in whole.weights.items():
             key = (tensor.storage or id(tensor), tensor.shape, tensor.dtype.name)
             if key not in shared:
                 shared[key] = self._read(tensor)

@@ -12,6 +12,7 @@ from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.selection import missing_weights, strip_starts
+from ema_ckpt.state_dicts.ties import with_ties_of
 from ema_ckpt.state_dicts.tree import Tree, live_of
 
 # Digests of tensors after their cast to a type.
@@ -108,7 +109,7 @@ def names_inside(origin: Catalog, trees: Sequence[Tree]) -> list[Naming]:
         live = None
         if tree.partner is not None and partners[tree.partner] <= _MOST_AVERAGES:
             live = by_name.get(tree.partner) or live_of(trees, tree)
-        namings += _of_tree(with_tied_names(origin, tree), live)
+        namings += _of_tree(with_ties_of(with_tied_names(origin, tree), live), live)
     return namings
 
 

@@ -279,3 +279,34 @@ def test_each_name_is_looked_at_once_for_each_part_that_knows_it(
     save_file(other | {"w": torch.full((2,), 99)}, tmp_path / "b.safetensors")
     assert len(problems_of(tmp_path / "b.safetensors", tmp_path / "a.safetensors")) > 50
     assert asked < 4 * 50
+
+
+@pytest.mark.parametrize("form", ["names", "list", "flat names"])
+def test_a_live_weight_fills_no_further_name_of_an_average(form: str, tmp_path: Path) -> None:
+    """Averages by `named_parameters()` have one name of a tied weight, the live weights both."""
+    weight, norm = torch.randn(3, 2), torch.randn(2, 2)
+    live = {"embed.weight": weight, "norm.weight": norm, "head.weight": weight, "rope": norm[0]}
+    averages = {"embed.weight": torch.randn(3, 2), "norm.weight": torch.randn(2, 2)}
+    source = tmp_path / "a.pt"
+    if form == "names":
+        torch.save({"model": live, "ema": averages}, source)
+    elif form == "list":
+        ema = {"decay": 0.9, "optimization_step": 3, "shadow_params": [*averages.values()]}
+        torch.save({"model": {k: v for k, v in live.items() if k != "rope"}, "ema": ema}, source)
+    else:
+        state = {f"model.{name}": value for name, value in live.items()}
+        state |= {f"model_ema.{k.replace('.', '')}": value for k, value in averages.items()}
+        state["model_ema.num_updates"] = torch.tensor(3)
+        torch.save({"state_dict": state}, source)
+    out = tmp_path / "b.pt"
+    written = ema_ckpt.consolidate(source, out, fill=True)
+    assert written.filled == (("rope",) if form != "list" else ())
+    found = torch.load(out)
+    assert torch.equal(found["head.weight"], averages["embed.weight"])
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    assert problems_of(out, source) == []
+    with ema_ckpt.open(source) as opened:
+        assert {*opened.state_dict(written.tree)} == found.keys() - {"rope"}
+    untied = {**found, "head.weight": weight}
+    save_file({name: value.clone() for name, value in untied.items()}, tmp_path / "c.safetensors")
+    assert problems_of(tmp_path / "c.safetensors", source) == [("checksum", "head.weight")]
