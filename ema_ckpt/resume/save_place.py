@@ -225,7 +225,7 @@ class ObjectDirectory:
                 try:
                     host = write_item(item, counted)
                 except RuntimeError as error:  # of torch, as it ends an archive all the same
-                    raise counted.failure or error from error.__cause__
+                    raise counted.failure or _refused_write(error) from error.__cause__
                 crc, is_contiguous = _computed_crc(item, host)
                 nbytes = counted.position - offset
                 written.append(WrittenItem(item, name, offset, nbytes, crc, is_contiguous))
@@ -344,10 +344,12 @@ def write_item(item: Item, stream: Any) -> torch.Tensor | None:
     return host
 
 
-def _refused_write(error: RuntimeError) -> Exception:
-    """Return what the disk answered, of which torch's error says nothing."""
+def _refused_write(error: RuntimeError) -> BaseException:
+    """Return what the disk answered, or an interrupt: torch's error says nothing of either."""
     cause = error.__context__
-    return cause if isinstance(cause, OSError) else error
+    if cause is None or (isinstance(cause, Exception) and not isinstance(cause, OSError)):
+        return error
+    return cause
 
 
 def _stored_crc(

@@ -149,6 +149,34 @@ def test_what_closing_a_file_tells_is_said_of_the_target(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(143)])
+def test_an_interrupt_in_the_midst_of_a_tensor_stays_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupt: BaseException
+) -> None:
+    """torch ends the archive all the same, and fails in its own words at that."""
+    create, interrupts = save_place.create_inside, [interrupt]
+
+    @contextlib.contextmanager
+    def interrupted(directory: Path, file: str) -> Iterator[Any]:
+        class Stream:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(stream, name)
+
+            def write(self, data: Any) -> int:
+                if file.endswith(".distcp") and stream.tell() > 0 and interrupts:
+                    raise interrupts.pop()
+                return int(stream.write(data))
+
+        with create(directory, file) as stream:
+            yield Stream()
+
+    monkeypatch.setattr(save_place, "create_inside", interrupted)
+    with pytest.raises(type(interrupt)) as caught:
+        save(tmp_path / "c", model=nn.Linear(2, 2))
+    assert caught.value is interrupt
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TargetError, match="file") as caught:

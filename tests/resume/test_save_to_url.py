@@ -159,3 +159,19 @@ def test_a_store_that_fails_in_the_middle_is_what_the_error_names(
     monkeypatch.setattr(MemoryFile, "write", failing)
     with pytest.raises(ema_ckpt.AccessError, match="reduce your request rate"):
         save(f"memory://{uuid.uuid4().hex}/step_1", model=nn.Linear(2, 2))
+
+
+def test_an_interrupt_in_the_midst_of_a_tensor_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = MemoryFile.write
+
+    def interrupted(file: MemoryFile, data: bytes) -> int:
+        if ".distcp" in file.path and file.tell() > 0:
+            raise KeyboardInterrupt
+        return int(usual(file, data))
+
+    url = f"memory://{uuid.uuid4().hex}/step_1"
+    monkeypatch.setattr(MemoryFile, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(url, model=nn.Linear(2, 2))
+    filesystem, base = fsspec.core.url_to_fs(url)
+    assert not filesystem.find(base)
