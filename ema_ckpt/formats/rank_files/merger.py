@@ -327,6 +327,12 @@ class Merger:
         reason = "the optimizer's state in ZeRO partitions is not read"
         self.rank_private.append(RankPrivate(("optimizer_state_dict",), names[0], reason))
         self.warnings.append(Diagnostic("left-out", f"{names[0]} and its like: {reason}"))
+        if weights.unread:
+            problem = f"{shown(weights.unread)} of its {TREE!r} are no whole tensors and not read"
+            message = f"{model.name}: {problem}; of a weight in no optimizer stage 3 leaves none"
+            self.warnings.append(Diagnostic("left-out", message))
+        for name in weights.unread:
+            self.rank_private.append(RankPrivate((TREE, name), model.name, "no whole tensor"))
         for name in weights.left_out:
             self.rank_private.append(RankPrivate((name,), model.name, "not read from ZeRO's files"))
 

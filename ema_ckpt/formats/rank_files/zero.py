@@ -2,16 +2,17 @@
 
 `zero_pp_rank_R_mp_rank_00_optim_states.pt` holds a rank's flat pieces, `…_model_states.pt` beside
 it the names and shapes in order (`param_shapes`), buffers, frozen weights and names that share a
-weight. Stages 1 and 2 cut the row of all parameters of a group in equal pieces, after each
-parameter the padding that `param_alignment_paddings` says (from 0.19 on); stage 3 cuts each
-parameter by itself, in `ceil(n / W)` elements a rank (deepspeed/utils/zero_to_fp32.py).
+weight; what is frozen in stage 1, or in no optimizer, only its `module` has. Stages 1 and 2 cut the
+row of all parameters of a group in equal pieces, after each parameter the padding that
+`param_alignment_paddings` says (from 0.19 on); stage 3 cuts each parameter by itself, in
+`ceil(n / W)` elements a rank (deepspeed/utils/zero_to_fp32.py).
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -42,13 +43,15 @@ class ZeroWeights:
     """Weights of a ZeRO checkpoint.
 
     `placed` are cut over the ranks, `whole` lie in the model's file; `shared` maps further names
-    of a weight to its own; `left_out` are the keys of the model's file that are not read.
+    of a weight to its own; `left_out` are the keys of the model's file that are not read, `unread`
+    the names in its `module`.
     """
 
     placed: Sequence[PlacedWeight]
     whole: Mapping[str, TensorRef]
     shared: Mapping[str, str]
     left_out: Sequence[str]
+    unread: Sequence[str]
 
 
 def model_file(names: Sequence[str], present: Sequence[str]) -> str | None:
@@ -129,13 +132,10 @@ def read_zero(
             message = f"{files[0]}: holds no full-precision weights in flat pieces"
             raise SourceError("unsupported", message, file=files[0])
         placed = _place_parameters(files, pieces, groups, where)
-    for name, ref in whole.items():
-        if model.get(("frozen_param_shapes", name), ref.shape) != ref.shape:
-            problem = f"the frozen weight {name!r} is cut over the ranks, a form that is not read"
-            message = f"{where}: {problem}; use zero_to_fp32.py"
-            raise SourceError("unsupported", message, tensor=name, file=where)
+    _refuse_cut(model, whole, where)
+    beside, unread = _read_beside(model, {name for name, *_ in placed} | whole.keys(), shared)
     left_out = {str(path[0]) for path in model} - _MODEL_KEYS
-    return ZeroWeights(placed, whole, shared, sorted(left_out))
+    return ZeroWeights(placed, whole | beside, shared, sorted(left_out), unread)
 
 
 def _world_size(state: Leaves) -> int | None:
@@ -179,6 +179,38 @@ def _read_model(model: Leaves) -> tuple[Groups, dict[str, TensorRef], dict[str, 
             case ("module", name), TensorRef() if str(name) in buffers:
                 whole[str(name)] = value
     return [groups[number] for number in sorted(groups)], whole, shared
+
+
+def _refuse_cut(model: Leaves, whole: Mapping[str, TensorRef], where: str) -> None:
+    for name, ref in whole.items():
+        if model.get(("frozen_param_shapes", name), ref.shape) != ref.shape:
+            problem = f"the frozen weight {name!r} is cut over the ranks, a form that is not read"
+            message = f"{where}: {problem}; use zero_to_fp32.py"
+            raise SourceError("unsupported", message, tensor=name, file=where)
+
+
+def _read_beside(
+    model: Leaves, known: Collection[str], shared: Mapping[str, str]
+) -> tuple[dict[str, TensorRef], list[str]]:
+    """Read what only the module has: weights that are frozen, in stage 1, or in no optimizer.
+
+    Returns:
+        them, and the names of what is not read: in stage 3 nothing is left of such a weight.
+    """
+    beside: dict[str, TensorRef] = {}
+    unread = []
+    for path, value in model.items():
+        name = ".".join(map(str, path[1:]))
+        if path[0] != TREE or len(path) < 2 or name in known:
+            continue
+        owner = shared.get(name)
+        if owner is not None and (owner in known or (TREE, owner) in model):
+            continue
+        if len(path) == 2 and isinstance(value, TensorRef) and 0 not in value.shape:
+            beside[name] = value
+        else:
+            unread.append(name)
+    return beside, unread
 
 
 def _flat_pieces(state: Leaves, key: str) -> list[TensorRef]:

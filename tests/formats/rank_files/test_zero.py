@@ -316,6 +316,35 @@ def test_frozen_weights_that_are_cut_are_refused(tmp_path: Path) -> None:
     assert caught.value.code == "unsupported"
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_only_the_module_has_are_read_or_named(tmp_path: Path, stage: int) -> None:
+    """Frozen ones in stage 1, as `engine.py` saves fragments of them from stage 2 on only."""
+    (tmp_path / "step").mkdir()
+    expected = save(tmp_path / "step", stage, 2)
+    for file in (tmp_path / "step").glob("*model_states.pt"):
+        model = torch.load(file, weights_only=False)
+        frozen = {"frozen.w": torch.full((2, 3), 9.0), "frozen.tied": torch.full((2, 3), 9.0)}
+        if stage == 3:
+            frozen = {name: torch.empty(0) for name in frozen}
+        model["module"] |= {**frozen, "fp8._extra_state": {"scale": 2}}
+        model["shared_params"]["frozen.tied"] = "frozen.w"
+        nothing = {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        torch.save({**model, **nothing}, file)
+    done = ema_ckpt.consolidate(tmp_path / "step", tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    unread = {"fp8._extra_state.scale"}
+    if stage == 1:
+        expected["frozen.tied"] = expected["frozen.w"]
+    else:
+        unread.add("frozen.w")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(name in done.warnings[1].message for name in unread)
+    copied = ema_ckpt.convert(tmp_path / "step", tmp_path / "copy")
+    assert {f"module.{name}" for name in unread} <= {item.name for item in copied.skipped}
+    assert ema_ckpt.verify(tmp_path / "out.pt", against=tmp_path / "step").status == "sound"
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_what_nothing_counts_is_never_a_whole(tmp_path: Path, stage: int, lost: int) -> None:
