@@ -17,6 +17,7 @@ from ema_ckpt.writing.publish_order import marker_crc
 from ema_ckpt.writing.upload_note import UploadNote, notes_of, refuse_living
 
 _NONE: Mapping[str, str] = {}
+SIDECAR = "ema_ckpt.json"
 
 
 class Leftovers:
@@ -93,7 +94,10 @@ class Leftovers:
     def _delete_temporaries(self, note: UploadNote) -> None:
         """Delete objects that the run had not closed, which nobody can go on with."""
         store = self._store if note.written else self._parent
-        store.delete(_temporaries(store, {*note.written, note.marker, *note.uploads}))
+        names = {*note.written, note.marker, *note.uploads}
+        if note.written:  # where it replaces one, it is none of those
+            names.add(SIDECAR)
+        store.delete(_temporaries(store, names))
 
 
 def clear_uploads(

@@ -35,7 +35,7 @@ from ema_ckpt.storage.object_store import ObjectStore
 from ema_ckpt.storage.remote import open_filesystem, refuse_empty_component
 from ema_ckpt.storage.stage_names import is_stage_name
 from ema_ckpt.writing.destination import Draft, WriteRequest
-from ema_ckpt.writing.leftovers import Leftovers, LostUploads
+from ema_ckpt.writing.leftovers import SIDECAR, Leftovers, LostUploads
 from ema_ckpt.writing.options import WriteOptions
 from ema_ckpt.writing.part_files import PartFiles, PartSizes, divide_memory, whole_memory
 from ema_ckpt.writing.preflight import is_checkpoint_file
@@ -45,7 +45,6 @@ from ema_ckpt.writing.upload_note import NoteFile, UploadNote
 
 _GENERATION = re.compile(r"__\d+_(\d+)\.distcp|.*-v(\d+)-\d{5}-of-\d{5}\.safetensors")
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
-_SIDECAR = "ema_ckpt.json"
 
 
 class ObjectDestination:
@@ -305,13 +304,13 @@ class ObjectDestination:
         self, store: ObjectStore, order: PublishOrder, publish_late: Callable[[], None]
     ) -> None:
         """Let the last objects appear; put the old digests back if the marker could not."""
-        old = store.read(_SIDECAR) if _SIDECAR in order.existing else None
+        old = store.read(SIDECAR) if SIDECAR in order.existing else None
         old_marker = store.read(order.marker) if old is not None else None
         try:
             publish_late()
         except BaseException:
             if old is not None and store.read(order.marker) == old_marker:
-                store.put(_SIDECAR, old)
+                store.put(SIDECAR, old)
             raise
 
     def _give_up(

@@ -488,18 +488,23 @@ def test_a_run_whose_clean_up_fails_as_well_is_over_all_the_same(
     assert ema_ckpt.verify(url).status == "sound"
 
 
+@pytest.mark.parametrize("replaces", [False, True])
 def test_what_a_killed_run_left_under_temporary_names_is_in_nobodys_way(
-    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch
+    store: str, fixtures: Path, monkeypatch: pytest.MonkeyPatch, *, replaces: bool
 ) -> None:
+    """That of digests which replace others stayed for good."""
     url = f"{store}/out"
+    if replaces:
+        WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
+    write = partial(ema_ckpt.reshard, fixtures / "dcp/fsdp2-w2", url, 3, overwrite=replaces)
     with monkeypatch.context() as patch:
         patch.setattr(ObjectDestination, "_give_up", lambda *_: None)
         patch.setattr(ObjectDestination, "publish", refused)
         with pytest.raises(KeyboardInterrupt):
-            WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
+            write()
     assert any("/..metadata.ema-ckpt-" in f"/{name}" for name in objects(url))
     monkeypatch.setattr(UploadNote, "is_alive", lambda _: False)
-    WRITERS["resharded"](fixtures / "dcp/fsdp2-w2", url)
+    write()
     assert not [name for name in objects(store) if ".ema-ckpt-" in name]
     assert ema_ckpt.verify(url).status == "sound"
 
