@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 AnswerT = TypeVar("AnswerT")
 _SILENT_SECONDS = 30.0
+PROBE = "probe"  # what a file is called that is opened to see what its class is
 # Whose files have the class of those that appear when they are closed, and appear before that.
 _IN_PLACE = {"ftp", "webhdfs", "dbfs", "jupyter"}
 
@@ -180,7 +181,7 @@ class ObjectStore:
         if protocols_of(self.filesystem) & _IN_PLACE:
             return True
         if self._shows_unfinished is None:
-            name = _temporary_name("probe")
+            name = _temporary_name(PROBE)
             path = self.path(name)
             try:
                 probe = self.request(lambda: self.filesystem.open(path, "wb"), "")

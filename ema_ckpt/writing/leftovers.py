@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ema_ckpt.core.errors import RefusedError
 from ema_ckpt.storage.directories import is_folder, list_folder
 from ema_ckpt.storage.multipart import abort_upload, has_multipart, uploads_below
-from ema_ckpt.storage.object_store import ObjectStore
+from ema_ckpt.storage.object_store import PROBE, ObjectStore
 from ema_ckpt.writing.destination import WriteRequest
 from ema_ckpt.writing.journal import check_recorded
 from ema_ckpt.writing.publish_order import marker_crc
@@ -94,7 +94,7 @@ class Leftovers:
     def _delete_temporaries(self, note: UploadNote) -> None:
         """Delete objects that the run had not closed, which nobody can go on with."""
         store = self._store if note.written else self._parent
-        names = {*note.written, note.marker, *note.uploads}
+        names = {*note.written, note.marker, *note.uploads, PROBE}
         if note.written:  # where it replaces one, it is none of those
             names.add(SIDECAR)
         store.delete(_temporaries(store, names))

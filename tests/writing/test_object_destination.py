@@ -503,6 +503,8 @@ def test_what_a_killed_run_left_under_temporary_names_is_in_nobodys_way(
         with pytest.raises(KeyboardInterrupt):
             write()
     assert any("/..metadata.ema-ckpt-" in f"/{name}" for name in objects(url))
+    filesystem, base = fsspec.core.url_to_fs(url)
+    filesystem.pipe_file(f"{base}/.probe.ema-ckpt-00112233", b"")  # a connection broke off
     monkeypatch.setattr(UploadNote, "is_alive", lambda _: False)
     write()
     assert not [name for name in objects(store) if ".ema-ckpt-" in name]
