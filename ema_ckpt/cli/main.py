@@ -111,13 +111,20 @@ def _run(argv: list[str]) -> int:
 
 
 def _prepare_streams() -> None:
-    """Print names that are not UTF-8 as escapes; replace streams that the caller has closed."""
+    """Print names that are not UTF-8 as escapes; replace streams that the caller has closed.
+
+    Python leaves out, without an error, what a pipe that does not block has no room for.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stderr is None:  # `print(file=None)` would go to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # one that a test has put in place
+            if not stream.isatty():  # which the caller may share
+                os.set_blocking(stream.fileno(), True)
 
 
 def _is_distributed(argv: Sequence[str]) -> bool:

@@ -252,3 +252,21 @@ def test_a_current_directory_that_was_deleted_is_named(args: list[str], tmp_path
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "the current directory, which was deleted" in done.stderr
+
+
+def test_a_pipe_that_does_not_block_gets_all(tmp_path: Path) -> None:
+    """Some programs give such a one to what they start; Python leaves out what it has no room for."""
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    head = json.dumps({f"w{number}": entry for number in range(2000)}).encode()
+    (tmp_path / "many.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    near, far = os.pipe()
+    os.set_blocking(far, False)
+    command = [sys.executable, "-m", "ema_ckpt", "inspect", "many.safetensors", "--json"]
+    with subprocess.Popen(command, stdout=far, cwd=tmp_path) as process:
+        os.close(far)
+        with open(near, "rb") as stream:
+            time.sleep(2)  # the pipe is full by then
+            data = stream.read()
+    assert process.returncode == 0
+    assert len(data) > 100_000
+    json.loads(data)
