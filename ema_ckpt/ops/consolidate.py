@@ -26,6 +26,7 @@ from ema_ckpt.ops.object_plan import (
 from ema_ckpt.ops.results.write import Skipped, WriteResult
 from ema_ckpt.ops.rule_changes import listed, rule_one
 from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
+from ema_ckpt.ops.unrecorded_ties import find_unrecorded_ties, sources_of
 from ema_ckpt.ops.write import (
     Output,
     PlannedWrite,
@@ -39,7 +40,7 @@ from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
-from ema_ckpt.state_dicts.ties import with_ties_of
+from ema_ckpt.state_dicts.ties import tied_names, with_ties_of
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 from ema_ckpt.storage.files import is_file_name
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
@@ -84,10 +85,10 @@ def consolidate(
         given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
         picked = _pick(catalog, trees, tree, suggested_command("consolidate", path, out), given)
         live = live_of(trees, picked)
-        whole = with_ties_of(with_tied_names(catalog, picked), live)
-        fill_from = _fill_tree(catalog, trees, whole, live, fill)
+        fill_from = _fill_tree(catalog, trees, picked, live, fill)
+        whole = _with_ties(catalog, picked, live, fill_from)
         filled = {} if fill_from is None else missing_weights(whole, fill_from)
-        ruled = rule_one(options.rules, catalog, whole, filled)
+        stored, ruled = catalog, rule_one(options.rules, catalog, whole, filled)
         if options.selection.keep_prefixes:
             ruled.refuse_mixed_prefixes()
         catalog = ruled.catalog
@@ -107,6 +108,8 @@ def consolidate(
         refuse_emptiness(selection.entries, ruled.skipped)
         check_sources(catalog, (tensor.source for tensor in selection.entries))
         warnings = [*catalog.warnings, *ema_warnings(catalog, whole, live, filled)]
+        taken = sources_of(catalog, selection.entries, filled)
+        warnings += find_unrecorded_ties(stored, whole, fill_from, taken, options)
         warnings += [*ruled.warnings, *values.warnings()]
         warnings += warn_of_files(catalog, {*copied, *values.named_files}, skipped)
         warnings += exact_warnings(selection)
@@ -171,6 +174,14 @@ def _fill_tree(
         message = f"--fill: {catalog.resolved} has no live tree beside {picked.name!r}"
         raise UsageError("unknown-tree", message)
     return live
+
+
+def _with_ties(catalog: Catalog, picked: Tree, live: Tree | None, fill_from: Tree | None) -> Tree:
+    """List averages also under the further names of tied weights, as far as these are recorded."""
+    ties = tied_names(live)
+    if fill_from is not live:
+        ties = tied_names(fill_from) | ties
+    return with_ties_of(with_tied_names(catalog, picked), ties)
 
 
 def ema_warnings(

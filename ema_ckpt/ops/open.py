@@ -25,7 +25,7 @@ from ema_ckpt.reading.unchanged import FileStates
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.selection import cast_target
-from ema_ckpt.state_dicts.ties import with_ties_of
+from ema_ckpt.state_dicts.ties import tied_names, with_ties_of
 from ema_ckpt.state_dicts.tree import (
     Tree,
     default_tree,
@@ -171,7 +171,8 @@ class Checkpoint:
         exact = frozenset[str]() if cast_dtype is None else exact_parts(self._catalog)
         shared: dict[object, torch.Tensor] = {}
         state_dict, spared = {}, []
-        whole = with_ties_of(with_tied_names(self._catalog, picked), live_of(self._trees, picked))
+        ties = tied_names(live_of(self._trees, picked))
+        whole = with_ties_of(with_tied_names(self._catalog, picked), ties)
         for name, tensor in whole.weights.items():
             key = (tensor.storage or id(tensor), tensor.shape, tensor.dtype.name)
             if key not in shared:

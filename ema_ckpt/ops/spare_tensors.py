@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 from ema_ckpt.core.catalog import Catalog, Ints, Tensor
 from ema_ckpt.core.dtypes import DType
-from ema_ckpt.core.names import EMA, canonical
+from ema_ckpt.core.names import EMA, LIVE, OTHER, canonical
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.selection import missing_weights, strip_starts
-from ema_ckpt.state_dicts.ties import with_ties_of
-from ema_ckpt.state_dicts.tree import Tree, live_of
+from ema_ckpt.state_dicts.ties import Tied, tied_names, with_ties_of
+from ema_ckpt.state_dicts.tree import Tree, live_of, of_role
 
 # Digests of tensors after their cast to a type.
 Digests = Callable[[Sequence[Tensor], DType], Iterable[int | None]]
 
 _MOST_AVERAGES = 16  # of one model, that a copy may have filled from it
+_MOST_GIVERS = 4  # trees that may have filled averages which are paired with none of them
 
 
 class Naming(NamedTuple):
@@ -100,17 +101,38 @@ def names_inside(origin: Catalog, trees: Sequence[Tree]) -> list[Naming]:
     """Name the tensors of each tree as they are called inside it.
 
     An average's are called as its weights are, with the settings beside them, and in a second
-    naming as they are stored. All weights that it lacks may have been filled from its live tree.
+    naming as they are stored. All weights that it lacks may have been filled from its live tree, or
+    from any one where it is paired with none.
     """
-    partners = Counter(tree.partner for tree in trees if tree.partner is not None)
+    partners = Counter(tree.partner for tree in trees if tree.role == EMA)
     by_name = {tree.name: tree for tree in trees}
+    ties: dict[str | None, dict[str, Tied]] = {None: {}}  # of each tree that may fill others
     namings: list[Naming] = []
     for tree in trees:
-        live = None
-        if tree.partner is not None and partners[tree.partner] <= _MOST_AVERAGES:
-            live = by_name.get(tree.partner) or live_of(trees, tree)
-        namings += _of_tree(with_ties_of(with_tied_names(origin, tree), live), live)
+        whole = with_tied_names(origin, tree)
+        is_filled = tree.role == EMA and partners[tree.partner] <= _MOST_AVERAGES
+        for giver in _givers(tree, trees, by_name) if is_filled else [_partner(tree, by_name)]:
+            name = None if giver is None else giver.name
+            if name not in ties:
+                ties[name] = tied_names(giver)
+            namings += _of_tree(with_ties_of(whole, ties[name]), giver if is_filled else None)
     return namings
+
+
+def _partner(tree: Tree, by_name: Mapping[str, Tree]) -> Tree | None:
+    return None if tree.partner is None else by_name.get(tree.partner)
+
+
+def _givers(
+    tree: Tree, trees: Sequence[Tree], by_name: Mapping[str, Tree]
+) -> Sequence[Tree | None]:
+    """List the trees that may have filled an average: its live tree, or those of which a user named
+    one if it is paired with none; None stands for no tree.
+    """
+    if tree.partner is not None:
+        return [_partner(tree, by_name) or live_of(trees, tree)]
+    others = of_role(trees, LIVE, OTHER)
+    return [None, *others] if len(others) <= _MOST_GIVERS else [None]
 
 
 def _of_tree(tree: Tree, live: Tree | None) -> Iterator[Naming]:

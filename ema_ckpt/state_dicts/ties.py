@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from ema_ckpt.core.catalog import Catalog, Tensor
+from ema_ckpt.core.catalog import Catalog, Ints, Tensor
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.state_dicts.tree import Tree
@@ -52,37 +53,58 @@ def dropped_names(
     return pairs, lost
 
 
-def with_ties_of(tree: Tree, live: Tree | None) -> Tree:
-    """List each averaged weight of `tree` also under the names that the live tree ties to its own.
+class Tied(NamedTuple):
+    """The names of one weight, and its shape."""
+
+    names: Sequence[str]
+    shape: Ints
+
+
+def tied_names(live: Tree | None) -> dict[str, Tied]:
+    """Find the weights that a tree records under several names, by each of these."""
+    if live is None or live.problem is not None:
+        return {}
+    by_place: dict[object, list[str]] = {}
+    for name, tensor in live.weights.items():
+        place = _place(tensor)
+        if place is not None:
+            by_place.setdefault(place, []).append(name)
+    found: dict[str, Tied] = {}
+    for names in by_place.values():
+        if len(names) > 1:
+            tied = Tied(names, live.weights[names[0]].shape)
+            found.update(dict.fromkeys(map(canonical, names), tied))
+    return found
+
+
+def with_ties_of(tree: Tree, ties: Mapping[str, Tied]) -> Tree:
+    """List each averaged weight of `tree` also under the names that live weights tie to its own.
 
     Averages are often kept by `named_parameters()`, which yields a tied weight once: under its
     other names the average is the same one, and a live weight must not fill its place.
     """
-    if live is None or live.problem is not None or tree.role != EMA or tree.problem is not None:
+    if not ties or tree.role != EMA or tree.problem is not None:
         return tree
-    averages = {canonical(name): tensor for name, tensor in tree.named.items()}
-    missing = [name for name in live.weights if canonical(name) not in averages]
-    averaged = _averages_by_place(averages, live) if missing else {}
-    named = dict(tree.named)
-    for name in missing:
-        average = averaged.get(_place(live.weights[name]))
-        if average is not None:
-            named[name] = average
-    return replace(tree, named=named) if len(named) > len(tree.named) else tree
-
-
-def _averages_by_place(averages: Mapping[str, Tensor], live: Tree) -> dict[object, Tensor]:
-    found: dict[object, Tensor] = {}
-    for name, tensor in live.weights.items():
-        average = averages.get(canonical(name))
-        if average is not None and tensor.numel and average.shape == tensor.shape:
-            found.setdefault(_place(tensor), average)
-    return found
+    present = set(map(canonical, tree.named))
+    added: dict[str, Tensor] = {}
+    done: set[int] = set()
+    for name, average in tree.named.items():
+        tied = ties.get(canonical(name))
+        if tied is None or tied.shape != average.shape or id(tied) in done:
+            continue
+        done.add(id(tied))
+        added |= {other: average for other in tied.names if canonical(other) not in present}
+    return replace(tree, named={**tree.named, **added}) if added else tree
 
 
 def _place(tensor: Tensor) -> object:
-    """What tensors have in common that the source records as one."""
+    """What tensors have in common that the source records as one; None if there is no such place.
+
+    Tensors in a form that is not read have none: of these no bytes are located.
+    """
+    if tensor.refusal is not None or not tensor.numel:
+        return None
     where: object = tensor.storage
     if tensor.storage is None:  # under a name that was dropped it has the same bytes of the file
-        where = tuple((chunk.file, chunk.offset) for chunk in tensor.chunks[:1])
-    return where, tensor.shape, tensor.dtype.name
+        where = tuple([(chunk.file, chunk.offset) for chunk in tensor.chunks if chunk.nbytes])
+    return (where, tensor.shape, tensor.dtype.name) if where else None

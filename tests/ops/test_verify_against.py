@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
@@ -310,3 +311,53 @@ def test_a_live_weight_fills_no_further_name_of_an_average(form: str, tmp_path: 
     untied = {**found, "head.weight": weight}
     save_file({name: value.clone() for name, value in untied.items()}, tmp_path / "c.safetensors")
     assert problems_of(tmp_path / "c.safetensors", source) == [("checksum", "head.weight")]
+
+
+def test_weights_that_are_not_read_are_not_taken_for_tied(tmp_path: Path) -> None:
+    """All of them have the same place in the catalog: none."""
+    unread = {name: torch.eye(3).to_sparse() for name in "ab"}
+    source = tmp_path / "a.pt"
+    torch.save({"model": {**unread, "n": torch.ones(2)}, "ema": {"a": torch.randn(3, 3)}}, source)
+    ema_ckpt.consolidate(source, tmp_path / "b.pt")
+    assert [*torch.load(tmp_path / "b.pt")] == ["a"]
+    with pytest.raises(EmaCkptError, match=r"'model\.b'") as caught:
+        ema_ckpt.consolidate(source, tmp_path / "c.pt", fill=True)
+    assert caught.value.code == "unsupported"
+
+
+def test_weights_are_not_tied_by_a_piece_without_bytes(tmp_path: Path) -> None:
+    """Where the first rank has no row of either, both begin at one place of its file."""
+    source, row = tmp_path / "a", torch.arange(4.0).view(1, 4)
+    source.mkdir()
+    ranks = ({"a": row[:0], "b": row[:0]}, {"a": row, "b": row + 1})
+    for rank, state in enumerate(ranks, 1):
+        named = {f"model.{name}": tensor for name, tensor in state.items()}
+        named |= {"model_ema.a": row + 2} if rank == 2 else {}
+        info = {name: {"saved_offsets": [0, 0]} for name in named}
+        text = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file(named, source / f"shard-0000{rank}-model-00001-of-00001.safetensors", text)
+    ema_ckpt.consolidate(source, tmp_path / "b.pt", fill=True)
+    found = torch.load(tmp_path / "b.pt")
+    assert torch.equal(found["a"], row + 2)
+    assert torch.equal(found["b"], row + 1)
+
+
+@pytest.mark.parametrize(("count", "model"), [(1, "model"), (17, "model"), (1, "generator_net")])
+def test_ties_of_many_averages_and_of_trees_that_are_paired_with_none(
+    count: int, model: str, tmp_path: Path
+) -> None:
+    weight, norm = torch.randn(3, 2), torch.randn(2, 2)
+    state = {model: {"embed.weight": weight, "norm.weight": norm, "head.weight": weight}}
+    for number in range(count):
+        averages = {"embed.weight": torch.randn(3, 2), "norm.weight": torch.randn(2, 2)}
+        state[f"ema_{number}"] = averages
+    if model != "model":
+        state[model]["rope"] = torch.ones(3)
+        state["critic"] = {"norm.weight": norm.clone()}
+    torch.save(state, tmp_path / "a.pt")
+    options = {"tree": "ema_0", "fill": model, "expand_ties": True}
+    ema_ckpt.consolidate(tmp_path / "a.pt", tmp_path / "b.pt", **options)
+    found = torch.load(tmp_path / "b.pt")
+    assert found.keys() == state[model].keys()
+    assert torch.equal(found["head.weight"], state["ema_0"]["embed.weight"])
+    assert problems_of(tmp_path / "b.pt", tmp_path / "a.pt") == []

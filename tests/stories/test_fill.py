@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ema_ckpt
 from tests.checkpoints import save_dcp
@@ -86,3 +87,78 @@ def test_what_another_tree_does_not_fill_is_still_told(tmp_path: Path) -> None:
     assert "b.bias" in warning.message
     assert "a.bias" not in warning.message
     assert written(tmp_path / "out.pt")["a.bias"] == [20.0, 20.0]
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(300, 8, padding_idx=0)
+        self.norm, self.other_norm = torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, 300, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("rope", torch.arange(8.0))
+
+
+def tied_run(path: Path, form: str, wrapper: str = "") -> Tied:
+    """A tied model and its average by `named_parameters()`, in a form that records no ties."""
+    model = Tied()
+    live = {f"{wrapper}{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+    average = {n: p.detach() + 1 for n, p in model.named_parameters() if "other" not in n}
+    if form == "dcp":
+        save_dcp(path, {"model": live, "ema": average})
+    elif form == "torch":
+        torch.save({"model": live, "ema": average}, path)
+    else:
+        named = {f"model.{name}": tensor for name, tensor in live.items()}
+        save_file(named | {f"model_ema.{name}": tensor for name, tensor in average.items()}, path)
+    return model
+
+
+@pytest.mark.parametrize("wrapper", ["", "module."])
+@pytest.mark.parametrize("form", ["dcp", "safetensors", "torch"])
+def test_a_fill_that_may_be_tied_to_an_averaged_weight_is_told_of(
+    tmp_path: Path, form: str, wrapper: str
+) -> None:
+    """Of the embedding the first row is zero; the weights and biases of the norms are constants."""
+    source = tmp_path / "run.safetensors"
+    model = tied_run(source, form, wrapper)
+    done = ema_ckpt.consolidate(source, tmp_path / "out.pt", fill=True)
+    assert {*done.filled} == {"other_norm.weight", "other_norm.bias", "head.weight", "rope"}
+    (warning,) = done.warnings
+    assert warning.code == "ema-partial"
+    assert f"'{wrapper}head.weight' may be tied to '{wrapper}embed.weight'" in warning.message
+    assert "(--exclude head.weight)" in warning.message
+    model.load_state_dict(torch.load(tmp_path / "out.pt"))
+    assert not model.embed.weight[0].any()  # the live weight in the average's place
+
+    remedy = {"fill": True, "exclude": ["head.weight"]}
+    done = ema_ckpt.consolidate(source, tmp_path / "left.pt", **remedy)
+    assert done.warnings == ()
+    found = torch.load(tmp_path / "left.pt")
+    assert model.load_state_dict(found, strict=False).missing_keys == ["head.weight"]
+    assert torch.equal(model.head.weight, found["embed.weight"])
+    assert (model.head.weight[0] == 1).all()
+
+
+def test_a_fill_that_differs_from_all_averaged_weights_is_not_told_of(tmp_path: Path) -> None:
+    """Neither are constants, integers, or a live weight that begins like another."""
+    one = torch.randn(64, 64)
+    other = one.clone()
+    other[-1, -1] += 1
+    live = {"a": one, "b": other, "c": torch.zeros(9), "d": torch.zeros(9), "e": torch.arange(3)}
+    live |= {"f": live["e"].clone()}
+    average = {"a": one + 1, "c": torch.ones(9), "e": torch.arange(3)}
+    source = save_dcp(tmp_path / "run", {"model": live, "ema": average})
+    done = ema_ckpt.consolidate(source, tmp_path / "out.pt", fill=True)
+    assert done.filled == ("b", "d", "f")
+    assert done.warnings == ()
+
+
+def test_live_weights_that_are_not_written_need_not_be_readable(tmp_path: Path) -> None:
+    tied_run(tmp_path / "run.pt", "torch")
+    state = torch.load(tmp_path / "run.pt")
+    state["model"]["embed.weight"] = state["model"]["embed.weight"].to_sparse()
+    torch.save(state, tmp_path / "run.pt")
+    done = ema_ckpt.consolidate(tmp_path / "run.pt", tmp_path / "out.pt", fill=True)
+    assert "head.weight" in done.filled
+    assert done.warnings == ()

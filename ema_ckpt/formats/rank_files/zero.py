@@ -19,6 +19,7 @@ from math import prod
 
 from ema_ckpt.core.box import are_sizes
 from ema_ckpt.core.errors import SourceError
+from ema_ckpt.core.names import canonical
 from ema_ckpt.core.text import counted
 from ema_ckpt.formats.pickle.tensors import TensorRef
 from ema_ckpt.formats.rank_files.flat import FlatBox, FlatPiece, Leaves, place_flat, range_boxes
@@ -134,8 +135,10 @@ def read_zero(
         placed = _place_parameters(files, pieces, groups, where)
     _refuse_cut(model, whole, where)
     beside, unread = _read_beside(model, {name for name, *_ in placed} | whole.keys(), shared)
+    whole |= beside
+    shared = _by_read_names(shared, [*(name for name, *_ in placed), *whole])
     left_out = {str(path[0]) for path in model} - _MODEL_KEYS
-    return ZeroWeights(placed, whole | beside, shared, sorted(left_out), unread)
+    return ZeroWeights(placed, whole, shared, sorted(left_out), unread)
 
 
 def _world_size(state: Leaves) -> int | None:
@@ -194,23 +197,34 @@ def _read_beside(
 ) -> tuple[dict[str, TensorRef], list[str]]:
     """Read what only the module has: weights that are frozen, in stage 1, or in no optimizer.
 
+    Wrappers of activation checkpointing take their prefix out of the names in a state dict, and
+    not out of those of parameters, by which all else is called.
+
     Returns:
         them, and the names of what is not read: in stage 3 nothing is left of such a weight.
     """
     beside: dict[str, TensorRef] = {}
     unread = []
-    for path, value in model.items():
-        name = ".".join(map(str, path[1:]))
-        if path[0] != TREE or len(path) < 2 or name in known:
-            continue
-        owner = shared.get(name)
-        if owner is not None and (owner in known or (TREE, owner) in model):
+    inside = {".".join(map(str, path[1:])): path for path in model if path[0] == TREE and path[1:]}
+    owners = {canonical(name): canonical(owner) for name, owner in shared.items()}
+    read = {*map(canonical, known)}
+    had = read.union(map(canonical, inside))
+    for name, path in inside.items():
+        plain, value = canonical(name), model[path]
+        if plain in read or owners.get(plain) in had:
             continue
         if len(path) == 2 and isinstance(value, TensorRef) and 0 not in value.shape:
             beside[name] = value
         else:
             unread.append(name)
     return beside, unread
+
+
+def _by_read_names(shared: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Map further names of weights to those that are read, which may differ in wrapper prefixes."""
+    read = {canonical(name): name for name in names}
+    further = {name: owner for name, owner in shared.items() if canonical(name) not in read}
+    return {name: read.get(canonical(owner), owner) for name, owner in further.items()}
 
 
 def _flat_pieces(state: Leaves, key: str) -> list[TensorRef]:

@@ -345,6 +345,37 @@ def test_weights_that_only_the_module_has_are_read_or_named(tmp_path: Path, stag
     assert ema_ckpt.verify(tmp_path / "out.pt", against=tmp_path / "step").status == "sound"
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_module_lacks_the_prefix_of_checkpoint_wrapper(tmp_path: Path, stage: int) -> None:
+    """As its hook takes it out of a state dict, and `named_parameters()` of the model has it."""
+    (tmp_path / "step").mkdir()
+    expected = save(tmp_path / "step", stage, 2)
+    for file in (tmp_path / "step").glob("*model_states.pt"):
+        model = torch.load(file, weights_only=False)
+        model["param_shapes"] = [
+            OrderedDict((wrapped(name), shape) for name, shape in group.items())
+            for group in model["param_shapes"]
+        ]
+        model["shared_params"] = {"head.weight": wrapped("embed.weight")}
+        if stage == 1:
+            model["module"]["layer.1.w"] = model["module"]["frozen.w"] = torch.full((2, 3), 9.0)
+            model["shared_params"][wrapped("layer.1.w")] = "frozen.w"
+            model |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+            expected["layer.1.w"] = expected["frozen.w"]
+        torch.save(model, file)
+    done = ema_ckpt.consolidate(tmp_path / "step", tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert len(done.warnings) == 1
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert ema_ckpt.verify(tmp_path / "out.pt", against=tmp_path / "step").status == "sound"
+
+
+def wrapped(name: str) -> str:
+    head, _, last = name.rpartition(".")
+    return f"{head}._checkpoint_wrapped_module.{last}" if head else name
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_what_nothing_counts_is_never_a_whole(tmp_path: Path, stage: int, lost: int) -> None:
