@@ -33,6 +33,7 @@ TREE = "module"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _STATE = "optimizer_state_dict"
+_PLACEHOLDER: Ints = (0,)  # the shape in stage 3 of what is cut over the ranks
 _MODEL_KEYS = frozenset(
     "module param_shapes buffer_names shared_params frozen_param_fragments "
     "frozen_param_shapes".split()
@@ -213,7 +214,7 @@ def _read_beside(
         plain, value = canonical(name), model[path]
         if plain in read or owners.get(plain) in had:
             continue
-        if len(path) == 2 and isinstance(value, TensorRef) and 0 not in value.shape:
+        if len(path) == 2 and isinstance(value, TensorRef) and value.shape != _PLACEHOLDER:
             beside[name] = value
         else:
             unread.append(name)
