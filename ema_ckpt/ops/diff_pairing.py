@@ -18,6 +18,7 @@ from ema_ckpt.ops.suggested_commands import suggested_command
 from ema_ckpt.reading.quantized.schemes import QuantizedTensor
 from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
+from ema_ckpt.state_dicts.ties import tied_names, with_ties_of
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 
 
@@ -85,14 +86,14 @@ def open_sides(
         sides = (
             Side(
                 catalog_a,
-                _with_names_of(b, catalog_a, a),
+                _with_names_of(b, catalog_a, trees_a, a),
                 trees_a,
                 values_a.weights,
                 values_a.refused,
             ),
             Side(
                 catalog_b,
-                _with_names_of(a, catalog_b, b),
+                _with_names_of(a, catalog_b, trees_b, b),
                 trees_b,
                 values_b.weights,
                 values_b.refused,
@@ -102,11 +103,13 @@ def open_sides(
     return sides
 
 
-def _with_names_of(other: Tree, catalog: Catalog, tree: Tree) -> Tree:
+def _with_names_of(other: Tree, catalog: Catalog, trees: Sequence[Tree], tree: Tree) -> Tree:
     """Return `tree` with the names of its tied weights that `other` has; an EMA keeps one name."""
-    wanted = tree.named.keys() | other.named.keys()
-    whole = with_tied_names(catalog, tree).named
-    return replace(tree, named={name: whole[name] for name in whole if name in wanted})
+    ties = tied_names(live_of(trees, tree))
+    whole = with_ties_of(with_tied_names(catalog, tree), ties).named
+    wanted = set(map(canonical, other.named))
+    named = {n: t for n, t in whole.items() if n in tree.named or canonical(n) in wanted}
+    return replace(tree, named=named)
 
 
 def tree_beside(catalog: Catalog, trees: Sequence[Tree], a: Tree, against: str | None) -> Tree:

@@ -549,3 +549,19 @@ def test_a_tied_weight_is_compared_under_both_names(tmp_path: Path) -> None:
     assert result.only_in_a == result.only_in_b == ()
     assert {entry.name for entry in result.tensors} == {"embed.weight", "head.weight"}
     assert "ema-partial" not in {finding.code for finding in result.findings}
+
+
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_a_weight_that_the_live_tree_ties_is_compared_under_both_names(
+    wrapper: str, tmp_path: Path
+) -> None:
+    """Where `consolidate` gives it the average under both."""
+    weight = torch.randn(3, 2)
+    live = {f"{wrapper}{name}": weight for name in ("embed.weight", "head.weight")}
+    torch.save({"model": live, "ema": {"embed.weight": weight + 1}}, tmp_path / "a.pt")
+    ema_ckpt.consolidate(tmp_path / "a.pt", tmp_path / "b.pt")
+    beside, copy = diff(tmp_path / "a.pt"), diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    for result in (beside, copy):
+        assert result.only_in_a == result.only_in_b == ()
+        assert {entry.name for entry in result.tensors} == {"embed.weight", "head.weight"}
+    assert copy.identical == 2
