@@ -398,7 +398,7 @@ class RemoteFiles:
         short would be truncated. So the first bytes are asked for here, of the first file and of
         all that HEAD calls empty or a page. Of empty ones the total of a range counts.
         """
-        if self._sizes and size and not may_be_page(kind, path):
+        if self._sizes and size and not may_be_page(kind):
             return size
         try:
             said = self._ask(lambda: size_in_answer(self._filesystem, path), name)

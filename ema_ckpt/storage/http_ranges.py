@@ -21,14 +21,27 @@ _PLAIN = ("", "identity")
 _VALIDATORS = ("ETag", "Last-Modified")
 _WEAK = "W/"
 PAGE = "text/html"
+_PAGE_TYPES = (PAGE, "application/xhtml+xml")
 _JSON = "application/json"
+_EMPTY_AS_PAGE = (PAGE, _JSON)
+_TEXT_TYPE = re.compile(r"text/.*|.*[/+](?:json|xml)")
+_PROBLEM = "application/problem+json"
 _HEAD_NBYTES = 64
-# How what a server sends in place of a file begins, by its type.
-_PAGES = {
-    PAGE: re.compile(rb"\s*<(?:!doctype|!--|html|head|body|meta|title|script)", re.IGNORECASE),
-    _JSON: re.compile(rb"\s*[{\[][^\0]*\Z"),
-}
+# How what a server sends in place of a file begins: files have zeros there, or are JSON by name.
+_BEGINS_AS_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*[<{\[\"][^\0]*\Z")
+# What is called a page and is but text is no file either, unless it points to one in Git LFS.
+_IS_TEXT = re.compile(rb"(?!\x80|version https://git-lfs)[\t\n\r -~\x80-\xf4]*\Z")
+# No index, configuration or digests begin with what programs say of an error.
+_BEGINS_AS_ERROR = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*(?:<|\{\s*\"(?:errors?|err|err_?(?:code|no|msg)|error_?(?:code|message)|"
+    rb"exception|fault|messages?|msg|details?|status|status_?code|code|success|ok|timestamp|"
+    rb"remoteexception)\")",
+    re.IGNORECASE,
+)
 _MOST_PAGE_NBYTES = 256 << 10
+# What a page that says something has, if it is one that lists what is there, be it nothing.
+_LISTS = re.compile(rb"href|<(?:ul|ol|pre|table)\b|index of|director|folder|empty", re.IGNORECASE)
+_MARKUP = re.compile(rb"<[^>]*>|\s")
 # What a page asks that lists nothing: for a password, or to go on to another page.
 _ASKS = re.compile(rb"type\s*=\s*[\"']?password|http-equiv\s*=\s*[\"']?refresh", re.IGNORECASE)
 
@@ -71,10 +84,19 @@ def strong_tag(info: dict[str, Any]) -> str:
     return "" if tag.startswith(_WEAK) else tag
 
 
-def may_be_page(content_type: object, url: str) -> bool:
-    """Whether what is sent as a file may be a page to log in, or a program's error in JSON."""
+def may_be_page(content_type: object) -> bool:
+    """Whether what is sent as a file may be a page to log in, or a program's error."""
+    return isinstance(content_type, str) and _TEXT_TYPE.fullmatch(content_type) is not None
+
+
+def _is_page(head: bytes, content_type: str, url: str) -> bool:
+    """Whether what is sent as a file stands in its place, by the bytes that it begins with."""
     is_json = split_query(url)[0].endswith(".json")
-    return content_type == PAGE or (content_type == _JSON and not is_json)
+    if not head:
+        return content_type in _EMPTY_AS_PAGE and not (is_json and content_type == _JSON)
+    if content_type == _PROBLEM or (content_type == PAGE and not is_json and _IS_TEXT.match(head)):
+        return True
+    return (_BEGINS_AS_ERROR if is_json else _BEGINS_AS_PAGE).match(head) is not None
 
 
 def read_range(filesystem: HTTPFileSystem, file: HttpFile, start: int, stop: int) -> bytes:
@@ -104,7 +126,7 @@ def size_in_answer(filesystem: HTTPFileSystem, url: str) -> SaidSize:
 
 
 def asks_to_log_in(filesystem: HTTPFileSystem, url: str) -> bool:
-    """Whether the page at `url` asks for a password, has another name, or is none.
+    """Whether the page at `url` asks for a password, says other things, or is none of that name.
 
     Who has to log in first is often sent on to such a page, which has status 200.
     """
@@ -119,11 +141,12 @@ async def _asks_to_log_in(filesystem: HTTPFileSystem, url: str) -> bool:
         answer.raise_for_status()
         asked = answer.history[0].url if answer.history else answer.url
         is_elsewhere = _last_name(asked.path) != _last_name(answer.url.path)
-        # A redirect may lead nowhere; JSON is what a program says of an error.
-        if is_elsewhere or answer.status != 200 or answer.content_type == _JSON:
+        # A redirect may lead nowhere; JSON and text are what a program says of an error.
+        if is_elsewhere or answer.status != 200 or answer.content_type not in _PAGE_TYPES:
             return True
         page = await _first_bytes(answer.content, _MOST_PAGE_NBYTES, is_whole=True)
-        return not page.strip() or _ASKS.search(page) is not None
+        says_else = _MARKUP.sub(b"", page) and not _LISTS.search(page)
+        return not page.strip() or bool(says_else) or _ASKS.search(page) is not None
 
 
 def begins_as_data(filesystem: HTTPFileSystem, url: str) -> bool:
@@ -151,9 +174,9 @@ async def _ask_size(filesystem: HTTPFileSystem, url: str) -> SaidSize:
     async with await _get(filesystem, url, 0, _HEAD_NBYTES) as answer:
         if answer.status != 416:
             answer.raise_for_status()
-        if may_be_page(answer.content_type, url) and answer.status in (200, 206):
+        if may_be_page(answer.content_type) and answer.status in (200, 206):
             head = await _first_bytes(answer.content, _HEAD_NBYTES, is_whole=True)
-            if not head or _PAGES[answer.content_type].match(head):
+            if _is_page(head, answer.content_type, url):
                 return SaidSize(None, is_of_range=False, is_page=True)
         if answer.headers.get("Content-Encoding", "").lower() not in _PLAIN:
             return SaidSize(None, is_of_range=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ pytest.importorskip("aiohttp")
 DATA = bytes(range(256)) * 40
 EMA_OFFSET = 21465  # of 48 bytes of `ema.weights.down.weight` in __1_0.distcp
 DCP, ONE_FILE = "dcp/fsdp2-w2", "safetensors/dtypes.safetensors"
-RANKS = "rank-files/replicas"
+RANKS, SHARDED = "rank-files/replicas", "hf/sharded"
 
 
 @pytest.fixture
@@ -605,11 +606,62 @@ def test_a_page_in_place_of_what_is_not_listed_is_no_verdict(checkpoints: Server
     assert caught.value.code == "unreadable"
 
 
+def test_what_lists_nothing_and_is_no_page_is_no_empty_directory(checkpoints: Server) -> None:
+    """A run that asks for the newest step and hears of none begins anew."""
+    for body, kind in (*FOREIGN.values(), (b"", "text/plain"), (b"Busy", "text/plain")):
+
+        def foreign(handler: Handler, body: bytes = body, kind: str = kind) -> bool:
+            if handler.command == "HEAD" or handler.path.strip("/") != DCP:
+                return False
+            handler.answer(200, body, kind)
+            return True
+
+        checkpoints.fault = foreign
+        for verb in (ema_ckpt.latest, ema_ckpt.verify):
+            with pytest.raises(AccessError) as caught:
+                verb(checkpoints.url(DCP))
+            assert caught.value.code == "unreadable", body
+
+
+def test_an_error_for_what_is_missing_is_no_damage_of_what_is_there(checkpoints: Server) -> None:
+    """Some programs say with status 200 that there is no such file; of digests, there need be none."""
+
+    def finds_nothing(handler: Handler) -> bool:
+        if not handler.path.endswith("/ema_ckpt.json"):
+            return False
+        handler.answer(200, b'{"code": 404, "message": "no such file"}', "application/json")
+        return True
+
+    checkpoints.fault = finds_nothing
+    with pytest.raises(AccessError) as caught:
+        ema_ckpt.verify(checkpoints.url(DCP))
+    assert caught.value.code == "unreadable"
+
+
 LOG_IN = b'<!DOCTYPE html><form action="/login"><input type="password"></form><a href="/help">?</a>'
 
 
-@pytest.mark.parametrize("path", [DCP, ONE_FILE])
-@pytest.mark.parametrize("way", ["page", "redirect", "nothing", "json"])
+# Status 200 and something else than what was asked for, as proxies and programs send it.
+FOREIGN = {
+    "json": (b'{"error": "log in first"}', "application/json; charset=utf-8"),
+    "json of php": (b'{"status": 401}', "text/html"),
+    "problem": (b'{"type": "about:blank", "title": "?"}', "application/problem+json"),
+    "byte order mark": (b"\xef\xbb\xbf<!DOCTYPE html><p>Maintenance</p>", "text/html"),
+    "xhtml": (b'<?xml version="1.0"?><!DOCTYPE html><p>Maintenance</p>', "application/xhtml+xml"),
+    "paragraph": (b"<p>Your session has expired.</p>", "text/html; charset=utf-8"),
+    "words": (b"Your session has expired.", "text/html"),
+    "xml": (b'<?xml version="1.0"?><Error><Code>ExpiredToken</Code></Error>', "application/xml"),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "path"),
+    [
+        *itertools.product(("page", "redirect", "nothing"), (DCP, ONE_FILE)),
+        ("json", DCP),
+        *itertools.product(FOREIGN, (ONE_FILE, SHARDED)),
+    ],
+)
 def test_a_page_to_log_in_is_no_verdict_whenever_it_comes(
     checkpoints: Server, path: str, way: str
 ) -> None:
@@ -622,8 +674,8 @@ def test_a_page_to_log_in_is_no_verdict_whenever_it_comes(
         def log_in(handler: Handler, allowed: int = allowed) -> bool:
             if len(handler.server.requests) <= allowed:
                 return False
-            if way == "json":
-                handler.answer(200, b'{"error": "log in first"}', "application/json; charset=utf-8")
+            if way in FOREIGN:
+                handler.answer(200, *FOREIGN[way])
             elif (
                 way != "redirect" or handler.path == "/login"
             ):  # that of a redirect need not ask at once
