@@ -65,9 +65,14 @@ class WeightedSum:
         self._lock = threading.Lock()
         self._worker = threading.local()
 
-    def add(self, name: str, parts: Sequence[Part]) -> Tensor:
-        """Add the sum of `parts`, whose shapes are equal, as a tensor called `name`."""
-        dtype, shape = blended_dtype([part.tensor.dtype for part in parts]), parts[0].tensor.shape
+    def add(self, name: str, parts: Sequence[Part], stored: DType | None = None) -> Tensor:
+        """Add the sum of `parts`, whose shapes are equal, as a tensor called `name`.
+
+        Args:
+            stored: the type that the sum is rounded to; by default that of its parts.
+        """
+        dtype = stored or blended_dtype([part.tensor.dtype for part in parts])
+        shape = parts[0].tensor.shape
         file = f"sum-{len(self._sums)}"
         bare = Tensor(name, (name,), shape, dtype, ())
         chunk = Chunk((0,) * len(shape), shape, file, 0, bare.nbytes)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
 from ema_ckpt.analysis.weighted_sum import WeightedSum
 from ema_ckpt.core.arguments import number, numbers, texts
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
+from ema_ckpt.core.dtypes import DType
 from ema_ckpt.core.errors import UsageError
 from ema_ckpt.core.limits import check_ranks
 from ema_ckpt.core.text import counted, parse_size
@@ -23,7 +24,7 @@ from ema_ckpt.ops.object_plan import (
 )
 from ema_ckpt.ops.results.further_fields import with_fields
 from ema_ckpt.ops.results.write import Skipped, WriteResult
-from ema_ckpt.ops.rule_changes import rule_one
+from ema_ckpt.ops.rule_changes import RuledSource, rule_one
 from ema_ckpt.ops.suggested_commands import suggested_command, suggested_options
 from ema_ckpt.ops.synthesize_inputs import (
     Snapshot,
@@ -42,7 +43,7 @@ from ema_ckpt.ops.synthesize_inputs import (
     weights_for,
 )
 from ema_ckpt.ops.write import Output, PlannedWrite, destination_of, finish, output_form, plan_for
-from ema_ckpt.state_dicts.selection import select_tree
+from ema_ckpt.state_dicts.selection import Selection, select_tree
 from ema_ckpt.state_dicts.tree import Tree
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
 from ema_ckpt.writing.preflight import check_sources
@@ -147,14 +148,12 @@ def _write(
     warnings: list[Diagnostic],
     started: float,
 ) -> WriteResult:
-    weighted_sum = WeightedSum(options.verify)
-    catalog = virtual_catalog(weighted_sum, snapshots, match_names(snapshots), factors)
-    last = snapshots[-1].tree
-    named = {tensor.name: tensor for tensor in catalog.tensors}
-    average = Tree(last.name, last.role, catalog.tensors, named=named)
-    ruled = rule_one(options.rules, catalog, average)
-    catalog = ruled.catalog
-    selection = select_tree(ruled.tree, options.selection)
+    inputs = match_names(snapshots)
+    weighted_sum, ruled, selection = _select(snapshots, inputs, factors, options)
+    casts = _casts(selection, ruled.catalog, inputs)
+    if casts:
+        weighted_sum, ruled, selection = _select(snapshots, inputs, factors, options, casts)
+    catalog, last = ruled.catalog, snapshots[-1].tree
     renamed, rules = ruled.changed_names(selection)
     refuse_quantized(selection.entries, snapshots, catalog.made_from)
     refuse_unsummable(selection.entries)
@@ -192,11 +191,49 @@ def _write(
         count = weighted_sum.overflow.get(tensor.source.name)
         if count:
             sums = f"{counted(count, 'finite sum')} of {tensor.name!r}"
-            infinite = f"became infinite in {tensor.source.dtype.name}; use smaller weights"
+            remedy = "another --dtype" if tensor.source.name in casts else "smaller weights"
+            infinite = f"became infinite in {tensor.source.dtype.name}; use {remedy}"
             overflows.append(Diagnostic("overflow", f"{sums} {infinite}"))
     terms = describe_terms(snapshots, factors)
     result = replace(result, warnings=(*result.warnings, *overflows))
     return with_fields(result, snapshots=terms)
+
+
+def _select(
+    snapshots: Sequence[Snapshot],
+    inputs: Mapping[str, list[Tensor]],
+    factors: Sequence[float],
+    options: WriteOptions,
+    casts: Mapping[str, DType] | None = None,
+) -> tuple[WeightedSum, RuledSource, Selection]:
+    """Make the sums, apply rules to them, and select what is written."""
+    weighted_sum = WeightedSum(options.verify)
+    catalog = virtual_catalog(weighted_sum, snapshots, inputs, factors, casts or {})
+    last = snapshots[-1].tree
+    named = {tensor.name: tensor for tensor in catalog.tensors}
+    average = Tree(last.name, last.role, catalog.tensors, named=named)
+    ruled = rule_one(options.rules, catalog, average)
+    return weighted_sum, ruled, select_tree(ruled.tree, options.selection)
+
+
+def _casts(selection: Selection, catalog: Catalog, sums: Collection[str]) -> dict[str, DType]:
+    """Choose what sums are rounded to at once, by name: the type that all made of them is cast to.
+
+    A sum of bfloat16 that is written as float32 must not be rounded to bfloat16 before.
+    """
+    wanted: dict[str, set[DType]] = {}
+    stored: dict[str, DType] = {}
+    for entry in selection.entries:
+        sources = catalog.made_from.get(entry.source.name, (entry.source,))
+        for source in sources:
+            dtype = entry.dtype if all(s.name in sums for s in sources) else source.dtype
+            wanted.setdefault(source.name, set()).add(dtype)
+            stored[source.name] = source.dtype
+    return {
+        name: dtypes.pop()
+        for name, dtypes in wanted.items()
+        if len(dtypes) == 1 and dtypes != {stored[name]}
+    }
 
 
 def virtual_catalog(
@@ -204,10 +241,15 @@ def virtual_catalog(
     snapshots: Sequence[Snapshot],
     named: Mapping[str, list[Tensor]],
     factors: Sequence[float],
+    casts: Mapping[str, DType],
 ) -> Catalog:
-    """Return the sums as a catalog; its `files` identify the inputs of an interrupted run."""
+    """Return the sums as a catalog; its `files` identify the inputs of an interrupted run.
+
+    Args:
+        casts: what sums are rounded to, by name, if not to the type of their parts.
+    """
     tensors = tuple(
-        weighted_sum.add(name, parts_of(inputs, snapshots, factors))
+        weighted_sum.add(name, parts_of(inputs, snapshots, factors), casts.get(name))
         for name, inputs in named.items()
     )
     files = {}

@@ -313,6 +313,43 @@ def test_sums_beyond_the_stored_type_are_told(dtype: str, large: float, tmp_path
     assert told == [f"2 finite sums of 'x' became infinite in {dtype}; use smaller weights"]
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("cast", ["fp32", "bf16", "fp16"])
+def test_a_cast_sum_is_rounded_once(stored: str, cast: str, tmp_path: Path) -> None:
+    names, states, sources = ("w", "kept", "left"), [], [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for path in sources:
+        states.append({name: torch.randn(5000).to(getattr(torch, stored)) for name in names})
+        torch.save(states[-1], path)
+    first, second = states
+    sums = {name: first[name].double() * 0.4 + second[name].double() * 0.6 for name in names}
+    factors = {"weights": [0.4, 0.6], "dtype": cast, "keep_dtype": ["kept"], "exclude": ["left"]}
+    synthesize(sources, tmp_path / "o.pt", rename={"w": "x"}, **factors)
+    found = torch.load(tmp_path / "o.pt")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[cast]
+    assert found.keys() == {"x", "kept"}
+    torch.testing.assert_close(found["x"], sums["w"].to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(found["kept"], sums["kept"].to(first["kept"].dtype), rtol=0, atol=0)
+
+
+def test_a_cast_keeps_sums_that_the_stored_type_could_not(tmp_path: Path) -> None:
+    source = tmp_path / "a.safetensors"
+    save_file({"w": torch.full((3,), 6e4, dtype=torch.float16)}, source)
+    out = tmp_path / "o.safetensors"
+    written = synthesize([source, source], out, weights=[2.0, -1.0], dtype="fp32")
+    assert load_file(out)["w"].tolist() == [6e4] * 3
+    written = synthesize([source, source], out, weights=[2.0, 0.0], dtype="fp32", overwrite=True)
+    assert load_file(out)["w"].tolist() == [120000.0] * 3
+    assert "overflow" not in [warning.code for warning in written.warnings]
+
+
+def test_a_sum_that_the_cast_makes_infinite_is_told(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.safetensors", tmp_path / "o.safetensors"
+    save_file({"w": torch.full((3,), 1e5)}, source)
+    written = synthesize([source, source], out, weights=[0.5, 0.5], dtype="fp16")
+    told = [warning.message for warning in written.warnings if warning.code == "overflow"]
+    assert told == ["3 finite sums of 'w' became infinite in float16; use another --dtype"]
+
+
 def test_a_profile_out_of_reach_is_told(pair: list[Path], tmp_path: Path) -> None:
     written = synthesize(
         pair, tmp_path / "o.safetensors", sigma_rel=0.01, sigma_rels=[0.1, 0.1], steps=[10, 20]
