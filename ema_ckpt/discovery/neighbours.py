@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Set
 from itertools import chain
 from typing import NamedTuple
@@ -27,6 +28,8 @@ from ema_ckpt.storage.files import is_url
 _WEIGHTS = "a checkpoint of its own; name it to read it"
 _STATE = "state beside the weights; name it to read it"
 _NO_SHARDS = "none of the shards that it names is here; delete it if an earlier save left it"
+_REGISTERED = "state of an object that accelerate saved, perhaps an average; name it to read it"
+_REGISTERED_NAME = re.compile(r"custom_checkpoint_\d+\.pkl")
 _OF_FILE_SYSTEM = "lost+found"  # root's, in the first directory of a disk
 
 
@@ -58,7 +61,7 @@ def left_out_of(folder: Folder, used: Set[str]) -> Iterator[LeftOut]:
 
 
 def _files_beside(folder: Folder, used: Set[str]) -> Iterator[_Beside]:
-    """List unused indices, and files that are checkpoints."""
+    """List unused indices, files that are checkpoints, and state that accelerate was told of."""
     indices = [name for name in indices_in(folder) if name not in used]
     for name in indices:
         why = _NO_SHARDS if lacks_all_shards(folder, name) else ""
@@ -68,6 +71,8 @@ def _files_beside(folder: Folder, used: Set[str]) -> Iterator[_Beside]:
         is_claimed = bool(has_index) and is_shard(location.names[0])
         if not is_claimed and used.isdisjoint(location.names) and not is_foreign(location):
             yield _Beside(location.resolved, name)
+    for name in sorted({*filter(_REGISTERED_NAME.fullmatch, folder.files)} - used):
+        yield _Beside(join(folder.root, name), name, _REGISTERED)
 
 
 def _folders_beside(folder: Folder, used: Set[str]) -> Iterator[_Beside]:

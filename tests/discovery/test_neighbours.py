@@ -133,6 +133,20 @@ def test_the_state_of_a_trainer_is_named_but_no_checkpoint_that_strict_asks_for(
     assert catalog.left_out == ()
 
 
+@pytest.mark.parametrize("weights_file", ["model.safetensors", "pytorch_model.bin"])
+def test_state_that_accelerate_was_told_of_is_named(tmp_path: Path, weights_file: str) -> None:
+    """A loop's average lies there, as `register_for_checkpointing` has it written."""
+    at = safetensors_at if weights_file.endswith(".safetensors") else torch_at
+    at(tmp_path / weights_file)
+    torch_at(tmp_path / "custom_checkpoint_0.pkl", {"shadow_params": [torch.ones(2)]})
+    touch(tmp_path / "random_states_0.pkl")
+    catalog = open_catalog(tmp_path)
+    (told,) = [w.message for w in catalog.warnings]
+    assert told.startswith("custom_checkpoint_0.pkl is left out: ")
+    assert told.endswith("perhaps an average; name it to read it")
+    assert catalog.left_out == ()
+
+
 def test_other_indices_and_files_beside_an_index(tmp_path: Path) -> None:
     for number, (name, tensor) in enumerate(weights().items()):
         torch_at(tmp_path / f"pytorch_model-0000{number + 1}-of-00002.bin", {name: tensor})
