@@ -34,6 +34,7 @@ from ema_ckpt.ops.synthesize_inputs import (
     describe_terms,
     log_sum,
     match_names,
+    mixed_roles,
     open_snapshots,
     parts_of,
     refuse_quantized,
@@ -132,6 +133,8 @@ def synthesize(
             scheme=scheme,
         )
         warnings += doubts
+        if not names:
+            warnings += mixed_roles(opened_snapshots, is_run=choice.is_run)
         if scheme is not None:
             log_sum(opened_snapshots, factors)
         return _write(opened_snapshots, factors, output, options, warnings, started)

@@ -19,7 +19,7 @@ from ema_ckpt.core.arguments import whole_number
 from ema_ckpt.core.catalog import Catalog, Diagnostic, Tensor
 from ema_ckpt.core.display import displayed
 from ema_ckpt.core.errors import EmaCkptError, UsageError, about
-from ema_ckpt.core.names import canonical
+from ema_ckpt.core.names import EMA, LIVE, canonical
 from ema_ckpt.core.text import counted, path_text, shown
 from ema_ckpt.core.write_plan import OutputTensor
 from ema_ckpt.discovery.locate import select_steps
@@ -160,6 +160,24 @@ def open_snapshots(
             refuse_unquantized(snapshots[-1].catalog, options)
         undo.pop_all()
     return snapshots
+
+
+def mixed_roles(snapshots: Sequence[Snapshot], *, is_run: bool) -> list[Diagnostic]:
+    """Warn of a sum of averages and live weights, as of a run whose average began later.
+
+    A file of weights alone may be an average that was written whole, unless it is a step.
+    """
+    averages = [snapshot for snapshot in snapshots if snapshot.tree.role == EMA]
+    lives = [snapshot for snapshot in snapshots if snapshot.tree.role == LIVE]
+    others = [snapshot for snapshot in lives if is_run or snapshot.tree.name]
+    if not averages or not others:
+        return []
+    message = (
+        f"averages and live weights are summed: {averages[0].label} and"
+        f" {counted(len(averages) - 1, 'more average')}, {others[0].label} and"
+        f" {counted(len(others) - 1, 'more live tree')}; --tree names the one that is meant"
+    )
+    return [Diagnostic("mixed-trees", message)]
 
 
 def match_names(snapshots: Sequence[Snapshot]) -> dict[str, list[Tensor]]:

@@ -224,3 +224,17 @@ def test_what_all_steps_say_is_said_once(run: Path, tmp_path: Path) -> None:
     path = run / "step_400"
     result = ema_ckpt.synthesize([path, path], tmp_path / "o.safetensors", weights=[0.5, 0.5])
     assert [w.code for w in result.warnings] == ["left-out", "not-averaged"]
+
+
+def test_averages_and_live_weights_in_one_sum_are_told(tmp_path: Path) -> None:
+    """Of a run whose average began later the older steps have live weights alone."""
+    for step in range(1, 4):
+        state = {"model": {"w": torch.full((2,), float(step))}}
+        state |= {"ema": {"w": torch.zeros(2)}} if step == 3 else {}
+        save_dcp(tmp_path / "run" / f"step_{step}", state)
+    result = ema_ckpt.synthesize(tmp_path / "run", tmp_path / "a.safetensors", last=3)
+    (warning,) = [w for w in result.warnings if w.code == "mixed-trees"]
+    assert "'ema' of " in warning.message
+    assert "1 more live tree;" in warning.message
+    result = ema_ckpt.synthesize(tmp_path / "run", tmp_path / "b.safetensors", last=3, tree="model")
+    assert result.warnings == ()
